@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate check-generated lint test demo bench test-sanitizers test-faults-long clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-faults-long clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,9 @@ native: ## rebuild and reinstall the native module, incrementally
 
 generate: setup-light ## regenerate the protobuf code and the native module's type stub
 	@$(PY) tools/generate.py
+
+generate-protos: ## the protobuf code only; needs no compiler and no built module
+	@tools/setup.sh tools && $(PY) tools/generate.py --protos-only
 
 check-generated: setup-light ## fail if committed generated code is out of date
 	@$(PY) tools/generate.py --check

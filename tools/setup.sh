@@ -2,7 +2,8 @@
 # Makes the development environment in .venv and keeps it current. Safe to run at any time and by several people at once:
 # each step leaves a stamp named after its inputs, so a second run does nothing, and a changed input repeats only its step.
 #
-#   tools/setup.sh light    tools and libraries, and the project itself (editable)
+#   tools/setup.sh tools    libraries and tools only, nothing of ours
+#   tools/setup.sh light    tools, and the project itself (editable, native module built)
 #   tools/setup.sh full     light, and a real vLLM for the CPU
 #   tools/setup.sh native   rebuild the native module now, whatever the stamps say
 set -euo pipefail
@@ -109,8 +110,9 @@ step_vllm() {
 }
 
 case "${1:-full}" in
+    tools)  step_venv; step_tools ;;
     light)  step_venv; step_tools; step_project ;;
     full)   step_venv; step_tools; step_project; step_vllm ;;
     native) step_venv; step_tools; step_project force ;;
-    *)      die "unknown argument '$1': use light, full or native" ;;
+    *)      die "unknown argument '$1': use tools, light, full or native" ;;
 esac

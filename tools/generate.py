@@ -1,0 +1,121 @@
+"""Generates what is committed but not written by hand: the protobuf code and the native module's type stub.
+
+    python tools/generate.py            writes into the source tree
+    python tools/generate.py --check    writes into a temporary folder and fails if the source tree differs
+
+The proto path is the Python path: proto/kvtier/v1/*.proto becomes kvtier/v1/*_pb2.py under the root that holds `kvtier`.
+The compiler is an old one on purpose and runs in an environment of its own, because it wants an old protobuf: code it
+writes runs on protobuf 5.29, which engines pin, and on today's; code of a new compiler would refuse the former.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+COMPILER = ("grpcio-tools==1.66.2", "mypy-protobuf==3.6.0")
+# Import root for each top-level folder of proto/.
+ROOTS = {"kvtier": "clients", "kvtierd": "daemon"}
+GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
+STUB = Path("kernels/kvtier_kernels/_native.pyi")
+COMPILE_TIMEOUT_S = 300
+
+
+class GenerationError(Exception):
+    """A generator failed; the message is its output."""
+
+
+def run(command: list[str]) -> None:
+    """Runs a command in the repository's root; raises GenerationError with its output if it fails."""
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise GenerationError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def generate_protos(out: Path) -> None:
+    """Compiles every file under proto/ into `out`, which is laid out as the repository is."""
+    for package, root in ROOTS.items():
+        sources = sorted(path.relative_to(REPO) for path in (REPO / "proto" / package).rglob("*.proto"))
+        if not sources:
+            continue
+        target = out / root
+        target.mkdir(parents=True, exist_ok=True)
+        compiler = [str(Path(sys.executable).parent / "uv"), "run", "--quiet", "--no-project", "--isolated"]
+        compiler += ["--python", sys.executable, *(f"--with={requirement}" for requirement in COMPILER)]
+        outputs = [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        run([*compiler, "python", "-m", "grpc_tools.protoc", "-Iproto", *outputs, *map(str, sources)])
+        for folder in {(target / source.relative_to("proto")).parent for source in sources}:
+            drop_empty_services(folder)
+            init = folder / "__init__.py"
+            if out == REPO and not init.exists():
+                name = ".".join(folder.relative_to(target).parts)
+                init.write_text(f'"""Code generated from proto/{name.replace(".", "/")} by `make generate`; do not edit."""\n')
+
+
+def drop_empty_services(folder: Path) -> None:
+    """Removes the gRPC modules of files that define no service: they hold nothing but an import of grpc."""
+    for module in folder.glob("*_pb2_grpc.py"):
+        if "class " not in module.read_text():
+            module.unlink()
+            module.with_suffix(".pyi").unlink(missing_ok=True)
+
+
+def generate_stub(out: Path) -> None:
+    """Writes the type stub of the installed native module into `out`."""
+    target = out / STUB
+    target.parent.mkdir(parents=True, exist_ok=True)
+    run([sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "kvtier_kernels._native", "-o", str(target)])
+
+
+def generated_files(tree: Path) -> dict[str, bytes]:
+    """The generated files of a tree by their path relative to it."""
+    found = [path for root in ROOTS.values() for pattern in GENERATED for path in (tree / root).rglob(pattern)]
+    if (tree / STUB).exists():
+        found.append(tree / STUB)
+    return {str(path.relative_to(tree)): path.read_bytes() for path in found}
+
+
+def differences() -> list[str]:
+    """One line per committed file that is missing, left over, or not what the generators write now."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-generate-") as scratch:
+        generate_protos(Path(scratch))
+        generate_stub(Path(scratch))
+        expected, present = generated_files(Path(scratch)), generated_files(REPO)
+    report = [f"missing: {name}" for name in expected.keys() - present.keys()]
+    report += [f"nothing generates it any more: {name}" for name in present.keys() - expected.keys()]
+    report += [f"out of date: {name}" for name in expected.keys() & present.keys() if expected[name] != present[name]]
+    return sorted(report)
+
+
+def main() -> int:
+    """Runs the generators, or with --check compares; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Generate the protobuf code and the native module's type stub.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the source tree is out of date")
+    parser.add_argument("--protos-only", action="store_true", help="leave the native module's stub alone")
+    options = parser.parse_args()
+    try:
+        if options.check:
+            if report := differences():
+                print("\n".join(report))
+                print("Run `make generate` and commit the result.")
+                return 1
+            print("Generated code is up to date.")
+            return 0
+        for name in generated_files(REPO):
+            if name != str(STUB):  # a file that its proto no longer makes must not linger
+                (REPO / name).unlink()
+        generate_protos(REPO)
+        if not options.protos_only:
+            generate_stub(REPO)
+    except GenerationError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
