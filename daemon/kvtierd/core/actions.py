@@ -1,0 +1,178 @@
+"""What the core asks the front to do, in order, before it handles anything else. And what it answers."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.errors import Refusal
+from kvtierd.core.ids import (
+    Epoch,
+    Fingerprint,
+    Hashes,
+    LeaseId,
+    NamespaceDigest,
+    PartId,
+    Rank,
+    RegistrationId,
+    SessionId,
+    Slots,
+    Ticket,
+    TransferNumber,
+    WorkerId,
+)
+from kvtierd.core.stimuli import Signals
+
+
+class Direction(Enum):
+    STORE = 1
+    LOAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AssignExtent:
+    """Write the header of a free extent: from now on it holds slots of this size."""
+
+    extent: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlots:
+    """Mark free slots as WRITING for one shard of a batch of blocks; done before any part of them is posted."""
+
+    slots: Slots
+    worker: WorkerId
+    store: TransferNumber
+    namespace: NamespaceDigest
+    group: int
+    shard: Rank
+    world_size: int
+    hashes: Hashes
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitSlots:
+    """Make WRITING slots READY, with their recency: block i of `slots` (n, world) gets clock first_clock - i."""
+
+    slots: Slots
+    first_clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSlots:
+    """Bump the generation of slots and mark them free: before any byte of them changes."""
+
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class PostPart:
+    """Hand one part to its copy worker. The front adds the slots' generations."""
+
+    worker: WorkerId
+    part: PartId
+    direction: Direction
+    session: SessionId
+    registration: RegistrationId
+    group: int
+    signals: Signals
+    block_ids: npt.NDArray[np.uint32]
+    slots: Slots
+    verify: npt.NDArray[np.uint8] | None
+    """LOAD: 1 for slots whose checksum must be checked first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RevokePart:
+    """End a part that has not started; a started one runs on. Either way `PartFinished` follows."""
+
+    worker: WorkerId
+    part: PartId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSession:
+    """Have the worker revoke, fence and unmap all it holds of a session. `SessionReleased` follows."""
+
+    worker: WorkerId
+    session: SessionId
+
+
+class TransferEnd(Enum):
+    DONE = 2
+    FAILED = 3
+    CANCELLED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    transfer: TransferNumber
+    ticket: Ticket
+    end: TransferEnd
+    succeeded: npt.NDArray[np.uint8]
+    """Per submitted key: 1 if committed (store) or in place (load)."""
+    error: Refusal | None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    ready: bool
+    missing_ranks: tuple[Rank, ...]
+    namespace: NamespaceDigest | None
+    reregister_ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The epoch is over: close this session's stream and side socket."""
+
+    why: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Tell a session; dropped if it is gone."""
+
+    session: SessionId
+    event: TransferEnded | InstanceView | SessionEnded
+
+
+Action = (
+    AssignExtent
+    | OpenSlots
+    | CommitSlots
+    | FreeSlots
+    | PostPart
+    | RevokePart
+    | ReleaseSession
+    | Notify
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    epoch: Epoch
+    fingerprint: Fingerprint | None
+    instance: InstanceView
+
+
+@dataclass(frozen=True, slots=True)
+class LookupReply:
+    hits: int
+    states: npt.NDArray[np.uint8]
+    """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit); prefix mode: up to the first that is no hit."""
+    lease: LeaseId | None
+    lease_refused: Refusal | None
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    transfer: TransferNumber
+    results: npt.NDArray[np.uint8]
+    """Store: kvtier.v1.StoreResult per key (0 accepted, 1 exists, 2 pending, 3 throttled). Load: empty."""
+
+
+Reply = Attached | LookupReply | SubmitReply | InstanceView | None

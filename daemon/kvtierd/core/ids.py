@@ -1,0 +1,53 @@
+"""Names for the integers and bytes that travel through the core, so that a signature says what it takes."""
+
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+SessionId = NewType("SessionId", int)
+"""One attached process. Issued by the front, never reused within a boot."""
+
+Epoch = NewType("Epoch", int)
+"""One life of an engine instance: all its sessions share it, and it ends when any of them dies."""
+
+SpaceId = NewType("SpaceId", int)
+"""One (namespace digest, group). Dense, issued by the core, never reused within a boot; u32 in the block table."""
+
+TransferNumber = NewType("TransferNumber", int)
+"""One transfer of this boot; with the boot nonce it is unique for ever."""
+
+PartId = NewType("PartId", int)
+"""What one copy worker does of one transfer for one rank."""
+
+Ticket = NewType("Ticket", int)
+"""The submitter's own name of a transfer, strictly increasing within an epoch, below 2^56."""
+
+LeaseId = NewType("LeaseId", int)
+WorkerId = NewType("WorkerId", int)
+"""One copy worker process. A respawned worker is a new one."""
+
+RegistrationId = NewType("RegistrationId", int)
+"""One rank's mapped memory, as known to its copy worker."""
+
+Rank = NewType("Rank", int)
+
+NamespaceDigest = NewType("NamespaceDigest", bytes)
+"""16 bytes: SHA-256 of the namespace's fields and of every rank's layout fingerprint, shortened."""
+
+Fingerprint = NewType("Fingerprint", bytes)
+"""16 bytes: SHA-256 of one rank's layout geometry, shortened."""
+
+Hashes = npt.NDArray[np.uint8]
+"""Block hashes, shape (n, 32); shorter hashes are padded with zeros, their namespace fixes the true length."""
+
+Entries = npt.NDArray[np.uint32]
+"""Indexes into the block table; NO_ENTRY where there is none."""
+
+Slots = npt.NDArray[np.uint32]
+"""Page numbers of slots in the pool file (offset / PAGE_BYTES); 0 is never a slot. Shape (n,) or (n, world)."""
+
+NO_ENTRY = 0xFFFF_FFFF
+NO_SLOT = 0
+PAGE_BYTES = 4096
+HASH_BYTES_MAX = 32

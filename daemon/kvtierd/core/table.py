@@ -1,0 +1,121 @@
+"""What the core needs of a block table. In production it is native (`kvtier_kernels.BlockTable`); in tests also a
+plain-Python oracle. Every call works on a batch, validates everything first, and changes nothing if it raises."""
+
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.ids import Entries, Hashes, Slots
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+
+
+class BlockState(IntEnum):
+    """Residency of a block in the host tier; 0 is "not there"."""
+
+    ABSENT = 0
+    WRITING = 1
+    READY = 2
+    EVICTING = 3
+
+
+class BlockFlag(IntEnum):
+    VERIFY = 1
+    """Recovered from an earlier daemon: its checksum is checked before its first load."""
+
+
+class BlockTable(Protocol):
+    """Metadata of all blocks on the host, in arrays; one writer."""
+
+    def lookup(self, space: int, hashes: Hashes) -> tuple[Entries, U8]:
+        """Entry and state of each key; NO_ENTRY and 0 where there is none."""
+        ...
+
+    def lookup_prefix(self, space: int, hashes: Hashes) -> tuple[Entries, int]:
+        """Entries of the leading run of READY blocks, and the state of the block that ended it (0: absent or end)."""
+        ...
+
+    def insert(self, space: int, domain: int, hashes: Hashes, flags: int = 0) -> tuple[Entries, U8]:
+        """Create the absent keys as WRITING, unpinned and without slots.
+
+        Returns the entry of each key and 1 where it was created, 0 where it existed (or came earlier in the batch),
+        2 where the table was full (entry NO_ENTRY).
+        """
+        ...
+
+    def attach_slots(self, entries: Entries, slots: Slots) -> None:
+        """Give WRITING entries their slots, shape (n, world): one slot per shard, in rank order."""
+        ...
+
+    def slots(self, entries: Entries, world: int) -> Slots:
+        """Slots of entries, shape (n, world)."""
+        ...
+
+    def owners(self, slots: Slots) -> Entries:
+        """Entry that owns each slot; NO_ENTRY for a free one."""
+        ...
+
+    def commit(self, entries: Entries) -> None:
+        """WRITING to READY; becomes the most recent of its domain, the last of the batch most of all."""
+        ...
+
+    def begin_evict(self, entries: Entries) -> None:
+        """READY and unpinned to EVICTING."""
+        ...
+
+    def condemn(self, entries: Entries) -> None:
+        """READY, pinned or not, to EVICTING: found no longer again; whoever drops the last pin removes it."""
+        ...
+
+    def remove(self, entries: Entries) -> None:
+        """Forget WRITING or EVICTING, unpinned entries; their slots have no owner any more."""
+        ...
+
+    def pin(self, entries: Entries) -> None:
+        """One pin more on each; an entry may come several times. Pinned blocks are no victims."""
+        ...
+
+    def unpin(self, entries: Entries) -> None:
+        """One pin less on each; READY blocks that lose their last one become the most recent, in this order."""
+        ...
+
+    def touch(self, entries: Entries) -> None:
+        """READY unpinned blocks become the most recent, in this order; others are left alone."""
+        ...
+
+    def victims(self, domain: int, n: int) -> Entries:
+        """Up to n unpinned READY blocks, least recent first. Changes nothing."""
+        ...
+
+    def states(self, entries: Entries) -> U8: ...
+
+    def pins(self, entries: Entries) -> U32: ...
+
+    def flags(self, entries: Entries) -> U8: ...
+
+    def set_flags(self, entries: Entries, flags: int) -> None: ...
+
+    def clear_flags(self, entries: Entries, flags: int) -> None: ...
+
+    def hashes(self, entries: Entries) -> Hashes: ...
+
+    def spaces(self, entries: Entries) -> U32: ...
+
+    def domains(self, entries: Entries) -> npt.NDArray[np.uint16]: ...
+
+    def generations(self, entries: Entries) -> U32: ...
+
+    def count(self, space: int) -> int: ...
+
+    def entries_of(self, space: int) -> Entries: ...
+
+    def stats(self) -> dict[str, Any]:
+        """`writing`, `ready`, `evicting`, `capacity`, `bytes`, and `domains` (blocks per domain)."""
+        ...
+
+    def check(self) -> None:
+        """Validate the table's own consistency; AssertionError if it is broken. For tests."""
+        ...

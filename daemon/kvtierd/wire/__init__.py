@@ -1,0 +1,1 @@
+"""Code generated from proto/kvtierd/wire by `make generate`; do not edit."""
