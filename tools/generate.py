@@ -3,9 +3,10 @@
     python tools/generate.py            writes into the source tree
     python tools/generate.py --check    writes into a temporary folder and fails if the source tree differs
 
-The proto path is the Python path: proto/kvtier/v1/*.proto becomes kvtier/v1/*_pb2.py under the root that holds `kvtier`.
-The compiler is an old one on purpose and runs in an environment of its own, because it wants an old protobuf: code it
-writes runs on protobuf 5.29, which engines pin, and on today's; code of a new compiler would refuse the former.
+The proto path is the Python path: proto/kvtier/v1/*.proto becomes kvtier/v1/*_pb2.py under clients/.
+The compiler is an old one on purpose: code it writes runs on protobuf 5.29, which engines pin, and on
+today's; code of a new compiler would refuse the former. It runs in an environment of its own, because it
+wants an old protobuf.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class GenerationError(Exception):
 
 def run(command: list[str]) -> None:
     """Runs a command in the repository's root; raises GenerationError with its output if it fails."""
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+    )
     if done.returncode:
         raise GenerationError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
@@ -53,7 +56,8 @@ def generate_protos(out: Path) -> None:
             init = folder / "__init__.py"
             if out == REPO and not init.exists():
                 name = ".".join(folder.relative_to(target).parts)
-                init.write_text(f'"""Code generated from proto/{name.replace(".", "/")} by `make generate`; do not edit."""\n')
+                source = "proto/" + name.replace(".", "/")
+                init.write_text(f'"""Code generated from {source} by `make generate`; do not edit."""\n')
 
 
 def drop_empty_services(folder: Path) -> None:
@@ -73,7 +77,8 @@ def generate_stub(out: Path) -> None:
 
 def generated_files(tree: Path) -> dict[str, bytes]:
     """The generated files of a tree by their path relative to it."""
-    found = [path for root in ROOTS.values() for pattern in GENERATED for path in (tree / root).rglob(pattern)]
+    roots = [tree / root for root in ROOTS.values()]
+    found = [path for root in roots for pattern in GENERATED for path in root.rglob(pattern)]
     if (tree / STUB).exists():
         found.append(tree / STUB)
     return {str(path.relative_to(tree)): path.read_bytes() for path in found}
@@ -87,14 +92,15 @@ def differences() -> list[str]:
         expected, present = generated_files(Path(scratch)), generated_files(REPO)
     report = [f"missing: {name}" for name in expected.keys() - present.keys()]
     report += [f"nothing generates it any more: {name}" for name in present.keys() - expected.keys()]
-    report += [f"out of date: {name}" for name in expected.keys() & present.keys() if expected[name] != present[name]]
+    both = expected.keys() & present.keys()
+    report += [f"out of date: {name}" for name in both if expected[name] != present[name]]
     return sorted(report)
 
 
 def main() -> int:
     """Runs the generators, or with --check compares; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Generate the protobuf code and the native module's type stub.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the source tree is out of date")
+    parser = argparse.ArgumentParser(description="Generate protobuf code and the native module's stub.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
     parser.add_argument("--protos-only", action="store_true", help="leave the native module's stub alone")
     options = parser.parse_args()
     try:

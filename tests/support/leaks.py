@@ -1,0 +1,71 @@
+"""What a test may not leave behind: files of ours in /dev/shm, and processes it started, orphans included.
+
+Every process that descends from this test run carries `RUN_ID` in its environment, so an orphan is found even
+after its parent has died and it has been adopted by init.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+RUN_VARIABLE = "KVTIER_TEST_RUN"
+RUN_ID = os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+# Engine processes retitle themselves; without this they overwrite the environment that /proc shows.
+os.environ.setdefault("SPT_NOENV", "1")
+
+SHM = Path("/dev/shm")
+SHM_PREFIX = f"kvtier-test-{RUN_ID[:12]}-"
+# Python's own helper; it lives as long as the process that first used shared memory, on purpose.
+TOLERATED_COMMANDS = ("multiprocessing.resource_tracker",)
+SETTLE_S = 10.0
+
+
+def shm_files() -> set[str]:
+    """The names in /dev/shm that are ours: this run's, and those that are no test run's."""
+    names = {entry.name for entry in SHM.iterdir() if entry.name.startswith("kvtier")}
+    return {name for name in names if name.startswith(SHM_PREFIX) or not name.startswith("kvtier-test-")}
+
+
+def _command(process: Path) -> str:
+    return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def live_processes() -> dict[int, str]:
+    """The command lines, by pid, of all processes of this test run except this one; zombies do not count."""
+    marker = f"{RUN_VARIABLE}={RUN_ID}".encode()
+    found = {}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            if marker in (process / "environ").read_bytes().split(b"\0"):
+                command = _command(process)
+                if command and not any(tolerated in command for tolerated in TOLERATED_COMMANDS):
+                    found[int(process.name)] = command
+        except OSError:  # it ended while we looked, or belongs to somebody else
+            continue
+    return found
+
+
+class LeakCheck:
+    """Remembers what exists now; `verify` fails if more exists than that, after a time to settle."""
+
+    def __init__(self) -> None:
+        self._files = shm_files()
+        self._processes = set(live_processes())
+
+    def leaks(self) -> list[str]:
+        """One line per file or process that was not there at the start."""
+        files = [f"file left in {SHM}: {name}" for name in sorted(shm_files() - self._files)]
+        left = {pid: command for pid, command in live_processes().items() if pid not in self._processes}
+        return files + [f"process left: {pid} {command[:200]}" for pid, command in sorted(left.items())]
+
+    def verify(self) -> None:
+        """Raises AssertionError naming every leak that is still there after SETTLE_S."""
+        deadline = time.monotonic() + SETTLE_S
+        while (leaks := self.leaks()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not leaks, "the test left something behind:\n" + "\n".join(leaks)

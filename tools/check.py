@@ -1,0 +1,217 @@
+"""Runs the checks of `make test` stage by stage, shows what they say, and ends with what was proved.
+
+    python tools/check.py all     lint, generated code, tests
+    python tools/check.py lint    the static checks only
+
+Every stage runs even if an earlier one failed, within a deadline; its whole output is kept under build/logs/.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+LOGS = REPO / "build" / "logs"
+BIN = Path(sys.executable).parent
+END_GRACE_S = 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command, and the sentence that is true when it succeeds."""
+
+    name: str
+    command: list[str]
+    proves: str
+    deadline_s: int = 300
+    is_pytest: bool = False
+
+    @property
+    def log(self) -> Path:
+        """Where its output goes."""
+        return LOGS / f"{self.name}.log"
+
+    @property
+    def junit(self) -> Path:
+        """Where pytest writes its results, if it is a pytest stage."""
+        return LOGS / f"{self.name}.xml"
+
+
+@dataclass
+class Outcome:
+    """What a stage did."""
+
+    stage: Stage
+    passed: bool
+    seconds: float
+    remarks: list[str] = field(default_factory=list)
+
+
+def pytest_stage(name: str, marks: str, proves: str, deadline_s: int) -> Stage:
+    """A stage that runs the tests that `marks` selects; none selected is a failure."""
+    command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", "tests"]
+    return Stage(name, command, proves, deadline_s, is_pytest=True)
+
+
+LINT = [
+    Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff)."),
+    Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages)."),
+    # Our contract type lives in tools/.
+    Stage("imports", ["env", "PYTHONPATH=tools", str(BIN / "lint-imports")], "Packages import only what the architecture allows."),
+]
+REST = [
+    Stage(
+        "generated",
+        [sys.executable, "tools/generate.py", "--check"],
+        "The committed generated code is what the protos and the native module generate now.",
+    ),
+    pytest_stage(
+        "tests",
+        "not vllm and not faults and not gpu",
+        "The unit, contract, simulation and integration tests pass.",
+        deadline_s=720,
+    ),
+    pytest_stage(
+        "tests-faults",
+        "faults and not vllm and not gpu",
+        "Killing, stopping and corrupting real processes and files ends as the failure table says.",
+        deadline_s=600,
+    ),
+    pytest_stage(
+        "tests-vllm",
+        "vllm and not gpu",
+        "A real vLLM stores, loses and restores its KV cache through kvtierd.",
+        deadline_s=600,
+    ),
+]
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends everything in the stage's process group, politely first."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run(stage: Stage) -> Outcome:
+    """Runs one stage, copying its output to the terminal and to its log."""
+    print(f"\n=== {stage.name}", flush=True)
+    stage.junit.unlink(missing_ok=True)
+    environment = os.environ | {"KVTIER_REQUIRE_VLLM": "1"}
+    started = time.monotonic()
+    late = False
+    # A session of its own, so that Ctrl-C reaches this program alone, which then ends the stage.
+    tee = subprocess.Popen(["tee", stage.log], stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        stage.command,
+        cwd=REPO,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=tee.stdin,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert tee.stdin is not None
+    tee.stdin.close()
+    try:
+        process.wait(stage.deadline_s)
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        end_group(process)
+        try:
+            tee.wait(END_GRACE_S)
+        except subprocess.TimeoutExpired:  # something that left the group still holds the pipe
+            tee.kill()
+    outcome = Outcome(stage, process.returncode == 0 and not late, time.monotonic() - started)
+    if late:
+        outcome.remarks.append(f"it was still running after {stage.deadline_s} s and was ended")
+    if stage.is_pytest:
+        read_junit(outcome)
+    return outcome
+
+
+def read_junit(outcome: Outcome) -> None:
+    """Adds what pytest counted, what it skipped, and what the tests themselves say they proved."""
+    if not outcome.stage.junit.exists():
+        outcome.passed = False
+        outcome.remarks.append("pytest ended without writing its results")
+        return
+    cases = list(ElementTree.parse(outcome.stage.junit).iter("testcase"))
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    if not cases:
+        outcome.passed = False
+        outcome.remarks.append("no test was selected, so nothing was proved")
+    else:
+        counts = f"{len(cases) - len(skipped) - len(bad)} tests passed"
+        counts += f", {len(bad)} failed" * bool(bad) + f", {len(skipped)} skipped" * bool(skipped)
+        outcome.remarks.append(counts)
+    outcome.remarks += [f"failed: {case.get('classname')}::{case.get('name')}" for case in bad]
+    for case in skipped:
+        reason = case.find("skipped")
+        assert reason is not None
+        outcome.remarks.append(f"skipped: {case.get('name')}: {reason.get('message')}")
+    outcome.remarks += [f"proved: {sentence}" for sentence in proved(cases)]
+
+
+def proved(cases: list[ElementTree.Element]) -> Iterator[str]:
+    """The sentences that passing tests recorded through the `proved` fixture."""
+    for case in cases:
+        if case.find("failure") is None and case.find("error") is None:
+            for entry in case.iter("property"):
+                if entry.get("name") == "proved":
+                    yield entry.get("value", "")
+
+
+def summary(outcomes: list[Outcome]) -> None:
+    """Prints, in plain sentences, what holds and what does not."""
+    print("\n" + "=" * 100)
+    for outcome in outcomes:
+        if outcome.passed:
+            print(f"  ok    {outcome.stage.proves} ({outcome.seconds:.0f} s)")
+        else:
+            print(f"  FAIL  {outcome.stage.name}: see {outcome.stage.log.relative_to(REPO)}")
+        for remark in outcome.remarks:
+            print(f"          {remark}")
+    failed = [outcome.stage.name for outcome in outcomes if not outcome.passed]
+    print(f"\nLogs: {LOGS.relative_to(REPO)}/")
+    if failed:
+        print(f"Not proved: {', '.join(failed)}.")
+    else:
+        print(f"Everything above holds ({sum(outcome.seconds for outcome in outcomes):.0f} s).")
+
+
+def main() -> int:
+    """Runs the stages the argument names; returns 0 only if every one of them passed."""
+    which = sys.argv[1:] or ["all"]
+    if which not in (["all"], ["lint"]):
+        print("usage: check.py [all|lint]", file=sys.stderr)
+        return 2
+    LOGS.mkdir(parents=True, exist_ok=True)
+    stages = LINT + REST if which == ["all"] else LINT
+    try:
+        outcomes = [run(stage) for stage in stages]
+    except KeyboardInterrupt:
+        print("\nInterrupted; nothing was left running.", file=sys.stderr)
+        return 130
+    summary(outcomes)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
