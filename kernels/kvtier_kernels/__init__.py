@@ -1,1 +1,31 @@
-"""The native core of kvtier: block table and index, fragment copies, shared words and checksums."""
+"""The native core of kvtier: block table and index, fragment copies, shared words and checksums.
+
+Array arguments are C-contiguous numpy arrays of exactly the dtype named. Every call checks all of its input before it
+changes anything: a ValueError names argument, index and value, and leaves everything as it was.
+"""
+
+from kvtier_kernels._native import (
+    PART_ARMED,
+    PART_DONE,
+    PART_FAILED,
+    PART_REVOKED,
+    PART_STARTED,
+    PART_SUPERSEDED,
+    TICKET_MAX,
+    SharedWords,
+    xxh3_64,
+    xxh3_64_rows,
+)
+
+__all__ = [
+    "PART_ARMED",
+    "PART_DONE",
+    "PART_FAILED",
+    "PART_REVOKED",
+    "PART_STARTED",
+    "PART_SUPERSEDED",
+    "TICKET_MAX",
+    "SharedWords",
+    "xxh3_64",
+    "xxh3_64_rows",
+]

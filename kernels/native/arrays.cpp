@@ -1,0 +1,58 @@
+#include "arrays.hpp"
+
+#include <cstring>
+
+namespace kvtier {
+
+Buffer::Buffer(nb::handle object, const char* name, bool writable) : name_(name) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+        PyErr_Clear();
+        refuse(name, " of type ", Py_TYPE(object.ptr())->tp_name, " is not a C-contiguous ",
+               writable ? "writable " : "", "buffer or array");
+    }
+}
+
+namespace {
+
+// The buffer protocol's letter for an unsigned integer, or 0 when the format is anything else.
+char unsigned_letter(const char* format) {
+    if (format == nullptr) return 'B';
+    if (*format == '@' || *format == '=' || (*format == '<' && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)) ++format;
+    return format[0] != 0 && format[1] == 0 && std::strchr("BHILQ", format[0]) != nullptr ? format[0] : '\0';
+}
+
+}  // namespace
+
+void check_elements(const Buffer& buffer, std::size_t element_bytes, int dims) {
+    const Py_buffer& view = buffer.view();
+    if (unsigned_letter(view.format) == 0 || static_cast<std::size_t>(view.itemsize) != element_bytes)
+        refuse(buffer.name(), " has elements of format '", view.format == nullptr ? "B" : view.format, "' and ",
+               view.itemsize, " bytes; expected uint", element_bytes * 8);
+    if (view.ndim != dims) refuse(buffer.name(), " has ", view.ndim, " dimensions; expected ", dims);
+    if (reinterpret_cast<std::uintptr_t>(view.buf) % element_bytes != 0)
+        refuse(buffer.name(), " is not aligned to its elements of ", element_bytes, " bytes");
+}
+
+nb::object new_array(std::size_t element_bytes, std::size_t rows, std::ptrdiff_t columns, void** data) {
+    // Kept for the life of the process: a result array per call is on the lookup's path, an import is not.
+    static PyObject* const empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
+    static PyObject* const types = [] {
+        nb::object numpy = nb::module_::import_("numpy");
+        nb::object dtype = numpy.attr("dtype");
+        return nb::make_tuple(dtype("uint8"), dtype("uint16"), dtype("uint32"), dtype("uint64")).release().ptr();
+    }();
+    const int type = element_bytes == 1 ? 0 : element_bytes == 2 ? 1 : element_bytes == 4 ? 2 : 3;
+    nb::object shape =
+        columns < 0 ? nb::object(nb::int_(rows)) : nb::object(nb::make_tuple(rows, static_cast<std::size_t>(columns)));
+    PyObject* arguments[] = {shape.ptr(), PyTuple_GET_ITEM(types, type)};
+    nb::object array = nb::steal(PyObject_Vectorcall(empty, arguments, 2, nullptr));
+    if (!array.is_valid()) throw nb::python_error();
+    Py_buffer view;
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) throw nb::python_error();
+    *data = view.buf;
+    PyBuffer_Release(&view);  // the array owns its memory and never moves it
+    return array;
+}
+
+}  // namespace kvtier

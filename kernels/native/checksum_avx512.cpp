@@ -1,0 +1,3 @@
+#include "checksum_variant.hpp"
+
+KVTIER_CHECKSUM_VARIANT(avx512)

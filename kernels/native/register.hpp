@@ -1,0 +1,11 @@
+// What the module `_native` is made of: one function per file register_*.cpp, called in module.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvtier {
+
+void register_checksum(nanobind::module_& module);
+void register_words(nanobind::module_& module);
+
+}  // namespace kvtier

@@ -1,0 +1,74 @@
+#include <memory>
+#include <utility>
+
+#include "arrays.hpp"
+#include "register.hpp"
+#include "words.hpp"
+
+namespace kvtier {
+
+namespace {
+
+// Words over a Python buffer, which stays exported (an mmap cannot be closed) as long as this object lives.
+class SharedWords : public Words {
+   public:
+    SharedWords(BufferArg buffer, std::size_t count)
+        : SharedWords(std::make_unique<Buffer>(buffer.object, "buffer", true), count) {}
+
+   private:
+    SharedWords(std::unique_ptr<Buffer> buffer, std::size_t count)
+        : Words(buffer->data(), buffer->bytes(), count), buffer_(std::move(buffer)) {}
+    std::unique_ptr<Buffer> buffer_;
+};
+
+Array<std::uint64_t> load_many(const SharedWords& words, ArrayArg<std::uint32_t> indexes) {
+    const In<std::uint32_t> input(indexes, "indexes");
+    for (std::size_t i = 0; i < input.size(); ++i)
+        if (input.data()[i] >= words.count())
+            refuse("indexes[", i, "] is ", input.data()[i], "; there are ", words.count(), " words");
+    Array<std::uint64_t> out = make_array<std::uint64_t>(input.size());
+    for (std::size_t i = 0; i < input.size(); ++i) out.data[i] = words.load(input.data()[i]);
+    return out;
+}
+
+}  // namespace
+
+void register_words(nb::module_& module) {
+    module.attr("PART_ARMED") = static_cast<int>(kPartArmed);
+    module.attr("PART_STARTED") = static_cast<int>(kPartStarted);
+    module.attr("PART_REVOKED") = static_cast<int>(kPartRevoked);
+    module.attr("PART_DONE") = static_cast<int>(kPartDone);
+    module.attr("PART_FAILED") = static_cast<int>(kPartFailed);
+    module.attr("PART_SUPERSEDED") = static_cast<int>(kPartSuperseded);
+    module.attr("TICKET_MAX") = kTicketMax;
+
+    nb::class_<SharedWords>(
+        module, "SharedWords",
+        "64-bit words at the start of a writable buffer, shared with other processes. The buffer stays exported while this\n"
+        "object lives: drop it before closing an mmap. Safe from any number of threads. An index out of range raises\n"
+        "ValueError.")
+        .def(nb::init<BufferArg, std::size_t>(), nb::arg("buffer"), nb::arg("count"),
+             "`count` words, at least one. Raises ValueError if the buffer is smaller, read-only or not 8-byte aligned.")
+        .def_prop_ro("count", [](const SharedWords& words) { return words.count(); }, "Number of words.")
+        .def("load", &Words::load, nb::arg("index"), "The word's value (acquire).")
+        .def("load_many", &load_many, nb::arg("indexes"),
+             "The values of several words (each acquire), uint64 of the shape of `indexes` (n,).")
+        .def("store", &Words::store, nb::arg("index"), nb::arg("value"), "Sets the word (release).")
+        .def("compare_exchange", &Words::compare_exchange, nb::arg("index"), nb::arg("expected"), nb::arg("desired"),
+             "Sets the word to `desired` if it is `expected`; True if it did (acquire and release).")
+        .def("ring", &Words::ring, nb::arg("index"), nb::arg("value"),
+             "Raises a doorbell to `value` (release). One that is already there or further stays: doorbells never go back.")
+        .def("try_start", &Words::try_start, nb::arg("index"), nb::arg("ticket"),
+             "Armed to STARTED. False, and nothing changed, if the part is started, revoked, over or superseded.")
+        .def("try_revoke", &Words::try_revoke, nb::arg("index"), nb::arg("ticket"),
+             "Armed to REVOKED; True also if this part is revoked already. False, and nothing changed, if it is started,\n"
+             "over or superseded. After True the part will never start.")
+        .def("finish", &Words::finish, nb::arg("index"), nb::arg("ticket"), nb::arg("state"),
+             "STARTED to PART_DONE or PART_FAILED (release). Raises RuntimeError, and changes nothing, if the word does not\n"
+             "say STARTED for this ticket.")
+        .def("part_state", &Words::part_state, nb::arg("index"), nb::arg("ticket"),
+             "The part's state: one of the PART_ constants; PART_SUPERSEDED if the word belongs to a later ticket. Raises\n"
+             "RuntimeError for a value that no part word can have.");
+}
+
+}  // namespace kvtier
