@@ -40,7 +40,7 @@ bench: setup-light ## the figures of DESIGN's targets that need no GPU
 	@$(PY) -m tests.benchmarks
 
 test-sanitizers: setup-light ## the native core under address, undefined-behaviour and thread sanitizers
-	@tools/sanitizers.sh
+	@tests/sanitizers/run.sh
 
 test-faults-long: setup ## the kill -9 campaigns at full length
 	@KVTIER_FAULTS_LONG=1 $(PY) -m pytest -m faults --timeout 3600 tests

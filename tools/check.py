@@ -76,6 +76,12 @@ REST = [
         [sys.executable, "tools/generate.py", "--check"],
         "The committed generated code is what the protos and the native module generate now.",
     ),
+    Stage(
+        "light-client",
+        [sys.executable, "tools/light_client.py"],
+        "The wheel builds, and the light client works with the oldest libraries that it names.",
+        deadline_s=600,
+    ),
     pytest_stage(
         "tests",
         "not vllm and not faults and not gpu",

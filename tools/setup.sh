@@ -50,8 +50,10 @@ step_venv() {
     if [ -x "$VENV/bin/uv" ] && "$VENV/bin/python" -c '' 2>/dev/null; then return; fi
     local python; python=$(find_python)
     command -v c++ > /dev/null || die "no C++ compiler found; install one (Debian: apt install g++)"
+    "$python" -c 'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' \
+        || die "$python has no header files (Debian: apt install python3.11-dev)"
     say "making $VENV with $("$python" --version)"
-    "$python" -m venv "$VENV" || die "$python cannot make a virtual environment (Debian: apt install python3.11-venv)"
+    "$python" -m venv --clear "$VENV" || die "$python cannot make a virtual environment (Debian: apt install python3.11-venv)"
     timed uv "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check uv
 }
 
@@ -101,7 +103,7 @@ install_vllm() {
 }
 
 step_vllm() {
-    local key="$VLLM_VERSION $(digest tools/setup.sh)"
+    local key; key="$VLLM_VERSION $(declare -f install_vllm | sha256sum | cut -c1-16)"
     fresh vllm "$key" && return
     say "installing vLLM $VLLM_VERSION for the CPU (about 2.3 GB on disk; a minute or two on a usual link)"
     timed vllm install_vllm
