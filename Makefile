@@ -27,8 +27,8 @@ generate-protos: ## the protobuf code only; needs no compiler and no built modul
 check-generated: setup-light ## fail if committed generated code is out of date
 	@$(PY) tools/generate.py --check
 
-lint: setup-light ## ruff, mypy --strict, import contracts
-	@$(PY) tools/check.py lint
+lint: ## ruff, mypy --strict, import contracts; needs no built module
+	@tools/setup.sh tools && $(PY) tools/check.py lint
 
 test: setup ## everything that must hold before a change is merged
 	@$(PY) tools/check.py all
