@@ -21,7 +21,7 @@ native: ## rebuild and reinstall the native module, incrementally
 generate: setup-light ## regenerate the protobuf code and the native module's type stub
 	@$(PY) tools/generate.py
 
-generate-protos: ## the protobuf code only; needs no compiler and no built module
+generate-protos: ## the protobuf code only; needs no built module
 	@tools/setup.sh tools && $(PY) tools/generate.py --protos-only
 
 check-generated: setup-light ## fail if committed generated code is out of date
@@ -36,7 +36,7 @@ test: setup ## everything that must hold before a change is merged
 demo: setup ## two engines, one cache: the story of the README, on this machine
 	@$(PY) -m tools.demo
 
-bench: setup-light ## the figures of DESIGN's targets that need no GPU
+bench: setup-light ## the speed figures that need no GPU; the last line is JSON
 	@$(PY) -m tests.benchmarks
 
 test-sanitizers: setup-light ## the native core under address, undefined-behaviour and thread sanitizers
