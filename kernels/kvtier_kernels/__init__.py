@@ -12,7 +12,11 @@ from kvtier_kernels._native import (
     PART_STARTED,
     PART_SUPERSEDED,
     TICKET_MAX,
+    PoolRecords,
     SharedWords,
+    format_pool,
+    map_shared,
+    populate,
     xxh3_64,
     xxh3_64_rows,
 )
@@ -25,7 +29,11 @@ __all__ = [
     "PART_STARTED",
     "PART_SUPERSEDED",
     "TICKET_MAX",
+    "PoolRecords",
     "SharedWords",
+    "format_pool",
+    "map_shared",
+    "populate",
     "xxh3_64",
     "xxh3_64_rows",
 ]

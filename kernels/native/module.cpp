@@ -5,5 +5,6 @@ NB_MODULE(_native, module) {
     // A daemon may exit with live tables; the operating system takes their memory back.
     nanobind::set_leak_warnings(false);
     kvtier::register_checksum(module);
+    kvtier::register_pool(module);
     kvtier::register_words(module);
 }

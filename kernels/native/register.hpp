@@ -6,6 +6,7 @@
 namespace kvtier {
 
 void register_checksum(nanobind::module_& module);
+void register_pool(nanobind::module_& module);
 void register_words(nanobind::module_& module);
 
 }  // namespace kvtier

@@ -1,0 +1,100 @@
+// Slot records of a pool file: the only code that changes a slot's state word.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "pool_format.hpp"
+
+namespace kvtier::pool {
+
+// An extent in use, as its header describes it; made only after the header has been checked against the geometry.
+struct Extent {
+    std::uint64_t index;
+    std::uint64_t offset;  // in the file
+    std::uint64_t slot_bytes;
+    std::uint64_t stride;
+    std::uint64_t count;
+    std::uint64_t data_offset;  // in the extent
+
+    std::uint64_t record_offset(std::uint64_t slot) const { return offset + page_bytes + slot * record_bytes; }
+    std::uint64_t slot_offset(std::uint64_t slot) const { return offset + data_offset + slot * stride; }
+};
+
+// What a scan found: one row per slot that is not FREE, one per extent in use.
+struct Scan {
+    std::vector<std::uint32_t> extents, broken_extents;
+    std::vector<std::uint64_t> extent_slot_bytes, extent_slots;
+
+    std::vector<std::uint32_t> slots;
+    std::vector<std::uint8_t> states, intact;
+    std::vector<std::uint16_t> writers;
+    std::vector<std::uint64_t> generations, nonces, transfers, clocks;
+    std::vector<std::uint8_t> namespaces, hashes;  // 16 and 32 bytes per row
+    std::vector<std::uint32_t> data_bytes;
+    std::vector<std::uint16_t> groups, shards, worlds;
+    std::vector<std::uint64_t> space_keys, block_keys, copy_keys;
+};
+
+struct OpenFields {
+    std::uint16_t writer, group, shard, world;
+    std::uint32_t data_bytes;
+    std::uint64_t boot_nonce, transfer;
+    const std::uint8_t* name;    // namespace digest, 16 bytes
+    const std::uint8_t* hashes;  // 32 bytes per slot
+};
+
+// Works on the bytes of a whole pool file. Everything read from them is checked before it is used as an offset, each time: they
+// may be garbage. Batch calls check every slot first and throw std::invalid_argument with nothing changed.
+class Records {
+public:
+    // Checks the header against the size. crash_after = n: the process kills itself right after its nth persisted step.
+    Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_after);
+
+    // Writes the header of a pool file whose other bytes are zero.
+    static void format(std::uint8_t* base, std::uint64_t size, std::uint64_t extent_bytes, std::uint64_t extents,
+                       const std::uint8_t* digest, std::uint64_t crash_after);
+
+    void open(std::span<const std::uint32_t> slots, const OpenFields& fields, std::uint64_t* generations);
+    void set_data_checksums(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums);
+    void commit(std::span<const std::uint32_t> slots, const std::uint64_t* clocks);
+    void free(std::span<const std::uint32_t> slots);
+
+    void generations(std::span<const std::uint32_t> slots, std::uint64_t* out) const;
+    void check(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
+    void check_writing(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
+    void verify_data(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
+
+    void format_extent(std::uint64_t extent, std::uint64_t slot_bytes);
+    bool extent(std::uint64_t index, Extent& out) const;  // false: not in use, or its header is not to be believed
+    Scan scan() const;
+    std::uint64_t start_boot(std::uint64_t nonce);
+
+    std::uint64_t persisted_steps() const { return steps_.load(std::memory_order_relaxed); }
+    std::uint64_t extents() const { return extents_; }
+    std::uint64_t extent_bytes() const { return extent_bytes_; }
+    std::uint64_t boots() const;
+
+private:
+    struct Place {
+        Extent extent;
+        std::uint64_t slot;  // in the extent
+        std::uint64_t* record;
+    };
+    bool locate(std::uint32_t slot, Place& place) const;
+    Place require(std::uint32_t slot) const;
+    std::vector<Place> require_all(std::span<const std::uint32_t> slots) const;
+    bool read_ready(std::uint32_t slot, std::uint64_t generation, Place& place, std::uint64_t* record) const;
+    std::uint64_t* words(std::uint64_t offset) const { return reinterpret_cast<std::uint64_t*>(base_ + offset); }
+    void step();
+
+    std::uint8_t* base_;
+    std::uint64_t crash_after_;
+    std::uint64_t extent_bytes_ = 0;
+    std::uint64_t extents_ = 0;
+    std::atomic<std::uint64_t> steps_{0};
+};
+
+}  // namespace kvtier::pool

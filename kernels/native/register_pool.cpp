@@ -1,0 +1,266 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arrays.hpp"
+#include "pool_records.hpp"
+#include "register.hpp"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace kvtier {
+
+namespace {
+
+using U8 = ArrayArg<std::uint8_t>;
+using U32 = ArrayArg<std::uint32_t>;
+using U64 = ArrayArg<std::uint64_t>;
+
+std::uint16_t narrow(const char* name, std::uint64_t value) {
+    if (value > 0xffff) refuse(name, " ", value, ": expected at most 65535");
+    return static_cast<std::uint16_t>(value);
+}
+
+const std::uint8_t* sixteen(const char* name, const nb::bytes& value) {
+    if (value.size() != 16) refuse(name, " has ", value.size(), " bytes; expected 16");
+    return reinterpret_cast<const std::uint8_t*>(value.data());
+}
+
+// Records over a Python buffer, which stays exported as long as this object lives.
+class PoolRecords {
+   public:
+    PoolRecords(U8 pool, std::uint64_t crash_after)
+        : pool_(pool, "pool", true),
+          records_(pool_.data(), pool_.size(), crash_after) {}
+
+    pool::Records& records() { return records_; }
+
+    Array<std::uint64_t> open(U32 slots, std::uint64_t writer, std::uint64_t boot_nonce, std::uint64_t transfer,
+                              const nb::bytes& name, std::uint64_t group, std::uint64_t shard, std::uint64_t world, U8 hashes,
+                              std::uint64_t data_bytes) {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint8_t, 2> keys(hashes, "hashes");
+        keys.require_rows(places.size(), "slots").require_columns(32);
+        if (data_bytes > 0xffff'ffff) refuse("data_bytes ", data_bytes, ": expected at most 32 bits");
+        const pool::OpenFields fields{.writer = narrow("writer", writer),
+                                      .group = narrow("group", group),
+                                      .shard = narrow("shard", shard),
+                                      .world = narrow("world", world),
+                                      .data_bytes = static_cast<std::uint32_t>(data_bytes),
+                                      .boot_nonce = boot_nonce,
+                                      .transfer = transfer,
+                                      .name = sixteen("namespace", name),
+                                      .hashes = keys.data()};
+        Array<std::uint64_t> generations = make_array<std::uint64_t>(places.size());
+        nb::gil_scoped_release release;
+        records_.open(places.span(), fields, generations.data);
+        return generations;
+    }
+
+    void set_data_checksums(U32 slots, U64 generations, U64 sums) {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint64_t> expected(generations, "generations"), values(sums, "sums");
+        expected.require_rows(places.size(), "slots");
+        values.require_rows(places.size(), "slots");
+        nb::gil_scoped_release release;
+        records_.set_data_checksums(places.span(), expected.data(), values.data());
+    }
+
+    void commit(U32 slots, U64 clocks) {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint64_t> values(clocks, "clocks");
+        values.require_rows(places.size(), "slots");
+        nb::gil_scoped_release release;
+        records_.commit(places.span(), values.data());
+    }
+
+    void free(U32 slots) {
+        const In<std::uint32_t> places(slots, "slots");
+        nb::gil_scoped_release release;
+        records_.free(places.span());
+    }
+
+    Array<std::uint64_t> generations(U32 slots) const {
+        const In<std::uint32_t> places(slots, "slots");
+        Array<std::uint64_t> out = make_array<std::uint64_t>(places.size());
+        nb::gil_scoped_release release;
+        records_.generations(places.span(), out.data);
+        return out;
+    }
+
+    template <auto check>
+    Array<std::uint8_t> checked(U32 slots, U64 generations) const {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint64_t> expected(generations, "generations");
+        expected.require_rows(places.size(), "slots");
+        Array<std::uint8_t> out = make_array<std::uint8_t>(places.size());
+        nb::gil_scoped_release release;
+        (records_.*check)(places.span(), expected.data(), out.data);
+        return out;
+    }
+
+    void format_extent(std::uint64_t extent, std::uint64_t slot_bytes) {
+        nb::gil_scoped_release release;
+        records_.format_extent(extent, slot_bytes);
+    }
+
+    std::optional<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>> extent_info(std::uint64_t index) const {
+        pool::Extent extent;
+        if (!records_.extent(index, extent)) return std::nullopt;
+        return std::tuple(extent.slot_bytes, extent.stride, extent.count, extent.slot_offset(0));
+    }
+
+    nb::dict scan() const {
+        pool::Scan found;
+        {
+            nb::gil_scoped_release release;
+            found = records_.scan();
+        }
+        nb::dict out;
+        const auto give = [&out]<class T>(const char* name, std::vector<T>& values, std::size_t columns = 0) {
+            const std::size_t rows = values.size() / (columns ? columns : 1);
+            const Array<T> array = columns ? make_array<T>(rows, columns) : make_array<T>(rows);
+            std::copy(values.begin(), values.end(), array.data);
+            std::vector<T>().swap(values);
+            out[name] = array;
+        };
+        give("extents", found.extents);
+        give("extent_slot_bytes", found.extent_slot_bytes);
+        give("extent_slots", found.extent_slots);
+        give("broken_extents", found.broken_extents);
+        give("slots", found.slots);
+        give("states", found.states);
+        give("intact", found.intact);
+        give("writers", found.writers);
+        give("generations", found.generations);
+        give("nonces", found.nonces);
+        give("transfers", found.transfers);
+        give("clocks", found.clocks);
+        give("namespaces", found.namespaces, 16);
+        give("hashes", found.hashes, 32);
+        give("data_bytes", found.data_bytes);
+        give("groups", found.groups);
+        give("shards", found.shards);
+        give("worlds", found.worlds);
+        give("space_keys", found.space_keys);
+        give("block_keys", found.block_keys);
+        give("copy_keys", found.copy_keys);
+        return out;
+    }
+
+   private:
+    In<std::uint8_t> pool_;
+    pool::Records records_;
+};
+
+[[noreturn]] void raise_errno(int code) {
+    errno = code;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+}
+
+struct Mapping {
+    void* base;
+    std::size_t bytes;
+};
+
+nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> map_shared(int fd, std::uint64_t bytes) {
+    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) raise_errno(errno);
+    const nb::capsule owner(new Mapping{base, bytes}, [](void* p) noexcept {
+        const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(p));
+        munmap(mapping->base, mapping->bytes);
+    });
+    return {static_cast<std::uint8_t*>(base), {bytes}, owner};
+}
+
+void populate(U8 pool, std::uint64_t offset, std::uint64_t bytes) {
+    const In<std::uint8_t> memory(pool, "pool", true);
+    if (offset > memory.size() || bytes > memory.size() - offset)
+        refuse("length ", bytes, " at offset ", offset, " reaches beyond the pool's ", memory.size(), " bytes");
+    int code = 0;
+    {
+        nb::gil_scoped_release release;
+        if (madvise(memory.data() + offset, bytes, MADV_POPULATE_WRITE) != 0) code = errno;
+    }
+    if (code != 0) raise_errno(code);
+}
+
+}  // namespace
+
+void register_pool(nb::module_& module) {
+    using nb::arg;
+    nb::class_<PoolRecords>(
+        module, "PoolRecords",
+        "Slot records of a pool file (format 1): the only code that changes a slot's state.\n\n"
+        "`pool` is the whole file, mapped writable, uint8. Slots are page numbers, uint32 of shape (n,). Every batch is\n"
+        "checked before anything changes: ValueError names the slot, what was expected and what was found. Whatever the\n"
+        "pool's bytes say, nothing outside it is touched. The interpreter's lock is released in every call.")
+        .def(nb::init<U8, std::uint64_t>(), arg("pool"), arg("crash_after") = 0,
+             "Raises ValueError if the header is not one of format 1 or does not fit the size of `pool`. With `crash_after`\n"
+             "n > 0 the process kills itself (SIGKILL) right after its nth persisted step: for tests.")
+        .def("open", &PoolRecords::open, arg("slots"), arg("writer"), arg("boot_nonce"), arg("transfer"), arg("namespace"),
+             arg("group"), arg("shard"), arg("world"), arg("hashes"), arg("data_bytes"),
+             "FREE to WRITING with a new generation, for one shard of the blocks with these hashes, shape (n, 32).\n"
+             "`namespace` is its 16-byte digest. Returns the generations, uint64 (n,).")
+        .def("set_data_checksums", &PoolRecords::set_data_checksums, arg("slots"), arg("generations"), arg("sums"),
+             "Records the xxh3_64 of the data of slots that are WRITING with these generations.")
+        .def("commit", &PoolRecords::commit, arg("slots"), arg("clocks"), "WRITING to READY, with the recency of each.")
+        .def("free", &PoolRecords::free, arg("slots"), "Any state to FREE, with a new generation.")
+        .def("generations", &PoolRecords::generations, arg("slots"), "The present generation of each slot, uint64 (n,).")
+        .def("check", &PoolRecords::checked<&pool::Records::check>, arg("slots"), arg("generations"),
+             "1 where a slot is READY with this generation and its record may be believed, else 0; uint8 (n,). A page that is\n"
+             "no slot is 0 as well.")
+        .def("check_writing", &PoolRecords::checked<&pool::Records::check_writing>, arg("slots"), arg("generations"),
+             "1 where a slot is WRITING with this generation, else 0; uint8 (n,). A page that is no slot is 0 as well.")
+        .def("verify_data", &PoolRecords::checked<&pool::Records::verify_data>, arg("slots"), arg("generations"),
+             "As `check`, and the data checksum fits the slot's data bytes, which are all read.")
+        .def("format_extent", &PoolRecords::format_extent, arg("extent"), arg("slot_bytes"),
+             "Makes an extent one of FREE slots of this size; generations in it go on rising. Raises ValueError if one of its\n"
+             "slots is not FREE, or no slot of this size fits.")
+        .def("extent_info", &PoolRecords::extent_info, arg("extent"),
+             "(slot bytes, stride, slots, file offset of the first slot) of an extent in use, else None.")
+        .def("scan", &PoolRecords::scan,
+             "Every extent in use and every slot that is not FREE: a dict of arrays, one row each. `intact`: READY, and the\n"
+             "record may be believed. `space_keys`: checksum of namespace, group and world size; `block_keys`: of these and\n"
+             "the hash; `copy_keys`: of these and the store id. `broken_extents`: headers that say something unbelievable.")
+        .def(
+            "start_boot", [](PoolRecords& self, std::uint64_t nonce) { return self.records().start_boot(nonce); },
+            arg("boot_nonce"), "Writes the nonce of this boot into the header and counts the boot. Returns the count.")
+        .def_prop_ro("boots", [](PoolRecords& self) { return self.records().boots(); }, "Boots since the pool was made.")
+        .def_prop_ro("extents", [](PoolRecords& self) { return self.records().extents(); }, "Number of extents.")
+        .def_prop_ro("extent_bytes", [](PoolRecords& self) { return self.records().extent_bytes(); }, "Bytes per extent.")
+        .def_prop_ro(
+            "persisted_steps", [](PoolRecords& self) { return self.records().persisted_steps(); },
+            "Steps persisted by this object so far: each store of a word, checksum, clock or header, each group of fields.");
+
+    module.def(
+        "format_pool",
+        [](U8 pool, std::uint64_t extent_bytes, std::uint64_t extents, const nb::bytes& digest, std::uint64_t crash_after) {
+            const In<std::uint8_t> memory(pool, "pool", true);
+            const std::uint8_t* bytes = sixteen("config_digest", digest);
+            nb::gil_scoped_release release;
+            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after);
+        },
+        arg("pool"), arg("extent_bytes"), arg("extents"), arg("config_digest"), arg("crash_after") = 0,
+        "Writes the header of a new pool file, its magic last; no extent is in use then. Raises ValueError, and changes\n"
+        "nothing, if the extents do not fit.");
+    module.def("map_shared", &map_shared, arg("fd"), arg("length"),
+               "Maps a file shared and writable, as uint8 (length,); unmapped with the last array over it. Unlike mmap.mmap it\n"
+               "keeps no duplicate of the descriptor, which would keep the file's lock. Raises OSError.");
+    module.def("populate", &populate, arg("pool"), arg("offset"), arg("length"),
+               "Prefaults pages for writing, with the interpreter's lock released. Raises OSError: EFAULT when the file system is\n"
+               "full, EINVAL when the kernel is older than 5.14.");
+}
+
+}  // namespace kvtier
