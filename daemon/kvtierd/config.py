@@ -1,0 +1,314 @@
+"""Everything that can be configured, with its default. Read once at start: TOML file < environment < flags.
+
+A setting `size` of section `pool` is `[pool] size = "64GiB"` in the file, KVTIER_POOL_SIZE in the environment
+and `--pool-size` on the command line.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvtierd import settings as s
+from kvtierd.core.stimuli import CoreLimits
+from kvtierd.settings import ConfigError, Doc, Given
+
+DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
+SOCKET_PATH_BYTES_MAX = 107
+"""Of a Unix socket's address (sun_path), less its final zero."""
+EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
+
+_CORE = CoreLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    socket: Annotated[
+        Path | None,
+        Doc(
+            "gRPC socket, with the side socket beside it. Empty: kvtierd.sock in the runtime directory.",
+            s.path,
+            "PATH",
+        ),
+    ] = None
+    group: Annotated[
+        str,
+        Doc(
+            "Unix group that may use the sockets besides their owner. Empty: the owner only.", s.text, "NAME"
+        ),
+    ] = ""
+    message_bytes_max: Annotated[
+        int, Doc("Bytes of one gRPC message; larger ones are refused.", s.size, "SIZE")
+    ] = 4 << 20
+    sessions_max: Annotated[
+        int, Doc("Sessions at once; more are refused.", partial(s.count, most=65_536), "N")
+    ] = 256
+    outgoing_max: Annotated[
+        int,
+        Doc(
+            "Messages waiting for one client to read them; one that lets more pile up is dropped.",
+            s.count,
+            "N",
+        ),
+    ] = 4096
+    hello_deadline_s: Annotated[
+        float, Doc("A connection that has not said hello after this long is closed.", s.seconds, "SECONDS")
+    ] = 10.0
+    heartbeat_interval_s: Annotated[
+        float, Doc("How often clients are told to send a heartbeat.", s.seconds, "SECONDS")
+    ] = 2.0
+    session_silence_s: Annotated[
+        float,
+        Doc("A session silent for this long is ended, as if its process had died.", s.seconds, "SECONDS"),
+    ] = 30.0
+    drain_s: Annotated[
+        float,
+        Doc(
+            "How long SIGTERM waits for running transfers before it ends the sessions.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = 20.0
+
+    @property
+    def socket_path(self) -> Path:
+        return self.socket or s.runtime_directory() / "kvtierd.sock"
+
+    @property
+    def side_socket_path(self) -> Path:
+        return side_socket_of(self.socket_path)
+
+    @property
+    def lock_path(self) -> Path:
+        return self.socket_path.with_name(self.socket_path.name + ".lock")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    path: Annotated[
+        Path | None, Doc("Pool file, on tmpfs or hugetlbfs. Empty: /dev/shm/kvtier-UID/pool.", s.path, "PATH")
+    ] = None
+    size: Annotated[int, Doc("Bytes of the pool.", s.size, "SIZE")] = 1 << 30
+    extent_size: Annotated[
+        int,
+        Doc(
+            "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the pool's size.",
+            s.size,
+            "SIZE",
+        ),
+    ] = 0
+    persistent: Annotated[
+        bool,
+        Doc(
+            "Keep the pool in a file that outlives the daemon; otherwise it is anonymous memory.",
+            s.boolean,
+            "BOOL",
+        ),
+    ] = True
+    lock_timeout_s: Annotated[
+        float,
+        Doc(
+            "How long to wait until the pool's owner before us, and its copy workers, are gone.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = 10.0
+
+    @property
+    def file(self) -> Path | None:
+        """Where the pool is; None for an anonymous one."""
+        if not self.persistent:
+            return None
+        return self.path or Path(f"/dev/shm/kvtier-{os.getuid()}/pool")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    lookup_hashes_max: Annotated[int, Doc("Hashes in one lookup.", s.count, "N")] = _CORE.lookup_hashes_max
+    transfer_blocks_max: Annotated[int, Doc("Blocks in one store or load.", s.count, "N")] = (
+        _CORE.transfer_blocks_max
+    )
+    transfers_max: Annotated[int, Doc("Transfers in flight per instance.", s.count, "N")] = (
+        _CORE.transfers_max
+    )
+    leases_max: Annotated[int, Doc("Leases at once per instance.", s.count, "N")] = _CORE.leases_max
+    leased_fraction_max: Annotated[
+        float, Doc("Share of the pool that one instance may lease.", s.fraction, "FRACTION")
+    ] = _CORE.leased_fraction_max
+    lease_ttl_s: Annotated[
+        float, Doc("A lease ends this long after its instance's last heartbeat.", s.seconds, "SECONDS")
+    ] = _CORE.lease_ttl_s
+    lease_lifetime_s: Annotated[
+        float, Doc("A lease ends this long after it was granted, heartbeats or not.", s.seconds, "SECONDS")
+    ] = _CORE.lease_lifetime_s
+    gate_deadline_s: Annotated[
+        float, Doc("A gated part whose doorbell has not rung for this long is revoked.", s.seconds, "SECONDS")
+    ] = _CORE.gate_deadline_s
+    transfer_deadline_s: Annotated[
+        float, Doc("A transfer older than this is cancelled.", s.seconds, "SECONDS")
+    ] = _CORE.transfer_deadline_s
+    terminal_kept: Annotated[int, Doc("Ended transfers remembered per instance, for Wait.", s.count, "N")] = (
+        _CORE.terminal_kept
+    )
+
+    def to_core(self) -> CoreLimits:
+        return CoreLimits(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    copy_deadline_s: Annotated[
+        float,
+        Doc(
+            "A copy worker stuck in one copy for this long is killed and started again.", s.seconds, "SECONDS"
+        ),
+    ] = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    listen: Annotated[
+        str,
+        Doc(
+            "Where Prometheus metrics are served; port 0 picks a free one, off serves none.",
+            s.address,
+            "HOST:PORT",
+        ),
+    ] = "127.0.0.1:9470"
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    level: Annotated[
+        str, Doc("debug, info, warning or error.", s.choice("debug", "info", "warning", "error"), "LEVEL")
+    ] = "info"
+    format: Annotated[
+        str,
+        Doc(
+            "human, json, or auto: human on a terminal, JSON lines otherwise.",
+            s.choice("auto", "human", "json"),
+            "FORMAT",
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where each value that is not a default came from."""
+
+    config: Config
+    given: Mapping[str, Given]
+    file: Path | None
+
+
+def side_socket_of(socket: Path) -> Path:
+    """The side socket that belongs to a gRPC socket: kvtierd.sock has kvtierd.side.sock beside it."""
+    return socket.with_name(f"{socket.name.removesuffix('.sock')}.side.sock")
+
+
+def load(
+    file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Reads the file, the environment, and flags by key (`pool.size`), later ones over earlier ones.
+
+    Without `file` it is KVTIER_CONFIG's, else /etc/kvtier/kvtierd.toml if that exists.
+    Raises ConfigError for the first thing that is wrong; touches nothing.
+    """
+    if file is None and environ.get("KVTIER_CONFIG"):
+        file = Path(environ["KVTIER_CONFIG"])
+    if file is None and DEFAULT_FILE.exists():
+        file = DEFAULT_FILE
+    given: dict[str, Given] = {}
+    if file is not None:
+        given |= s.from_file(Config, file)
+    given |= s.from_environment(Config, environ)
+    by_key = {item.key: item for item in s.declared(Config)}
+    given |= {key: Given(raw, by_key[key].flag) for key, raw in (flags or {}).items()}
+    config = Config(**s.build(Config, given))
+    _check(config, given)
+    return Loaded(config, given, file)
+
+
+def _check(config: Config, given: Mapping[str, Given]) -> None:
+    """What no single value shows. Raises ConfigError."""
+
+    def refuse(key: str, value: object, message: str) -> None:
+        raise ConfigError(key, value, message, source=given[key].source if key in given else "default")
+
+    server, pool, limits = config.server, config.pool, config.limits
+    if len(os.fsencode(server.side_socket_path)) > SOCKET_PATH_BYTES_MAX:
+        refuse(
+            "server.socket",
+            str(server.socket_path),
+            f"the side socket beside it would pass {SOCKET_PATH_BYTES_MAX} bytes; use a shorter path",
+        )
+    extent = pool.extent_size
+    if extent and not (EXTENT_BYTES_MIN <= extent <= EXTENT_BYTES_MAX and extent & (extent - 1) == 0):
+        refuse("pool.extent_size", s.format_size(extent), "write a power of two from 1MiB to 1GiB, or 0")
+    if pool.size < (least := 2 * (extent or EXTENT_BYTES_MIN) + (2 << 20)):
+        refuse("pool.size", s.format_size(pool.size), f"the pool needs at least {s.format_size(least)}")
+    if pool.path is not None and not pool.persistent:
+        refuse(
+            "pool.path", str(pool.path), "an anonymous pool has no file: leave it out, or set pool.persistent"
+        )
+    if 2 * server.heartbeat_interval_s > limits.lease_ttl_s:
+        refuse(
+            "server.heartbeat_interval_s",
+            server.heartbeat_interval_s,
+            f"must be at most half of limits.lease_ttl_s ({limits.lease_ttl_s:g}), "
+            "or leases expire between heartbeats",
+        )
+    if server.session_silence_s < 2 * server.heartbeat_interval_s:
+        refuse(
+            "server.session_silence_s",
+            server.session_silence_s,
+            f"must be at least twice server.heartbeat_interval_s ({server.heartbeat_interval_s:g})",
+        )
+    lookup_bytes = limits.lookup_hashes_max * 32 + 4096
+    transfer_bytes = limits.transfer_blocks_max * (32 + 5) + 4096
+    if server.message_bytes_max < (need := max(lookup_bytes, transfer_bytes)):
+        refuse(
+            "server.message_bytes_max",
+            s.format_size(server.message_bytes_max),
+            f"the largest call that limits allow needs {need} bytes: raise it or lower the limits",
+        )
+
+
+def show(loaded: Loaded) -> str:
+    """The whole configuration as TOML that `--config` would read, with each setting's sentence and origin."""
+    lines: list[str] = []
+    section = ""
+    for item in s.declared(Config):
+        if item.section != section:
+            section = item.section
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        value = getattr(getattr(loaded.config, item.section), item.name)
+        source = loaded.given[item.key].source if item.key in loaded.given else "default"
+        lines += [f"# {item.sentence} ({source})", f"{item.name} = {_toml(item, value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(item: s.Setting, value: Any) -> str:
+    if item.parse is s.size:
+        return json.dumps(s.format_size(value)) if value else "0"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return json.dumps("" if value is None else str(value), ensure_ascii=False)

@@ -1,0 +1,246 @@
+"""Between the wire and the core: every message is checked here, whole, before the core sees a stimulus.
+
+Pure functions. Hashes stay one numpy array; where they have 32 bytes it is a view of the message's own bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
+
+from kvtierd.core.actions import InstanceView, LookupReply, SubmitReply, TransferEnd, TransferEnded
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, LeaseId, SessionId, Ticket, TransferNumber
+from kvtierd.core.stimuli import (
+    CancelTransfers,
+    CoreLimits,
+    LookupBlocks,
+    LookupMode,
+    ReleaseLeases,
+    Signals,
+    SubmitLoad,
+    SubmitStore,
+)
+from kvtierd.rpc.errors import to_error
+from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
+
+TICKET_MAX = 2**56 - 1
+WAIT_TIMEOUT_MS_MAX = 60_000
+
+_MODES = {
+    cache_pb2.LOOKUP_MODE_PREFIX: LookupMode.PREFIX,
+    cache_pb2.LOOKUP_MODE_EXACT: LookupMode.EXACT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a request is converted."""
+
+    session: SessionId
+    epoch: Epoch
+    """As the caller named it; the core refuses one that is over."""
+    hash_bytes: int
+
+
+def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashes:
+    """Concatenated hashes as an (n, 32) array. Raises Refusal HASH_LENGTH or TOO_MANY_BLOCKS."""
+    count, rest = divmod(len(data), hash_bytes)
+    if rest:
+        raise Refusal(
+            Reason.HASH_LENGTH,
+            f"hashes of this namespace have {hash_bytes} bytes: the length must be a multiple of it",
+            field=field,
+            value=f"{len(data)} bytes",
+        )
+    if count > count_max:
+        raise Refusal(
+            Reason.TOO_MANY_BLOCKS, f"at most {count_max} in one call: split it", field=field, value=count
+        )
+    given = np.frombuffer(data, np.uint8).reshape(count, hash_bytes)
+    if hash_bytes == HASH_BYTES_MAX:
+        return given
+    padded = np.zeros((count, HASH_BYTES_MAX), np.uint8)
+    padded[:, :hash_bytes] = given
+    return padded
+
+
+def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
+    if len(request.queries) != 1:
+        raise Refusal(
+            Reason.COUNT_MISMATCH,
+            "this version answers exactly one query in a lookup",
+            field="queries",
+            value=len(request.queries),
+        )
+    query = request.queries[0]
+    mode = _MODES.get(query.mode)
+    if mode is None:
+        raise Refusal(
+            Reason.MODE_UNSUPPORTED,
+            "use LOOKUP_MODE_PREFIX or LOOKUP_MODE_EXACT",
+            field="queries[0].mode",
+            value=query.mode,
+        )
+    if query.window_blocks:
+        raise Refusal(
+            Reason.MODE_UNSUPPORTED,
+            "only LOOKUP_MODE_SUFFIX has a window: leave it 0",
+            field="queries[0].window_blocks",
+            value=query.window_blocks,
+        )
+    hashes = hashes_of(query.hashes, caller.hash_bytes, "queries[0].hashes", limits.lookup_hashes_max)
+    return LookupBlocks(caller.session, caller.epoch, query.group, hashes, mode, request.lease)
+
+
+def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
+    response = cache_pb2.LookupResponse(
+        answers=[cache_pb2.GroupAnswer(group=group, hits=reply.hits, states=reply.states.tobytes())],
+        lease_id=reply.lease or 0,
+    )
+    if reply.lease_refused is not None:
+        response.lease_refused.CopyFrom(to_error(reply.lease_refused))
+    return response
+
+
+def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits) -> SubmitStore:
+    hashes = hashes_of(request.hashes, caller.hash_bytes, "hashes", limits.transfer_blocks_max)
+    block_ids = _block_ids(request.block_ids, limits)
+    if len(block_ids) != len(hashes):
+        raise Refusal(
+            Reason.COUNT_MISMATCH,
+            f"one block id for each of the {len(hashes)} hashes",
+            field="block_ids",
+            value=len(block_ids),
+        )
+    signals = _signals(request.signals)
+    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids)
+
+
+def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) -> SubmitLoad:
+    return SubmitLoad(
+        session=caller.session,
+        epoch=caller.epoch,
+        signals=_signals(request.signals),
+        group=request.group,
+        lease=LeaseId(request.lease_id),
+        first=request.first,
+        block_ids=_block_ids(request.block_ids, limits),
+        keep_lease=request.keep_lease,
+    )
+
+
+def submit_reply(boot_nonce: int, reply: SubmitReply) -> cache_pb2.SubmitResponse:
+    return cache_pb2.SubmitResponse(
+        transfer=_transfer_id(boot_nonce, reply.transfer), results=reply.results.tobytes()
+    )
+
+
+def release_of(request: cache_pb2.ReleaseRequest, caller: Caller, limits: CoreLimits) -> ReleaseLeases:
+    leases = _bounded(request.lease_ids, limits.leases_max, "lease_ids")
+    return ReleaseLeases(caller.session, caller.epoch, tuple(LeaseId(lease) for lease in leases))
+
+
+def cancel_of(request: cache_pb2.CancelRequest, caller: Caller, limits: CoreLimits) -> CancelTransfers:
+    return CancelTransfers(caller.session, caller.epoch, tickets_of(request.tickets, limits))
+
+
+def tickets_of(tickets: Sequence[int], limits: CoreLimits) -> tuple[Ticket, ...]:
+    bounded = _bounded(tickets, limits.terminal_kept + limits.transfers_max, "tickets")
+    return tuple(Ticket(ticket) for ticket in bounded)
+
+
+def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:
+    if request.timeout_ms > WAIT_TIMEOUT_MS_MAX:
+        raise Refusal(
+            Reason.DEADLINE,
+            f"wait at most {WAIT_TIMEOUT_MS_MAX} ms at a time",
+            field="timeout_ms",
+            value=request.timeout_ms,
+        )
+    return request.timeout_ms / 1000
+
+
+def transfer_event(boot_nonce: int, event: TransferEnded) -> cache_pb2.TransferEvent:
+    message = cache_pb2.TransferEvent(
+        transfer=_transfer_id(boot_nonce, event.transfer),
+        ticket=event.ticket,
+        state=_END[event.end],
+        succeeded=event.succeeded.tobytes(),
+    )
+    if event.error is not None:
+        message.error.CopyFrom(to_error(event.error))
+    return message
+
+
+def instance_event(view: InstanceView) -> cache_pb2.InstanceEvent:
+    return cache_pb2.InstanceEvent(
+        ready=view.ready,
+        missing_ranks=view.missing_ranks,
+        namespace_digest=view.namespace.hex() if view.namespace else "",
+        reregister_ranks=view.reregister_ranks,
+    )
+
+
+def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
+    return tuple(
+        GroupPlace(
+            group=group.group,
+            num_blocks=group.num_blocks,
+            planes=tuple(PlanePlace(plane.base_offset, plane.block_stride_bytes) for plane in group.planes),
+        )
+        for group in request.groups
+    )
+
+
+_END = {
+    TransferEnd.DONE: types_pb2.TRANSFER_STATE_DONE,
+    TransferEnd.FAILED: types_pb2.TRANSFER_STATE_FAILED,
+    TransferEnd.CANCELLED: types_pb2.TRANSFER_STATE_CANCELLED,
+}
+
+
+def _transfer_id(boot_nonce: int, number: TransferNumber) -> types_pb2.TransferId:
+    return types_pb2.TransferId(boot_nonce=boot_nonce, number=number)
+
+
+def _signals(signals: cache_pb2.Signals) -> Signals:
+    if not 0 < signals.ticket <= TICKET_MAX:
+        raise Refusal(
+            Reason.TICKET_ORDER,
+            "tickets are above zero, below 2^56 and strictly increasing",
+            field="signals.ticket",
+            value=signals.ticket,
+        )
+    if signals.gate not in (types_pb2.GATE_NONE, types_pb2.GATE_DOORBELL):
+        raise Refusal(
+            Reason.MODE_UNSUPPORTED,
+            "use GATE_NONE or GATE_DOORBELL",
+            field="signals.gate",
+            value=signals.gate,
+        )
+    return Signals(
+        ticket=Ticket(signals.ticket),
+        part_word=signals.part_word,
+        gated=signals.gate == types_pb2.GATE_DOORBELL,
+        doorbell=signals.doorbell,
+        doorbell_value=signals.doorbell_value,
+    )
+
+
+def _block_ids(ids: Sequence[int], limits: CoreLimits) -> npt.NDArray[np.uint32]:
+    bounded = _bounded(ids, limits.transfer_blocks_max, "block_ids")
+    return np.fromiter(bounded, np.uint32, len(bounded))
+
+
+def _bounded(values: Sequence[int], count_max: int, field: str) -> Sequence[int]:
+    if len(values) > count_max:
+        raise Refusal(
+            Reason.TOO_MANY_BLOCKS,
+            f"at most {count_max} in one call: split it",
+            field=field,
+            value=len(values),
+        )
+    return values

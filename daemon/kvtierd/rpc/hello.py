@@ -1,0 +1,185 @@
+"""A Hello, checked whole and turned into the core's words. Pure."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.v1 import cache_pb2, types_pb2
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
+from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+
+PROTOCOL_VERSIONS = (1,)
+FEATURES: frozenset[str] = frozenset()
+HASH_BYTES_MIN = 8
+WORLD_SIZE_MAX = 1_024
+TEXT_BYTES_MAX = 1_024
+GROUPS_MAX = 64
+PLANES_MAX = 4_096
+SLOT_BYTES_MAX = 2**32 - 1
+"""Of all planes of one group together; a slot record holds the size in 32 bits."""
+
+_ROLES = {
+    types_pb2.ROLE_SCHEDULER: Role.SCHEDULER,
+    types_pb2.ROLE_RANK: Role.RANK,
+    types_pb2.ROLE_SCHEDULER_AND_RANK: Role.SCHEDULER | Role.RANK,
+}
+_REQUIRED = ("model", "kv_dtype", "hash_scheme")
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """A sound Hello."""
+
+    attach: AttachSession
+    protocol_version: int
+    features: tuple[str, ...]
+    client: str
+
+
+def choose_version(offered: Sequence[int]) -> int:
+    """The highest version both sides speak. Raises Refusal VERSION_UNSUPPORTED."""
+    common = set(offered) & set(PROTOCOL_VERSIONS)
+    if not common:
+        raise Refusal(
+            Reason.VERSION_UNSUPPORTED,
+            f"this daemon speaks {list(PROTOCOL_VERSIONS)}: use a client that does, or another daemon",
+            field="protocol_versions",
+            value=list(offered[:16]),
+        )
+    return max(common)
+
+
+def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
+    """Raises Refusal for the first thing that is wrong."""
+    version = choose_version(hello.protocol_versions)
+    role = _ROLES.get(hello.role)
+    if role is None:
+        raise Refusal(Reason.ROLE, "say scheduler, rank or both", field="role", value=hello.role)
+    _check_text("instance", hello.instance, Reason.MALFORMED, required=True)
+    _check_text("client", hello.client, Reason.MALFORMED)
+    if not 1 <= hello.world_size <= WORLD_SIZE_MAX:
+        raise Refusal(
+            Reason.MALFORMED, f"between 1 and {WORLD_SIZE_MAX}", field="world_size", value=hello.world_size
+        )
+    holds_rank = bool(role & Role.RANK)
+    if holds_rank and hello.rank >= hello.world_size:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"ranks of this instance are 0 to {hello.world_size - 1}",
+            field="rank",
+            value=hello.rank,
+        )
+    if role == Role.SCHEDULER | Role.RANK and hello.world_size != 1:
+        raise Refusal(
+            Reason.ROLE,
+            "scheduler and rank in one session is for a world size of 1: attach them as two sessions",
+            field="world_size",
+            value=hello.world_size,
+        )
+    return Greeting(
+        attach=AttachSession(
+            session=session,
+            instance=hello.instance,
+            role=role,
+            rank=Rank(hello.rank if holds_rank else 0),
+            world_size=hello.world_size,
+            namespace_fields=namespace_fields(hello.namespace),
+            hash_bytes=hello.namespace.hash_bytes,
+            model=hello.namespace.model,
+            groups=_groups(hello.groups, holds_rank),
+        ),
+        protocol_version=version,
+        features=tuple(feature for feature in hello.features if feature in FEATURES),
+        client=hello.client,
+    )
+
+
+def namespace_fields(namespace: types_pb2.Namespace) -> bytes:
+    """Canonical bytes of a namespace: number, length and content of each non-empty field, by number.
+
+    Ours and not protobuf's, because it goes into digests that outlive the daemon. Raises Refusal
+    NAMESPACE_INVALID.
+    """
+    if not HASH_BYTES_MIN <= namespace.hash_bytes <= HASH_BYTES_MAX:
+        raise Refusal(
+            Reason.NAMESPACE_INVALID,
+            f"between {HASH_BYTES_MIN} and {HASH_BYTES_MAX}",
+            field="namespace.hash_bytes",
+            value=namespace.hash_bytes,
+        )
+    parts = [b"kvtier-namespace-1"]
+    for field in sorted(types_pb2.Namespace.DESCRIPTOR.fields, key=lambda field: field.number):
+        value = getattr(namespace, field.name)
+        if isinstance(value, str):
+            _check_text(
+                f"namespace.{field.name}", value, Reason.NAMESPACE_INVALID, required=field.name in _REQUIRED
+            )
+            content = value.encode()
+        else:
+            content = struct.pack("<Q", value) if value else b""
+        if not content:  # not applicable: fields added later then leave today's digests as they are
+            continue
+        parts.append(struct.pack("<IQ", field.number, len(content)) + content)
+    return b"".join(parts)
+
+
+def _groups(groups: Sequence[types_pb2.Group], holds_rank: bool) -> tuple[GroupGeometry, ...]:
+    if not holds_rank:
+        if groups:
+            raise Refusal(
+                Reason.LAYOUT_INVALID, "a scheduler holds no planes: leave groups empty", field="groups"
+            )
+        return ()
+    if not 1 <= len(groups) <= GROUPS_MAX:
+        raise Refusal(
+            Reason.LAYOUT_INVALID,
+            f"a rank names between 1 and {GROUPS_MAX} groups",
+            field="groups",
+            value=len(groups),
+        )
+    return tuple(_group(f"groups[{index}]", index, group) for index, group in enumerate(groups))
+
+
+def _group(field: str, index: int, group: types_pb2.Group) -> GroupGeometry:
+    def refuse(name: str, value: object, message: str) -> Refusal:
+        return Refusal(Reason.LAYOUT_INVALID, message, field=f"{field}.{name}", value=value)
+
+    if group.group != index:
+        raise refuse("group", group.group, "groups are numbered from 0, in order")
+    if group.kind not in types_pb2.GroupKind.values() or group.kind == types_pb2.GROUP_KIND_UNSPECIFIED:
+        raise refuse("kind", group.kind, "say what kind of group it is")
+    if group.block_tokens == 0:
+        raise refuse("block_tokens", 0, "a block has at least one token")
+    if (group.kind == types_pb2.GROUP_KIND_SLIDING_WINDOW) != (group.window_tokens > 0):
+        raise refuse(
+            "window_tokens", group.window_tokens, "more than 0 for a sliding window, 0 for other kinds"
+        )
+    if not 1 <= len(group.planes) <= PLANES_MAX:
+        raise refuse("planes", len(group.planes), f"between 1 and {PLANES_MAX} planes")
+    for number, plane in enumerate(group.planes):
+        if plane.fragment_bytes == 0:
+            raise refuse(f"planes[{number}].fragment_bytes", 0, "a plane has at least one byte in a block")
+        _check_text(f"{field}.planes[{number}].description", plane.description, Reason.LAYOUT_INVALID)
+    geometry = GroupGeometry(
+        kind=group.kind,
+        block_tokens=group.block_tokens,
+        window_tokens=group.window_tokens,
+        planes=tuple((plane.fragment_bytes, plane.description) for plane in group.planes),
+    )
+    if geometry.slot_bytes > SLOT_BYTES_MAX:
+        raise Refusal(
+            Reason.SLOT_TOO_LARGE,
+            f"one block of this group has {geometry.slot_bytes} bytes; at most {SLOT_BYTES_MAX} are possible",
+            field=f"{field}.planes",
+            value=geometry.slot_bytes,
+        )
+    return geometry
+
+
+def _check_text(field: str, value: str, reason: Reason, *, required: bool = False) -> None:
+    if required and not value:
+        raise Refusal(reason, "must not be empty", field=field)
+    if len(value.encode()) > TEXT_BYTES_MAX:
+        raise Refusal(reason, f"at most {TEXT_BYTES_MAX} bytes", field=field, value=value)
