@@ -1,0 +1,105 @@
+"""`make bench`: runs every benchmark, one after another, and sets the figures beside DESIGN's targets.
+
+    python -m tests.benchmarks            all of them
+    python -m tests.benchmarks rpc        some of them
+    python -m tests.benchmarks --json     only the last line: one JSON object with every figure
+
+Figures are medians of interleaved repetitions; a `_ratio` compares with one large memcpy in the same run. Absolute times
+of a shared machine say little: compare within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+DEADLINE_S = 900
+BENCHMARKS = {
+    "kernels": "gather and scatter against one large memcpy; the index at 4 M entries",
+    "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
+    "restart": "from kill -9 to warm: the scan of 10 k and 1 M slots",
+    "rpc": "lookups over gRPC, unary and stream, and behind a large lookup",
+    "transfers": "store to commit and load, end to end, through a real daemon",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What DESIGN asks of a figure."""
+
+    figure: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, value: float) -> bool:
+        return (self.at_least is None or value >= self.at_least) and (
+            self.at_most is None or value <= self.at_most
+        )
+
+    def text(self) -> str:
+        return f"≥ {self.at_least:,g}" if self.at_least is not None else f"≤ {self.at_most:,g}"
+
+
+TARGETS = {
+    target.figure: target
+    for target in (
+        Target("gather_16k_ratio", at_least=1.0),
+        Target("gather_64k_ratio", at_least=1.0),
+        Target("scatter_16k_ratio", at_least=1.0),
+        Target("scatter_64k_ratio", at_least=1.0),
+        Target("index_bytes_per_entry", at_most=100),
+        Target("metadata_store_commit_blocks_per_s", at_least=500_000),
+        Target("metadata_lookup_blocks_per_s", at_least=2_000_000),
+        Target("lookup_grpc_stream_1024_p50_us", at_most=500),
+        Target("lookup_one_behind_8192_p99_us", at_most=2_000),
+        Target("restart_1m_s", at_most=1.0),
+    )
+}
+
+
+def run(name: str, quiet: bool) -> dict[str, float]:
+    """Runs one benchmark in a process of its own; its tables are shown, its figures returned."""
+    if not quiet:
+        print(f"\n=== {name}: {BENCHMARKS[name]}", flush=True)
+    command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json"]
+    result = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
+    if result.returncode:
+        raise SystemExit(f"benchmark {name} failed with exit status {result.returncode}")
+    figures = json.loads(result.stdout.splitlines()[-1])
+    if not quiet:
+        show(figures)
+    return {key: float(value) for key, value in figures.items()}
+
+
+def show(figures: dict[str, float]) -> None:
+    """Prints figures, with the target where there is one."""
+    for key, value in figures.items():
+        target = TARGETS.get(key)
+        verdict = f"  target {target.text()}: {'met' if target.met(value) else 'MISSED'}" if target else ""
+        print(f"  {key:<44} {value:>16,.3f}{verdict}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(BENCHMARKS):
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    figures: dict[str, float] = {}
+    for name in arguments.names or BENCHMARKS:
+        figures |= run(name, arguments.json)
+    if not arguments.json:
+        print(f"\n{platform.platform()}, Python {platform.python_version()}")
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
