@@ -1,17 +1,22 @@
-"""The native core of kvtier: block table and index, fragment copies, shared words and checksums.
+"""The native core of kvtier: block table and index, fragment copies, shared words, pool records and checksums.
 
-Array arguments are C-contiguous numpy arrays of exactly the dtype named. Every call checks all of its input before it
-changes anything: a ValueError names argument, index and value, and leaves everything as it was.
+Array arguments are C-contiguous numpy arrays of exactly the dtype named. Every call checks all of its input
+before it changes anything: a ValueError names argument, index and value, and leaves everything as it was.
 """
 
 from kvtier_kernels._native import (
+    CAPACITY_MAX,
+    NO_ENTRY,
+    NO_SLOT,
     PART_ARMED,
     PART_DONE,
     PART_FAILED,
     PART_REVOKED,
     PART_STARTED,
     PART_SUPERSEDED,
+    PINS_MAX,
     TICKET_MAX,
+    BlockTable,
     PoolRecords,
     SharedWords,
     format_pool,
@@ -22,13 +27,18 @@ from kvtier_kernels._native import (
 )
 
 __all__ = [
+    "CAPACITY_MAX",
+    "NO_ENTRY",
+    "NO_SLOT",
     "PART_ARMED",
     "PART_DONE",
     "PART_FAILED",
     "PART_REVOKED",
     "PART_STARTED",
     "PART_SUPERSEDED",
+    "PINS_MAX",
     "TICKET_MAX",
+    "BlockTable",
     "PoolRecords",
     "SharedWords",
     "format_pool",

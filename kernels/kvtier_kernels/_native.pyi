@@ -1,9 +1,161 @@
 """The native core of kvtier. Use it through `kvtier_kernels`."""
 
+from typing import Annotated, Any
+
 import numpy
 import numpy.typing
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+
+NO_ENTRY: int = 4294967295
+
+NO_SLOT: int = 0
+
+PINS_MAX: int = 1048575
+
+CAPACITY_MAX: int = 1073741824
+
+class BlockTable:
+    """
+    Metadata of all blocks on the host, keyed by (space, 32-byte hash). States: 1 WRITING, 2 READY, 3 EVICTING; 0 is
+    absent. An entry is the index of a block's metadata, valid until the block is removed; every method that takes
+    entries refuses ones that are not live.
+
+    One writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes; a
+    ValueError names argument, index and value and leaves the table as it was. All memory is reserved when the table
+    is made, and provided by the kernel as it is first used.
+    """
+
+    def __init__(self, capacity: int, pool_pages: int, seed: int | None = None) -> None:
+        """
+        `capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the index's hash
+        function and has no visible effect; random by default, so that clients cannot choose colliding hashes.
+        """
+
+    def lookup(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]:
+        """
+        Entry and state of each key, hashes of shape (n, 32): NO_ENTRY and 0 where there is none.
+        """
+
+    def lookup_prefix(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> tuple[numpy.typing.NDArray[numpy.uint32], int]:
+        """
+        Entries of the leading run of READY blocks, and the state of the block that ended it (0: absent, or all
+        are READY).
+        """
+
+    def insert(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8], flags: int = 0) -> tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]:
+        """
+        Creates the absent keys as WRITING, unpinned, without slots. Returns each key's entry and 1 where it was
+        created, 0 where it existed or came earlier in the batch, 2 where the table was full (entry NO_ENTRY).
+        """
+
+    def attach_slots(self, entries: numpy.typing.NDArray[numpy.uint32], slots: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        Gives WRITING entries without slots theirs: shape (n, world), page numbers in shard order, owned by nobody.
+        """
+
+    def slots(self, entries: numpy.typing.NDArray[numpy.uint32], world: int) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        Slots of the entries, uint32 of shape (n, world); a row of NO_SLOT for an entry without slots. Raises
+        ValueError for an entry with another number of slots.
+        """
+
+    def owners(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
+        """Entry that owns each slot; NO_ENTRY for a free one."""
+
+    def commit(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        WRITING to READY. Unpinned ones become the most recent of their domains, the last of the batch most of all.
+        """
+
+    def begin_evict(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """READY and unpinned to EVICTING."""
+
+    def condemn(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        READY, pinned or not, to EVICTING: not found READY any more; whoever drops the last pin removes it.
+        """
+
+    def remove(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        Forgets WRITING or EVICTING, unpinned entries and frees their slots; their generations go up.
+        """
+
+    def pin(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        One pin more for each time an entry is named, PINS_MAX at most. Pinned blocks are no victims.
+        """
+
+    def unpin(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        One pin less for each time an entry is named. A READY block that loses its last pin becomes the most recent
+        of its domain, in the order of the batch.
+        """
+
+    def touch(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.
+        """
+
+    def victims(self, domain: int, n: int) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.
+        """
+
+    def states(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
+        """State of each entry."""
+
+    def pins(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
+        """Number of pins of each entry."""
+
+    def flags(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
+        """Flags of each entry."""
+
+    def set_flags(self, entries: numpy.typing.NDArray[numpy.uint32], flags: int) -> None:
+        """Sets these bits of each entry's flags."""
+
+    def clear_flags(self, entries: numpy.typing.NDArray[numpy.uint32], flags: int) -> None:
+        """Clears these bits of each entry's flags."""
+
+    def hashes(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
+        """Hash of each entry, shape (n, 32)."""
+
+    def spaces(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
+        """Space of each entry."""
+
+    def domains(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint16]:
+        """Eviction domain of each entry."""
+
+    def generations(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        How many blocks have lived in each entry before this one (modulo 2^32).
+        """
+
+    def count(self, space: int) -> int:
+        """Number of blocks of a space, in whatever state."""
+
+    def entries_of(self, space: int) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        All entries of a space in ascending order. Reads the whole table: not for the path of a request.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """
+        `writing`, `ready`, `evicting`, `capacity`, `bytes` (of a full table, slot records as far as used) and
+        `domains`, the number of blocks per domain that has any.
+        """
+
+    def dump(self) -> dict[str, numpy.typing.NDArray[Any]]:
+        """
+        All live entries as arrays: entries, spaces, hashes, states, flags, pins, domains, generations, slot_counts,
+        and slots one after the other. For tests and validators.
+        """
+
+    def check(self) -> None:
+        """
+        Compares every structure of the table with every other; AssertionError says what does not fit. Slow.
+        """
 
 def xxh3_64(data: Buffer) -> int:
     """
@@ -13,6 +165,116 @@ def xxh3_64(data: Buffer) -> int:
 def xxh3_64_rows(rows: numpy.typing.NDArray[numpy.uint8]) -> numpy.typing.NDArray[numpy.uint64]:
     """
     The checksum of each row of a uint8 array of shape (n, bytes), as uint64 of shape (n,).
+    """
+
+class PoolRecords:
+    """
+    Slot records of a pool file (format 1): the only code that changes a slot's state.
+
+    `pool` is the whole file, mapped writable, uint8. Slots are page numbers, uint32 of shape (n,). Every batch is
+    checked before anything changes: ValueError names the slot, what was expected and what was found. Whatever the
+    pool's bytes say, nothing outside it is touched. The interpreter's lock is released in every call.
+    """
+
+    def __init__(self, pool: numpy.typing.NDArray[numpy.uint8], crash_after: int = 0) -> None:
+        """
+        Raises ValueError if the header is not one of format 1 or does not fit the size of `pool`. With `crash_after`
+        n > 0 the process kills itself (SIGKILL) right after its nth persisted step: for tests.
+        """
+
+    def open(self, slots: numpy.typing.NDArray[numpy.uint32], writer: int, boot_nonce: int, transfer: int, namespace: bytes, group: int, shard: int, world: int, hashes: numpy.typing.NDArray[numpy.uint8], data_bytes: int) -> numpy.typing.NDArray[numpy.uint64]:
+        """
+        FREE to WRITING with a new generation, for one shard of the blocks with these hashes, shape (n, 32).
+        `namespace` is its 16-byte digest. Returns the generations, uint64 (n,).
+        """
+
+    def set_data_checksums(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64]) -> None:
+        """
+        Records the xxh3_64 of the data of slots that are WRITING with these generations.
+        """
+
+    def commit(self, slots: numpy.typing.NDArray[numpy.uint32], clocks: numpy.typing.NDArray[numpy.uint64]) -> None:
+        """WRITING to READY, with the recency of each."""
+
+    def free(self, slots: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """Any state to FREE, with a new generation."""
+
+    def generations(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
+        """The present generation of each slot, uint64 (n,)."""
+
+    def check(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        1 where a slot is READY with this generation and its record may be believed, else 0; uint8 (n,). A page that is
+        no slot is 0 as well.
+        """
+
+    def check_writing(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        1 where a slot is WRITING with this generation, else 0; uint8 (n,). A page that is no slot is 0 as well.
+        """
+
+    def verify_data(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        As `check`, and the data checksum fits the slot's data bytes, which are all read.
+        """
+
+    def format_extent(self, extent: int, slot_bytes: int) -> None:
+        """
+        Makes an extent one of FREE slots of this size; generations in it go on rising. Raises ValueError if one of its
+        slots is not FREE, or no slot of this size fits.
+        """
+
+    def extent_info(self, extent: int) -> tuple[int, int, int, int] | None:
+        """
+        (slot bytes, stride, slots, file offset of the first slot) of an extent in use, else None.
+        """
+
+    def scan(self) -> dict:
+        """
+        Every extent in use and every slot that is not FREE: a dict of arrays, one row each. `intact`: READY, and the
+        record may be believed. `space_keys`: checksum of namespace, group and world size; `block_keys`: of these and
+        the hash; `copy_keys`: of these and the store id. `broken_extents`: headers that say something unbelievable.
+        """
+
+    def start_boot(self, boot_nonce: int) -> int:
+        """
+        Writes the nonce of this boot into the header and counts the boot. Returns the count.
+        """
+
+    @property
+    def boots(self) -> int:
+        """Boots since the pool was made."""
+
+    @property
+    def extents(self) -> int:
+        """Number of extents."""
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes per extent."""
+
+    @property
+    def persisted_steps(self) -> int:
+        """
+        Steps persisted by this object so far: each store of a word, checksum, clock or header, each group of fields.
+        """
+
+def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0) -> None:
+    """
+    Writes the header of a new pool file, its magic last; no extent is in use then. Raises ValueError, and changes
+    nothing, if the extents do not fit.
+    """
+
+def map_shared(fd: int, length: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Maps a file shared and writable, as uint8 (length,); unmapped with the last array over it. Unlike mmap.mmap it
+    keeps no duplicate of the descriptor, which would keep the file's lock. Raises OSError.
+    """
+
+def populate(pool: numpy.typing.NDArray[numpy.uint8], offset: int, length: int) -> None:
+    """
+    Prefaults pages for writing, with the interpreter's lock released. Raises OSError: EFAULT when the file system is
+    full, EINVAL when the kernel is older than 5.14.
     """
 
 PART_ARMED: int = 0

@@ -4,6 +4,7 @@ NB_MODULE(_native, module) {
     module.doc() = "The native core of kvtier. Use it through `kvtier_kernels`.";
     // A daemon may exit with live tables; the operating system takes their memory back.
     nanobind::set_leak_warnings(false);
+    kvtier::register_block_table(module);
     kvtier::register_checksum(module);
     kvtier::register_pool(module);
     kvtier::register_words(module);

@@ -1,0 +1,423 @@
+#include "block_table.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "refuse.hpp"
+
+namespace kvtier {
+
+namespace {
+
+// Keys looked up together: enough memory accesses in flight to hide most of a cache miss, and still few registers.
+constexpr std::size_t kGroup = 32;
+// How far ahead batches by entry fetch the entries.
+constexpr std::size_t kAhead = 8;
+
+std::size_t checked_capacity(std::size_t capacity, std::size_t pool_pages) {
+    if (capacity == 0 || capacity > kCapacityMax) refuse("capacity is ", capacity, "; expected 1 to ", kCapacityMax);
+    if (pool_pages < 2 || pool_pages > std::size_t{1} << 32)
+        refuse("pool_pages is ", pool_pages, "; expected 2 to ", std::size_t{1} << 32);
+    return capacity;
+}
+
+}  // namespace
+
+const char* state_name(std::uint8_t state) {
+    static constexpr const char* names[] = {"ABSENT", "WRITING", "READY", "EVICTING"};
+    return state < 4 ? names[state] : "unknown";
+}
+
+BlockTable::BlockTable(std::size_t capacity, std::size_t pool_pages, std::uint64_t seed)
+    : key_hash_(seed),
+      entries_(checked_capacity(capacity, pool_pages), true),
+      index_(capacity),
+      slot_map_(capacity, pool_pages),
+      domains_(kDomains, false),
+      pool_pages_(pool_pages) {}
+
+// --- keys ----------------------------------------------------------------------------------------------------------------
+
+bool BlockTable::same(std::uint32_t id, std::uint32_t space, const std::uint8_t* hash) const {
+    const Entry& entry = entries_[id];
+    return entry.space == space && std::memcmp(entry.hash, hash, kHashBytes) == 0;
+}
+
+void BlockTable::lookup(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint32_t* entries,
+                        std::uint8_t* states) const {
+    const std::size_t n = hashes.size() / kHashBytes;
+    std::array<std::uint32_t, kGroup> tags;
+    for (std::size_t start = 0; start < n; start += kGroup) {
+        const std::size_t size = std::min(kGroup, n - start);
+        const std::uint8_t* const keys = hashes.data() + start * kHashBytes;
+        for (std::size_t i = 0; i < size; ++i) {
+            tags[i] = key_hash_(space, keys + i * kHashBytes);
+            index_.prefetch(tags[i]);
+        }
+        for (std::size_t i = 0; i < size; ++i) {
+            const std::uint32_t candidate = index_.candidate(tags[i]);
+            if (candidate != kNoEntry) __builtin_prefetch(&entries_[candidate]);
+        }
+        for (std::size_t i = 0; i < size; ++i) {
+            const std::uint32_t found = index_.find(
+                tags[i], [&](std::uint32_t id) { return same(id, space, keys + i * kHashBytes); });
+            entries[start + i] = found;
+            states[start + i] = found == kNoEntry ? std::uint8_t{kAbsent} : entries_[found].state;
+        }
+    }
+}
+
+std::size_t BlockTable::lookup_prefix(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint32_t* entries,
+                                      std::uint8_t* ended) const {
+    const std::size_t n = hashes.size() / kHashBytes;
+    std::array<std::uint8_t, kGroup> states;
+    *ended = kAbsent;
+    for (std::size_t start = 0; start < n; start += kGroup) {
+        const std::size_t size = std::min(kGroup, n - start);
+        lookup(space, hashes.subspan(start * kHashBytes, size * kHashBytes), entries + start, states.data());
+        for (std::size_t i = 0; i < size; ++i)
+            if (states[i] != kReady) {
+                *ended = states[i];
+                return start + i;
+            }
+    }
+    return n;
+}
+
+std::uint32_t BlockTable::create(std::uint32_t space, std::uint16_t domain, const std::uint8_t* hash, std::uint32_t tag,
+                                 std::uint8_t flags) {
+    std::uint32_t id = free_;
+    if (id != kNoEntry)
+        free_ = entries_[id].next;
+    else
+        id = used_++;
+    Entry& entry = entries_[id];
+    std::memcpy(entry.hash, hash, kHashBytes);
+    entry.space = space;
+    entry.first_record = 0;
+    entry.prev = entry.next = kNoEntry;
+    entry.pins = 0;
+    entry.domain = domain;
+    entry.flags = flags;
+    entry.state = kWriting;
+    ++states_[kWriting];
+    ++domains_[domain].live;
+    index_.insert(tag, id);
+    return id;
+}
+
+void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes,
+                        std::uint8_t flags, std::uint32_t* entries, std::uint8_t* created) {
+    const std::size_t n = hashes.size() / kHashBytes;
+    if (n == 0) return;
+    // The only allocation: made before anything changes.
+    std::size_t& in_space = spaces_.try_emplace(space, 0).first->second;
+    std::array<std::uint32_t, kGroup> tags;
+    for (std::size_t start = 0; start < n; start += kGroup) {
+        const std::size_t size = std::min(kGroup, n - start);
+        const std::uint8_t* const keys = hashes.data() + start * kHashBytes;
+        for (std::size_t i = 0; i < size; ++i) {
+            tags[i] = key_hash_(space, keys + i * kHashBytes);
+            index_.prefetch(tags[i]);
+        }
+        for (std::size_t i = 0; i < size; ++i) {
+            const std::uint32_t candidate = index_.candidate(tags[i]);
+            if (candidate != kNoEntry) __builtin_prefetch(&entries_[candidate]);
+        }
+        for (std::size_t i = 0; i < size; ++i) {
+            const std::uint8_t* const hash = keys + i * kHashBytes;
+            std::uint32_t id = index_.find(tags[i], [&](std::uint32_t other) { return same(other, space, hash); });
+            Created result = kExisted;
+            if (id == kNoEntry) {
+                result = free_ == kNoEntry && used_ == entries_.size() ? kTableFull : kCreated;
+                if (result == kCreated) {
+                    id = create(space, domain, hash, tags[i], flags);
+                    ++in_space;
+                }
+            }
+            entries[start + i] = id;
+            created[start + i] = result;
+        }
+    }
+    if (in_space == 0) spaces_.erase(space);
+}
+
+// --- checking batches ----------------------------------------------------------------------------------------------------
+
+const BlockTable::Entry& BlockTable::live(Entries entries, std::size_t i) const {
+    if (i + kAhead < entries.size() && entries[i + kAhead] < used_) __builtin_prefetch(&entries_[entries[i + kAhead]]);
+    const std::uint32_t id = entries[i];
+    if (id >= used_ || entries_[id].state == kAbsent)
+        refuse("entries[", i, "] is ", id, ", which is not an entry of the table");
+    return entries_[id];
+}
+
+void BlockTable::require_distinct(const Entry& entry, Entries entries, std::size_t i) const {
+    if (entry.staged != 0) refuse("entries[", i, "] is ", entries[i], ", which the batch names twice");
+}
+
+void BlockTable::require_state(const Entry& entry, Entries entries, std::size_t i, BlockState state) const {
+    if (entry.state != state)
+        refuse("entries[", i, "] is ", entries[i], ", which is ", state_name(entry.state), "; expected ",
+               state_name(state));
+}
+
+// Counts each entry's occurrences in `staged` while check(entry, i) looks at them one by one. If one is refused, the counts
+// are taken back; otherwise the caller resets them with unstage() while it makes its changes, which cannot fail.
+template <class Check>
+void BlockTable::stage(Entries entries, Check check) {
+    std::size_t i = 0;
+    try {
+        for (; i < entries.size(); ++i) {
+            check(live(entries, i), i);
+            ++entries_[entries[i]].staged;
+        }
+    } catch (...) {
+        for (std::size_t k = 0; k < i; ++k) entries_[entries[k]].staged = 0;
+        throw;
+    }
+}
+
+// --- states --------------------------------------------------------------------------------------------------------------
+
+void BlockTable::link_newest(std::uint32_t id) {
+    Entry& entry = entries_[id];
+    Domain& domain = domains_[entry.domain];
+    entry.next = kNoEntry;
+    entry.prev = domain.newest - 1;  // an empty list's 0 becomes kNoEntry
+    if (domain.newest != 0)
+        entries_[domain.newest - 1].next = id;
+    else
+        domain.oldest = id + 1;
+    domain.newest = id + 1;
+    ++domain.linked;
+}
+
+void BlockTable::unlink(std::uint32_t id) {
+    Entry& entry = entries_[id];
+    Domain& domain = domains_[entry.domain];
+    if (entry.prev != kNoEntry)
+        entries_[entry.prev].next = entry.next;
+    else
+        domain.oldest = entry.next + 1;  // kNoEntry becomes 0, an empty list
+    if (entry.next != kNoEntry)
+        entries_[entry.next].prev = entry.prev;
+    else
+        domain.newest = entry.prev + 1;
+    entry.prev = entry.next = kNoEntry;
+    --domain.linked;
+}
+
+void BlockTable::commit(Entries entries) {
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        require_distinct(entry, entries, i);
+        require_state(entry, entries, i, kWriting);
+    });
+    for (const std::uint32_t id : entries) {
+        Entry& entry = unstage(id);
+        set_state(entry, kReady);
+        if (entry.pins == 0) link_newest(id);
+    }
+}
+
+void BlockTable::begin_evict(Entries entries) {
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        require_distinct(entry, entries, i);
+        require_state(entry, entries, i, kReady);
+        if (entry.pins != 0) refuse("entries[", i, "] is ", entries[i], ", which has ", entry.pins, " pins");
+    });
+    for (const std::uint32_t id : entries) {
+        unlink(id);
+        set_state(unstage(id), kEvicting);
+    }
+}
+
+void BlockTable::condemn(Entries entries) {
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        require_distinct(entry, entries, i);
+        require_state(entry, entries, i, kReady);
+    });
+    for (const std::uint32_t id : entries) {
+        if (entries_[id].pins == 0) unlink(id);
+        set_state(unstage(id), kEvicting);
+    }
+}
+
+void BlockTable::remove(Entries entries) {
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        require_distinct(entry, entries, i);
+        if (entry.state == kReady)
+            refuse("entries[", i, "] is ", entries[i], ", which is READY; expected WRITING or EVICTING");
+        if (entry.pins != 0) refuse("entries[", i, "] is ", entries[i], ", which has ", entry.pins, " pins");
+        index_.prefetch(key_hash_(entry.space, entry.hash));
+        slot_map_.prefetch_record(entry.first_record);
+    });
+    for (const std::uint32_t id : entries) {
+        Entry& entry = unstage(id);
+        index_.erase(key_hash_(entry.space, entry.hash), id);
+        slot_map_.remove_chain(entry.first_record);
+        const auto space = spaces_.find(entry.space);
+        if (--space->second == 0) spaces_.erase(space);
+        --domains_[entry.domain].live;
+        set_state(entry, kAbsent);
+        --states_[kAbsent];  // free entries are not counted
+        entry.first_record = 0;
+        entry.flags = 0;
+        ++entry.generation;
+        entry.next = free_;
+        free_ = id;
+    }
+}
+
+void BlockTable::pin(Entries entries) {
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        if (entry.pins + entry.staged >= kPinsMax)
+            refuse("entries[", i, "] is ", entries[i], ", which would have more than ", kPinsMax, " pins");
+    });
+    for (const std::uint32_t id : entries) {
+        Entry& entry = unstage(id);
+        if (evictable(entry)) unlink(id);
+        ++entry.pins;
+    }
+}
+
+void BlockTable::unpin(Entries entries) {
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        if (entry.staged >= entry.pins)
+            refuse("entries[", i, "] is ", entries[i], ", which has ", entry.pins,
+                   " pins; the batch takes away more than that");
+    });
+    for (const std::uint32_t id : entries) {
+        Entry& entry = unstage(id);
+        --entry.pins;
+        if (evictable(entry)) link_newest(id);
+    }
+}
+
+void BlockTable::touch(Entries entries) {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    for (const std::uint32_t id : entries)
+        if (evictable(entries_[id])) {
+            unlink(id);
+            link_newest(id);
+        }
+}
+
+std::size_t BlockTable::victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const {
+    std::size_t found = 0;
+    for (std::uint32_t id = domains_[domain].oldest - 1; id != kNoEntry && found < n; id = entries_[id].next)
+        out[found++] = id;
+    return found;
+}
+
+void BlockTable::set_flags(Entries entries, std::uint8_t flags) {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    for (const std::uint32_t id : entries) entries_[id].flags |= flags;
+}
+
+void BlockTable::clear_flags(Entries entries, std::uint8_t flags) {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    for (const std::uint32_t id : entries) entries_[id].flags &= static_cast<std::uint8_t>(~flags);
+}
+
+// --- slots ---------------------------------------------------------------------------------------------------------------
+
+void BlockTable::attach_slots(Entries entries, const std::uint32_t* slots, std::size_t world) {
+    if (world == 0) refuse("slots has rows of 0 elements; expected one for each shard");
+    stage(entries, [&](const Entry& entry, std::size_t i) {
+        require_distinct(entry, entries, i);
+        require_state(entry, entries, i, kWriting);
+        if (entry.first_record != 0) refuse("entries[", i, "] is ", entries[i], ", which has its slots already");
+    });
+    for (const std::uint32_t id : entries) unstage(id);
+    std::size_t i = 0;
+    try {
+        // Whether a slot is free is known best by adding it: the batch may name it twice. A refusal takes all back.
+        for (; i < entries.size(); ++i) {
+            if (i + kAhead < entries.size()) slot_map_.prefetch(slots[(i + kAhead) * world]);
+            Entry& entry = entries_[entries[i]];
+            std::uint32_t last = 0;
+            for (std::size_t shard = 0; shard < world; ++shard) {
+                const std::uint32_t slot = slots[i * world + shard];
+                if (slot == kNoSlot || slot >= pool_pages_)
+                    refuse("slots[", i, ", ", shard, "] is ", slot, "; expected 1 to ", pool_pages_ - 1);
+                if (const std::uint32_t taken = slot_map_.find(slot); taken != 0)
+                    refuse("slots[", i, ", ", shard, "] is ", slot, ", which belongs to entry ", slot_map_[taken].entry);
+                const std::uint32_t record = slot_map_.add(slot, entries[i]);
+                if (last == 0)
+                    entry.first_record = record;
+                else
+                    slot_map_.link(last, record);
+                last = record;
+            }
+        }
+    } catch (...) {
+        for (std::size_t k = 0; k <= i; ++k) {
+            Entry& entry = entries_[entries[k]];
+            slot_map_.remove_chain(entry.first_record);
+            entry.first_record = 0;
+        }
+        throw;
+    }
+}
+
+std::vector<std::uint32_t> BlockTable::slots_of(const Entry& entry) const {
+    std::vector<std::uint32_t> slots;
+    for (std::uint32_t record = entry.first_record; record != 0; record = slot_map_[record].next_of_entry)
+        slots.push_back(slot_map_[record].slot);
+    return slots;
+}
+
+void BlockTable::slots(Entries entries, std::size_t world, std::uint32_t* out) const {
+    if (world == 0) refuse("world is 0; expected the number of shards");
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+        const Entry& entry = live(entries, i);
+        std::size_t shard = 0;
+        for (std::uint32_t record = entry.first_record; record != 0; record = slot_map_[record].next_of_entry) {
+            if (shard < world) out[i * world + shard] = slot_map_[record].slot;
+            ++shard;
+        }
+        if (shard == 0) {
+            std::fill_n(out + i * world, world, kNoSlot);
+        } else if (shard != world) {
+            refuse("entries[", i, "] is ", entries[i], ", which has ", shard, " slots; world is ", world);
+        }
+    }
+}
+
+void BlockTable::owners(std::span<const std::uint32_t> slots, std::uint32_t* out) const {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        if (i + kAhead < slots.size()) slot_map_.prefetch(slots[i + kAhead]);
+        if (slots[i] == kNoSlot || slots[i] >= pool_pages_)
+            refuse("slots[", i, "] is ", slots[i], "; expected 1 to ", pool_pages_ - 1);
+        const std::uint32_t record = slot_map_.find(slots[i]);
+        out[i] = record == 0 ? kNoEntry : slot_map_[record].entry;
+    }
+}
+
+// --- the whole -----------------------------------------------------------------------------------------------------------
+
+std::size_t BlockTable::count(std::uint32_t space) const {
+    const auto found = spaces_.find(space);
+    return found == spaces_.end() ? 0 : found->second;
+}
+
+std::vector<std::uint32_t> BlockTable::entries_of(std::uint32_t space) const {
+    std::vector<std::uint32_t> found;
+    const std::size_t expected = count(space);
+    found.reserve(expected);
+    for (std::uint32_t id = 0; found.size() < expected; ++id)
+        if (entries_[id].state != kAbsent && entries_[id].space == space) found.push_back(id);
+    return found;
+}
+
+BlockTable::Stats BlockTable::stats() const {
+    Stats stats{states_[kWriting], states_[kReady], states_[kEvicting], entries_.size(), 0, {}};
+    stats.bytes = entries_.bytes() + index_.bytes() + slot_map_.bytes() + domains_.bytes();
+    for (std::size_t domain = 0; domain < kDomains; ++domain)
+        if (domains_[domain].live != 0) stats.domains[static_cast<std::uint16_t>(domain)] = domains_[domain].live;
+    return stats;
+}
+
+}  // namespace kvtier

@@ -1,0 +1,145 @@
+// Metadata of all blocks on the host: key -> entry -> state, pins, recency, slots. One writer; all memory is reserved when
+// the table is made. Every batch is checked completely before anything changes: an exception leaves the table as it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "key_hash.hpp"
+#include "key_index.hpp"
+#include "lazy_array.hpp"
+#include "slot_map.hpp"
+
+namespace kvtier {
+
+constexpr std::uint32_t kNoSlot = 0;
+constexpr std::size_t kDomains = 65536;
+constexpr std::size_t kCapacityMax = std::size_t{1} << 30;
+// More pins than leases and transfers can ever hold on one block: a leak is found long before a counter wraps.
+constexpr std::uint32_t kPinsMax = (1u << 20) - 1;
+
+enum BlockState : std::uint8_t { kAbsent = 0, kWriting = 1, kReady = 2, kEvicting = 3 };
+enum Created : std::uint8_t { kExisted = 0, kCreated = 1, kTableFull = 2 };
+
+class BlockTable {
+   public:
+    using Entries = std::span<const std::uint32_t>;
+
+    struct Entry {
+        std::uint8_t hash[kHashBytes];
+        std::uint32_t space;
+        std::uint32_t first_record;  // of its slots; 0: none yet
+        std::uint32_t prev;          // towards the least recent
+        std::uint32_t next;          // towards the most recent; of a free entry: the next free one
+        std::uint32_t pins;
+        std::uint32_t generation;
+        std::uint32_t staged;  // how often the batch being checked names this entry; 0 between calls
+        std::uint16_t domain;
+        std::uint8_t state;
+        std::uint8_t flags;
+    };
+    static_assert(sizeof(Entry) == 64, "one cache line");
+
+    struct Stats {
+        std::size_t writing, ready, evicting, capacity, bytes;
+        std::map<std::uint16_t, std::size_t> domains;  // live blocks, where there are any
+    };
+
+    // Throws if capacity is not 1 to 2^30 or pool_pages is not 2 to 2^32.
+    BlockTable(std::size_t capacity, std::size_t pool_pages, std::uint64_t seed);
+
+    void lookup(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint32_t* entries,
+                std::uint8_t* states) const;
+    // Writes the leading run of READY entries and returns its length; `ended` is the state of the block after it.
+    std::size_t lookup_prefix(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint32_t* entries,
+                              std::uint8_t* ended) const;
+    void insert(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes, std::uint8_t flags,
+                std::uint32_t* entries, std::uint8_t* created);
+
+    void attach_slots(Entries entries, const std::uint32_t* slots, std::size_t world);
+    void slots(Entries entries, std::size_t world, std::uint32_t* out) const;
+    void owners(std::span<const std::uint32_t> slots, std::uint32_t* out) const;
+
+    void commit(Entries entries);
+    void begin_evict(Entries entries);
+    void condemn(Entries entries);
+    void remove(Entries entries);
+    void pin(Entries entries);
+    void unpin(Entries entries);
+    void touch(Entries entries);
+    std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
+    // How many victims a domain has.
+    std::size_t evictable(std::uint16_t domain) const { return domains_[domain].linked; }
+    void set_flags(Entries entries, std::uint8_t flags);
+    void clear_flags(Entries entries, std::uint8_t flags);
+
+    // Calls read(i, entry) for each; throws before the first call if one is not live.
+    template <class Read>
+    void read(Entries entries, Read read) const {
+        for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+        for (std::size_t i = 0; i < entries.size(); ++i) read(i, entries_[entries[i]]);
+    }
+    // Calls visit(id, entry) for each live entry in the order of their ids.
+    template <class Visit>
+    void each(Visit visit) const {
+        for (std::uint32_t id = 0; id < used_; ++id)
+            if (entries_[id].state != kAbsent) visit(id, entries_[id]);
+    }
+    std::vector<std::uint32_t> slots_of(const Entry& entry) const;
+
+    std::size_t count(std::uint32_t space) const;
+    std::vector<std::uint32_t> entries_of(std::uint32_t space) const;
+    Stats stats() const;
+    // Compares every structure with every other; an empty string, or what does not fit. Defined in block_table_check.cpp.
+    std::string check() const;
+
+   private:
+    struct Domain {
+        std::uint32_t oldest;  // + 1; 0: none
+        std::uint32_t newest;  // + 1
+        std::uint32_t linked;
+        std::uint32_t live;
+    };
+
+    const Entry& live(Entries entries, std::size_t i) const;
+    template <class Check>
+    void stage(Entries entries, Check check);
+    Entry& unstage(std::uint32_t id) {
+        Entry& entry = entries_[id];
+        entry.staged = 0;
+        return entry;
+    }
+    void require_distinct(const Entry& entry, Entries entries, std::size_t i) const;
+    void require_state(const Entry& entry, Entries entries, std::size_t i, BlockState state) const;
+    bool same(std::uint32_t id, std::uint32_t space, const std::uint8_t* hash) const;
+    std::uint32_t create(std::uint32_t space, std::uint16_t domain, const std::uint8_t* hash, std::uint32_t tag,
+                         std::uint8_t flags);
+    void set_state(Entry& entry, BlockState state) {
+        --states_[entry.state];
+        entry.state = state;
+        ++states_[state];
+    }
+    static bool evictable(const Entry& entry) { return entry.state == kReady && entry.pins == 0; }
+    void link_newest(std::uint32_t id);
+    void unlink(std::uint32_t id);
+
+    KeyHash key_hash_;
+    LazyArray<Entry> entries_;
+    KeyIndex index_;
+    SlotMap slot_map_;
+    LazyArray<Domain> domains_;
+    std::size_t pool_pages_;
+    std::uint32_t used_ = 0;           // entries from here on were never touched
+    std::uint32_t free_ = kNoEntry;    // removed entries, last one first
+    std::size_t states_[4] = {0, 0, 0, 0};
+    std::unordered_map<std::uint32_t, std::size_t> spaces_;  // live blocks per space, where there are any
+};
+
+const char* state_name(std::uint8_t state);
+
+}  // namespace kvtier

@@ -1,0 +1,346 @@
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nanobind/stl/optional.h>
+
+#include "arrays.hpp"
+#include "block_table.hpp"
+#include "gil.hpp"
+#include "register.hpp"
+
+namespace kvtier {
+
+namespace {
+
+using EntriesArg = ArrayArg<std::uint32_t>;
+using HashesArg = ArrayArg<std::uint8_t>;
+
+std::uint64_t random_seed() {
+    std::random_device device;
+    return static_cast<std::uint64_t>(device()) << 32 | device();
+}
+
+// The table and the guard of its single writer. GIL-free sections make two callers at once possible; that is a bug of the
+// caller, and it hears about it instead of reading torn metadata.
+class GuardedTable {
+   public:
+    GuardedTable(std::size_t capacity, std::size_t pool_pages, std::optional<std::uint64_t> seed)
+        : table_(capacity, pool_pages, seed ? *seed : random_seed()) {}
+
+    class Entered {
+       public:
+        explicit Entered(GuardedTable& guarded) : guarded_(guarded) {
+            if (guarded_.busy_.exchange(true, std::memory_order_acquire))
+                throw std::runtime_error("BlockTable is in use by another thread; it has one writer");
+        }
+        Entered(const Entered&) = delete;
+        Entered& operator=(const Entered&) = delete;
+        ~Entered() { guarded_.busy_.store(false, std::memory_order_release); }
+        BlockTable* operator->() const { return &guarded_.table_; }
+
+       private:
+        GuardedTable& guarded_;
+    };
+
+   private:
+    BlockTable table_;
+    std::atomic<bool> busy_{false};
+};
+
+using Table = GuardedTable::Entered;
+
+class Hashes : public In<std::uint8_t, 2> {
+   public:
+    explicit Hashes(HashesArg arg) : In(arg, "hashes") { require_columns(kHashBytes); }
+};
+
+class Entries : public In<std::uint32_t> {
+   public:
+    explicit Entries(EntriesArg arg) : In(arg, "entries") {}
+};
+
+nb::tuple lookup(GuardedTable& guarded, std::uint32_t space, HashesArg hashes_arg) {
+    const Hashes hashes(hashes_arg);
+    Array<std::uint32_t> entries = make_array<std::uint32_t>(hashes.rows());
+    Array<std::uint8_t> states = make_array<std::uint8_t>(hashes.rows());
+    {
+        const Table table(guarded);
+        const ReleaseGilIf release(hashes.rows() >= kReleaseRows);
+        table->lookup(space, hashes.span(), entries.data, states.data);
+    }
+    return nb::make_tuple(entries, states);
+}
+
+nb::tuple lookup_prefix(GuardedTable& guarded, std::uint32_t space, HashesArg hashes_arg) {
+    const Hashes hashes(hashes_arg);
+    Array<std::uint32_t> entries = make_array<std::uint32_t>(hashes.rows());
+    std::uint8_t ended = 0;
+    std::size_t length = 0;
+    {
+        const Table table(guarded);
+        const ReleaseGilIf release(hashes.rows() >= kReleaseRows);
+        length = table->lookup_prefix(space, hashes.span(), entries.data, &ended);
+    }
+    if (length == hashes.rows()) return nb::make_tuple(entries, int{ended});
+    Array<std::uint32_t> run = make_array<std::uint32_t>(length);
+    if (length != 0) std::memcpy(run.data, entries.data, length * sizeof(std::uint32_t));
+    return nb::make_tuple(run, int{ended});
+}
+
+nb::tuple insert(GuardedTable& guarded, std::uint32_t space, std::uint16_t domain, HashesArg hashes_arg,
+                 std::uint8_t flags) {
+    const Hashes hashes(hashes_arg);
+    Array<std::uint32_t> entries = make_array<std::uint32_t>(hashes.rows());
+    Array<std::uint8_t> created = make_array<std::uint8_t>(hashes.rows());
+    {
+        const Table table(guarded);
+        const ReleaseGilIf release(hashes.rows() >= kReleaseRows);
+        table->insert(space, domain, hashes.span(), flags, entries.data, created.data);
+    }
+    return nb::make_tuple(entries, created);
+}
+
+void attach_slots(GuardedTable& guarded, EntriesArg entries_arg, ArrayArg<std::uint32_t> slots_arg) {
+    const Entries entries(entries_arg);
+    const In<std::uint32_t, 2> slots(slots_arg, "slots");
+    slots.require_rows(entries.rows(), "entries");
+    const Table table(guarded);
+    const ReleaseGilIf release(slots.size() >= kReleaseRows);
+    table->attach_slots(entries.span(), slots.data(), slots.columns());
+}
+
+Array<std::uint32_t> slots(GuardedTable& guarded, EntriesArg entries_arg, std::uint32_t world) {
+    const Entries entries(entries_arg);
+    if (world > 65535) refuse("world is ", world, "; expected 1 to 65535");
+    Array<std::uint32_t> out = make_array<std::uint32_t>(entries.rows(), world);
+    const Table table(guarded);
+    const ReleaseGilIf release(entries.rows() >= kReleaseRows);
+    table->slots(entries.span(), world, out.data);
+    return out;
+}
+
+Array<std::uint32_t> owners(GuardedTable& guarded, ArrayArg<std::uint32_t> slots_arg) {
+    const In<std::uint32_t> input(slots_arg, "slots");
+    Array<std::uint32_t> out = make_array<std::uint32_t>(input.rows());
+    const Table table(guarded);
+    const ReleaseGilIf release(input.rows() >= kReleaseRows);
+    table->owners(input.span(), out.data);
+    return out;
+}
+
+// A batch that moves entries from one state to another.
+template <void (BlockTable::*Change)(BlockTable::Entries)>
+void change(GuardedTable& guarded, EntriesArg entries_arg) {
+    const Entries entries(entries_arg);
+    const Table table(guarded);
+    const ReleaseGilIf release(entries.rows() >= kReleaseRows);
+    ((table.operator->())->*Change)(entries.span());
+}
+
+template <void (BlockTable::*Change)(BlockTable::Entries, std::uint8_t)>
+void change_flags(GuardedTable& guarded, EntriesArg entries_arg, std::uint8_t flags) {
+    const Entries entries(entries_arg);
+    const Table table(guarded);
+    ((table.operator->())->*Change)(entries.span(), flags);
+}
+
+// One field of each entry as an array.
+template <auto Field>
+auto field(GuardedTable& guarded, EntriesArg entries_arg) {
+    using T = std::remove_cvref_t<decltype(std::declval<BlockTable::Entry>().*Field)>;
+    const Entries entries(entries_arg);
+    Array<T> out = make_array<T>(entries.rows());
+    const Table table(guarded);
+    table->read(entries.span(), [&](std::size_t i, const BlockTable::Entry& entry) { out.data[i] = entry.*Field; });
+    return out;
+}
+
+Array<std::uint8_t> hashes_of(GuardedTable& guarded, EntriesArg entries_arg) {
+    const Entries entries(entries_arg);
+    Array<std::uint8_t> out = make_array<std::uint8_t>(entries.rows(), kHashBytes);
+    const Table table(guarded);
+    table->read(entries.span(), [&](std::size_t i, const BlockTable::Entry& entry) {
+        std::memcpy(out.data + i * kHashBytes, entry.hash, kHashBytes);
+    });
+    return out;
+}
+
+Array<std::uint32_t> copied(const std::vector<std::uint32_t>& values) {
+    Array<std::uint32_t> out = make_array<std::uint32_t>(values.size());
+    if (!values.empty()) std::memcpy(out.data, values.data(), values.size() * sizeof(std::uint32_t));
+    return out;
+}
+
+Array<std::uint32_t> victims(GuardedTable& guarded, std::uint16_t domain, std::size_t n) {
+    const Table table(guarded);
+    std::vector<std::uint32_t> found(std::min(n, table->evictable(domain)));
+    {
+        const ReleaseGilIf release(found.size() >= kReleaseRows);
+        found.resize(table->victims(domain, found.size(), found.data()));
+    }
+    return copied(found);
+}
+
+Array<std::uint32_t> entries_of(GuardedTable& guarded, std::uint32_t space) {
+    const Table table(guarded);
+    std::vector<std::uint32_t> found;
+    {
+        const nb::gil_scoped_release release;
+        found = table->entries_of(space);
+    }
+    return copied(found);
+}
+
+nb::dict stats(GuardedTable& guarded) {
+    const Table table(guarded);
+    const BlockTable::Stats stats = table->stats();
+    nb::dict domains, out;
+    for (const auto& [domain, blocks] : stats.domains) domains[nb::int_(domain)] = blocks;
+    out["writing"] = stats.writing;
+    out["ready"] = stats.ready;
+    out["evicting"] = stats.evicting;
+    out["capacity"] = stats.capacity;
+    out["bytes"] = stats.bytes;
+    out["domains"] = domains;
+    return out;
+}
+
+nb::dict dump(GuardedTable& guarded) {
+    const Table table(guarded);
+    std::vector<std::uint32_t> ids, slot_counts, flat;
+    table->each([&](std::uint32_t id, const BlockTable::Entry& entry) {
+        const std::vector<std::uint32_t> own = table->slots_of(entry);
+        ids.push_back(id);
+        slot_counts.push_back(static_cast<std::uint32_t>(own.size()));
+        flat.insert(flat.end(), own.begin(), own.end());
+    });
+    const std::size_t n = ids.size();
+    Array<std::uint8_t> hashes = make_array<std::uint8_t>(n, kHashBytes), states = make_array<std::uint8_t>(n),
+                        flags = make_array<std::uint8_t>(n);
+    Array<std::uint16_t> domains = make_array<std::uint16_t>(n);
+    Array<std::uint32_t> spaces = make_array<std::uint32_t>(n), pins = make_array<std::uint32_t>(n),
+                         generations = make_array<std::uint32_t>(n);
+    std::size_t i = 0;
+    table->each([&](std::uint32_t, const BlockTable::Entry& entry) {
+        std::memcpy(hashes.data + i * kHashBytes, entry.hash, kHashBytes);
+        states.data[i] = entry.state;
+        flags.data[i] = entry.flags;
+        domains.data[i] = entry.domain;
+        spaces.data[i] = entry.space;
+        pins.data[i] = entry.pins;
+        generations.data[i] = entry.generation;
+        ++i;
+    });
+    nb::dict out;
+    out["entries"] = copied(ids);
+    out["spaces"] = spaces;
+    out["hashes"] = hashes;
+    out["states"] = states;
+    out["flags"] = flags;
+    out["pins"] = pins;
+    out["domains"] = domains;
+    out["generations"] = generations;
+    out["slot_counts"] = copied(slot_counts);
+    out["slots"] = copied(flat);
+    return out;
+}
+
+void check(GuardedTable& guarded) {
+    const Table table(guarded);
+    const std::string problem = table->check();
+    if (problem.empty()) return;
+    PyErr_SetString(PyExc_AssertionError, problem.c_str());
+    throw nb::python_error();
+}
+
+}  // namespace
+
+void register_block_table(nb::module_& module) {
+    module.attr("NO_ENTRY") = kNoEntry;
+    module.attr("NO_SLOT") = kNoSlot;
+    module.attr("PINS_MAX") = kPinsMax;
+    module.attr("CAPACITY_MAX") = kCapacityMax;
+
+    using namespace nb::literals;
+    using T = BlockTable;
+    nb::class_<GuardedTable>(
+        module, "BlockTable",
+        "Metadata of all blocks on the host, keyed by (space, 32-byte hash). States: 1 WRITING, 2 READY, 3 EVICTING; 0 is\n"
+        "absent. An entry is the index of a block's metadata, valid until the block is removed; every method that takes\n"
+        "entries refuses ones that are not live.\n\n"
+        "One writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes; a\n"
+        "ValueError names argument, index and value and leaves the table as it was. All memory is reserved when the table\n"
+        "is made, and provided by the kernel as it is first used.")
+        .def(nb::init<std::size_t, std::size_t, std::optional<std::uint64_t>>(), "capacity"_a, "pool_pages"_a,
+             "seed"_a = nb::none(),
+             "`capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the index's hash\n"
+             "function and has no visible effect; random by default, so that clients cannot choose colliding hashes.")
+        .def("lookup", &lookup, "space"_a, "hashes"_a,
+             nb::sig("def lookup(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> "
+                     "tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]"),
+             "Entry and state of each key, hashes of shape (n, 32): NO_ENTRY and 0 where there is none.")
+        .def("lookup_prefix", &lookup_prefix, "space"_a, "hashes"_a,
+             nb::sig("def lookup_prefix(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> "
+                     "tuple[numpy.typing.NDArray[numpy.uint32], int]"),
+             "Entries of the leading run of READY blocks, and the state of the block that ended it (0: absent, or all\n"
+             "are READY).")
+        .def("insert", &insert, "space"_a, "domain"_a, "hashes"_a, "flags"_a = 0,
+             nb::sig("def insert(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8], flags: int = 0) "
+                     "-> tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]"),
+             "Creates the absent keys as WRITING, unpinned, without slots. Returns each key's entry and 1 where it was\n"
+             "created, 0 where it existed or came earlier in the batch, 2 where the table was full (entry NO_ENTRY).")
+        .def("attach_slots", &attach_slots, "entries"_a, "slots"_a,
+             "Gives WRITING entries without slots theirs: shape (n, world), page numbers in shard order, owned by nobody.")
+        .def("slots", &slots, "entries"_a, "world"_a,
+             "Slots of the entries, uint32 of shape (n, world); a row of NO_SLOT for an entry without slots. Raises\n"
+             "ValueError for an entry with another number of slots.")
+        .def("owners", &owners, "slots"_a, "Entry that owns each slot; NO_ENTRY for a free one.")
+        .def("commit", &change<&T::commit>, "entries"_a,
+             "WRITING to READY. Unpinned ones become the most recent of their domains, the last of the batch most of all.")
+        .def("begin_evict", &change<&T::begin_evict>, "entries"_a, "READY and unpinned to EVICTING.")
+        .def("condemn", &change<&T::condemn>, "entries"_a,
+             "READY, pinned or not, to EVICTING: not found READY any more; whoever drops the last pin removes it.")
+        .def("remove", &change<&T::remove>, "entries"_a,
+             "Forgets WRITING or EVICTING, unpinned entries and frees their slots; their generations go up.")
+        .def("pin", &change<&T::pin>, "entries"_a,
+             "One pin more for each time an entry is named, PINS_MAX at most. Pinned blocks are no victims.")
+        .def("unpin", &change<&T::unpin>, "entries"_a,
+             "One pin less for each time an entry is named. A READY block that loses its last pin becomes the most recent\n"
+             "of its domain, in the order of the batch.")
+        .def("touch", &change<&T::touch>, "entries"_a,
+             "READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.")
+        .def("victims", &victims, "domain"_a, "n"_a,
+             "Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.")
+        .def("states", &field<&T::Entry::state>, "entries"_a, "State of each entry.")
+        .def("pins", &field<&T::Entry::pins>, "entries"_a, "Number of pins of each entry.")
+        .def("flags", &field<&T::Entry::flags>, "entries"_a, "Flags of each entry.")
+        .def("set_flags", &change_flags<&T::set_flags>, "entries"_a, "flags"_a, "Sets these bits of each entry's flags.")
+        .def("clear_flags", &change_flags<&T::clear_flags>, "entries"_a, "flags"_a,
+             "Clears these bits of each entry's flags.")
+        .def("hashes", &hashes_of, "entries"_a, "Hash of each entry, shape (n, 32).")
+        .def("spaces", &field<&T::Entry::space>, "entries"_a, "Space of each entry.")
+        .def("domains", &field<&T::Entry::domain>, "entries"_a, "Eviction domain of each entry.")
+        .def("generations", &field<&T::Entry::generation>, "entries"_a,
+             "How many blocks have lived in each entry before this one (modulo 2^32).")
+        .def("count", [](GuardedTable& guarded, std::uint32_t space) { return Table(guarded)->count(space); }, "space"_a,
+             "Number of blocks of a space, in whatever state.")
+        .def("entries_of", &entries_of, "space"_a,
+             "All entries of a space in ascending order. Reads the whole table: not for the path of a request.")
+        .def("stats", &stats,
+             nb::sig("def stats(self) -> dict[str, typing.Any]"),
+             "`writing`, `ready`, `evicting`, `capacity`, `bytes` (of a full table, slot records as far as used) and\n"
+             "`domains`, the number of blocks per domain that has any.")
+        .def("dump", &dump, nb::sig("def dump(self) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
+             "All live entries as arrays: entries, spaces, hashes, states, flags, pins, domains, generations, slot_counts,\n"
+             "and slots one after the other. For tests and validators.")
+        .def("check", &check,
+             "Compares every structure of the table with every other; AssertionError says what does not fit. Slow.");
+}
+
+}  // namespace kvtier

@@ -1,0 +1,98 @@
+// Which slots of the pool a block has, in shard order, and which block a slot belongs to.
+//
+// A chained hash table of 16-byte records rather than arrays indexed by page: those would take 8 bytes for every 4 KiB of
+// the pool, a kilobyte for a block of 512 KiB. Records are reserved for the largest possible number of slots, one per page,
+// but only those in use are ever touched.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "key_index.hpp"
+#include "lazy_array.hpp"
+
+namespace kvtier {
+
+class SlotMap {
+   public:
+    // Records are numbered from 1; 0 is "none".
+    struct Record {
+        std::uint32_t slot;
+        std::uint32_t next_of_entry;  // next shard of the block; of a free record: the next free one
+        std::uint32_t next_of_bucket;
+        std::uint32_t entry;
+    };
+
+    SlotMap(std::size_t capacity, std::size_t pool_pages)
+        : records_(pool_pages, false),
+          buckets_(std::bit_ceil(capacity / 2 < 16 ? std::size_t{16} : capacity / 2), true),
+          shift_(static_cast<unsigned>(32 - std::countr_zero(buckets_.size()))) {}
+
+    const Record& operator[](std::uint32_t record) const { return records_[record]; }
+    void prefetch(std::uint32_t slot) const { __builtin_prefetch(&buckets_[bucket(slot)]); }
+    void prefetch_record(std::uint32_t record) const { __builtin_prefetch(&records_[record]); }
+
+    // The record of a slot; 0 if nobody owns it.
+    std::uint32_t find(std::uint32_t slot) const {
+        std::uint32_t record = buckets_[bucket(slot)];
+        while (record != 0 && records_[record].slot != slot) record = records_[record].next_of_bucket;
+        return record;
+    }
+
+    // Adds a slot that nobody owns; the caller links `next_of_entry` with link().
+    std::uint32_t add(std::uint32_t slot, std::uint32_t entry) {
+        std::uint32_t record = free_;
+        if (record != 0)
+            free_ = records_[record].next_of_entry;
+        else
+            record = ++used_;  // there are no more slots than pages, and page 0 is none: always in range
+        std::uint32_t& head = buckets_[bucket(slot)];
+        records_[record] = {slot, 0, head, entry};
+        head = record;
+        ++count_;
+        return record;
+    }
+
+    void link(std::uint32_t record, std::uint32_t next) { records_[record].next_of_entry = next; }
+
+    // Frees a block's whole chain, which starts at `record` (0: nothing).
+    void remove_chain(std::uint32_t record) {
+        while (record != 0) {
+            Record& gone = records_[record];
+            std::uint32_t* link = &buckets_[bucket(gone.slot)];
+            while (*link != record) link = &records_[*link].next_of_bucket;
+            *link = gone.next_of_bucket;
+            const std::uint32_t next = gone.next_of_entry;
+            gone = {0, free_, 0, kNoEntry};
+            free_ = record;
+            --count_;
+            record = next;
+        }
+    }
+
+    std::size_t count() const { return count_; }
+    std::size_t free_count() const {
+        std::size_t n = 0;
+        for (std::uint32_t record = free_; record != 0 && n <= used_; record = records_[record].next_of_entry) ++n;
+        return n;
+    }
+    std::size_t used() const { return used_; }
+    // Touched so far: records never move, and freed ones are used again first.
+    std::size_t bytes() const { return buckets_.bytes() + used_ * sizeof(Record); }
+
+   private:
+    // Slots lie at regular distances; a multiplication by the golden ratio spreads such sequences evenly.
+    std::size_t bucket(std::uint32_t slot) const { return static_cast<std::uint32_t>(slot * 0x9e3779b1u) >> shift_; }
+
+    LazyArray<Record> records_;
+    LazyArray<std::uint32_t> buckets_;
+    unsigned shift_;
+    std::uint32_t free_ = 0;
+    std::uint32_t used_ = 0;
+    std::size_t count_ = 0;
+};
+
+static_assert(sizeof(SlotMap::Record) == 16);
+
+}  // namespace kvtier
