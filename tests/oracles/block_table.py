@@ -301,9 +301,9 @@ class BlockTable:
 
 
 def array(value: npt.NDArray[Any], name: str, dtype: type, dims: int) -> None:
-    """Refuses what the native table refuses: another dtype or number of dimensions, gaps between elements."""
+    """Refuses what the native table refuses: another dtype, number of dimensions, or gaps."""
     if value.dtype != dtype or value.ndim != dims or not value.flags.c_contiguous:
-        raise ValueError(f"{name} is {value.dtype} of shape {value.shape}; expected {dims}-d {dtype.__name__}")
+        raise ValueError(f"{name} is {value.dtype}, {value.shape}; expected {dims}-d {dtype.__name__}")
 
 
 def rows(hashes: U8) -> Iterable[bytes]:
