@@ -4,8 +4,8 @@
     python -m tests.benchmarks rpc        some of them
     python -m tests.benchmarks --json     only the last line: one JSON object with every figure
 
-Figures are medians of interleaved repetitions; a `_ratio` compares with one large memcpy in the same run. Absolute times
-of a shared machine say little: compare within one run.
+Figures are medians of interleaved repetitions; a `_ratio` compares with one large memcpy in the same run.
+Absolute times of a shared machine say little: compare within one run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def run(name: str, quiet: bool) -> dict[str, float]:
     if not quiet:
         print(f"\n=== {name}: {BENCHMARKS[name]}", flush=True)
     command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json"]
-    result = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
+    result = subprocess.run(
+        command, cwd=REPO, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False
+    )
     if result.returncode:
         raise SystemExit(f"benchmark {name} failed with exit status {result.returncode}")
     figures = json.loads(result.stdout.splitlines()[-1])
@@ -86,8 +88,10 @@ def show(figures: dict[str, float]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}; default: all")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
