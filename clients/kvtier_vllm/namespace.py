@@ -1,0 +1,215 @@
+"""From a vLLM configuration to the namespace its blocks belong to.
+
+vLLM's block hash covers tokens, LoRA name, multi-modal content and cache salt, and nothing of the model.
+All else that decides a block's bytes is named here; what cannot be named for certain is refused: a
+namespace too narrow costs a miss, one too wide serves wrong bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier_vllm.weights import UnknownWeights, local_revision
+
+# First release whose NONE_HASH is the same in every process for the sha256 family, and whose KV caches are
+# views of one allocation.
+OLDEST_VLLM = (0, 29)
+# Last release whose block hashing was read; a later one gets a scheme of its own until somebody has looked.
+NEWEST_READ_VLLM = (0, 33)
+# First release that tags the extra keys of a block hash with their kind.
+TAGGED_EXTRA_KEYS_VLLM = (0, 31)
+
+_NONE_HASH_SEED = "vllm-none-hash"
+_HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
+_PLAIN_KV_DTYPES = {"auto", "float16", "bfloat16"}
+# Scales per tensor, read from the checkpoint (or 1): part of the weights' identity.
+_STATIC_SCALE_KV_DTYPES = {"fp8", "fp8_e4m3", "fp8_e5m2"}
+# Speculative methods that keep no KV of their own in the cache.
+_DRAFTLESS_METHODS = {"ngram", "ngram_gpu", "suffix"}
+# Keys of a model's configuration that say nothing about what it computes.
+_COSMETIC_CONFIG_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "kvtier_tiny_llama"}
+
+
+class UnsupportedConfiguration(Exception):
+    """This engine's blocks cannot be shared; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class EngineNamespace:
+    """Fields as in the wire contract's Namespace message."""
+
+    model: str
+    weights_revision: str
+    kv_dtype: str
+    kv_scales: str
+    parallelism: str
+    hash_scheme: str
+    hash_bytes: int
+    tenant: str = ""
+    salt: str = ""
+    generation: int = 0
+    adapter: str = ""
+
+
+def derive(
+    vllm_config: Any, vllm_version: str, tenant: str = "", salt: str = "", revision: str = ""
+) -> EngineNamespace:
+    """Namespace of the engine that `vllm_config` (a VllmConfig) describes.
+
+    Every process of an engine derives the same one. May read the model's weights (see `weights`). A
+    `revision` set by the user replaces what would be found out about the weights. Raises
+    UnsupportedConfiguration.
+    """
+    version = _version_of(vllm_version)
+    _refuse_what_the_hash_omits(vllm_config)
+    scheme, hash_bytes = _hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo, version)
+    kv_dtype, kv_scales = _kv_dtype(vllm_config)
+    return EngineNamespace(
+        model=_model_name(vllm_config.model_config),
+        weights_revision=_weights_revision(vllm_config, revision),
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
+        parallelism=_parallelism(vllm_config.parallel_config),
+        hash_scheme=scheme,
+        hash_bytes=hash_bytes,
+        tenant=tenant,
+        salt=salt,
+    )
+
+
+def _version_of(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise UnsupportedConfiguration(
+            f"vLLM's version {text!r} is not a release; kvtier needs 0.29 or later"
+        )
+    version = int(match[1]), int(match[2])
+    if version < OLDEST_VLLM:
+        raise UnsupportedConfiguration(f"vLLM {text} is too old: kvtier needs 0.29 or later")
+    return version
+
+
+def _refuse_what_the_hash_omits(vllm_config: Any) -> None:
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedConfiguration("prefix caching is off; enable it (--enable-prefix-caching)")
+    if getattr(vllm_config, "lora_config", None) is not None:
+        raise UnsupportedConfiguration(
+            "LoRA is on, and vLLM's block hashes carry an adapter's name, not its weights: not supported"
+        )
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.method not in _DRAFTLESS_METHODS:
+        raise UnsupportedConfiguration(
+            f"speculative decoding by {speculative.method!r} keeps a draft's KV in the cache: not supported"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise UnsupportedConfiguration(f"{name}={getattr(parallel, name)}: not supported by this version")
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    if load_format.rsplit(".", 1)[-1].lower() == "dummy":
+        raise UnsupportedConfiguration("the weights are dummies (--load-format dummy): they have no identity")
+
+
+def _hash_scheme(algorithm: str, version: tuple[int, int]) -> tuple[str, int]:
+    if algorithm not in _HASH_BYTES:
+        known = ", ".join(sorted(_HASH_BYTES))
+        raise UnsupportedConfiguration(
+            f"prefix_caching_hash_algo={algorithm!r} is unknown; use one of {known}"
+        )
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and not algorithm.startswith("sha256"):
+        raise UnsupportedConfiguration(
+            f"block hashes by {algorithm} start from a random seed in every process; set PYTHONHASHSEED to "
+            "one value everywhere, or use --prefix-caching-hash-algo sha256_cbor"
+        )
+    none_hash = _NONE_HASH_SEED if seed is None else f"seed-{_short_digest(seed.encode())}"
+    parts = ["vllm", algorithm, none_hash]
+    # Pickle's bytes may change with Python; CBOR's do not.
+    if not algorithm.endswith("_cbor"):
+        parts.append(f"py{sys.version_info[0]}.{sys.version_info[1]}")
+    parts.append("tagged-keys" if version >= TAGGED_EXTRA_KEYS_VLLM else "plain-keys")
+    if version > NEWEST_READ_VLLM:
+        parts.append(f"v{version[0]}.{version[1]}")
+    return ":".join(parts), _HASH_BYTES[algorithm]
+
+
+def _kv_dtype(vllm_config: Any) -> tuple[str, str]:
+    cache = vllm_config.cache_config
+    kv = str(cache.cache_dtype)
+    model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise UnsupportedConfiguration(
+            "KV scales are calculated at run time and differ between engines; turn calculate_kv_scales off"
+        )
+    # The model's own dtype decides the values even where the cache is wider or narrower.
+    if kv in _PLAIN_KV_DTYPES:
+        return f"{model_dtype if kv == 'auto' else kv}/{model_dtype}", ""
+    if kv in _STATIC_SCALE_KV_DTYPES:
+        skipped = ",".join(sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or []))
+        return f"{kv}/{model_dtype}" + (f" except {skipped}" if skipped else ""), "checkpoint"
+    raise UnsupportedConfiguration(
+        f"kv_cache_dtype={kv!r} keeps dynamic scales or packed values that this version cannot share; use "
+        f"one of {', '.join(sorted(_PLAIN_KV_DTYPES | _STATIC_SCALE_KV_DTYPES))}"
+    )
+
+
+def _parallelism(parallel: Any) -> str:
+    fields = {
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
+        "dcp": getattr(parallel, "decode_context_parallel_size", 1),
+        "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
+    }
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _model_name(model: Any) -> str:
+    path = Path(model.model)
+    # A path is where weights lie on one machine, not what they are.
+    return path.resolve().name if path.is_dir() else str(model.model)
+
+
+def _weights_revision(vllm_config: Any, revision: str) -> str:
+    """Weights and everything that changes what is computed from them: quantisation on load, overridden
+    configuration."""
+    model = vllm_config.model_config
+    if not revision:
+        revision = _found_revision(model)
+    computed = {
+        "config": {
+            key: value for key, value in model.hf_config.to_dict().items() if key not in _COSMETIC_CONFIG_KEYS
+        },
+        "quantization": str(model.quantization),
+        "quantization_config": str(getattr(model, "quantization_config", None)),
+        "model_impl": str(getattr(model, "model_impl", "auto")),
+        "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+    }
+    text = json.dumps(computed, sort_keys=True, default=str)
+    return f"{revision} config:{_short_digest(text.encode())}"
+
+
+def _found_revision(model: Any) -> str:
+    path = Path(getattr(model, "model_weights", "") or model.model)
+    if path.is_dir():
+        try:
+            return local_revision(path)
+        except UnknownWeights as error:
+            raise UnsupportedConfiguration(str(error)) from error
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if not commit:
+        raise UnsupportedConfiguration(
+            f"the commit of {model.model!r} is unknown; set weights_revision in kv_connector_extra_config"
+        )
+    return f"commit:{commit}"
+
+
+def _short_digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,142 @@
+"""Identity of model weights: what must be equal for two engines' KV blocks to be interchangeable.
+
+Local weights are identified by their content. Hashing tens of gigabytes takes tens of seconds, so the
+digest is kept in the user's cache directory, valid only while every file has the size, inode and change
+time it was made from; processes that need the same digest at once wait for the first instead of all reading
+the disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
+CONFIG_NAMES = ("config.json", "hf_quant_config.json")
+WEIGHT_PATTERN = "*.safetensors"
+
+_CHUNK_BYTES = 8 << 20
+# Longer than hashing the largest models takes; after it a process computes the digest itself.
+_LOCK_TIMEOUT_S = 600.0
+
+
+class UnknownWeights(Exception):
+    """The weights cannot be identified; the message says why and what to set."""
+
+
+def local_revision(directory: Path) -> str:
+    """`sha256:…` over names, sizes and content of the model's config and safetensors files in `directory`.
+
+    Independent of the directory's path. Raises UnknownWeights if there are no safetensors files or one
+    cannot be read. A cache that cannot be read or written only costs time.
+    """
+    files = _files_of(directory)
+    key = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]
+    stamp = _stamp_of(files)
+    with _cache_entry(key) as entry:
+        if entry is not None:
+            remembered = _read_entry(entry, stamp)
+            if remembered is not None:
+                return remembered
+        revision = _digest(files)
+        if _stamp_of(files) != stamp:
+            raise UnknownWeights(f"files in {directory} changed while they were read")
+        if entry is not None:
+            _write_entry(entry, stamp, revision)
+    return revision
+
+
+def _files_of(directory: Path) -> list[Path]:
+    weights = sorted(directory.glob(WEIGHT_PATTERN))
+    if not weights:
+        raise UnknownWeights(
+            f"no {WEIGHT_PATTERN} in {directory}; set weights_revision in kv_connector_extra_config to a "
+            "name that changes whenever the weights do"
+        )
+    return [directory / name for name in CONFIG_NAMES if (directory / name).exists()] + weights
+
+
+def _stamp_of(files: list[Path]) -> list[list[int | str]]:
+    try:
+        states = [(file.name, file.stat()) for file in files]
+    except OSError as error:
+        raise UnknownWeights(f"{error.filename}: {error.strerror}") from error
+    return [[name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in states]
+
+
+def _digest(files: list[Path]) -> str:
+    # Each file by itself, in threads (hashing releases the GIL); the digest of digests is the revision.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(_file_digest, files))
+    whole = hashlib.sha256()
+    for file, digest in zip(files, digests, strict=True):
+        whole.update(f"{file.name}\0{digest}\n".encode())
+    return f"sha256:{whole.hexdigest()}"
+
+
+def _file_digest(file: Path) -> str:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise UnknownWeights(f"{file}: {error.strerror}") from error
+    return f"{size}\0{digest.hexdigest()}"
+
+
+@contextlib.contextmanager
+def _cache_entry(key: str) -> Iterator[Path | None]:
+    """Path of the cache entry, locked against other processes; None where there is no usable cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier" / "weights"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = root.stat()
+        # An entry decides which blocks are shared: only a directory that nobody else can write is believed.
+        if state.st_uid != os.getuid() or state.st_mode & 0o022:
+            raise PermissionError(root)
+        lock = os.open(root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield None
+        return
+    try:
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(0.05)
+        yield root / f"{key}.json"
+    finally:
+        os.close(lock)
+
+
+def _read_entry(entry: Path, stamp: list[list[int | str]]) -> str | None:
+    try:
+        content = json.loads(entry.read_text())
+        revision = content["revision"] if content["stamp"] == stamp else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return revision if isinstance(revision, str) else None
+
+
+def _write_entry(entry: Path, stamp: list[list[int | str]], revision: str) -> None:
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file,
+    ):
+        json.dump({"stamp": stamp, "revision": revision}, file)
+        file.flush()
+        os.replace(file.name, entry)

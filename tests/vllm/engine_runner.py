@@ -1,0 +1,223 @@
+"""One real vLLM engine in this process, driven by JSON lines: the child side of `tests.vllm.engine`.
+
+Started as `python -m tests.vllm.engine_runner OPTIONS_JSON`. Reads one command a line on stdin and answers
+each with one line on the stdout it was started with; everything vLLM prints goes to stderr. The end of
+stdin means that the controller is gone: the process group is killed at once, whatever the engine is doing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, TextIO
+
+Command = dict[str, Any]
+Answer = dict[str, Any]
+
+
+def _claim_stdout() -> TextIO:
+    """Keeps the answer channel for ourselves: vLLM and its libraries log on stdout."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def _read_commands(commands: queue.SimpleQueue[Command]) -> None:
+    for line in sys.stdin:
+        commands.put(json.loads(line))
+    # The controller died or gave us up. Only a group of our own may be killed: never the one of a shell.
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+class Runner:
+    """Carries out commands on one engine. It is stepped only inside a command, so a test decides when."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm: Any = LLM(**options)
+        self._engine: Any = self._llm.llm_engine
+        self._core: Any = self._engine.engine_core.engine_core
+        self._started_s: dict[str, float] = {}
+        self._first_token_s: dict[str, float] = {}
+        self._finished: dict[str, Answer] = {}
+        self._serial = 0
+
+    def handle(self, command: Command) -> Answer:
+        operation = command.pop("op")
+        method = getattr(self, f"do_{operation}", None)
+        if method is None:
+            raise ValueError(f"unknown op {operation!r}")
+        answer: Answer = method(**command)
+        return answer
+
+    def do_generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        logprobs: int,
+        engine_timeout_s: float,
+        salt: str | None = None,
+    ) -> Answer:
+        """Runs the prompts together to their end; results in their order."""
+        ids = [self.do_add(prompt, max_tokens, logprobs, salt)["request"] for prompt in prompts]
+        return {"results": self.do_finish(ids, engine_timeout_s)["results"]}
+
+    def do_add(self, prompt: list[int], max_tokens: int, logprobs: int, salt: str | None = None) -> Answer:
+        """Queues one request without stepping the engine."""
+        from vllm import SamplingParams
+
+        self._serial += 1
+        request = f"r{self._serial}"
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        tokens: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            tokens["cache_salt"] = salt
+        self._started_s[request] = time.perf_counter()
+        self._engine.add_request(request, tokens, sampling)
+        return {"request": request}
+
+    def do_step(self, count: int = 1) -> Answer:
+        """Steps the engine `count` times; says what the scheduler holds afterwards."""
+        for _ in range(count):
+            self._step()
+        return self._scheduler_state()
+
+    def do_finish(self, requests: list[str], engine_timeout_s: float) -> Answer:
+        """Steps until the named requests are finished."""
+        deadline_s = time.monotonic() + engine_timeout_s
+        while not all(request in self._finished for request in requests):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"requests not finished in {engine_timeout_s} s: {self._scheduler_state()}"
+                )
+            self._step()
+        return {"results": [self._finished.pop(request) for request in requests]}
+
+    def do_abort(self, requests: list[str]) -> Answer:
+        self._engine.abort_request(self._internal_ids(requests), internal=True)
+        return self._scheduler_state()
+
+    def do_drain(self, engine_timeout_s: float) -> Answer:
+        """Steps until the scheduler holds nothing, delayed frees included."""
+        deadline_s = time.monotonic() + engine_timeout_s
+        while self._core.scheduler.has_requests():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"engine not drained in {engine_timeout_s} s: {self._scheduler_state()}")
+            self._step()
+        return self._scheduler_state()
+
+    def do_reset_prefix_cache(self) -> Answer:
+        return {"ok": bool(self._llm.reset_prefix_cache())}
+
+    def do_overwrite_cache(self, value: int, blocks: list[int] | None = None) -> Answer:
+        """Fills KV blocks (all but the null block 0, or the named ones) with one byte: what is read
+        afterwards can only have been computed or loaded again."""
+        import torch
+
+        written = 0
+        for layer in self._kv_layers():
+            pages = layer.view(torch.int8)
+            if blocks is None:
+                pages[1:].fill_(value)
+            else:
+                pages[blocks] = value
+            written += 1
+        return {"layers": written}
+
+    def do_state(self) -> Answer:
+        return self._scheduler_state()
+
+    def do_evaluate(self, expression: str) -> Answer:
+        """Value of a Python expression over `llm`, `core` and `scheduler`, for a look inside that no other
+        command offers. The result must be JSON."""
+        names = {"llm": self._llm, "core": self._core, "scheduler": self._core.scheduler}
+        return {"value": eval(expression, names)}
+
+    def _kv_layers(self) -> list[Any]:
+        workers = self._core.model_executor.collective_rpc(lambda worker: worker.model_runner.kv_caches)
+        return [layer for layers in workers for layer in layers]
+
+    def _internal_ids(self, requests: list[str]) -> list[str]:
+        # vLLM appends a random suffix to the id it was given.
+        return [
+            key
+            for key in self._core.scheduler.requests
+            if key.rsplit("-", 1)[0] in requests or key in requests
+        ]
+
+    def _scheduler_state(self) -> Answer:
+        scheduler = self._core.scheduler
+        return {
+            "requests": {key: request.status.name for key, request in scheduler.requests.items()},
+            "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        now_s = time.perf_counter()
+        if not outputs:
+            time.sleep(0.0005)  # as the engine's own loop does: lets transfers run on a small machine
+        for output in outputs:
+            completion = output.outputs[0]
+            request = output.request_id
+            if completion.token_ids:
+                self._first_token_s.setdefault(request, now_s)
+            if output.finished:
+                started_s = self._started_s.pop(request)
+                first_s = self._first_token_s.pop(request, now_s)
+                self._finished[request] = {
+                    "tokens": list(completion.token_ids),
+                    "logprobs": [
+                        {str(token): value.logprob for token, value in step.items()}
+                        for step in completion.logprobs or []
+                    ],
+                    "num_cached_tokens": output.num_cached_tokens,
+                    "ttft_s": first_s - started_s,
+                    "total_s": now_s - started_s,
+                    "finish_reason": completion.finish_reason,
+                }
+
+
+def main() -> None:
+    answers = _claim_stdout()
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
+
+    def answer(content: Answer) -> None:
+        answers.write(json.dumps(content) + "\n")
+
+    try:
+        runner = Runner(json.loads(sys.argv[1]))
+    except BaseException as error:
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    answer({"ready": True, "pid": os.getpid()})
+    while True:
+        command = commands.get()
+        if command["op"] == "quit":
+            break
+        try:
+            answer(runner.handle(command))
+        except Exception as error:
+            traceback.print_exc()
+            answer({"error": f"{type(error).__name__}: {error}"})
+    runner._core.shutdown()
+    answer({"stopped": True})
+    answers.flush()
+    os._exit(0)  # daemon threads and torch's exit handlers must not delay or fail the end
+
+
+if __name__ == "__main__":
+    main()

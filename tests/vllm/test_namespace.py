@@ -1,0 +1,223 @@
+"""Engines share blocks exactly if their configurations promise the same bytes: on vLLM's own classes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvtier_vllm import weights
+from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive
+
+from tools import tiny_llama
+
+pytestmark = pytest.mark.vllm
+
+VERSION = "0.32.0"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama.ensure(tmp_path_factory.mktemp("model") / "tiny", tiny_llama.PRESETS["tiny"])
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Any:
+    """A real VllmConfig; tests change copies of it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=512
+    )
+    return arguments.create_engine_config()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+def changed(config: Any, part: str, **fields: Any) -> Any:
+    """A copy of the configuration with fields of one part set, without vLLM's checks running again."""
+    result = copy.copy(config)
+    section = copy.copy(getattr(config, part))
+    for name, value in fields.items():
+        object.__setattr__(section, name, value)
+    object.__setattr__(result, part, section)
+    return result
+
+
+def test_a_plain_engine(plain: Any, model: Path) -> None:
+    namespace = derive(plain, VERSION, tenant="team-a", salt="s")
+    assert namespace.model == model.name
+    assert namespace.weights_revision.startswith(weights.local_revision(model))
+    assert (namespace.kv_dtype, namespace.kv_scales) == ("bfloat16/bfloat16", "")
+    assert namespace.hash_bytes == 32
+    assert (namespace.tenant, namespace.salt) == ("team-a", "s")
+    assert namespace == derive(copy.copy(plain), VERSION, tenant="team-a", salt="s")
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("model_config", {"dtype": "float16"}),
+        ("model_config", {"quantization": "fp8"}),
+        ("cache_config", {"cache_dtype": "fp8"}),
+        ("cache_config", {"cache_dtype": "float16"}),
+        ("cache_config", {"prefix_caching_hash_algo": "sha256_cbor"}),
+        ("parallel_config", {"tensor_parallel_size": 2}),
+        ("parallel_config", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_whatever_changes_a_blocks_bytes_or_name_separates(
+    plain: Any, part: str, fields: dict[str, Any]
+) -> None:
+    assert derive(changed(plain, part, **fields), VERSION) != derive(plain, VERSION)
+
+
+def test_overridden_model_configuration_separates(plain: Any) -> None:
+    rope = copy.deepcopy(plain.model_config.hf_config)
+    rope.rms_norm_eps = 1e-6
+    assert derive(changed(plain, "model_config", hf_config=rope), VERSION) != derive(plain, VERSION)
+
+
+def test_tenant_and_salt_separate(plain: Any) -> None:
+    spaces = {derive(plain, VERSION, tenant=t, salt=s) for t in ("", "a") for s in ("", "a")}
+    assert len(spaces) == 4
+
+
+def test_vllm_releases_with_equal_hashing_share_and_unread_ones_do_not(plain: Any) -> None:
+    def scheme(version: str) -> str:
+        return derive(plain, version).hash_scheme
+
+    assert scheme("0.31.0") == scheme("0.32.1") == scheme("0.33.0rc1")
+    assert scheme("0.30.0") != scheme("0.31.0")
+    assert len({scheme("0.33.0"), scheme("0.34.0"), scheme("0.35.0")}) == 3
+
+
+def test_the_same_weights_under_another_path_are_the_same_model(
+    plain: Any, model: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere" / model.name
+    shutil.copytree(model, elsewhere)
+    assert derive(changed(plain, "model_config", model=str(elsewhere)), VERSION) == derive(plain, VERSION)
+
+
+def test_other_weights_under_the_same_name_are_another_model(plain: Any, model: Path, tmp_path: Path) -> None:
+    other = tiny_llama.ensure(tmp_path / "other" / model.name, tiny_llama.PRESETS["tiny"], seed=1)
+    assert derive(changed(plain, "model_config", model=str(other)), VERSION) != derive(plain, VERSION)
+
+
+def test_a_hub_model_is_its_commit(plain: Any) -> None:
+    hub = copy.deepcopy(plain.model_config.hf_config)
+    hub._commit_hash = "0123abcd"
+    config = changed(plain, "model_config", model="org/model", hf_config=hub)
+    assert derive(config, VERSION).weights_revision.startswith("commit:0123abcd ")
+    hub._commit_hash = None
+    with pytest.raises(UnsupportedConfiguration, match="weights_revision"):
+        derive(config, VERSION)
+    assert derive(config, VERSION, revision="mine-7").weights_revision.startswith("mine-7 ")
+
+
+def _without_prefix_caching(config: Any) -> Any:
+    return changed(config, "cache_config", enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_without_prefix_caching, "prefix caching is off"),
+        (lambda c: changed(c, "cache_config", prefix_caching_hash_algo="xxhash"), "PYTHONHASHSEED"),
+        (lambda c: changed(c, "cache_config", prefix_caching_hash_algo="md5"), "'md5' is unknown"),
+        (lambda c: changed(c, "cache_config", cache_dtype="fp8_per_token_head"), "fp8_per_token_head"),
+        (lambda c: changed(c, "cache_config", calculate_kv_scales=True), "calculate_kv_scales"),
+        (lambda c: changed(c, "load_config", load_format="dummy"), "dummies"),
+        (lambda c: changed(c, "parallel_config", decode_context_parallel_size=2), "decode_context"),
+        (lambda c: changed(c, "model_config", model="/nowhere/at-all"), "commit"),
+    ],
+)
+def test_what_cannot_be_named_for_certain_is_refused(
+    plain: Any, change: Callable[[Any], Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedConfiguration, match=reason):
+        derive(change(plain), VERSION)
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "dev"])
+def test_other_vllms_are_refused(plain: Any, version: str) -> None:
+    with pytest.raises(UnsupportedConfiguration, match=r"0\.29"):
+        derive(plain, version)
+
+
+def test_a_shared_hash_seed_makes_xxhash_shareable(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def space(algorithm: str, seed: str) -> EngineNamespace:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        return derive(changed(plain, "cache_config", prefix_caching_hash_algo=algorithm), VERSION)
+
+    assert space("xxhash_cbor", "7") == space("xxhash_cbor", "7")
+    assert space("xxhash_cbor", "7") != space("xxhash_cbor", "8")
+    assert space("xxhash_cbor", "7").hash_bytes == 16
+    seeded = space("sha256", "7")
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert seeded != derive(plain, VERSION)
+
+
+def test_vllm_hashes_as_the_scheme_says(plain: Any) -> None:
+    """The seed and digest sizes named in the scheme are those of the installed vLLM."""
+    import vllm
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    for algorithm in ("sha256", "sha256_cbor"):
+        namespace = derive(
+            changed(plain, "cache_config", prefix_caching_hash_algo=algorithm), vllm.__version__
+        )
+        assert len(get_hash_fn_by_name(algorithm)("x")) == namespace.hash_bytes
+        assert kv_cache_utils.resolve_none_hash_seed(get_hash_fn_by_name(algorithm)) in namespace.hash_scheme
+
+
+def test_a_remembered_digest_is_dropped_when_a_file_changes(model: Path, tmp_path: Path) -> None:
+    copy_of_model = tmp_path / "copy"
+    shutil.copytree(model, copy_of_model)
+    first = weights.local_revision(copy_of_model)
+    assert list((tmp_path / "cache").rglob("*.json"))
+    file = copy_of_model / "model.safetensors"
+    before = file.stat()
+    with file.open("r+b") as stream:  # same size, same mtime: only content and change time differ
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last[0] ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.local_revision(copy_of_model) != first
+
+
+def test_a_remembered_digest_is_used(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = weights.local_revision(model)
+    entry = next((tmp_path / "cache").rglob("*.json"))
+    entry.write_text(entry.read_text().replace(first, "sha256:remembered"))
+    assert weights.local_revision(model) == "sha256:remembered"
+    # Others could have written it: not believed.
+    entry.parent.chmod(0o777)
+    assert weights.local_revision(model) == first
+
+
+def test_damaged_or_missing_cache_only_costs_time(model: Path, tmp_path: Path) -> None:
+    first = weights.local_revision(model)
+    entry = next((tmp_path / "cache").rglob("*.json"))
+    entry.write_text("{")
+    assert weights.local_revision(model) == first
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("not a directory")
+    assert weights.local_revision(model) == first
+
+
+def test_weights_without_safetensors_need_a_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(weights.UnknownWeights, match="weights_revision"):
+        weights.local_revision(tmp_path)
