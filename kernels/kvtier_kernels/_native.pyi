@@ -1,10 +1,9 @@
 """The native core of kvtier. Use it through `kvtier_kernels`."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import numpy
 import numpy.typing
-from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 
@@ -263,12 +262,6 @@ def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, exte
     """
     Writes the header of a new pool file, its magic last; no extent is in use then. Raises ValueError, and changes
     nothing, if the extents do not fit.
-    """
-
-def map_shared(fd: int, length: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
-    """
-    Maps a file shared and writable, as uint8 (length,); unmapped with the last array over it. Unlike mmap.mmap it
-    keeps no duplicate of the descriptor, which would keep the file's lock. Raises OSError.
     """
 
 def populate(pool: numpy.typing.NDArray[numpy.uint8], offset: int, length: int) -> None:

@@ -1,10 +1,9 @@
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
-#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -169,21 +168,6 @@ class PoolRecords {
     throw nb::python_error();
 }
 
-struct Mapping {
-    void* base;
-    std::size_t bytes;
-};
-
-nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> map_shared(int fd, std::uint64_t bytes) {
-    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (base == MAP_FAILED) raise_errno(errno);
-    const nb::capsule owner(new Mapping{base, bytes}, [](void* p) noexcept {
-        const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(p));
-        munmap(mapping->base, mapping->bytes);
-    });
-    return {static_cast<std::uint8_t*>(base), {bytes}, owner};
-}
-
 void populate(U8 pool, std::uint64_t offset, std::uint64_t bytes) {
     const In<std::uint8_t> memory(pool, "pool", true);
     if (offset > memory.size() || bytes > memory.size() - offset)
@@ -255,9 +239,6 @@ void register_pool(nb::module_& module) {
         arg("pool"), arg("extent_bytes"), arg("extents"), arg("config_digest"), arg("crash_after") = 0,
         "Writes the header of a new pool file, its magic last; no extent is in use then. Raises ValueError, and changes\n"
         "nothing, if the extents do not fit.");
-    module.def("map_shared", &map_shared, arg("fd"), arg("length"),
-               "Maps a file shared and writable, as uint8 (length,); unmapped with the last array over it. Unlike mmap.mmap it\n"
-               "keeps no duplicate of the descriptor, which would keep the file's lock. Raises OSError.");
     module.def("populate", &populate, arg("pool"), arg("offset"), arg("length"),
                "Prefaults pages for writing, with the interpreter's lock released. Raises OSError: EFAULT when the file system is\n"
                "full, EINVAL when the kernel is older than 5.14.");

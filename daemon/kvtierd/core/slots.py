@@ -17,7 +17,7 @@ def pages_up(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """Where the extents of a pool file lie. An extent holds a header page, its slots' records and its slots."""
+    """Where the extents of a pool file lie. An extent: a header page, its slots' records, its slots."""
 
     extents: int
     extent_bytes: int
@@ -48,7 +48,12 @@ class PoolGeometry:
         if not 0 <= extent < self.extents:
             raise ValueError(f"extent {extent}: the pool has {self.extents}")
         count = self.slots_per_extent(slot_bytes)
-        first = self.first_extent_offset + extent * self.extent_bytes + PAGE_BYTES + pages_up(count * RECORD_BYTES)
+        first = (
+            self.first_extent_offset
+            + extent * self.extent_bytes
+            + PAGE_BYTES
+            + pages_up(count * RECORD_BYTES)
+        )
         step = pages_up(slot_bytes) // PAGE_BYTES
         return (np.arange(count, dtype=np.int64) * step + first // PAGE_BYTES).astype(np.uint32)
 

@@ -1,0 +1,6 @@
+"""The host pool: one shared file that outlives the daemon, and what is believed of it after a restart."""
+
+from kvtierd.memory.errors import PoolError, PoolLocked, PoolRefused, PoolTooLarge
+from kvtierd.memory.host_pool import HostPool, PoolStart
+
+__all__ = ["HostPool", "PoolError", "PoolLocked", "PoolRefused", "PoolStart", "PoolTooLarge"]

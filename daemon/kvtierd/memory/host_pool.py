@@ -1,0 +1,222 @@
+"""The host pool as the composition root sees it: open it, hand it out, close it."""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PoolRecords
+
+from kvtierd.core.ids import Slots
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.stimuli import Recovered
+from kvtierd.memory.pool_file import (
+    Header,
+    default_extent_bytes,
+    ensure_allocated,
+    geometry_for,
+    gib,
+    make_pool,
+    map_pool,
+    open_locked,
+    populate_all,
+    read_header,
+    reason_to_remake,
+    refuse_foreign,
+)
+from kvtierd.memory.recovery import NOTHING_FOUND, WRITING, free_proven, recover
+from kvtierd.memory.writers import WriterTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStart:
+    """How the pool came up, for the log, the status call and the metrics."""
+
+    warm: bool
+    cold_reason: str
+    """Why an earlier pool was not kept; empty if it was."""
+    recovered_blocks: int
+    recovered_bytes: int
+    quarantined_slots: int
+    discarded_slots: int
+    seconds: float
+
+
+class HostPool:
+    """An open pool, owned by this process and by those that inherit `fd`.
+
+    The lock lives as long as any copy of the descriptor, or any mapping made of it: a successor gets the pool
+    only when this process and all its workers have closed it or are gone. Not safe to use from several
+    threads, but for `populate`.
+    """
+
+    fd: int
+    geometry: PoolGeometry
+    records: PoolRecords
+    array: npt.NDArray[np.uint8]
+    """The whole file; workers map it themselves."""
+    boot_nonce: int
+    """Random, never 0: with a transfer number it names a store for ever."""
+    start: PoolStart
+    recovered: Recovered
+    """For the core, once, before any session."""
+
+    def __init__(
+        self, fd: int, geometry: PoolGeometry, array: npt.NDArray[np.uint8], cold_reason: str, began_s: float
+    ) -> None:
+        """Use `HostPool.open`."""
+        self.fd = fd
+        self.geometry = geometry
+        self.array = array
+        self.records = PoolRecords(array)
+        self.boot_nonce = secrets.randbits(64) | 1
+        self._writers = WriterTable(array, self._named_by_slots)
+        self._writers.set_owner(os.getpid())
+        found = NOTHING_FOUND if cold_reason else recover(self.records, self._writers.gone)
+        self.recovered = found.recovered
+        self._quarantined = found.recovered.quarantined
+        self._quarantined_writers = found.quarantined_writers
+        self._writers.sweep()
+        self.records.start_boot(self.boot_nonce)
+        self.start = PoolStart(
+            warm=not cold_reason,
+            cold_reason=cold_reason,
+            recovered_blocks=found.blocks,
+            recovered_bytes=found.data_bytes,
+            quarantined_slots=len(self._quarantined),
+            discarded_slots=found.discarded,
+            seconds=time.monotonic() - began_s,
+        )
+
+    @classmethod
+    def open(
+        cls, path: Path | None, size_bytes: int, extent_bytes: int | None = None, *, lock_timeout_s: float
+    ) -> "HostPool":
+        """Open the pool at `path`: recover what is there, or make a new one; None: a new one in a memfd.
+
+        The file is at most `size_bytes`: a 2 MiB header and whole extents. `extent_bytes` None keeps that of
+        the pool found, else chooses one. Blocks: for the lock up to `lock_timeout_s`, and about 0.8 CPU
+        seconds per GiB made. Raises PoolLocked, PoolTooLarge or PoolRefused, each naming the path and what to
+        do, and ValueError for sizes out of range; the pool found is unchanged then. A pool that cannot be
+        kept is remade: `start.cold_reason`.
+        """
+        began_s = time.monotonic()
+        wanted = geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes))
+        if path is None:
+            fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC)
+        else:
+            fd = open_locked(path, lock_timeout_s)
+        try:
+            if path is None:
+                header: Header | str = "the pool is not persistent"
+            else:
+                refuse_foreign(fd, path)
+                header = read_header(fd)
+            length = os.fstat(fd).st_size
+            cold_reason = reason_to_remake(header, length, size_bytes, extent_bytes) or ""
+            if isinstance(header, str) or cold_reason:
+                geometry = wanted
+                array = make_pool(fd, path, geometry)
+            else:
+                geometry = header.geometry
+                ensure_allocated(fd, length)
+                array = map_pool(fd, length)
+            pool = cls(fd, geometry, array, cold_reason, began_s)
+        except BaseException:
+            if path is not None and os.fstat(fd).st_size == 0:
+                path.unlink(missing_ok=True)  # nothing was in it: leave no trace of a start that failed
+            os.close(fd)
+            raise
+        pool._log(path)
+        return pool
+
+    def register_writer(self, pid: int) -> int:
+        """Give a living process, about to write slots, its writer id (1 to 65,535). Raises ValueError if it
+        is gone.
+        """
+        return self._writers.register(pid)
+
+    def retry_quarantine(self) -> Slots:
+        """Free the quarantined slots whose writers are by now proved gone, and return them: hand them to the
+        core.
+        """
+        if not len(self._quarantined):
+            return self._quarantined
+        proven = free_proven(self.records, self._quarantined, self._quarantined_writers, self._writers.gone)
+        slots = self._quarantined[proven]
+        self._quarantined = self._quarantined[~proven]
+        self._quarantined_writers = self._quarantined_writers[~proven]
+        if len(slots):
+            log.info(
+                "%d quarantined slots are free: their writers are gone; %d remain",
+                len(slots),
+                len(self._quarantined),
+            )
+        return slots
+
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots still in quarantine."""
+        return len(self._quarantined)
+
+    def populate(self, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Map every page of the pool into this process ahead of use; for a thread of its own. Returns early
+        when `stopped()`.
+        """
+        populate_all(self.array, threads=threads, stopped=stopped)
+
+    def close(self) -> None:
+        """Give up this process's copy of the descriptor. Call it when nothing here writes to the pool any
+        more.
+
+        The mapping goes with the last array over it.
+        """
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            del self._writers, self.records, self.array
+
+    def __enter__(self) -> "HostPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _named_by_slots(self) -> Iterable[int]:
+        found = self.records.scan()
+        writers: list[int] = np.unique(found["writers"][found["states"] == WRITING]).tolist()
+        return writers
+
+    def _log(self, path: Path | None) -> None:
+        start = self.start
+        where = path or "memory, not persistent"
+        if not start.warm:
+            log.info(
+                "pool %s: cold start, %s; %s, made in %.1f s",
+                where,
+                start.cold_reason,
+                gib(len(self.array)),
+                start.seconds,
+            )
+            return
+        log.info(
+            "pool %s: warm start, %d blocks (%s) recovered, %d slots discarded, in %.2f s",
+            where,
+            start.recovered_blocks,
+            gib(start.recovered_bytes),
+            start.discarded_slots,
+            start.seconds,
+        )
+        if start.quarantined_slots:
+            log.warning(
+                "pool %s: %d slots are in quarantine: a process that was writing them is not proved gone",
+                where,
+                start.quarantined_slots,
+            )

@@ -1,0 +1,342 @@
+"""The pool's file: opening it safely, locking it, making it, and whether what is there can be kept."""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import format_pool, populate, xxh3_64
+
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.memory.errors import PoolLocked, PoolRefused, PoolTooLarge
+from kvtierd.memory.writers import TABLE_BYTES, TABLE_OFFSET, living
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+HEADER_AREA_BYTES = 2 << 20
+EXTENT_BYTES_MIN = 1 << 20
+EXTENT_BYTES_MAX = 1 << 30
+POOL_BYTES_MAX = PAGE_BYTES << 32
+MAGIC_STEM = b"KVTIERP"
+MAGIC = b"KVTIERP1"
+MAGIC_MAKING = b"KVTIERP0"
+
+LOCK_POLL_S = 0.02
+POPULATE_CHUNK_BYTES = 64 << 20
+"""Small enough to stop soon when asked to: about 50 ms each."""
+POPULATE_THREADS_MAX = 8
+
+
+def gib(size: int) -> str:
+    """A size for a reader: "64.0 GiB", "12.5 MiB"."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header page says, its checksum verified."""
+
+    geometry: PoolGeometry
+    digest: bytes
+
+
+def config_digest(geometry: PoolGeometry) -> bytes:
+    """16 bytes that differ whenever an old pool could not be used with this configuration."""
+    text = f"kvtier pool format {FORMAT}, {geometry.extents} extents of {geometry.extent_bytes}"
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def default_extent_bytes(size_bytes: int) -> int:
+    """About 64 extents, of 1 MiB to 256 MiB: few enough to be cheap, enough to share between slot sizes."""
+    target = max(size_bytes // 64, EXTENT_BYTES_MIN)
+    return int(min(1 << (target.bit_length() - 1), 256 << 20))
+
+
+def geometry_for(size_bytes: int, extent_bytes: int) -> PoolGeometry:
+    """The extents of a pool of at most this size. Raises ValueError naming the field that is out of range."""
+    if not EXTENT_BYTES_MIN <= extent_bytes <= EXTENT_BYTES_MAX or extent_bytes & (extent_bytes - 1):
+        raise ValueError(f"pool.extent_bytes is {extent_bytes}; expected a power of two from 1 MiB to 1 GiB")
+    if size_bytes > POOL_BYTES_MAX:
+        raise ValueError(f"pool.size is {gib(size_bytes)}; a pool is at most {gib(POOL_BYTES_MAX)}")
+    extents = (size_bytes - HEADER_AREA_BYTES) // extent_bytes
+    if extents < 1:
+        raise ValueError(
+            f"pool.size is {gib(size_bytes)}; expected at least {gib(HEADER_AREA_BYTES + extent_bytes)}, "
+            "the header and one extent"
+        )
+    return PoolGeometry(extents, extent_bytes, HEADER_AREA_BYTES)
+
+
+def file_bytes(geometry: PoolGeometry) -> int:
+    """The length of the pool file."""
+    return geometry.first_extent_offset + geometry.extents * geometry.extent_bytes
+
+
+# --- opening and locking ------------------------------------------------------------------------------------
+
+
+def open_locked(path: Path, lock_timeout_s: float) -> int:
+    """Open (or create, empty) a pool file that is safe to use, and hold its lock through the descriptor
+    returned.
+
+    Waits at most `lock_timeout_s` for the processes that hold it. Raises PoolLocked, or PoolRefused for a
+    path that is not a private regular file of this user.
+    """
+    deadline = time.monotonic() + lock_timeout_s
+    while True:
+        fd = _open(path)
+        try:
+            _require_private(path, os.fstat(fd))
+            _lock(fd, path, deadline, lock_timeout_s)
+            if _same_file(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # somebody removed or replaced the file while we waited: look again
+        if time.monotonic() > deadline:
+            raise PoolLocked(path, (), lock_timeout_s)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        hint = {
+            errno.ELOOP: "it is a symbolic link; name the file itself",
+            errno.ENOENT: f"its folder does not exist; create {path.parent}",
+            errno.EISDIR: "it is a folder; name a file in it",
+            errno.EACCES: "access is denied; it, or its folder, belongs to another user",
+        }.get(error.errno or 0, os.strerror(error.errno or 0))
+        raise PoolRefused(f"pool.path {path} cannot be opened: {hint}") from error
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise PoolRefused(f"pool.path {path} is not a regular file")
+    if found.st_uid != os.geteuid():
+        raise PoolRefused(
+            f"pool {path} belongs to uid {found.st_uid}, this daemon runs as {os.geteuid()}; "
+            "remove it, or set another pool.path"
+        )
+    if found.st_nlink > 1:
+        raise PoolRefused(
+            f"pool {path} has {found.st_nlink} hard links; remove the others, it may be a file in disguise"
+        )
+    if found.st_mode & 0o077:
+        raise PoolRefused(
+            f"pool {path} has mode {stat.S_IMODE(found.st_mode):04o}: others may have changed it. "
+            "Remove it, or `chmod 600` it if you trust what is in it"
+        )
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def _lock(fd: int, path: Path, deadline: float, waited_s: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise PoolLocked(path, holders(fd), waited_s) from None
+        time.sleep(min(LOCK_POLL_S, left_s))
+
+
+def holders(fd: int) -> list[int]:
+    """Processes that hold this file's lock, as far as its writer table and /proc/locks tell."""
+    found = (
+        living(os.pread(fd, TABLE_BYTES, TABLE_OFFSET)[:TABLE_BYTES])
+        if os.fstat(fd).st_size >= HEADER_AREA_BYTES
+        else []
+    )
+    if found:
+        return found
+    inode = os.fstat(fd)
+    wanted = f"{os.major(inode.st_dev):02x}:{os.minor(inode.st_dev):02x}:{inode.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    # "1: FLOCK  ADVISORY  WRITE 1234 08:02:5678 0 EOF"; the pid is 0 or -1 if it is gone or not visible from
+    # here
+    fields = [line.split() for line in lines if wanted in line]
+    return [int(line[4]) for line in fields if line[1] == "FLOCK" and line[5] == wanted and int(line[4]) > 0]
+
+
+# --- is it ours, and can it be kept? ------------------------------------------------------------------------
+
+
+def read_header(fd: int) -> Header | str:
+    """The header of a pool file, or why there is none to believe, in words for a log line."""
+    page = os.pread(fd, 64, 0)
+    if len(page) < 64 or page[:8] == bytes(8):
+        return "there was no pool yet"
+    if page[:8] == MAGIC_MAKING:
+        return "an earlier start was interrupted while it created the pool"
+    magic, version, first, extent_bytes, extents = struct.unpack_from("<8s4Q", page)
+    if magic != MAGIC:
+        found = magic[len(MAGIC_STEM) :].decode("ascii", "replace")
+        return f"the pool has format {found!r}, this daemon reads format '{FORMAT}'"
+    if xxh3_64(page[:56]) != struct.unpack_from("<Q", page, 56)[0]:
+        return "the pool's header is damaged: its checksum does not fit"
+    if version != FORMAT or first != HEADER_AREA_BYTES:
+        return f"the pool has format {version}, this daemon reads format {FORMAT}"
+    if (
+        not EXTENT_BYTES_MIN <= extent_bytes <= EXTENT_BYTES_MAX
+        or extent_bytes & (extent_bytes - 1)
+        or not extents
+    ):
+        return f"the pool's header makes no sense: {extents} extents of {extent_bytes} bytes"
+    return Header(PoolGeometry(extents, extent_bytes, first), page[40:56])
+
+
+def refuse_foreign(fd: int, path: Path) -> None:
+    """Raise PoolRefused for a file that holds something which is no pool of ours: it is never overwritten."""
+    start = os.pread(fd, len(MAGIC), 0)
+    if start.startswith(MAGIC_STEM) or os.fstat(fd).st_blocks == 0:
+        return
+    raise PoolRefused(
+        f"pool.path {path} holds something that is not a pool; remove it, or set another pool.path"
+    )
+
+
+def reason_to_remake(
+    found: Header | str, length: int, size_bytes: int, extent_bytes: int | None
+) -> str | None:
+    """Why the pool found cannot be kept for this configuration; None if it can. `length`: of the file."""
+    if isinstance(found, str):
+        return found
+    have = found.geometry
+    if extent_bytes is not None and extent_bytes != have.extent_bytes:
+        return f"pool.extent_bytes changed from {have.extent_bytes} to {extent_bytes}"
+    extents = (size_bytes - HEADER_AREA_BYTES) // have.extent_bytes
+    if extents != have.extents:
+        return (
+            f"pool.size changed: the pool has {have.extents} extents of {gib(have.extent_bytes)}, "
+            f"{gib(size_bytes)} would be {extents}"
+        )
+    if length != file_bytes(have):
+        return f"the pool's file was cut or extended: {length} bytes, its header says {file_bytes(have)}"
+    if found.digest != config_digest(have):
+        return "the configuration that the pool was made with differs from this one"
+    return None
+
+
+# --- making it ----------------------------------------------------------------------------------------------
+
+
+def make_pool(fd: int, path: Path | None, geometry: PoolGeometry) -> npt.NDArray[np.uint8]:
+    """Make the file a new, empty pool, all of its memory allocated, and map it. `path` is None for a memfd.
+
+    Whenever it is interrupted, the file is recognised as half made. Raises PoolTooLarge, with nothing changed
+    if that could be known before.
+    """
+    length = file_bytes(geometry)
+    _require_room(fd, path, length)
+    try:
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, HEADER_AREA_BYTES)
+        os.posix_fallocate(fd, 0, HEADER_AREA_BYTES)
+        with mmap.mmap(fd, HEADER_AREA_BYTES) as header:
+            header[: len(MAGIC)] = MAGIC_MAKING
+        os.ftruncate(fd, length)
+        pool = map_pool(fd, length)
+        populate_all(pool)
+        ensure_allocated(fd, length)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT, errno.EFBIG):
+            raise
+        os.ftruncate(fd, 0)
+        raise PoolTooLarge(
+            f"pool of {gib(length)} at {path or 'memory'}: the space ran out while it was made ({error})"
+        ) from error
+    format_pool(pool, geometry.extent_bytes, geometry.extents, config_digest(geometry))
+    return pool
+
+
+def map_pool(fd: int, length: int) -> npt.NDArray[np.uint8]:
+    """Map the file shared and writable; unmapped with the last array over it, and until then the lock is
+    held.
+    """
+    return np.frombuffer(mmap.mmap(fd, length), np.uint8)
+
+
+def ensure_allocated(fd: int, length: int) -> None:
+    """Allocate what of the file is not yet: a hole would be a SIGBUS on the day the file system is full."""
+    if os.fstat(fd).st_blocks * 512 < length:
+        os.posix_fallocate(fd, 0, length)
+
+
+def _require_room(fd: int, path: Path | None, length: int) -> None:
+    if path is None:
+        free = _available_memory()
+        if length > free:
+            raise PoolTooLarge(
+                f"a pool of {gib(length)} does not fit into memory: {gib(free)} available. Lower pool.size"
+            )
+        return
+    system = os.fstatvfs(fd)
+    have = os.fstat(fd).st_blocks * 512
+    free = system.f_bavail * system.f_frsize
+    if length > free + have:
+        total = system.f_blocks * system.f_frsize
+        raise PoolTooLarge(
+            f"a pool of {gib(length)} does not fit {path.parent}: {gib(free + have)} free of {gib(total)}. "
+            f"Lower pool.size, or enlarge the file system (tmpfs: mount -o remount,size=… {path.parent}; "
+            "containers: give them a larger /dev/shm)"
+        )
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def populate_all(
+    pool: npt.NDArray[np.uint8], *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Have every page of the pool in memory and mapped, several chunks at a time. Returns early when
+    `stopped()`.
+
+    Safe beside readers and writers of the pool. Where the kernel cannot (before 5.14), it does nothing.
+    Raises OSError EFAULT if the file has holes and the file system is full.
+    """
+    workers = threads or min(POPULATE_THREADS_MAX, os.cpu_count() or 1)
+
+    def one(offset: int) -> None:
+        if not stopped():
+            populate(pool, offset, min(POPULATE_CHUNK_BYTES, len(pool) - offset))
+
+    try:
+        with ThreadPoolExecutor(workers, thread_name_prefix="pool-populate") as executor:
+            for _ in executor.map(one, range(0, len(pool), POPULATE_CHUNK_BYTES)):
+                pass
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        log.info("this kernel cannot populate the pool ahead of use; pages are mapped as they are touched")

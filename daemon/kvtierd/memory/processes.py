@@ -1,0 +1,70 @@
+"""Naming a process so that it can later be proved gone, also after its pid has been given to another."""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessName:
+    """One process, for ever: no other process, on any boot of this machine, has the same."""
+
+    pid: int
+    start_ticks: int
+    """Field 22 of /proc/PID/stat."""
+    boot: int
+    """First 8 bytes of the kernel's boot id."""
+    namespace: int
+    """Inode of the pid namespace that `pid` is meant in."""
+
+
+@cache
+def kernel_boot() -> int:
+    """The boot id of the running kernel, shortened to 8 bytes."""
+    text = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return int.from_bytes(bytes.fromhex(text.strip().replace("-", ""))[:8], "little")
+
+
+@cache
+def pid_namespace() -> int:
+    """The pid namespace of this process."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """(state, threads, start ticks) of a process; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
+    return fields[0], int(fields[17]), int(fields[19])
+
+
+def name_process(pid: int) -> ProcessName:
+    """Name a living process. Raises ValueError if there is none with this pid."""
+    found = _stat(pid)
+    if found is None:
+        raise ValueError(f"pid {pid}: no such process")
+    return ProcessName(pid, found[2], kernel_boot(), pid_namespace())
+
+
+def proved_gone(name: ProcessName) -> bool:
+    """True if no thread of the process exists any more. False also where that cannot be seen from here."""
+    if name.boot != kernel_boot():
+        return True
+    if name.namespace != pid_namespace():
+        return False  # its pid means nothing here
+    found = _stat(name.pid)
+    if found is None:
+        try:
+            os.kill(name.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False  # /proc hides it
+    state, threads, start_ticks = found
+    # The first thread of a process can be a zombie while others still run.
+    return start_ticks != name.start_ticks or (state in "ZX" and threads <= 1)
