@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -50,10 +51,8 @@ def allocate(kv_cache_config: Any, layout: str, memory: SharedKVMemory | None = 
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    if memory is None:
-        return allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[layout])
-    with memory.allocation_context():
-        return allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[layout])
+    with memory.allocation_context() if memory is not None else contextlib.nullcontext():
+        return dict(allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[layout]))
 
 
 @pytest.fixture
