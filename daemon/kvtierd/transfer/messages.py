@@ -1,0 +1,117 @@
+"""The front's side of the worker protocol: actions to packets, packets to stimuli."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
+from kvtierd.core.stimuli import Outcome, PartFinished
+from kvtierd.wire import worker_pb2 as wire
+
+GATE_DEADLINE_MS_MAX = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMapping:
+    """Where the planes of one group lie in a rank's mapping; the three sequences are parallel, one entry a
+    plane."""
+
+    group: int
+    num_blocks: int
+    base_offsets: Sequence[int]
+    block_strides: Sequence[int]
+    fragment_bytes: Sequence[int]
+
+
+def map_words_packet(request: int, session: SessionId, doorbells: int, parts: int) -> bytes:
+    return wire.ToWorker(
+        map_words=wire.MapWords(request=request, session=session, doorbells=doorbells, parts=parts)
+    ).SerializeToString()
+
+
+def map_memory_packet(
+    request: int,
+    session: SessionId,
+    registration: RegistrationId,
+    mapping_bytes: int,
+    groups: Sequence[GroupMapping],
+) -> bytes:
+    return wire.ToWorker(
+        map_memory=wire.MapMemory(
+            request=request,
+            session=session,
+            registration=registration,
+            mapping_bytes=mapping_bytes,
+            groups=[
+                wire.MappedGroup(
+                    group=group.group,
+                    num_blocks=group.num_blocks,
+                    base_offsets=group.base_offsets,
+                    block_strides=group.block_strides,
+                    fragment_bytes=group.fragment_bytes,
+                )
+                for group in groups
+            ],
+        )
+    ).SerializeToString()
+
+
+def post_part_packet(action: PostPart, generations: npt.NDArray[np.uint64], gate_deadline_ms: int) -> bytes:
+    """ValueError if the arrays are not parallel or the deadline is out of range."""
+    count = len(action.block_ids)
+    verify = action.verify
+    if action.slots.shape != (count,) or generations.shape != (count,):
+        raise ValueError(
+            f"part {action.part}: {count} block ids, but slots {action.slots.shape} "
+            f"and generations {generations.shape}"
+        )
+    if verify is not None and verify.shape != (count,):
+        raise ValueError(f"part {action.part}: {count} block ids, but verify flags {verify.shape}")
+    if not 0 < gate_deadline_ms <= GATE_DEADLINE_MS_MAX:
+        raise ValueError(f"gate_deadline_ms={gate_deadline_ms}: use 1 to {GATE_DEADLINE_MS_MAX}")
+    return wire.ToWorker(
+        post_part=wire.PostPart(
+            part=action.part,
+            direction=wire.STORE if action.direction is Direction.STORE else wire.LOAD,
+            session=action.session,
+            registration=action.registration,
+            group=action.group,
+            ticket=action.signals.ticket,
+            part_word=action.signals.part_word,
+            gated=action.signals.gated,
+            doorbell=action.signals.doorbell,
+            doorbell_value=action.signals.doorbell_value,
+            gate_deadline_ms=gate_deadline_ms,
+            block_ids=action.block_ids.astype("<u4").tobytes(),
+            slots=action.slots.astype("<u4").tobytes(),
+            generations=generations.astype("<u8").tobytes(),
+            verify=b"" if verify is None else verify.astype("u1").tobytes(),
+        )
+    ).SerializeToString()
+
+
+def revoke_part_packet(part: PartId) -> bytes:
+    return wire.ToWorker(revoke_part=wire.RevokePart(part=part)).SerializeToString()
+
+
+def release_session_packet(session: SessionId) -> bytes:
+    return wire.ToWorker(release_session=wire.ReleaseSession(session=session)).SerializeToString()
+
+
+def stop_packet() -> bytes:
+    return wire.ToWorker(stop=wire.Stop()).SerializeToString()
+
+
+def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
+    """ValueError if the message holds what no worker of ours sends."""
+    return PartFinished(
+        worker=worker,
+        part=PartId(message.part),
+        outcome=Outcome(message.outcome),
+        failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
+        corrupt=message.corrupt,
+        message=message.message,
+    )

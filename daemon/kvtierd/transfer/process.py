@@ -1,0 +1,131 @@
+"""One copy worker process as the front sees it: started, watched, killed."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from kvtierd.transfer.channel import PacketChannel
+from kvtierd.transfer.packets import packet_socketpair
+from kvtierd.transfer.status import StatusPage, create_status_fd
+
+_WORKER_MODULE = "kvtierd.transfer.worker"
+
+_WORKER_ENVIRONMENT = {
+    # The worker does no linear algebra: threads of a pool for it would cost memory and start-up time.
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class WorkerProcess:
+    """A worker started by exec; never a fork of the front, which has threads.
+
+    `on_exit()` is called from a callback of the loop once the process is gone, threads and all: no copy of it
+    can land any more, and it holds neither the pool nor any client's memory. The object owns pidfd, channel
+    and status page until `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool_fd: int,
+        pool_bytes: int,
+        device: str,
+        copy_deadline_s: float,
+        environment: Mapping[str, str] | None,
+        on_packet: Callable[[bytes, list[int]], None],
+        on_closed: Callable[[str], None],
+        on_exit: Callable[[], None],
+    ) -> None:
+        """Starts the process. OSError, and nothing left behind, if that fails."""
+        self._loop = asyncio.get_running_loop()
+        status_fd = create_status_fd()
+        try:
+            self.status = StatusPage(status_fd)
+            ours, theirs = packet_socketpair()
+            try:
+                self._popen = self._start(
+                    theirs, pool_fd, pool_bytes, status_fd, device, copy_deadline_s, environment
+                )
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+        finally:
+            os.close(status_fd)
+        try:
+            self.pidfd = os.pidfd_open(self._popen.pid)
+        except BaseException:
+            # Without a pidfd nobody could prove its end.
+            self._popen.kill()
+            self._popen.wait()
+            ours.close()
+            raise
+        self.channel = PacketChannel(ours, on_packet, on_closed)
+        self._on_exit = on_exit
+        self._loop.add_reader(self.pidfd, self._gone)
+
+    @staticmethod
+    def _start(
+        theirs: socket.socket,
+        pool_fd: int,
+        pool_bytes: int,
+        status_fd: int,
+        device: str,
+        copy_deadline_s: float,
+        environment: Mapping[str, str] | None,
+    ) -> "subprocess.Popen[bytes]":
+        arguments = {
+            "--pool-fd": pool_fd,
+            "--pool-bytes": pool_bytes,
+            "--channel-fd": theirs.fileno(),
+            "--status-fd": status_fd,
+            "--device": device,
+            "--copy-deadline-s": copy_deadline_s,
+        }
+        # -P: nothing in the working directory can shadow a module.
+        command = [sys.executable, "-P", "-m", _WORKER_MODULE]
+        for name, value in arguments.items():
+            command += [name, str(value)]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(pool_fd, theirs.fileno(), status_fd),
+            env={**os.environ, **_WORKER_ENVIRONMENT, **(environment or {})},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def kill(self) -> None:
+        """SIGKILL; nothing if the process is gone."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def ended(self) -> str | None:
+        """How the process ended, in words, or None if it has not."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        if not poll.poll(0):
+            return None
+        status = self._popen.wait()
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+    def _gone(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        self._on_exit()
+
+    def close(self) -> None:
+        """Gives everything back. Only after the process has ended."""
+        self._popen.wait()
+        self._loop.remove_reader(self.pidfd)
+        self.channel.close()
+        os.close(self.pidfd)

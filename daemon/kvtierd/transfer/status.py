@@ -1,0 +1,83 @@
+"""A copy worker's status page: what it is busy with, readable without asking it.
+
+Three words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0
+outside of one; and the worker's heartbeat, the monotonic nanoseconds at which its main thread last came
+round.
+"""
+
+import mmap
+import os
+import time
+from enum import IntEnum
+
+from kvtier_kernels import SharedWords
+
+PAGE_BYTES = 4096
+
+HEARTBEAT_PERIOD_S = 1.0
+"""A worker's main thread comes round at least this often: the only wake-up of an idle worker."""
+
+
+class StatusWord(IntEnum):
+    LOAD_LANE = 0
+    STORE_LANE = 1
+    HEARTBEAT = 2
+
+
+_CULPRITS = {
+    StatusWord.LOAD_LANE: "its load lane has been inside one copy call",
+    StatusWord.STORE_LANE: "its store lane has been inside one copy call",
+    StatusWord.HEARTBEAT: "its main thread has not come round",
+}
+
+
+def create_status_fd() -> int:
+    """A memfd for one status page, all zero. The caller closes it."""
+    fd = os.memfd_create("kvtierd-worker-status", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+class StatusPage:
+    """One end's mapping of a status page. Unmapped with the object."""
+
+    def __init__(self, fd: int) -> None:
+        """Maps the page; the descriptor stays the caller's."""
+        self._words = SharedWords(mmap.mmap(fd, PAGE_BYTES), len(StatusWord))
+
+    def enter(self, word: StatusWord) -> None:
+        """A lane goes into a native call, or the main thread comes round."""
+        self._words.store(word, time.monotonic_ns())
+
+    def leave(self, word: StatusWord) -> None:
+        self._words.store(word, 0)
+
+    def read(self) -> tuple[int, ...]:
+        """The words' values, in the order of StatusWord."""
+        return tuple(self._words.load(word) for word in StatusWord)
+
+
+class StallDetector:
+    """Decides from successive readings whether a worker is stuck.
+
+    It counts only time that its caller saw pass, so a machine, or a front, that was stopped for an hour
+    accuses nobody when it goes on.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._last = (0,) * len(StatusWord)
+        self._unchanged_s = [0.0] * len(StatusWord)
+
+    def observe(self, values: tuple[int, ...], elapsed_s: float) -> str | None:
+        """Takes a reading made `elapsed_s` after the one before; what is stuck, as a sentence, or None."""
+        for word in StatusWord:
+            if values[word] == 0 or values[word] != self._last[word]:
+                self._unchanged_s[word] = 0.0
+            else:
+                self._unchanged_s[word] += elapsed_s
+        self._last = values
+        for word in StatusWord:
+            if self._unchanged_s[word] >= self._deadline_s:
+                return f"{_CULPRITS[word]} for {self._unchanged_s[word]:.1f} s"
+        return None

@@ -1,0 +1,116 @@
+"""`python -m kvtierd.transfer.worker`: one copy worker. Started by the supervisor only.
+
+It lives as long as its front: told to stop, or left alone, it revokes what has not started, finishes what
+has, and exits with status 0. It then still holds the pool's lock until the last byte is in place.
+"""
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+from google.protobuf.message import DecodeError
+from kvtier_kernels import map_shared
+
+from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
+from kvtierd.transfer.packets import PacketError, close_fds
+from kvtierd.transfer.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
+from kvtierd.transfer.worker.engine import Engine, ProtocolError
+from kvtierd.transfer.worker.faults import fault_in_copy
+from kvtierd.wire import worker_pb2 as wire
+
+_log = logging.getLogger("kvtierd.transfer.worker")
+
+NICENESS = 5
+"""Copies give way to the engine and to the front, which both wait for nobody."""
+
+STUCK_STATUS = 75
+
+
+def main() -> int:
+    """Runs a worker; returns its exit status."""
+    arguments = _parse()
+    faulthandler.enable()
+    logging.basicConfig(format="kvtierd worker[%(process)d] %(levelname)s: %(message)s", level=logging.INFO)
+    # Signals for the whole process group are for the front; it then tells its workers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
+
+    status = StatusPage(arguments.status_fd)
+    os.close(arguments.status_fd)
+    channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
+    # The pool's descriptor stays open as long as this process lives: it is the pool's lock.
+    pool = map_shared(arguments.pool_fd, arguments.pool_bytes)
+    engine = Engine(pool, channel, status, fault_in_copy(os.environ))
+    engine.start()
+    try:
+        channel.send(wire.ToFront(ready=wire.Ready(pid=os.getpid())).SerializeToString())
+        _serve(engine, channel, status)
+        exit_status = 0
+    except ChannelEndedError:
+        exit_status = 0
+    except Exception:
+        _log.exception("the worker ends: what has started is finished, nothing else is")
+        exit_status = 1
+    _finish(engine, status, arguments.copy_deadline_s)
+    return exit_status
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvtierd.transfer.worker", description=__doc__)
+    parser.add_argument("--pool-fd", type=int, required=True, help="the pool file, locked")
+    parser.add_argument("--pool-bytes", type=int, required=True)
+    parser.add_argument("--channel-fd", type=int, required=True, help="a SOCK_SEQPACKET socket to the front")
+    parser.add_argument("--status-fd", type=int, required=True, help="a memfd of one page")
+    parser.add_argument("--device", choices=["cpu"], required=True)
+    parser.add_argument("--copy-deadline-s", type=float, required=True)
+    return parser.parse_args()
+
+
+def _serve(engine: Engine, channel: BlockingPacketChannel, status: StatusPage) -> None:
+    """Handles messages until the front says stop or is gone."""
+    while True:
+        status.enter(StatusWord.HEARTBEAT)
+        if not channel.wait(HEARTBEAT_PERIOD_S):
+            continue
+        received = channel.receive()
+        if received is None:
+            return
+        packet, fds = received
+        try:
+            message = wire.ToWorker.FromString(packet)
+            if message.HasField("stop"):
+                return
+            engine.handle(message, fds)
+        except (DecodeError, PacketError) as error:
+            raise ProtocolError(f"a packet of {len(packet)} bytes that is no message: {error}") from error
+        finally:
+            close_fds(fds)
+
+
+def _finish(engine: Engine, status: StatusPage, copy_deadline_s: float) -> None:
+    """Ends the lanes. If one is stuck there may be no supervisor left to see it: then the end of the process
+    is the fence."""
+    engine.stop()
+    stalls = StallDetector(copy_deadline_s)
+    last_s = time.monotonic()
+    while True:
+        status.enter(StatusWord.HEARTBEAT)
+        if engine.join(HEARTBEAT_PERIOD_S / 4):
+            return
+        now_s = time.monotonic()
+        stuck = stalls.observe(status.read(), min(now_s - last_s, HEARTBEAT_PERIOD_S))
+        last_s = now_s
+        if stuck is not None:
+            _log.error("the worker ends at once: %s", stuck)
+            logging.shutdown()
+            os._exit(STUCK_STATUS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

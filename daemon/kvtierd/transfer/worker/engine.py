@@ -1,0 +1,254 @@
+"""The worker's own machine: messages of the front in, copies and their reports out."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
+from kvtierd.transfer.status import StatusPage, StatusWord
+from kvtierd.transfer.worker.copying import Copier
+from kvtierd.transfer.worker.lanes import Lanes
+from kvtierd.transfer.worker.parts import Part, PartEnd, PartRefusedError, PartState, read_part
+from kvtierd.transfer.worker.sessions import Session
+from kvtierd.wire import worker_pb2 as wire
+
+_log = logging.getLogger(__name__)
+
+PARTS_MAX = 65_536
+"""Unfinished parts. The core's own limits keep far below it; beyond it parts fail instead of eating
+memory."""
+
+SESSIONS_MAX = 4_096
+
+_OVERWRITTEN = "its part word was overwritten by somebody else"
+
+
+class ProtocolError(Exception):
+    """The front said what it never says: the two do not understand each other."""
+
+
+class Engine:
+    """Sessions, parts and lanes of one worker. `handle` and `stop` are for the main thread only.
+
+    The terminal word of a part is written before it is reported, and the reports of all of a session's parts
+    go out before its SessionReleased.
+    """
+
+    def __init__(
+        self,
+        pool: npt.NDArray[np.uint8],
+        channel: BlockingPacketChannel,
+        status: StatusPage,
+        fault: Callable[[], None] | None,
+    ) -> None:
+        """ValueError if `pool` holds no pool of our format."""
+        records = PoolRecords(pool)
+        self._channel = channel
+        self._sessions: dict[int, Session] = {}
+        self._parts: dict[int, Part] = {}
+        self._lanes = Lanes(
+            Copier(pool, records, status, StatusWord.LOAD_LANE, fault),
+            Copier(pool, records, status, StatusWord.STORE_LANE, fault),
+            self._execute,
+            self._end_unstarted,
+        )
+        self._lock = self._lanes.lock
+
+    def start(self) -> None:
+        self._lanes.start()
+
+    def handle(self, message: wire.ToWorker, fds: list[int]) -> None:
+        """Does what a message says, except Stop. The descriptors stay the caller's. ProtocolError."""
+        kind = message.WhichOneof("body")
+        if len(fds) != (1 if kind in ("map_words", "map_memory") else 0):
+            raise ProtocolError(f"a {kind} message with {len(fds)} descriptors")
+        match kind:
+            case "map_words":
+                self._map_words(message.map_words, fds[0])
+            case "map_memory":
+                self._map_memory(message.map_memory, fds[0])
+            case "post_part":
+                self._post_part(message.post_part)
+            case "revoke_part":
+                self._revoke_part(message.revoke_part.part)
+            case "release_session":
+                self._release_session(message.release_session.session)
+            case _:
+                raise ProtocolError(f"a message of kind {kind}")
+
+    def stop(self) -> None:
+        """Revokes what has not started and lets the lanes end after what has."""
+        with self._lock:
+            unstarted = self._lanes.withdraw(lambda part: True)
+            self._lanes.stop()
+        for part in unstarted:
+            self._end_unstarted(part)
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the lanes to end after `stop`; False if they have not."""
+        return self._lanes.join(timeout_s)
+
+    def _map_words(self, message: wire.MapWords, fd: int) -> None:
+        self._map(
+            message.request,
+            message.session,
+            lambda session: session.map_words(fd, message.doorbells, message.parts),
+        )
+
+    def _map_memory(self, message: wire.MapMemory, fd: int) -> None:
+        self._map(message.request, message.session, lambda session: session.map_memory(fd, message))
+
+    def _map(self, request: int, number: int, mapper: Callable[[Session], None]) -> None:
+        with self._lock:
+            session = self._sessions.get(number) or Session(number)
+            try:
+                if session.releases:
+                    raise Refusal(
+                        Reason.ALREADY_REGISTERED,
+                        "this session is being released; map again when that is done",
+                        field="session",
+                        value=number,
+                    )
+                if number not in self._sessions and len(self._sessions) >= SESSIONS_MAX:
+                    raise Refusal(
+                        Reason.QUEUE_FULL,
+                        f"a copy worker serves at most {SESSIONS_MAX} sessions",
+                        field="session",
+                        value=number,
+                    )
+                mapper(session)
+            except Refusal as refusal:
+                refused = wire.MapRefused(
+                    request=request,
+                    reason=int(refusal.reason),
+                    field=refusal.field,
+                    value=refusal.value,
+                    message=refusal.message,
+                )
+                answer = wire.ToFront(map_refused=refused)
+            else:
+                self._sessions[number] = session
+                answer = wire.ToFront(mapped=wire.Mapped(request=request))
+        self._send(answer)
+
+    def _post_part(self, message: wire.PostPart) -> None:
+        with self._lock:
+            if message.part in self._parts:
+                raise ProtocolError(f"part {message.part} was posted twice")
+            session = self._sessions.get(message.session)
+            try:
+                if session is None or session.words is None or session.releases:
+                    session = None
+                    raise PartRefusedError(f"session={message.session}: no words of it are mapped")
+                if len(self._parts) >= PARTS_MAX:
+                    raise PartRefusedError(f"a copy worker keeps at most {PARTS_MAX} unfinished parts")
+                part = read_part(message, session, time.monotonic())
+            except PartRefusedError as error:
+                refused = str(error)
+            else:
+                self._parts[part.number] = part
+                session.unfinished.add(part)
+                self._lanes.submit(part)
+                return
+            if session is not None:
+                session.revoke_word(message.part_word, message.ticket)
+        _log.error("part %d was refused: %s", message.part, refused)
+        self._report(message.part, PartEnd(wire.FAILED, refused))
+
+    def _revoke_part(self, number: int) -> None:
+        with self._lock:
+            part = self._parts.get(number)
+            if part is None or part.state is not PartState.QUEUED:
+                return  # It is over, or will be soon: its report is under way, or follows.
+            withdrawn = self._lanes.withdraw(lambda other: other is part)
+        for queued in withdrawn:
+            self._end_unstarted(queued)
+
+    def _release_session(self, number: int) -> None:
+        with self._lock:
+            session = self._sessions.get(number)
+            if session is not None:
+                session.releases += 1
+                withdrawn = self._lanes.withdraw(lambda part: part.session is session)
+                self._lanes.abandon(session.unfinished)
+        if session is None:
+            self._send_released(number)
+            return
+        for part in withdrawn:
+            self._end_unstarted(part)
+        self._unmap_if_fenced(session)
+
+    def _execute(self, part: Part, copier: Copier, before_chunk: Callable[[], bool]) -> None:
+        """Runs a part from its start to its report, in its lane's thread."""
+        if not part.session.try_start(part):
+            self._end_unstarted(part)
+            return
+        try:
+            end = copier.copy(part, before_chunk)
+        except Exception as error:
+            _log.exception("part %d failed", part.number)
+            end = PartEnd(wire.FAILED, f"{type(error).__name__}: {error}")
+        if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
+            end = replace(end, message=_OVERWRITTEN)
+        self._over(part, end)
+
+    def _end_unstarted(self, part: Part) -> None:
+        """Ends a part that is in no queue and was never started."""
+        outcome = wire.REVOKED
+        if part.doorbell is not None and part.gate_deadline_s <= time.monotonic():
+            outcome = wire.REVOKED if part.session.is_revoked(part) else wire.GATE_DEADLINE
+        as_expected = part.session.revoke(part)
+        self._over(part, PartEnd(outcome, "" if as_expected else _OVERWRITTEN))
+
+    def _over(self, part: Part, end: PartEnd) -> None:
+        """Reports a part whose word is terminal, and forgets it."""
+        part.plan = None
+        self._report(part.number, end)
+        with self._lock:
+            part.state = PartState.OVER
+            del self._parts[part.number]
+            part.session.unfinished.discard(part)
+        self._unmap_if_fenced(part.session)
+
+    def _unmap_if_fenced(self, session: Session) -> None:
+        """Unmaps a session that is being released, if nothing of it can still run. Then says so."""
+        with self._lock:
+            if not session.releases or session.unfinished or session.number not in self._sessions:
+                return
+            session.unmap()
+            del self._sessions[session.number]
+            answers = session.releases
+        if session.overwritten_words:
+            _log.warning(
+                "session %d: %d part words were overwritten", session.number, session.overwritten_words
+            )
+        for _ in range(answers):
+            self._send_released(session.number)
+
+    def _report(self, number: int, end: PartEnd) -> None:
+        finished = wire.PartFinished(
+            part=number,
+            outcome=end.outcome,
+            failed=end.failed.astype("<u4").tobytes(),
+            corrupt=end.corrupt,
+            copied_bytes=end.copied_bytes,
+            copy_ns=end.copy_ns,
+            message=end.message[:1_000],
+        )
+        self._send(wire.ToFront(part_finished=finished))
+
+    def _send_released(self, number: int) -> None:
+        self._send(wire.ToFront(session_released=wire.SessionReleased(session=number)))
+
+    def _send(self, message: wire.ToFront) -> None:
+        try:
+            self._channel.send(message.SerializeToString())
+        except ChannelEndedError:
+            # The front is gone; the main thread learns it from the channel's end. The words say the rest.
+            pass
