@@ -1,0 +1,11 @@
+"""The cache façade: core, pool and copy workers behind one object, for the event loop only.
+
+`Cache.handle(stimulus)` decides in the core and performs at once: no `await` lies between the two.
+"""
+
+from kvtierd.cache.facade import Cache, Event, Listener
+from kvtierd.cache.snapshot import SessionAbout, Snapshot
+from kvtierd.cache.waiters import WAITS_PER_SESSION_MAX
+from kvtierd.transfer.supervisor import GroupMapping
+
+__all__ = ["WAITS_PER_SESSION_MAX", "Cache", "Event", "GroupMapping", "Listener", "SessionAbout", "Snapshot"]

@@ -1,0 +1,266 @@
+"""The façade: the only one that performs what the core decides. Everything here runs on the event loop."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtierd.cache.mappings import Mappings
+from kvtierd.cache.perform import Performer
+from kvtierd.cache.snapshot import CopyTotals, PoolSnapshot, SessionAbout, Snapshot, WorkerSnapshot
+from kvtierd.cache.waiters import Waiters
+from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
+from kvtierd.core.machine import Machine
+from kvtierd.core.stimuli import (
+    AttachSession,
+    CoreLimits,
+    Drain,
+    EndSession,
+    SessionReleased,
+    SlotsProven,
+    Stimulus,
+    Tick,
+    WorkerExited,
+    WorkerLive,
+    WorkerLost,
+)
+from kvtierd.logs import logger
+from kvtierd.memory import HostPool
+from kvtierd.transfer.supervisor import Supervisor, WorkerStimulus
+
+TICK_S = 0.1
+QUARANTINE_RETRY_TICKS = 50
+
+Event = TransferEnded | InstanceView | SessionEnded
+Listener = Callable[[Event], None]
+"""Gets a session's events, in order, inside `handle`: queues them, calls nothing here but `post`."""
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    listener: Listener
+    about: SessionAbout
+
+
+class Cache:
+    """One host's cache: decides in the core, performs on the pool and the copy workers.
+
+    Not for use from other threads; a `Snapshot` is.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        pool: HostPool,
+        workers: Supervisor,
+        limits: CoreLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        observe_lag: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`observe_lag` is told, with every tick, how many seconds late the event loop was."""
+        self._machine = machine
+        self._pool = pool
+        self._workers = workers
+        self._clock = clock
+        self._observe_lag = observe_lag
+        self._started_at_s = clock()
+        self._writers: dict[WorkerId, int] = {}
+        self._performer = Performer(
+            pool, workers, self._writers, self._notify, round(limits.gate_deadline_s * 1000)
+        )
+        self._sessions: dict[SessionId, _Session] = {}
+        self._waiters = Waiters()
+        self._busy = False
+        self._posted: deque[Stimulus] = deque()
+        self._draining = False
+        self.mappings = Mappings(self, workers)
+        self.poisoned = asyncio.Event()
+        """Set after an internal error: nothing is handled any more, and the daemon must be started again."""
+
+    # --- deciding and doing ---
+
+    def handle(self, stimulus: Stimulus) -> Reply:
+        """Decides and performs, wholly, before it returns. Raises Refusal; nothing has changed then.
+
+        An exception other than a refusal is a bug or a broken pool: it poisons the daemon.
+        """
+        if self.poisoned.is_set():
+            raise _stopping()
+        assert not self._busy, "a stimulus was handled inside another one: use post"
+        self._busy = True
+        try:
+            reply, actions = self._machine.handle(stimulus)
+            try:
+                self._performer.perform(actions)
+            except Refusal as refusal:
+                raise RuntimeError(f"an action was refused: {refusal}") from refusal
+        except Refusal:
+            raise
+        except Exception as error:
+            self._poison(error, stimulus)
+            raise _stopping() from error
+        finally:
+            self._busy = False
+        self._run_posted()
+        return reply
+
+    def post(self, stimulus: Stimulus) -> None:
+        """Handles now, or right after what is being handled. For events, which nobody can refuse."""
+        self._posted.append(stimulus)
+        if not self._busy:
+            self._run_posted()
+
+    def _run_posted(self) -> None:
+        while self._posted and not self._busy and not self.poisoned.is_set():
+            stimulus = self._posted.popleft()
+            try:
+                self.handle(stimulus)
+            except Refusal as refusal:
+                log.warning("an event was refused", event=type(stimulus).__name__, why=str(refusal))
+
+    def _poison(self, error: Exception, stimulus: Stimulus) -> None:
+        log.critical(
+            "internal error: stopping; the pool is kept and the next start is warm",
+            stimulus=type(stimulus).__name__,
+            error=repr(error),
+            exc_info=error,
+        )
+        self._posted.clear()
+        self.poisoned.set()
+
+    def _notify(self, action: Notify) -> None:
+        event = action.event
+        if isinstance(event, TransferEnded):
+            self._waiters.transfer_ended(action.session, event.ticket)
+        elif isinstance(event, SessionEnded):
+            self._waiters.session_ended(action.session, event.why)
+        if (session := self._sessions.get(action.session)) is not None:
+            session.listener(event)
+
+    # --- sessions ---
+
+    def attach(self, stimulus: AttachSession, about: SessionAbout, listener: Listener) -> Attached:
+        """Attaches a session; from now on `listener` gets its events. Raises Refusal."""
+        self._sessions[stimulus.session] = _Session(listener, about)
+        try:
+            reply = self.handle(stimulus)
+        except Refusal:
+            del self._sessions[stimulus.session]
+            raise
+        assert isinstance(reply, Attached)
+        return reply
+
+    def end_session(self, session: SessionId, why: str) -> None:
+        """Ends a session if it is attached; its listener hears nothing more."""
+        if self._sessions.pop(session, None) is None:
+            return
+        self.mappings.session_ended(session)
+        self._waiters.session_ended(session, Refusal(Reason.EPOCH_ENDED, f"the session has ended: {why}"))
+        self.post(EndSession(session, why))
+
+    async def wait(
+        self, session: SessionId, epoch: Epoch, tickets: Sequence[Ticket], timeout_s: float
+    ) -> list[TransferEnded | None]:
+        """Waits until all these transfers are terminal, `timeout_s` at most; None for those that are not."""
+        return await self._waiters.wait(
+            session, tickets, timeout_s, lambda ticket: self._machine.transfer(session, epoch, ticket)
+        )
+
+    # --- copy workers ---
+
+    def worker_event(self, stimulus: WorkerStimulus) -> None:
+        """Takes what the supervisor reports."""
+        match stimulus:
+            case WorkerLive(worker):
+                self._writers[worker] = self._workers.workers[worker].writer
+            case WorkerLost(worker, why):
+                log.warning("copy worker lost", worker=worker, why=why)
+                self.mappings.worker_lost(worker)
+            case WorkerExited(worker):
+                self.mappings.worker_exited(worker)
+            case SessionReleased(worker, session):
+                if not self.mappings.session_released(worker, session):
+                    return
+        self.post(stimulus)
+
+    # --- the life of the daemon ---
+
+    async def run_ticks(self) -> None:
+        """Ticks until it is cancelled, or the daemon is poisoned."""
+        loop = asyncio.get_running_loop()
+        ticks = 0
+        while not self.poisoned.is_set():
+            due = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self._observe_lag(max(0.0, loop.time() - due))
+            self.post(Tick())
+            ticks += 1
+            if ticks % QUARANTINE_RETRY_TICKS == 0:
+                self._retry_quarantine()
+
+    def _retry_quarantine(self) -> None:
+        proven = self._pool.retry_quarantine()
+        if len(proven):
+            log.info("writers of quarantined slots are gone", slots=len(proven))
+            self.post(SlotsProven(proven))
+
+    def drain(self) -> None:
+        """Refuses new sessions, stores and loads from now on; what runs goes on."""
+        if not self._draining:
+            self._draining = True
+            self.post(Drain())
+
+    @property
+    def transfers_active(self) -> int:
+        return self._machine.status().transfers_active
+
+    @property
+    def boot_nonce(self) -> int:
+        return self._pool.boot_nonce
+
+    def snapshot(self) -> Snapshot:
+        """A picture of everything, for people and metrics. Costs about as much as a few lookups."""
+        now = self._clock()
+        start = self._pool.start
+        return Snapshot(
+            state="draining" if self._draining or self.poisoned.is_set() else "serving",
+            now_s=now,
+            uptime_s=now - self._started_at_s,
+            boot_nonce=self._pool.boot_nonce,
+            pool=PoolSnapshot(
+                path=str(self._pool.path or ""),
+                capacity_bytes=self._pool.size_bytes,
+                warm=start.warm,
+                cold_reason=start.cold_reason,
+                recovered_blocks=start.recovered_blocks,
+                recovered_bytes=start.recovered_bytes,
+                quarantined_slots=start.quarantined_slots,
+                discarded_slots=start.discarded_slots,
+                recovery_s=start.seconds,
+            ),
+            core=self._machine.status(),
+            sessions={session: known.about for session, known in self._sessions.items()},
+            respawns=dict(self._workers.respawns),
+            workers=tuple(
+                WorkerSnapshot(w.device, w.pid, w.state.value, w.respawns, w.parts_active)
+                for w in self._workers.workers.values()
+            ),
+            copies={
+                direction.name.lower(): CopyTotals(
+                    total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes)
+                )
+                for direction, total in self._workers.totals.items()
+            },
+        )
+
+
+def _stopping() -> Refusal:
+    return Refusal(
+        Reason.INTERNAL, "the daemon met an internal error and is stopping; attach again when it is back"
+    )

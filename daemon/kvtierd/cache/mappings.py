@@ -1,0 +1,154 @@
+"""Engine memory on its way into copy workers: mapped there first, told to the core then.
+
+Only requests of one session at a time: the side socket asks one after another.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
+from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
+from kvtierd.logs import logger
+from kvtierd.transfer.supervisor import GroupMapping, Supervisor
+
+if TYPE_CHECKING:
+    from kvtierd.cache.facade import Cache
+
+RELEASE_DEADLINE_S = 60.0
+"""For a worker to let go of a session; the supervisor has killed one that takes so long before that."""
+
+log = logger(__name__)
+
+
+@dataclass(slots=True)
+class _Mapped:
+    """What one session has mapped, and where."""
+
+    worker: WorkerId
+    registration: RegistrationId | None = None
+
+
+class Mappings:
+    """Which worker has mapped what of which session."""
+
+    def __init__(self, cache: "Cache", workers: Supervisor) -> None:
+        self._cache = cache
+        self._workers = workers
+        self._mapped: dict[SessionId, _Mapped] = {}
+        self._unowned: set[tuple[WorkerId, SessionId]] = set()
+        self._releasing: dict[SessionId, tuple[WorkerId, asyncio.Future[None]]] = {}
+        self._registrations = itertools.count(1)
+
+    async def register_words(
+        self, session: SessionId, device: str, fd: int, doorbells: int, parts: int
+    ) -> tuple[int, int]:
+        """Has the device's worker map the session's shared words; `fd` stays the caller's. Raises Refusal.
+
+        Returns the worker's pid, and a pidfd of it that is the caller's to close.
+        """
+        if session in self._mapped:
+            raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
+        worker = self._workers.current(device)
+        if worker is None:
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                "the device's copy worker is being started: try again",
+                field="device",
+                value=device,
+            )
+        pid = self._workers.workers[worker].pid
+        await self._workers.map_words(worker, session, fd, doorbells, parts)
+        try:
+            self._cache.handle(RegisterWords(session, worker, doorbells, parts))
+        except Refusal:
+            # The core does not know that this worker holds something of the session: it will not release it.
+            if worker in self._workers.workers:
+                self._unowned.add((worker, session))
+            self._workers.release_session(worker, session)
+            raise
+        self._mapped[session] = _Mapped(worker)
+        return pid, self._workers.pidfd_for(worker)
+
+    async def register_memory(
+        self, session: SessionId, fd: int, mapping_bytes: int, groups: Sequence[GroupMapping]
+    ) -> RegistrationId:
+        """Has the worker that holds the words map the memory; `fd` stays the caller's. Raises Refusal."""
+        mapped = self._mapped.get(session)
+        if mapped is None:
+            raise Refusal(Reason.NOT_ATTACHED, "register the shared words before the memory")
+        if mapped.registration is not None:
+            raise Refusal(
+                Reason.ALREADY_REGISTERED,
+                "unregister the memory first, or attach again",
+                field="registration_id",
+                value=mapped.registration,
+            )
+        registration = RegistrationId(next(self._registrations))
+        await self._workers.map_memory(mapped.worker, session, registration, fd, mapping_bytes, groups)
+        # If the session ended meanwhile the core refuses, and the release of the words, which came after this
+        # mapping on the worker's socket, takes the memory with it.
+        blocks = tuple(group.num_blocks for group in groups)
+        self._cache.handle(RegisterMemory(session, mapped.worker, registration, blocks, mapping_bytes))
+        mapped.registration = registration
+        return registration
+
+    async def unregister_memory(self, session: SessionId, registration: RegistrationId) -> None:
+        """Returns when no copy can touch the memory any more and it is unmapped, words included.
+
+        Raises Refusal.
+        """
+        mapped = self._mapped.get(session)
+        if mapped is None or mapped.registration != registration:
+            raise Refusal(
+                Reason.NOT_ATTACHED,
+                "no such memory is registered by this session",
+                field="registration_id",
+                value=registration,
+            )
+        released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._releasing[session] = (mapped.worker, released)
+        try:
+            self._cache.handle(UnregisterMemory(session))
+            async with asyncio.timeout(RELEASE_DEADLINE_S):
+                await released
+        except TimeoutError:
+            raise Refusal(
+                Reason.DEADLINE,
+                f"the copy worker has not let go in {RELEASE_DEADLINE_S:g} s: end the session",
+            ) from None
+        finally:
+            self._releasing.pop(session, None)
+
+    # --- told by the façade ---
+
+    def session_released(self, worker: WorkerId, session: SessionId) -> bool:
+        """False if the core does not know of this release."""
+        if (worker, session) in self._unowned:
+            self._unowned.discard((worker, session))
+            return False
+        self._forget(worker, session)
+        return True
+
+    def session_ended(self, session: SessionId) -> None:
+        self._mapped.pop(session, None)
+
+    def worker_lost(self, worker: WorkerId) -> None:
+        """What it had mapped must be registered again, with its successor."""
+        for session in [session for session, mapped in self._mapped.items() if mapped.worker == worker]:
+            del self._mapped[session]
+
+    def worker_exited(self, worker: WorkerId) -> None:
+        for session in [session for session, (its, _) in self._releasing.items() if its == worker]:
+            self._forget(worker, session)
+        self._unowned = {pair for pair in self._unowned if pair[0] != worker}
+
+    def _forget(self, worker: WorkerId, session: SessionId) -> None:
+        if (mapped := self._mapped.get(session)) is not None and mapped.worker == worker:
+            del self._mapped[session]
+        waiting = self._releasing.get(session)
+        if waiting is not None and waiting[0] == worker and not waiting[1].done():
+            waiting[1].set_result(None)

@@ -1,0 +1,85 @@
+"""Does what the core decided, in order, at once: slot records in the pool, packets to copy workers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import assert_never
+
+import numpy as np
+
+from kvtierd.core.actions import (
+    Action,
+    AssignExtent,
+    CommitSlots,
+    FreeSlots,
+    Notify,
+    OpenSlots,
+    PostPart,
+    ReleaseSession,
+    RevokePart,
+)
+from kvtierd.core.ids import WorkerId
+from kvtierd.memory import HostPool
+from kvtierd.transfer.supervisor import Supervisor
+
+
+class Performer:
+    """Performs actions on one pool and its workers. Any exception from here means a bug or a broken pool."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        workers: Supervisor,
+        writers: Mapping[WorkerId, int],
+        notify: Callable[[Notify], None],
+        gate_deadline_ms: int,
+    ) -> None:
+        """`writers`: the pool's writer id of every worker that was ever live."""
+        self._pool = pool
+        self._workers = workers
+        self._writers = writers
+        self._notify = notify
+        self._gate_deadline_ms = gate_deadline_ms
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case PostPart():
+                generations = self._pool.records.generations(action.slots)
+                self._workers.post(action, generations, self._gate_deadline_ms)
+            case OpenSlots():
+                self._open(action)
+            case CommitSlots():
+                self._commit(action)
+            case FreeSlots():
+                self._pool.records.free(np.ascontiguousarray(action.slots).reshape(-1))
+            case Notify():
+                self._notify(action)
+            case RevokePart():
+                self._workers.revoke(action.worker, action.part)
+            case ReleaseSession():
+                self._workers.release_session(action.worker, action.session)
+            case AssignExtent():
+                self._pool.records.format_extent(action.extent, action.slot_bytes)
+            case _:
+                assert_never(action)
+
+    def _open(self, action: OpenSlots) -> None:
+        self._pool.records.open(
+            action.slots,
+            self._writers[action.worker],
+            self._pool.boot_nonce,
+            action.store,
+            action.namespace,
+            action.group,
+            action.shard,
+            action.world_size,
+            action.hashes,
+            action.data_bytes,
+        )
+
+    def _commit(self, action: CommitSlots) -> None:
+        blocks, world = action.slots.shape
+        clocks = np.uint64(action.first_clock) - np.arange(blocks, dtype=np.uint64)
+        self._pool.records.commit(action.slots.reshape(-1), np.repeat(clocks, world))

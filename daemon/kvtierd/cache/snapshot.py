@@ -1,0 +1,71 @@
+"""What the daemon is like at one moment, for Status and metrics: immutable, safe in another thread."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtierd.core.ids import SessionId
+from kvtierd.core.status import CoreStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAbout:
+    """What is known of a session besides the core's own view; for people."""
+
+    role: str
+    """"scheduler", "rank 0", "scheduler and rank 0"."""
+    pid: int
+    client: str
+    attached_at_s: float
+    """On the façade's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    path: str
+    """Empty for an anonymous pool."""
+    capacity_bytes: int
+    warm: bool
+    cold_reason: str
+    recovered_blocks: int
+    recovered_bytes: int
+    quarantined_slots: int
+    discarded_slots: int
+    recovery_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    device: str
+    pid: int
+    state: str
+    """"starting", "live" or "lost"."""
+    respawns: int
+    parts_active: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTotals:
+    """Of one direction, since the daemon started."""
+
+    copied_bytes: int
+    copy_s: float
+    outcomes: Mapping[str, int]
+    """Parts by how they ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    state: str
+    """"serving" or "draining"."""
+    now_s: float
+    """On the façade's clock."""
+    uptime_s: float
+    boot_nonce: int
+    pool: PoolSnapshot
+    core: CoreStatus
+    sessions: Mapping[SessionId, SessionAbout]
+    respawns: Mapping[str, int]
+    """Copy workers started by device, beyond the first."""
+    workers: tuple[WorkerSnapshot, ...]
+    copies: Mapping[str, CopyTotals]
+    """By direction: "store" and "load"."""

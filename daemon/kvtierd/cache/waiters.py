@@ -1,0 +1,70 @@
+"""Callers that wait until transfers are terminal. Bounded, and every wait has a deadline."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtierd.core.actions import TransferEnded
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import SessionId, Ticket
+
+WAITS_PER_SESSION_MAX = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    open: set[Ticket]
+    over: asyncio.Future[None]
+
+
+class Waiters:
+    """Who waits for what, by session."""
+
+    def __init__(self) -> None:
+        self._waits: dict[SessionId, list[_Wait]] = {}
+
+    async def wait(
+        self,
+        session: SessionId,
+        tickets: Sequence[Ticket],
+        timeout_s: float,
+        ask: Callable[[Ticket], TransferEnded | None],
+    ) -> list[TransferEnded | None]:
+        """How each transfer ended, None for those that did not within `timeout_s`.
+
+        `ask` tells how a transfer ended, None while it is active. Raises what `ask` does, QUEUE_FULL if this
+        session has too many waits, EPOCH_ENDED if the session ends meanwhile.
+        """
+        answers = [ask(ticket) for ticket in tickets]
+        still = {ticket for ticket, answer in zip(tickets, answers, strict=True) if answer is None}
+        if not still or timeout_s <= 0:
+            return answers
+        waits = self._waits.setdefault(session, [])
+        if len(waits) >= WAITS_PER_SESSION_MAX:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"a session may have {WAITS_PER_SESSION_MAX} waits at once: name more tickets in one",
+            )
+        wait = _Wait(still, asyncio.get_running_loop().create_future())
+        waits.append(wait)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await wait.over
+        except TimeoutError:
+            pass  # the deadline is an answer: those that are still open
+        finally:
+            waits.remove(wait)
+            if not waits and self._waits.get(session) is waits:
+                del self._waits[session]
+        return [ask(ticket) for ticket in tickets]
+
+    def transfer_ended(self, session: SessionId, ticket: Ticket) -> None:
+        for wait in self._waits.get(session, ()):
+            wait.open.discard(ticket)
+            if not wait.open and not wait.over.done():
+                wait.over.set_result(None)
+
+    def session_ended(self, session: SessionId, why: Refusal) -> None:
+        for wait in self._waits.pop(session, ()):
+            if not wait.over.done():
+                wait.over.set_exception(why)

@@ -1,0 +1,193 @@
+"""The gRPC server: the session stream, the unary calls, Admin, health and reflection, on one Unix socket."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvtier.v1 import admin_pb2, cache_pb2
+
+from kvtierd.cache import Cache
+from kvtierd.core.errors import Refusal
+from kvtierd.core.stimuli import CoreLimits
+from kvtierd.rpc.calls import Calls
+from kvtierd.rpc.convert import Caller
+from kvtierd.rpc.errors import abort
+from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
+from kvtierd.rpc.sessions import Sessions
+from kvtierd.rpc.sockets import SocketError
+from kvtierd.rpc.status import AboutDaemon, status_response
+from kvtierd.rpc.stream import Stream, StreamSettings
+
+CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+PING_INTERVAL_MS = 10_000
+PING_TIMEOUT_MS = 20_000
+"""A connection whose peer answers no ping for this long is closed."""
+RPCS_PER_SESSION = 64
+
+Observe = Callable[[str, float], None]
+"""Told the name and the seconds of every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RpcSettings:
+    message_bytes_max: int
+    sessions_max: int
+    hello_deadline_s: float
+    outgoing_max: int
+    heartbeat_interval_s: float
+    leased_blocks_max: int
+    """Told to clients; the core decides by bytes."""
+
+
+class RpcServer:
+    """Serves one cache. Bind, then start; stop ends every stream."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        sessions: Sessions,
+        limits: CoreLimits,
+        settings: RpcSettings,
+        about: AboutDaemon,
+        observe: Observe,
+    ) -> None:
+        self._cache = cache
+        self._sessions = sessions
+        self._about = about
+        self._observe = observe
+        self._calls = Calls(cache, limits)
+        self._bytes_max = settings.message_bytes_max
+        self._stream_settings = StreamSettings(
+            hello_deadline_s=settings.hello_deadline_s,
+            outgoing_max=settings.outgoing_max,
+            limits=wire_limits(limits, settings),
+            daemon_version=about.version,
+        )
+        hard_limit = settings.message_bytes_max * HARD_LIMIT_FACTOR
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", hard_limit),
+                ("grpc.max_send_message_length", hard_limit),
+                ("grpc.keepalive_time_ms", PING_INTERVAL_MS),
+                ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+                ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=settings.sessions_max * RPCS_PER_SESSION,
+        )
+        self._health = health.aio.HealthServicer()
+        self._add_services()
+
+    def _add_services(self) -> None:
+        # Generic handlers, because the generated ones fix the deserialiser.
+        unary: dict[str, Callable[[Any, Caller], Any]] = {
+            "Lookup": self._calls.lookup,
+            "Store": self._calls.store,
+            "Load": self._calls.load,
+            "Release": self._calls.release,
+            "Cancel": self._calls.cancel,
+            "Wait": self._calls.wait,
+        }
+        handlers = {name: self._unary(name, call) for name, call in unary.items()}
+        handlers["Attach"] = grpc.stream_stream_rpc_method_handler(
+            self._attach,
+            request_deserializer=decoder(cache_pb2.AttachRequest, self._bytes_max),
+            response_serializer=cache_pb2.AttachResponse.SerializeToString,
+        )
+        status = grpc.unary_unary_rpc_method_handler(
+            self._status,
+            request_deserializer=decoder(admin_pb2.StatusRequest, self._bytes_max),
+            response_serializer=admin_pb2.StatusResponse.SerializeToString,
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
+                grpc.method_handlers_generic_handler(ADMIN.full_name, {"Status": status}),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (CACHE.full_name, ADMIN.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    def bind(self, path: Path) -> None:
+        """Binds the socket file, which must not exist. Raises SocketError."""
+        try:
+            self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise SocketError(f"{path} cannot be bound: {error}") from error
+
+    async def start(self) -> None:
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self) -> None:
+        """Says in health checks that nothing new should come here."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the server; calls that are still running have `grace_s`. End the sessions before."""
+        await self._server.stop(grace_s)
+
+    async def _set_health(self, status: Any) -> None:
+        for name in ("", CACHE.full_name, ADMIN.full_name):
+            await self._health.set(name, status)
+
+    async def _attach(self, _: Any, context: Any) -> None:
+        renew = self._cache.handle
+        await Stream(self._sessions, self._calls, renew, self._stream_settings, self._observe, context).run()
+
+    async def _status(self, request: Any, context: Any) -> admin_pb2.StatusResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        return status_response(self._about, self._cache.snapshot())
+
+    def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> "grpc.RpcMethodHandler[Any, Any]":
+        method = CACHE.methods_by_name[name]
+        observed = name.lower()
+
+        async def serve(request: Any, context: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                if isinstance(request, Undecodable):
+                    raise request.refusal
+                session = self._sessions.by_token(request.session.token)
+                self._sessions.heard(session)
+                reply = call(request, session.caller(request.session.epoch))
+                if isinstance(reply, Awaitable):
+                    return await reply
+                self._observe(observed, time.perf_counter() - started_s)
+                return reply
+            except Refusal as refusal:
+                await abort(context, refusal)
+
+        request_type: type[Message] = getattr(cache_pb2, method.input_type.name)
+        return grpc.unary_unary_rpc_method_handler(
+            serve,
+            request_deserializer=decoder(request_type, self._bytes_max),
+            response_serializer=getattr(cache_pb2, method.output_type.name).SerializeToString,
+        )
+
+
+def wire_limits(limits: CoreLimits, settings: RpcSettings) -> cache_pb2.Limits:
+    """What clients are told in Welcome."""
+    return cache_pb2.Limits(
+        lookup_hashes_max=limits.lookup_hashes_max,
+        transfer_blocks_max=limits.transfer_blocks_max,
+        transfers_max=limits.transfers_max,
+        leased_blocks_max=settings.leased_blocks_max,
+        lease_ttl_ms=round(limits.lease_ttl_s * 1000),
+        heartbeat_interval_ms=round(settings.heartbeat_interval_s * 1000),
+        gate_deadline_ms=round(limits.gate_deadline_s * 1000),
+        message_bytes_max=settings.message_bytes_max,
+    )

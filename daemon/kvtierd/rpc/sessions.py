@@ -1,0 +1,181 @@
+"""Sessions as the rpc layer knows them: token, peer, stream, silence. The core knows only their ids.
+
+A session begins with a side connection, attaches with Hello on a stream, and ends at once when either closes,
+when its process dies, or when it has been silent for too long.
+"""
+
+import asyncio
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtierd.cache import Cache, Event, SessionAbout
+from kvtierd.core.actions import Attached
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import Epoch, SessionId
+from kvtierd.core.stimuli import GroupGeometry, Role
+from kvtierd.logs import logger
+from kvtierd.rpc.convert import Caller
+from kvtierd.rpc.hello import Greeting
+
+TOKEN_BYTES = 16
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a side connection, as the kernel says."""
+
+    pid: int
+    uid: int
+    gid: int
+    pidfd: int
+    """Readable when the process is gone. Owned by the session."""
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One attachment of one process."""
+
+    id: SessionId
+    token: bytes
+    peer: Peer
+    opened_at_s: float
+    heard_at_s: float
+    on_end: list[Callable[[Refusal], None]] = field(default_factory=list)
+    """Called once, when the session is over: closes the stream and the side connection."""
+    greeting: Greeting | None = None
+    epoch: Epoch | None = None
+    ended: Refusal | None = None
+
+    @property
+    def groups(self) -> tuple[GroupGeometry, ...]:
+        return self.greeting.attach.groups if self.greeting else ()
+
+    def caller(self, epoch: int | None) -> Caller:
+        """For requests of this session; without `epoch`, in its own one. Raises Refusal NOT_ATTACHED."""
+        if self.greeting is None or self.epoch is None:
+            raise Refusal(Reason.NOT_ATTACHED, "attach first: send Hello on an Attach stream")
+        return Caller(self.id, self.epoch if epoch is None else Epoch(epoch), self.greeting.attach.hash_bytes)
+
+
+class Sessions:
+    """All sessions of the daemon. On the event loop only."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        sessions_max: int,
+        hello_deadline_s: float,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._sessions_max = sessions_max
+        self._hello_deadline_s = hello_deadline_s
+        self._silence_s = silence_s
+        self._clock = clock
+        self._by_token: dict[bytes, Session] = {}
+        self._ids = itertools.count(1)
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def open(self, peer: Peer) -> Session:
+        """A new session of a process that has just connected; takes over `peer.pidfd`. Raises Refusal."""
+        if self._closing:
+            raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
+        if len(self._by_token) >= self._sessions_max:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
+            )
+        now = self._clock()
+        session = Session(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
+        self._by_token[session.token] = session
+        asyncio.get_running_loop().add_reader(
+            peer.pidfd, self.end, session, Refusal(Reason.EPOCH_ENDED, "its process has died")
+        )
+        return session
+
+    def by_token(self, token: bytes) -> Session:
+        """Raises Refusal UNKNOWN_TOKEN."""
+        session = self._by_token.get(token)
+        if session is None:
+            raise Refusal(
+                Reason.UNKNOWN_TOKEN,
+                "no session has this token: open the side socket and use the one it issues",
+            )
+        return session
+
+    def heard(self, session: Session) -> None:
+        """The session has sent something."""
+        session.heard_at_s = self._clock()
+
+    def attach(self, session: Session, greeting: Greeting, listener: Callable[[Event], None]) -> Attached:
+        """Raises Refusal; the session may then try again with another Hello on another stream."""
+        if session.greeting is not None:
+            raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
+        attach = greeting.attach
+        names = {
+            Role.SCHEDULER: "scheduler",
+            Role.RANK: f"rank {attach.rank}",
+            Role.SCHEDULER | Role.RANK: f"scheduler and rank {attach.rank}",
+        }
+        about = SessionAbout(names[attach.role], session.peer.pid, greeting.client, self._clock())
+        reply = self._cache.attach(attach, about, listener)
+        session.greeting = greeting
+        session.epoch = reply.epoch
+        log.info(
+            "session attached",
+            session=session.id,
+            instance=attach.instance,
+            epoch=reply.epoch,
+            role=about.role,
+            pid=about.pid,
+            client=greeting.client,
+        )
+        return reply
+
+    def end(self, session: Session, why: Refusal) -> None:
+        """Ends a session, everywhere; a second call does nothing."""
+        if session.ended is not None:
+            return
+        session.ended = why
+        del self._by_token[session.token]
+        asyncio.get_running_loop().remove_reader(session.peer.pidfd)
+        os.close(session.peer.pidfd)
+        if session.greeting is not None:
+            log.info("session ended", session=session.id, pid=session.peer.pid, why=why.message)
+            self._cache.end_session(session.id, why.message)
+        for callback in session.on_end:
+            callback(why)
+        session.on_end.clear()
+
+    def end_all(self, why: Refusal) -> None:
+        """Ends every session and opens no more."""
+        self._closing = True
+        for session in list(self._by_token.values()):
+            self.end(session, why)
+
+    def end_silent(self) -> None:
+        """Ends sessions that have been without Hello, or silent, for too long. Call it about every second."""
+        now = self._clock()
+        for session in list(self._by_token.values()):
+            if session.greeting is None and now - session.opened_at_s > self._hello_deadline_s:
+                self.end(
+                    session,
+                    Refusal(Reason.DEADLINE, f"no Hello within {self._hello_deadline_s:g} s of connecting"),
+                )
+            elif now - session.heard_at_s > self._silence_s:
+                self.end(session, Refusal(Reason.DEADLINE, f"silent for {self._silence_s:g} s"))
+
+    @property
+    def boot_nonce(self) -> int:
+        return self._cache.boot_nonce

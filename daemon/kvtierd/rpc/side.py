@@ -1,0 +1,294 @@
+"""The side socket: who is calling, descriptors, and the end of a session the moment its process is gone."""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+from kvtier.v1 import side_pb2
+
+from kvtierd.cache import Cache, GroupMapping
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import RegistrationId
+from kvtierd.core.stimuli import Role
+from kvtierd.logs import logger
+from kvtierd.rpc import memory_check
+from kvtierd.rpc.convert import places_of
+from kvtierd.rpc.errors import to_error
+from kvtierd.rpc.hello import choose_version
+from kvtierd.rpc.memory_check import GroupPlace
+from kvtierd.rpc.sessions import Peer, Session, Sessions
+
+SO_PEERPIDFD = 77
+SO_PEERGROUPS = 59
+BACKLOG = 128
+WAITING_REQUESTS_MAX = 8
+"""Requests that a client may send before the first is answered; it is asked to send one at a time."""
+ACCEPT_RETRY_S = 0.2
+DEVICE = "cpu"
+"""The only device of this version."""
+
+log = logger(__name__)
+
+
+class Channel(Protocol):
+    """The packet channel of `kvtierd.transfer`, which this room may not import."""
+
+    def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool: ...
+
+    def close(self, reason: str = ...) -> None: ...
+
+
+OpenChannel = Callable[[socket.socket, Callable[[bytes, list[int]], None], Callable[[str], None]], Channel]
+
+
+class SideServer:
+    """Accepts side connections on a bound, listening socket; each is one session."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        sessions: Sessions,
+        cache: Cache,
+        open_channel: OpenChannel,
+        gid: int | None,
+    ) -> None:
+        """`gid`: group whose members may connect besides this process's user and root."""
+        self._listener = listener
+        self._sessions = sessions
+        self._cache = cache
+        self._open_channel = open_channel
+        self._gid = gid
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accepts no more. Sessions go on."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors, most likely: sessions that end give some back.
+            log.error("a side connection cannot be accepted", error=str(error))
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
+            return
+        try:
+            peer = self._peer(connection)
+        except (OSError, PermissionError) as error:
+            log.warning("a side connection was refused", error=str(error))
+            connection.close()
+            return
+        connection.setblocking(False)
+        try:
+            session = self._sessions.open(peer)
+        except Refusal as refusal:
+            os.close(peer.pidfd)
+            response = side_pb2.SideResponse(error=to_error(refusal))
+            try:
+                connection.send(response.SerializeToString())
+            except OSError:
+                pass  # it is gone already, or does not read
+            connection.close()
+            return
+        _Connection(connection, session, self._sessions, self._cache, self._open_channel)
+
+    def _accept_again(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _peer(self, connection: socket.socket) -> Peer:
+        """Who connected. PermissionError if it may not, OSError if it is gone already."""
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, gid = struct.unpack("3i", raw)
+        if uid not in (0, os.geteuid()) and not (
+            self._gid is not None and self._gid in groups_of(connection, gid)
+        ):
+            raise PermissionError(f"uid {uid} (pid {pid}) is neither this daemon's user nor in its group")
+        return Peer(pid, uid, gid, pidfd_of(connection, pid))
+
+
+def groups_of(connection: socket.socket, gid: int) -> set[int]:
+    """All groups of the process that connected."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 65_536 * 4)
+    except OSError:
+        return {gid}
+    return {gid, *struct.unpack(f"{len(raw) // 4}I", raw)}
+
+
+def pidfd_of(connection: socket.socket, pid: int) -> int:
+    """A pidfd of the process that connected, not inheritable. OSError if it is gone."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        return os.pidfd_open(pid)  # kernels before 6.5; the peer is alive as long as its end is open
+
+
+class _Connection:
+    """One side connection: one request after another."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        session: Session,
+        sessions: Sessions,
+        cache: Cache,
+        open_channel: OpenChannel,
+    ) -> None:
+        self._session = session
+        self._sessions = sessions
+        self._cache = cache
+        self._opened = False
+        self._requests: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue(WAITING_REQUESTS_MAX)
+        self._channel = open_channel(connection, self._packet, self._closed)
+        self._task = asyncio.create_task(self._serve())
+        self._task.add_done_callback(self._served)
+        session.on_end.append(self._end)
+
+    def _packet(self, packet: bytes, fds: list[int]) -> None:
+        try:
+            self._requests.put_nowait((packet, fds))
+        except asyncio.QueueFull:
+            _close(fds)
+            self._sessions.end(
+                self._session,
+                Refusal(Reason.QUEUE_FULL, "it sends on the side socket without reading replies"),
+            )
+
+    def _closed(self, reason: str) -> None:
+        self._sessions.end(
+            self._session, Refusal(Reason.EPOCH_ENDED, f"its side connection has ended: {reason}")
+        )
+
+    def _end(self, why: Refusal) -> None:
+        self._task.cancel()
+        self._channel.close(why.message)
+        while not self._requests.empty():
+            _close(self._requests.get_nowait()[1])
+
+    async def _serve(self) -> None:
+        while True:
+            packet, fds = await self._requests.get()
+            try:
+                await self._serve_one(packet, fds)
+            finally:
+                _close(fds)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a side connection failed", session=self._session.id, exc_info=error)
+            self._sessions.end(
+                self._session, Refusal(Reason.INTERNAL, "its side connection failed inside the daemon")
+            )
+
+    async def _serve_one(self, packet: bytes, fds: list[int]) -> None:
+        self._sessions.heard(self._session)
+        request = side_pb2.SideRequest()
+        reply_fds: list[int] = []
+        try:
+            try:
+                request.MergeFromString(packet)
+            except DecodeError:
+                raise Refusal(Reason.MALFORMED, "not a kvtier.v1.SideRequest", field="message") from None
+            response = await self._respond(request, fds, reply_fds)
+        except Refusal as refusal:
+            response = side_pb2.SideResponse(error=to_error(refusal))
+        response.id = request.id
+        try:
+            self._channel.send(response.SerializeToString(), reply_fds)
+        finally:
+            _close(reply_fds)
+
+    async def _respond(
+        self, request: side_pb2.SideRequest, fds: list[int], reply_fds: list[int]
+    ) -> side_pb2.SideResponse:
+        body = request.WhichOneof("body")
+        expected = 1 if body in ("register_words", "register_memory") else 0
+        if len(fds) != expected:
+            raise Refusal(
+                Reason.MALFORMED,
+                f"this request comes with {expected} descriptors",
+                field="descriptors",
+                value=len(fds),
+            )
+        if body == "open":
+            return side_pb2.SideResponse(opened=self._open(request.open))
+        if not self._opened:
+            raise Refusal(Reason.NOT_ATTACHED, "the first message of a side connection is a SideOpen")
+        if body == "register_words":
+            pid, pidfd = await self._register_words(request.register_words, fds[0])
+            reply_fds.append(pidfd)
+            return side_pb2.SideResponse(words_registered=side_pb2.WordsRegistered(worker_pid=pid))
+        if body == "register_memory":
+            registration = await self._register_memory(request.register_memory, fds[0])
+            return side_pb2.SideResponse(
+                memory_registered=side_pb2.MemoryRegistered(registration_id=registration)
+            )
+        if body == "unregister_memory":
+            registration = RegistrationId(request.unregister_memory.registration_id)
+            await self._cache.mappings.unregister_memory(self._session.id, registration)
+            return side_pb2.SideResponse(memory_unregistered=side_pb2.MemoryUnregistered())
+        raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
+
+    def _open(self, request: side_pb2.SideOpen) -> side_pb2.SideOpened:
+        if self._opened:
+            raise Refusal(Reason.SECOND_HELLO, "a side connection is opened once: connect again")
+        version = choose_version(request.protocol_versions)
+        self._opened = True
+        return side_pb2.SideOpened(
+            protocol_version=version,
+            token=self._session.token,
+            boot_nonce=self._cache.boot_nonce,
+            daemon_pid=os.getpid(),
+        )
+
+    async def _register_words(self, request: side_pb2.RegisterWords, fd: int) -> tuple[int, int]:
+        self._check_rank()
+        memory_check.check_words(memory_check.inspect(fd), request.doorbells, request.parts)
+        return await self._cache.mappings.register_words(
+            self._session.id, DEVICE, fd, request.doorbells, request.parts
+        )
+
+    async def _register_memory(self, request: side_pb2.RegisterMemory, fd: int) -> RegistrationId:
+        self._check_rank()
+        places = places_of(request)
+        geometry = self._session.groups
+        memory_check.check_memory(memory_check.inspect(fd), request.mapping_bytes, places, geometry)
+        groups = [
+            _mapping(place, [size for size, _ in shape.planes])
+            for place, shape in zip(places, geometry, strict=True)
+        ]
+        return await self._cache.mappings.register_memory(self._session.id, fd, request.mapping_bytes, groups)
+
+    def _check_rank(self) -> None:
+        greeting = self._session.greeting
+        if greeting is None:
+            raise Refusal(Reason.NOT_ATTACHED, "send Hello on an Attach stream first")
+        if not greeting.attach.role & Role.RANK:
+            raise Refusal(
+                Reason.ROLE, "only a session that holds a rank registers words and memory", field="role"
+            )
+
+
+def _mapping(place: GroupPlace, fragment_bytes: list[int]) -> GroupMapping:
+    return GroupMapping(
+        group=place.group,
+        num_blocks=place.num_blocks,
+        base_offsets=[plane.base_offset for plane in place.planes],
+        block_strides=[plane.block_stride_bytes for plane in place.planes],
+        fragment_bytes=fragment_bytes,
+    )
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -1,0 +1,94 @@
+"""A snapshot as Admin.Status tells it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.v1 import admin_pb2
+
+from kvtierd.cache import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class AboutDaemon:
+    """What does not change while the daemon runs."""
+
+    version: str
+    pid: int
+    socket: str
+    metrics_url: Callable[[], str]
+
+
+def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusResponse:
+    core, pool = snapshot.core, snapshot.pool
+    return admin_pb2.StatusResponse(
+        version=about.version,
+        boot_nonce=snapshot.boot_nonce,
+        pid=about.pid,
+        uptime_s=snapshot.uptime_s,
+        state=snapshot.state,
+        socket=about.socket,
+        metrics_url=about.metrics_url(),
+        pool=admin_pb2.PoolStatus(
+            path=pool.path,
+            capacity_bytes=pool.capacity_bytes,
+            used_bytes=core.used_bytes,
+            extents=core.extents,
+            extents_free=core.extents_free,
+            start="warm" if pool.warm else "cold",
+            cold_reason=pool.cold_reason,
+            recovered_blocks=pool.recovered_blocks,
+            recovered_bytes=pool.recovered_bytes,
+            quarantined_slots=pool.quarantined_slots,
+            discarded_slots=pool.discarded_slots,
+            recovery_s=pool.recovery_s,
+        ),
+        blocks=admin_pb2.BlockStatus(
+            writing=core.blocks.writing,
+            ready=core.blocks.ready,
+            evicting=core.blocks.evicting,
+            capacity=core.blocks.capacity,
+        ),
+        instances=[
+            admin_pb2.InstanceStatus(
+                instance=instance.name,
+                epoch=instance.epoch,
+                ready=instance.ready,
+                world_size=instance.world_size,
+                model=instance.model,
+                namespace_digest=instance.namespace.hex() if instance.namespace else "",
+                sessions=[
+                    admin_pb2.SessionStatus(
+                        role=session.role,
+                        pid=session.pid,
+                        client=session.client,
+                        attached_s=snapshot.now_s - session.attached_at_s,
+                    )
+                    for session in map(snapshot.sessions.get, instance.sessions)
+                    if session is not None
+                ],
+                mapped_bytes=instance.mapped_bytes,
+                leased_blocks=instance.leased_blocks,
+                transfers_active=instance.transfers_active,
+            )
+            for instance in core.instances
+        ],
+        workers=[
+            admin_pb2.WorkerStatus(
+                device=worker.device,
+                pid=worker.pid,
+                state=worker.state,
+                respawns=worker.respawns,
+                parts_active=worker.parts_active,
+            )
+            for worker in snapshot.workers
+        ],
+        counters=admin_pb2.Counters(
+            **{
+                field.name: getattr(core.counters, field.name)
+                for field in admin_pb2.Counters.DESCRIPTOR.fields
+            }
+        ),
+        leases=core.leases,
+        leased_blocks=core.leased_blocks,
+        transfers_active=core.transfers_active,
+    )

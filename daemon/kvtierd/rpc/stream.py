@@ -1,0 +1,264 @@
+"""The session stream: requests answered inline in the order of their arrival, events in between."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+from kvtier.v1 import cache_pb2
+
+from kvtierd.cache import WAITS_PER_SESSION_MAX, Event
+from kvtierd.core.actions import Attached, SessionEnded, TransferEnded
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import Epoch
+from kvtierd.core.stimuli import RenewSession
+from kvtierd.rpc import convert
+from kvtierd.rpc.calls import Calls
+from kvtierd.rpc.convert import Caller
+from kvtierd.rpc.errors import to_error
+from kvtierd.rpc.guard import Undecodable
+from kvtierd.rpc.hello import greeting_of
+from kvtierd.rpc.sessions import Session, Sessions
+
+GOODBYE_DEADLINE_S = 1.0
+"""For the last messages to leave; a client that does not read misses them."""
+
+Context = grpc.aio.ServicerContext[cache_pb2.AttachRequest, cache_pb2.AttachResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    hello_deadline_s: float
+    outgoing_max: int
+    """Events that wait for the client to read them."""
+    limits: cache_pb2.Limits
+    daemon_version: str
+
+
+class Stream:
+    """One Attach call."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        calls: Calls,
+        renew: Callable[[RenewSession], object],
+        settings: StreamSettings,
+        observe: Callable[[str, float], None],
+        context: Context,
+    ) -> None:
+        self._sessions = sessions
+        self._calls = calls
+        self._renew = renew
+        self._settings = settings
+        self._observe = observe
+        self._context = context
+        self._session: Session | None = None
+        self._boot_nonce = sessions.boot_nonce
+        self._queue: deque[cache_pb2.AttachResponse] = deque()
+        self._writing = asyncio.Lock()
+        self._more = asyncio.Event()
+        self._finished: Refusal | None = None
+        self._waits: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serves the stream until it ends, and ends the session with it."""
+        reader = asyncio.create_task(self._read())
+        writer = asyncio.create_task(self._write())
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if self._finished is not None:
+                await asyncio.wait({writer}, timeout=GOODBYE_DEADLINE_S)
+        finally:
+            self._end(Refusal(Reason.EPOCH_ENDED, "its stream has ended"))
+            tasks = {reader, writer, *self._waits}
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            # Anything but the end of the connection is a bug: let gRPC log it.
+            if isinstance(result, Exception) and not isinstance(result, (grpc.RpcError, grpc.aio.UsageError)):
+                raise result
+
+    # --- outgoing ---
+
+    def _push(self, message: cache_pb2.AttachResponse) -> None:
+        """For events, which cannot wait: queued, and a client that lets too many pile up is dropped."""
+        if self._finished is not None:
+            return
+        if len(self._queue) >= self._settings.outgoing_max:
+            self._queue.clear()
+            self._end(
+                Refusal(
+                    Reason.QUEUE_FULL,
+                    f"it does not read: {self._settings.outgoing_max} messages wait (server.outgoing_max)",
+                )
+            )
+            return
+        self._queue.append(message)
+        self._more.set()
+
+    async def _send(self, message: cache_pb2.AttachResponse) -> None:
+        """For replies: returns when it is sent, so a client that does not read is not read from either."""
+        async with self._writing:
+            if self._finished is None:
+                await self._context.write(message)
+
+    async def _write(self) -> None:
+        """Writes what is queued; returns after Goodbye."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            async with self._writing:
+                while self._queue:
+                    await self._context.write(self._queue.popleft())
+                if self._finished is not None:
+                    goodbye = cache_pb2.Goodbye(why=to_error(self._finished))
+                    await self._context.write(cache_pb2.AttachResponse(goodbye=goodbye))
+                    return
+
+    def _finish(self, why: Refusal) -> None:
+        """Sends what waits, then Goodbye, then ends the stream."""
+        if self._finished is None:
+            self._finished = why
+            self._more.set()
+
+    def _end(self, why: Refusal) -> None:
+        self._finish(why)
+        if self._session is not None:
+            self._sessions.end(self._session, why)
+
+    # --- incoming ---
+
+    async def _read(self) -> None:
+        try:
+            request: Any  # the library's type leaves out the end of the stream
+            async with asyncio.timeout(self._settings.hello_deadline_s):
+                request = await self._context.read()
+        except TimeoutError:
+            deadline_s = self._settings.hello_deadline_s
+            self._finish(Refusal(Reason.DEADLINE, f"no Hello within {deadline_s:g} s"))
+            return
+        while request is not grpc.aio.EOF:
+            if isinstance(request, Undecodable):
+                self._end(request.refusal)
+                return
+            if self._session is None:
+                if not await self._hello(request):
+                    return
+            else:
+                self._sessions.heard(self._session)
+                await self._answer(self._session, request)
+            request = await self._context.read()
+
+    async def _hello(self, request: cache_pb2.AttachRequest) -> bool:
+        """Attaches the session; False if it was refused, and the stream is to end."""
+        try:
+            if request.WhichOneof("body") != "hello":
+                raise Refusal(Reason.NOT_ATTACHED, "the first message of a stream is a Hello", field="body")
+            session = self._sessions.by_token(request.hello.token)
+            greeting = greeting_of(request.hello, session.id)
+            attached = self._sessions.attach(session, greeting, self._event)
+        except Refusal as refusal:
+            self._push(cache_pb2.AttachResponse(id=request.id, error=to_error(refusal)))
+            self._finish(refusal)
+            return False
+        self._session = session
+        session.on_end.append(self._finish)
+        await self._send(self._welcome(request, greeting.protocol_version, greeting.features, attached))
+        return True
+
+    def _welcome(
+        self,
+        request: cache_pb2.AttachRequest,
+        version: int,
+        features: tuple[str, ...],
+        attached: Attached,
+    ) -> cache_pb2.AttachResponse:
+        welcome = cache_pb2.Welcome(
+            protocol_version=version,
+            features=features,
+            epoch=attached.epoch,
+            boot_nonce=self._boot_nonce,
+            daemon_version=self._settings.daemon_version,
+            limits=self._settings.limits,
+            layout_fingerprint=attached.fingerprint.hex() if attached.fingerprint else "",
+            instance=convert.instance_event(attached.instance),
+        )
+        return cache_pb2.AttachResponse(id=request.id, welcome=welcome)
+
+    async def _answer(self, session: Session, request: cache_pb2.AttachRequest) -> None:
+        started_s = time.perf_counter()
+        body = request.WhichOneof("body")
+        try:
+            response = self._respond(session, body, request)
+        except Refusal as refusal:
+            response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
+        if body is not None and body != "wait":
+            self._observe(body, time.perf_counter() - started_s)
+        if response is not None:
+            await self._send(response)
+
+    def _respond(
+        self, session: Session, body: str | None, request: cache_pb2.AttachRequest
+    ) -> cache_pb2.AttachResponse | None:
+        """The answer, None if there is none now. Raises Refusal."""
+        if body == "heartbeat":
+            self._renew(RenewSession(session.id))
+            if not request.id:
+                return None
+            return cache_pb2.AttachResponse(id=request.id, heartbeat_ack=cache_pb2.HeartbeatAck())
+        if body is None:
+            raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
+        if body == "hello":
+            raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
+        if not request.id:
+            raise Refusal(Reason.MALFORMED, "a request needs an id above zero", field="id", value=0)
+        message = getattr(request, body)
+        caller = self._caller(session, message)
+        if body == "wait":
+            self._start_wait(request, caller)
+            return None
+        field, reply = self._calls.by_body[body](message, caller)
+        return cache_pb2.AttachResponse(**{"id": request.id, field: reply})
+
+    def _caller(self, session: Session, message: Any) -> Caller:
+        if not message.HasField("session"):
+            return session.caller(None)
+        ref = message.session
+        if ref.token and ref.token != session.token:
+            raise Refusal(Reason.FOREIGN, "a stream carries its own session only", field="session.token")
+        return session.caller(Epoch(ref.epoch) if ref.epoch else None)
+
+    def _start_wait(self, request: cache_pb2.AttachRequest, caller: Caller) -> None:
+        if len(self._waits) >= WAITS_PER_SESSION_MAX:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"{WAITS_PER_SESSION_MAX} waits at once are the most: name more tickets in one",
+            )
+        task = asyncio.create_task(self._wait(request, caller))
+        self._waits.add(task)
+        task.add_done_callback(self._waits.discard)
+
+    async def _wait(self, request: cache_pb2.AttachRequest, caller: Caller) -> None:
+        try:
+            response = cache_pb2.AttachResponse(
+                id=request.id, wait=await self._calls.wait(request.wait, caller)
+            )
+        except Refusal as refusal:
+            response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
+        await self._send(response)
+
+    # --- events; inside the façade's handle ---
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, TransferEnded):
+            transfer = convert.transfer_event(self._boot_nonce, event)
+            self._push(cache_pb2.AttachResponse(transfer=transfer))
+        elif isinstance(event, SessionEnded):
+            self._end(event.why)
+        else:
+            self._push(cache_pb2.AttachResponse(instance=convert.instance_event(event)))
