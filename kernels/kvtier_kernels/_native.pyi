@@ -166,6 +166,57 @@ def xxh3_64_rows(rows: numpy.typing.NDArray[numpy.uint8]) -> numpy.typing.NDArra
     The checksum of each row of a uint8 array of shape (n, bytes), as uint64 of shape (n,).
     """
 
+PAGE_BYTES: int = 4096
+
+def copy_variant() -> str:
+    """
+    The instruction set that copies use on this machine: avx512, avx2, sse2, or memcpy where there is none of these.
+    """
+
+class CopyPlan:
+    """
+    Where the fragments of an engine's blocks lie in its mapping, and the copies between them and slots of the pool.
+    Fragment p of block b is at base_offsets[p] + b * block_strides[p], fragment_bytes[p] long; a slot holds a block's
+    fragments one after the other. Slots are page numbers: slot s begins at byte s * PAGE_BYTES of the pool.
+
+    All numbers of a call are checked before a byte is copied: a ValueError names argument, index and value, and
+    nothing was written. Copies release the GIL and are safe from several threads as long as their targets do not
+    overlap. When a call returns, its stores come before any later store of this thread. The mapping stays exported
+    while this object lives: drop it before closing an mmap.
+    """
+
+    def __init__(self, mapping: Buffer, base_offsets: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int) -> None:
+        """
+        `mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every
+        fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other.
+        """
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block in a slot: the sum of its fragments."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the engine."""
+
+    @property
+    def planes(self) -> int:
+        """Fragments per block."""
+
+    def gather(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer, slots: numpy.typing.NDArray[numpy.uint32], checksums: numpy.typing.NDArray[numpy.uint64] | None = None) -> None:
+        """
+        Copies blocks to slots, uint32 of shape (n,) each; slots must not overlap. `checksums`, uint64 of shape (n,),
+        receives xxh3_64 of each slot's bytes at a few percent of the cost of reading them again.
+        """
+
+    def scatter(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer, slots: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        Copies slots to blocks; a block may come only once, a slot several times.
+        """
+
+    def checksums(self, pool: Buffer, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
+        """xxh3_64 of each slot's bytes, uint64 of shape (n,)."""
+
 class PoolRecords:
     """
     Slot records of a pool file (format 1): the only code that changes a slot's state.

@@ -6,6 +6,7 @@ NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);
     kvtier::register_block_table(module);
     kvtier::register_checksum(module);
+    kvtier::register_copy_plan(module);
     kvtier::register_pool(module);
     kvtier::register_words(module);
 }

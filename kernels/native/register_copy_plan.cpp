@@ -1,0 +1,111 @@
+#include <nanobind/stl/optional.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "arrays.hpp"
+#include "copy_plan.hpp"
+#include "register.hpp"
+#include "stream_copy.hpp"
+
+namespace kvtier {
+
+namespace {
+
+using NumbersArg = ArrayArg<std::uint32_t>;
+using OffsetsArg = ArrayArg<std::uint64_t>;
+
+std::vector<Plane> planes_of(OffsetsArg base_offsets, OffsetsArg block_strides, OffsetsArg fragment_bytes) {
+    const In<std::uint64_t> bases(base_offsets, "base_offsets");
+    const In<std::uint64_t> strides(block_strides, "block_strides");
+    const In<std::uint64_t> bytes(fragment_bytes, "fragment_bytes");
+    strides.require_rows(bases.rows(), "base_offsets");
+    bytes.require_rows(bases.rows(), "base_offsets");
+    std::vector<Plane> planes;
+    planes.reserve(bases.rows());
+    for (std::size_t p = 0; p < bases.rows(); ++p)
+        planes.push_back({bases.data()[p], strides.data()[p], bytes.data()[p]});
+    return planes;
+}
+
+// A plan over a Python buffer, which stays exported (an mmap cannot be closed) as long as this object lives.
+class BufferPlan : public CopyPlan {
+   public:
+    BufferPlan(BufferArg mapping, OffsetsArg base_offsets, OffsetsArg block_strides, OffsetsArg fragment_bytes,
+               std::uint64_t num_blocks)
+        : BufferPlan(std::make_unique<Buffer>(mapping.object, "mapping", true),
+                     planes_of(base_offsets, block_strides, fragment_bytes), num_blocks) {}
+
+   private:
+    BufferPlan(std::unique_ptr<Buffer> buffer, std::vector<Plane> planes, std::uint64_t num_blocks)
+        : CopyPlan(buffer->data(), buffer->bytes(), std::move(planes), num_blocks), buffer_(std::move(buffer)) {}
+    std::unique_ptr<Buffer> buffer_;
+};
+
+Pool pool_of(const Buffer& buffer) { return {buffer.data(), buffer.bytes()}; }
+
+void gather(const BufferPlan& plan, NumbersArg block_ids, BufferArg pool, NumbersArg slots,
+            std::optional<OffsetsArg> checksums) {
+    const In<std::uint32_t> ids(block_ids, "block_ids");
+    const Buffer memory(pool.object, "pool", true);
+    const In<std::uint32_t> targets(slots, "slots");
+    std::optional<In<std::uint64_t>> sums;
+    if (checksums) sums.emplace(*checksums, "checksums", true).require_rows(ids.rows(), "block_ids");
+    const nb::gil_scoped_release release;
+    plan.gather(ids.span(), pool_of(memory), targets.span(), sums ? sums->data() : nullptr);
+}
+
+void scatter(const BufferPlan& plan, NumbersArg block_ids, BufferArg pool, NumbersArg slots) {
+    const In<std::uint32_t> ids(block_ids, "block_ids");
+    const Buffer memory(pool.object, "pool", false);
+    const In<std::uint32_t> sources(slots, "slots");
+    const nb::gil_scoped_release release;
+    plan.scatter(ids.span(), pool_of(memory), sources.span());
+}
+
+Array<std::uint64_t> checksums(const BufferPlan& plan, BufferArg pool, NumbersArg slots) {
+    const Buffer memory(pool.object, "pool", false);
+    const In<std::uint32_t> sources(slots, "slots");
+    Array<std::uint64_t> out = make_array<std::uint64_t>(sources.rows());
+    const nb::gil_scoped_release release;
+    plan.checksums(pool_of(memory), sources.span(), out.data);
+    return out;
+}
+
+}  // namespace
+
+void register_copy_plan(nb::module_& module) {
+    using namespace nb::literals;
+    module.attr("PAGE_BYTES") = kPageBytes;
+    module.def(
+        "copy_variant", [] { return stream_ops().name; },
+        "The instruction set that copies use on this machine: avx512, avx2, sse2, or memcpy where there is none of these.");
+
+    nb::class_<BufferPlan>(
+        module, "CopyPlan",
+        "Where the fragments of an engine's blocks lie in its mapping, and the copies between them and slots of the pool.\n"
+        "Fragment p of block b is at base_offsets[p] + b * block_strides[p], fragment_bytes[p] long; a slot holds a block's\n"
+        "fragments one after the other. Slots are page numbers: slot s begins at byte s * PAGE_BYTES of the pool.\n\n"
+        "All numbers of a call are checked before a byte is copied: a ValueError names argument, index and value, and\n"
+        "nothing was written. Copies release the GIL and are safe from several threads as long as their targets do not\n"
+        "overlap. When a call returns, its stores come before any later store of this thread. The mapping stays exported\n"
+        "while this object lives: drop it before closing an mmap.")
+        .def(nb::init<BufferArg, OffsetsArg, OffsetsArg, OffsetsArg, std::uint64_t>(), "mapping"_a, "base_offsets"_a,
+             "block_strides"_a, "fragment_bytes"_a, "num_blocks"_a,
+             "`mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every\n"
+             "fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other.")
+        .def_prop_ro("slot_bytes", [](const BufferPlan& plan) { return plan.slot_bytes(); },
+                     "Bytes of one block in a slot: the sum of its fragments.")
+        .def_prop_ro("num_blocks", [](const BufferPlan& plan) { return plan.num_blocks(); }, "Blocks of the engine.")
+        .def_prop_ro("planes", [](const BufferPlan& plan) { return plan.planes(); }, "Fragments per block.")
+        .def("gather", &gather, "block_ids"_a, "pool"_a, "slots"_a, "checksums"_a = nb::none(),
+             "Copies blocks to slots, uint32 of shape (n,) each; slots must not overlap. `checksums`, uint64 of shape (n,),\n"
+             "receives xxh3_64 of each slot's bytes at a few percent of the cost of reading them again.")
+        .def("scatter", &scatter, "block_ids"_a, "pool"_a, "slots"_a,
+             "Copies slots to blocks; a block may come only once, a slot several times.")
+        .def("checksums", &checksums, "pool"_a, "slots"_a, "xxh3_64 of each slot's bytes, uint64 of shape (n,).");
+}
+
+}  // namespace kvtier

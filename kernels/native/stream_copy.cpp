@@ -1,0 +1,50 @@
+#include "stream_copy.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvtier {
+
+namespace {
+
+// Below this a fragment's lines are written the usual way: there is not enough of it to pay for the unaligned ends.
+constexpr std::size_t kStreamBytesMin = 512;
+// Of each piece, fetched when it is added; by the time its group is copied, its address is translated and data has come.
+constexpr std::size_t kFetchBytes = 256;
+
+}  // namespace
+
+const StreamOps& stream_ops() {
+    static const StreamOps& chosen = []() -> const StreamOps& {
+#if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx512f")) return stream_ops_avx512();
+        if (__builtin_cpu_supports("avx2")) return stream_ops_avx2();
+#endif
+        return stream_ops_portable();
+    }();
+    return chosen;
+}
+
+void StreamCopier::add(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes < kStreamBytesMin) {
+        std::memcpy(to, from, bytes);
+        return;
+    }
+    const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % kLineBytes;
+    if (head != 0) std::memcpy(to, from, head);
+    const std::size_t end = head + (bytes - head) / kLineBytes * kLineBytes;
+    if (end != bytes) std::memcpy(to + end, from + end, bytes - end);
+    for (std::size_t start = head; start < end; start += kPieceBytes) {
+        const std::size_t piece = std::min(kPieceBytes, end - start);
+        for (std::size_t i = 0; i < std::min(kFetchBytes, piece); i += kLineBytes) __builtin_prefetch(from + start + i);
+        pieces_[count_++] = {to + start, from + start, piece};
+        if (count_ == kStreams) flush();
+    }
+}
+
+void StreamCopier::finish() {
+    if (count_ != 0) flush();
+    ops_.fence();
+}
+
+}  // namespace kvtier
