@@ -114,10 +114,18 @@ def _whole_blocks(found: Columns, ready: Rows) -> tuple[Rows, Rows, Rows]:
 
     Returns (rows, heads, worlds): block i is rows[heads[i]:heads[i] + worlds[i]], in rank order.
     """
-    if not len(ready):
-        return ready, ready, ready
-    keys = found["copy_keys"][ready]
-    rows = ready[np.lexsort((found["shards"][ready], keys))]
+    single = found["worlds"][ready] == 1
+    alone, sharded = ready[single], ready[~single]
+    rows, heads, worlds = _sharded_blocks(found, sharded) if len(sharded) else (sharded,) * 3
+    return (
+        np.concatenate((alone, rows)),
+        np.concatenate((np.arange(len(alone)), heads + len(alone))),
+        np.concatenate((np.ones(len(alone), np.int64), worlds)),
+    )
+
+
+def _sharded_blocks(found: Columns, sharded: Rows) -> tuple[Rows, Rows, Rows]:
+    rows = sharded[np.lexsort((found["shards"][sharded], found["copy_keys"][sharded]))]
     keys = found["copy_keys"][rows]
     heads = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
     sizes = np.diff(heads, append=len(rows))

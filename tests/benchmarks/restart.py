@@ -1,0 +1,135 @@
+"""Restart to warm: seconds from opening a full pool to everything being known again, at 10 k and 1 M slots.
+
+    python -m tests.benchmarks.restart [--json] [--slots N]
+
+The pool is filled by one process, killed, and opened by this one: `_s` is opening and recovering, `_scan_s`
+the native scan alone, and `_core_s` handing what was found to a core machine, where the core is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from kvtierd.memory import HostPool
+
+SLOT_BYTES = 4096
+EXTENT_BYTES = 64 << 20
+BATCH = 8192
+REPETITIONS = 3
+FILL_TIMEOUT_S = 300
+SIZES = {"10k": 10_000, "1m": 1_000_000}
+
+
+def pool_bytes(slots: int) -> int:
+    per_extent = EXTENT_BYTES // (SLOT_BYTES + 128) - 1
+    return (2 << 20) + (slots // per_extent + 1) * EXTENT_BYTES
+
+
+def fill(path: Path, slots: int) -> None:
+    """Store `slots` one-shard blocks, say so, and wait to be killed. Their data is never written: no restart
+    reads it.
+    """
+    pool = HostPool.open(path, pool_bytes(slots), EXTENT_BYTES, lock_timeout_s=1)
+    writer = pool.register_writer(os.getpid())
+    random = np.random.default_rng(1)
+    stored = 0
+    for extent in range(pool.geometry.extents):
+        pool.records.format_extent(extent, SLOT_BYTES)
+        places = pool.geometry.slots_of(extent, SLOT_BYTES)[: slots - stored]
+        for start in range(0, len(places), BATCH):
+            batch = places[start : start + BATCH]
+            hashes = random.integers(0, 256, (len(batch), 32), np.uint8)
+            pool.records.open(
+                batch,
+                writer,
+                pool.boot_nonce,
+                stored + start,
+                b"benchmark-space!",
+                0,
+                0,
+                1,
+                hashes,
+                SLOT_BYTES,
+            )
+            clocks = np.arange(stored + start, stored + start + len(batch), dtype=np.uint64)
+            pool.records.commit(batch, clocks)
+        stored += len(places)
+    print(stored, flush=True)
+    signal.pause()
+
+
+def measure(name: str, slots: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir="/dev/shm") as folder:
+        path = Path(folder) / "pool"
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.restart",
+            "--fill",
+            str(path),
+            "--slots",
+            str(slots),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as filler:
+            assert filler.stdout is not None
+            try:
+                stored = int(filler.stdout.readline() or 0)
+            finally:
+                filler.kill()
+        if stored != slots:
+            raise SystemExit(f"the filling process stored {stored} of {slots} blocks")
+        opens, scans, cores = [], [], []
+        for _ in range(REPETITIONS):
+            began_s = time.perf_counter()
+            with HostPool.open(path, pool_bytes(slots), EXTENT_BYTES, lock_timeout_s=5) as pool:
+                opens.append(time.perf_counter() - began_s)
+                if pool.start.recovered_blocks != slots:
+                    raise SystemExit(f"recovered {pool.start.recovered_blocks} of {slots} blocks")
+                began_s = time.perf_counter()
+                pool.records.scan()
+                scans.append(time.perf_counter() - began_s)
+                cores += hand_to_core(pool)
+    figures = {
+        f"restart_{name}_s": statistics.median(opens),
+        f"restart_{name}_scan_s": statistics.median(scans),
+    }
+    if cores:
+        figures[f"restart_{name}_core_s"] = statistics.median(cores)
+    return figures
+
+
+def hand_to_core(pool: HostPool) -> list[float]:
+    """Seconds that the core takes over what was recovered; empty while there is no core to ask."""
+    return []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--slots", type=int, help="measure this number of slots instead")
+    arguments = parser.parse_args()
+    if arguments.fill:
+        fill(arguments.fill, arguments.slots)
+    figures: dict[str, float] = {}
+    for name, slots in {str(arguments.slots): arguments.slots}.items() if arguments.slots else SIZES.items():
+        figures |= measure(name, slots)
+    if not arguments.json:
+        for key, value in figures.items():
+            print(f"{key:<24} {value:8.4f}")
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
