@@ -1,0 +1,189 @@
+"""The native block table does what the plain-Python one does, step by step, refusals included."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import kvtier_kernels
+from tests.oracles import block_table as oracle
+
+CAPACITY = 12
+POOL_PAGES = 48
+KEYS = [bytes([i]) * 32 for i in range(8)] + [bytes(31) + bytes([i]) for i in range(8)]
+
+spaces = st.sampled_from([0, 1, 0xFFFF_FFFF])
+domains = st.sampled_from([0, 1, 65535])
+flag_bits = st.integers(0, 255)
+keys = st.lists(st.sampled_from(KEYS), max_size=8).map(
+    lambda chosen: np.frombuffer(b"".join(chosen), np.uint8).reshape(-1, 32)
+)
+# Mostly entries that may be live, sometimes what no table has; duplicates happen.
+ids = st.one_of(st.integers(0, CAPACITY), st.sampled_from([kvtier_kernels.NO_ENTRY, 1 << 31]))
+batches = st.one_of(
+    st.lists(st.integers(0, CAPACITY - 1), max_size=6),
+    st.lists(st.integers(0, CAPACITY - 1), max_size=6, unique=True),
+    st.lists(ids, max_size=4),
+).map(lambda chosen: np.array(chosen, np.uint32))
+# Which of the entries that fit: chosen by the machine, which knows the states.
+picks = st.lists(st.integers(0, CAPACITY - 1), min_size=1, max_size=6)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equality of results: arrays by dtype, shape and content, tuples and dicts part by part."""
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    return bool(left == right)
+
+
+class Tables(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.native = kvtier_kernels.BlockTable(CAPACITY, POOL_PAGES, seed=7)
+        self.model = oracle.BlockTable(CAPACITY, POOL_PAGES)
+
+    def both(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of both tables: they must agree in the result, or both refuse and stay as they were."""
+        before = self.native.dump()
+        try:
+            expected = getattr(self.model, name)(*arguments)
+        except ValueError:
+            with pytest.raises(ValueError):
+                getattr(self.native, name)(*arguments)
+            assert same(self.native.dump(), before)
+            return None
+        result = getattr(self.native, name)(*arguments)
+        assert same(result, expected), f"{name}{arguments}: {result} is not {expected}"
+        return result
+
+    def fitting(self, picked: Iterable[int], state: int, **also: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """Distinct entries in this state with these attributes, chosen by number: batches that will be accepted."""
+        fits = [
+            entry
+            for entry, block in sorted(self.model.blocks.items())
+            if block.state == state and all(getattr(block, name) == value for name, value in also.items())
+        ]
+        return np.array(list(dict.fromkeys(fits[i % len(fits)] for i in picked)) if fits else [], np.uint32)
+
+    @rule(space=spaces, domain=domains, hashes=keys, flags=flag_bits)
+    def insert(self, space: int, domain: int, hashes: Any, flags: int) -> None:
+        self.both("insert", space, domain, hashes, flags)
+
+    @rule(space=spaces, hashes=keys)
+    def look_up(self, space: int, hashes: Any) -> None:
+        self.both("lookup", space, hashes)
+        self.both("lookup_prefix", space, hashes)
+
+    @rule(entries=batches, world=st.integers(0, 3), data=st.data())
+    def attach_any(self, entries: Any, world: int, data: st.DataObject) -> None:
+        pages = st.integers(0, POOL_PAGES)
+        flat = data.draw(st.lists(pages, min_size=len(entries) * world, max_size=len(entries) * world))
+        self.both("attach_slots", entries, np.array(flat, np.uint32).reshape(len(entries), world))
+
+    @rule(picked=picks, world=st.integers(1, 3), order=st.randoms(use_true_random=False))
+    def attach_free_slots(self, picked: list[int], world: int, order: Any) -> None:
+        entries = self.fitting(picked, oracle.WRITING, slots=[])
+        free = sorted(set(range(1, POOL_PAGES)) - self.model.slot_owners.keys())
+        order.shuffle(free)
+        entries = entries[: len(free) // world]
+        slots = np.array(free[: len(entries) * world], np.uint32).reshape(len(entries), world)
+        self.both("attach_slots", entries, slots)
+        self.both("slots", entries, world)
+
+    @rule(picked=picks)
+    def commit(self, picked: list[int]) -> None:
+        self.both("commit", self.fitting(picked, oracle.WRITING))
+
+    @rule(picked=picks)
+    def begin_evict(self, picked: list[int]) -> None:
+        self.both("begin_evict", self.fitting(picked, oracle.READY, pins=0))
+
+    @rule(picked=picks, state=st.sampled_from([oracle.WRITING, oracle.EVICTING]))
+    def remove(self, picked: list[int], state: int) -> None:
+        self.both("remove", self.fitting(picked, state, pins=0))
+
+    @rule(picked=picks, times=st.integers(1, 3))
+    def pin_and_maybe_more_than_once(self, picked: list[int], times: int) -> None:
+        entries = self.fitting(picked, oracle.READY)
+        self.both("pin", np.tile(entries, times))
+
+    @rule(order=st.randoms(use_true_random=False))
+    def unpin_everything(self, order: Any) -> None:
+        pinned = [entry for entry, block in self.model.blocks.items() for _ in range(block.pins)]
+        order.shuffle(pinned)
+        self.both("unpin", np.array(pinned, np.uint32))
+
+    @rule(
+        name=st.sampled_from(["commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch"]), entries=batches
+    )
+    def change_any(self, name: str, entries: Any) -> None:
+        self.both(name, entries)
+
+    @rule(entries=batches, flags=flag_bits, name=st.sampled_from(["set_flags", "clear_flags"]))
+    def change_flags(self, entries: Any, flags: int, name: str) -> None:
+        self.both(name, entries, flags)
+
+    @rule(entries=batches)
+    def read_fields(self, entries: Any) -> None:
+        for name in ("states", "pins", "flags", "hashes", "spaces", "domains", "generations"):
+            self.both(name, entries)
+
+    @rule(entries=batches, world=st.integers(0, 3))
+    def read_slots(self, entries: Any, world: int) -> None:
+        self.both("slots", entries, world)
+
+    @rule(slots=st.lists(st.integers(0, POOL_PAGES), max_size=6).map(lambda s: np.array(s, np.uint32)))
+    def read_owners(self, slots: Any) -> None:
+        self.both("owners", slots)
+
+    @precondition(lambda self: len(self.model.blocks) > CAPACITY // 2)
+    @rule(domain=domains, n=st.integers(0, 4))
+    def evict(self, domain: int, n: int) -> None:
+        victims = self.both("victims", domain, n)
+        self.both("begin_evict", victims)
+        self.both("remove", victims)
+
+    @invariant()
+    def tables_agree(self) -> None:
+        self.native.check()
+        self.model.check()
+        assert same(self.native.dump(), self.model.dump())
+        stats, expected = self.native.stats(), self.model.stats()
+        assert stats | {"bytes": 0} == expected
+        for domain in (0, 1, 65535):
+            assert same(self.native.victims(domain, CAPACITY), self.model.victims(domain, CAPACITY))
+        for space in (0, 1, 0xFFFF_FFFF):
+            assert self.native.count(space) == self.model.count(space)
+            assert same(self.native.entries_of(space), self.model.entries_of(space))
+
+
+TestTables = Tables.TestCase
+TestTables.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, (1 << 64) - 1), rounds=st.integers(1, 6), order=st.randoms(use_true_random=False))
+def test_a_crowded_index_finds_every_key_after_any_deletions(seed: int, rounds: int, order: Any) -> None:
+    """Runs of probes merge, wrap round and are torn apart; keys differ in single bytes only."""
+    capacity = 700
+    native = kvtier_kernels.BlockTable(capacity, 2, seed=seed)
+    model = oracle.BlockTable(capacity, 2)
+    universe = np.zeros((900, 32), np.uint8)
+    universe[:, 0] = np.arange(900) % 256
+    universe[:, 31] = np.arange(900) // 256
+    for _ in range(rounds):
+        some = universe[order.sample(range(900), 500)]
+        assert same(native.insert(3, 0, some), model.insert(3, 0, some))
+        entries = np.array(order.sample(sorted(model.blocks), len(model.blocks) // 2), np.uint32)
+        native.remove(entries)
+        model.remove(entries)
+        assert same(native.lookup(3, universe), model.lookup(3, universe))
+    native.check()
