@@ -1,6 +1,5 @@
 """A snapshot as Admin.Status tells it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.v1 import admin_pb2
@@ -15,7 +14,8 @@ class AboutDaemon:
     version: str
     pid: int
     socket: str
-    metrics_url: Callable[[], str]
+    metrics_url: str
+    """Empty if there are none."""
 
 
 def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusResponse:
@@ -27,7 +27,7 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
         uptime_s=snapshot.uptime_s,
         state=snapshot.state,
         socket=about.socket,
-        metrics_url=about.metrics_url(),
+        metrics_url=about.metrics_url,
         pool=admin_pb2.PoolStatus(
             path=pool.path,
             capacity_bytes=pool.capacity_bytes,

@@ -1,0 +1,101 @@
+"""The `kvtierd` command: serve, and look at the configuration."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from kvtierd import config as configuration
+from kvtierd import logs, settings
+
+EXIT_CONFIG = 78
+"""The configuration cannot be used (sysexits.h EX_CONFIG)."""
+EXIT_CANNOT_START = 69
+"""Something the daemon needs is not to be had (sysexits.h EX_UNAVAILABLE)."""
+
+
+def _configurable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--config` and a flag for every setting."""
+    for item in reversed(list(settings.declared(configuration.Config))):
+        shown = item.default if item.default not in (None, "") else "see above"
+        if item.parse is settings.size and item.default:
+            shown = settings.format_size(item.default)
+        command = click.option(
+            item.flag,
+            item.key.replace(".", "__"),
+            metavar=item.metavar,
+            help=f"{item.sentence}  [{item.env}; default: {shown}]",
+        )(command)
+    return click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        help="TOML file; without it KVTIER_CONFIG, else /etc/kvtier/kvtierd.toml if it exists.",
+    )(command)
+
+
+def _load(config_file: Path | None, flags: dict[str, str | None]) -> configuration.Loaded:
+    given = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
+    try:
+        return configuration.load(config_file, given)
+    except settings.ConfigError as error:
+        _fail(error, EXIT_CONFIG)
+
+
+def _fail(error: Exception, status: int) -> NoReturn:
+    click.echo(f"kvtierd: {error}", err=True)
+    sys.exit(status)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="kvtier", prog_name="kvtierd")
+def main() -> None:
+    """The kvtier daemon: keeps inference engines' KV cache across their restarts and its own."""
+
+
+@main.command()
+@_configurable
+def serve(config_file: Path | None, **flags: str | None) -> None:
+    """Run the daemon in the foreground. SIGTERM drains and stops it; a second one stops it at once."""
+    loaded = _load(config_file, flags)
+    # Imported late: `kvtierd config` and `--help` need neither gRPC nor the native core.
+    from kvtierd import serve as root
+    from kvtierd.memory import PoolError
+    from kvtierd.rpc.sockets import SocketError
+    from kvtierd.transfer.supervisor import WorkerStartError
+
+    logs.configure(loaded.config.log.level, loaded.config.log.format)
+    try:
+        sys.exit(root.run(loaded.config))
+    except settings.ConfigError as error:
+        _fail(error, EXIT_CONFIG)
+    except (PoolError, SocketError, WorkerStartError) as error:
+        _fail(error, EXIT_CANNOT_START)
+    except KeyboardInterrupt:
+        _fail(RuntimeError("stopped before it was serving"), 130)
+
+
+@main.group()
+def config() -> None:
+    """Look at the configuration."""
+
+
+@config.command()
+@_configurable
+def check(config_file: Path | None, **flags: str | None) -> None:
+    """Check the configuration; say what is wrong, and exit with 78 then."""
+    loaded = _load(config_file, flags)
+    click.echo(f"the configuration is sound ({loaded.file or 'no file'}, {len(loaded.given)} settings given)")
+
+
+@config.command()
+@_configurable
+def show(config_file: Path | None, **flags: str | None) -> None:
+    """Print the whole configuration as TOML, with what each setting means and where it came from."""
+    click.echo(configuration.show(_load(config_file, flags)), nl=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Prometheus metrics: what is counted as it happens, and what a scrape reads from a snapshot of the cache.
+
+Served from threads of their own: a scrape costs milliseconds of Python that the event loop must not spend.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtierd.cache import Snapshot
+from kvtierd.settings import ConfigError
+
+SNAPSHOT_DEADLINE_S = 2.0
+"""For the event loop to take a snapshot; after it a scrape shows the last one, and its age."""
+RPC_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
+LAG_BUCKETS_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 5.0)
+RPCS = ("lookup", "store", "load", "release", "cancel", "heartbeat")
+TIER = "host"
+
+
+class Metrics:
+    """All metrics of the daemon, in one registry."""
+
+    def __init__(self, registry: CollectorRegistry, version: str) -> None:
+        """Registers everything in `registry`; label values are a closed set."""
+        self.registry = registry
+        self._rpc_seconds = Histogram(
+            "kvtier_rpc_seconds",
+            "Time from a decoded request to its reply, by call; Wait and Attach are left out.",
+            ["rpc"],
+            buckets=RPC_BUCKETS_S,
+            registry=registry,
+        )
+        self._by_rpc = {rpc: self._rpc_seconds.labels(rpc) for rpc in RPCS}
+        self._loop_lag = Histogram(
+            "kvtier_event_loop_lag_seconds",
+            "How late the event loop was at each tick of 100 ms.",
+            buckets=LAG_BUCKETS_S,
+            registry=registry,
+        )
+        ProcessCollector(registry=registry)
+        self._version = version
+
+    def observe_rpc(self, rpc: str, seconds: float) -> None:
+        if (histogram := self._by_rpc.get(rpc)) is not None:
+            histogram.observe(seconds)
+
+    def observe_lag(self, seconds: float) -> None:
+        self._loop_lag.observe(seconds)
+
+    def watch(self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop) -> None:
+        """From now on a scrape shows `snapshot()`, called on `loop`."""
+        self.registry.register(_SnapshotCollector(snapshot, loop, self._version))
+
+
+class _SnapshotCollector(Collector):
+    """Asks the event loop for a snapshot, and waits for it no longer than a deadline."""
+
+    def __init__(
+        self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop, version: str
+    ) -> None:
+        self._snapshot = snapshot
+        self._loop = loop
+        self._version = version
+        self._last = snapshot()
+        self._fresh = True
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not scrape
+
+    def collect(self) -> Iterator[Metric]:
+        answer: concurrent.futures.Future[Snapshot] = concurrent.futures.Future()
+
+        def take() -> None:
+            try:
+                answer.set_result(self._snapshot())
+            except Exception as error:
+                answer.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(take)
+            self._last = answer.result(SNAPSHOT_DEADLINE_S)
+            fresh = True
+        except (TimeoutError, RuntimeError):  # the loop is stuck, or closed
+            fresh = False
+        yield _gauge("kvtier_snapshot_fresh", "0 if the event loop did not answer this scrape.", fresh)
+        yield from families(self._last, self._version)
+
+
+def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
+    """A snapshot as Prometheus sees it."""
+    yield from _daemon(snapshot, version)
+    yield from _pool(snapshot)
+    yield from _traffic(snapshot)
+    yield from _clients(snapshot)
+    yield from _workers(snapshot)
+
+
+def _daemon(snapshot: Snapshot, version: str) -> Iterator[Metric]:
+    info = GaugeMetricFamily("kvtier_build_info", "1, with the daemon's version.", labels=["version"])
+    info.add_metric([version], 1)
+    yield info
+    yield _gauge("kvtier_uptime_seconds", "Since the daemon started.", snapshot.uptime_s)
+    yield _gauge("kvtier_draining", "1 while nothing new is accepted.", snapshot.state == "draining")
+
+
+def _pool(snapshot: Snapshot) -> Iterator[Metric]:
+    pool, core = snapshot.pool, snapshot.core
+    free_bytes = pool.capacity_bytes - core.used_bytes
+    yield _gauges(
+        "kvtier_pool_bytes",
+        "Bytes of the host pool, by whether they are in slots that hold a block.",
+        "state",
+        {"used": core.used_bytes, "free": free_bytes},
+    )
+    yield _gauges(
+        "kvtier_pool_extents",
+        "Extents of the host pool, by whether they are assigned to a slot size.",
+        "state",
+        {"assigned": core.extents - core.extents_free, "free": core.extents_free},
+    )
+    yield _gauges(
+        "kvtier_blocks",
+        "Blocks in the host tier.",
+        "state",
+        {"writing": core.blocks.writing, "ready": core.blocks.ready, "evicting": core.blocks.evicting},
+    )
+    yield _gauge("kvtier_blocks_max", "Blocks the block table has room for.", core.blocks.capacity)
+    yield _gauge("kvtier_start_warm", "1 if the daemon started on a pool it could use.", pool.warm)
+    yield _gauge("kvtier_recovered_blocks", "Blocks found in the pool at start.", pool.recovered_blocks)
+    yield _gauge("kvtier_recovered_bytes", "Their bytes.", pool.recovered_bytes)
+    yield _gauge("kvtier_recovery_seconds", "Time it took to open the pool.", pool.recovery_s)
+    yield _gauge(
+        "kvtier_quarantined_slots",
+        "Slots whose writer from before the start is not proved gone.",
+        pool.quarantined_slots,
+    )
+    yield _gauge(
+        "kvtier_discarded_slots",
+        "Slots refused at start: bad checksum, missing shards.",
+        pool.discarded_slots,
+    )
+
+
+def _traffic(snapshot: Snapshot) -> Iterator[Metric]:
+    counters = snapshot.core.counters
+    yield _counter("kvtier_lookups", "Lookups answered.", counters.lookups)
+    yield _counter("kvtier_lookup_hashes", "Block hashes asked for in lookups.", counters.lookup_hashes)
+    yield _by_tier("kvtier_lookup_hits", "Block hashes found readable by lookups.", counters.lookup_hits)
+    yield _by_tier("kvtier_store_blocks", "Blocks stored and committed.", counters.stored_blocks)
+    yield _by_tier("kvtier_store_bytes", "Bytes of blocks stored and committed.", counters.stored_bytes)
+    yield _by_tier("kvtier_load_blocks", "Blocks loaded into engines.", counters.loaded_blocks)
+    yield _by_tier("kvtier_load_bytes", "Bytes of blocks loaded into engines.", counters.loaded_bytes)
+    yield _counter(
+        "kvtier_store_deduplicated_blocks", "Blocks not stored: there already.", counters.deduplicated_blocks
+    )
+    yield _counter("kvtier_store_throttled_blocks", "Blocks not stored: no room.", counters.throttled_blocks)
+    yield _by_tier("kvtier_evicted_blocks", "Blocks dropped to make room.", counters.evicted_blocks)
+    yield _counter("kvtier_transfers_failed", "Transfers that ended as FAILED.", counters.failed_transfers)
+    yield _counter(
+        "kvtier_transfers_cancelled", "Transfers that ended as CANCELLED.", counters.cancelled_transfers
+    )
+    yield _by_tier(
+        "kvtier_integrity_failures",
+        "Blocks whose record or checksum did not match; never served.",
+        counters.integrity_failures,
+    )
+    yield _gauge("kvtier_transfers_active", "Transfers not terminal yet.", snapshot.core.transfers_active)
+
+
+def _clients(snapshot: Snapshot) -> Iterator[Metric]:
+    core = snapshot.core
+    ready = sum(instance.ready for instance in core.instances)
+    yield _gauges(
+        "kvtier_instances",
+        "Engine instances attached, by whether all their ranks are registered.",
+        "state",
+        {"ready": ready, "incomplete": len(core.instances) - ready},
+    )
+    yield _gauge("kvtier_sessions", "Sessions attached.", len(snapshot.sessions))
+    yield _gauge(
+        "kvtier_client_mapped_bytes",
+        "Bytes of engines' memory mapped by copy workers.",
+        sum(instance.mapped_bytes for instance in core.instances),
+    )
+    yield _gauge("kvtier_leases", "Leases held by clients.", core.leases)
+    yield _gauge("kvtier_leased_blocks", "Blocks held by leases.", core.leased_blocks)
+    yield _counter("kvtier_leases_expired", "Leases that ran out.", core.counters.expired_leases)
+    yield _counter("kvtier_epochs_ended", "Engine instances that ended.", core.counters.ended_epochs)
+
+
+def _workers(snapshot: Snapshot) -> Iterator[Metric]:
+    live = GaugeMetricFamily(
+        "kvtier_worker_live", "1 for a device whose copy worker is live.", labels=["device"]
+    )
+    respawns = CounterMetricFamily("kvtier_worker_respawns", "Copy workers replaced.", labels=["device"])
+    for device, count in snapshot.respawns.items():
+        states = [worker.state for worker in snapshot.workers if worker.device == device]
+        live.add_metric([device], "live" in states)
+        respawns.add_metric([device], count)
+    yield live
+    yield respawns
+    active = sum(worker.parts_active for worker in snapshot.workers)
+    yield _gauge("kvtier_parts_active", "Parts posted to copy workers and not finished.", active)
+    copied = CounterMetricFamily("kvtier_copy_bytes", "Bytes copied.", labels=["direction"])
+    seconds = CounterMetricFamily(
+        "kvtier_copy_seconds", "Time spent in copies, checks included.", labels=["direction"]
+    )
+    parts = CounterMetricFamily("kvtier_parts", "Parts ended, by outcome.", labels=["direction", "outcome"])
+    for direction, totals in snapshot.copies.items():
+        copied.add_metric([direction], totals.copied_bytes)
+        seconds.add_metric([direction], totals.copy_s)
+        for outcome, count in totals.outcomes.items():
+            parts.add_metric([direction, outcome.lower()], count)
+    yield copied
+    yield seconds
+    yield parts
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _gauges(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _by_tier(name: str, text: str, value: float) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["tier"])
+    family.add_metric([TIER], value)
+    return family
+
+
+class MetricsServer:
+    """The scrape endpoint, on threads of its own."""
+
+    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
+        """Binds `host:port` at once; port 0 picks a free one. Raises ConfigError if it cannot."""
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        try:
+            self._server, self._thread = start_http_server(int(port), host, registry)
+        except OSError as error:
+            raise ConfigError(
+                "metrics.listen",
+                listen,
+                f"cannot be bound ({error.strerror or error}): choose another port, 0 for a free one, or off",
+            ) from None
+        bound = self._server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound}/metrics"
+
+    def close(self) -> None:
+        """Ends the endpoint."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(SNAPSHOT_DEADLINE_S)

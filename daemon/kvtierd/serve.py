@@ -1,0 +1,327 @@
+"""The composition root: builds the daemon from a configuration, runs it, takes it down in order."""
+
+import asyncio
+import grp
+import importlib.metadata
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import uvloop
+from kvtier_kernels import CAPACITY_MAX, BlockTable
+from prometheus_client import CollectorRegistry
+
+from kvtierd.cache import Cache
+from kvtierd.config import Config
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.machine import Machine
+from kvtierd.logs import logger
+from kvtierd.memory import HostPool
+from kvtierd.metrics import Metrics, MetricsServer
+from kvtierd.rpc.server import RpcServer, RpcSettings
+from kvtierd.rpc.sessions import Sessions
+from kvtierd.rpc.side import Channel, SideServer
+from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
+from kvtierd.rpc.status import AboutDaemon
+from kvtierd.settings import ConfigError, human_size
+from kvtierd.transfer.channel import PacketChannel
+from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
+
+EXIT_INTERNAL = 70
+"""An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
+DRAIN_POLL_S = 0.05
+SILENCE_CHECK_S = 0.5
+STREAMS_GRACE_S = 2.0
+WORKERS_GRACE_S = 5.0
+SIDE_QUEUE_PACKETS_MAX = 64
+SIDE_QUEUE_BYTES_MAX = 1 << 20
+VLLM_FLAG = (
+    '--kv-transfer-config \'{"kv_connector":"KvtierConnector",'
+    '"kv_connector_module_path":"kvtier_vllm.connector","kv_role":"kv_both",'
+    '"kv_load_failure_policy":"recompute"}\''
+)
+
+log = logger(__name__)
+
+
+def version() -> str:
+    return importlib.metadata.version("kvtier")
+
+
+def run(config: Config) -> int:
+    """Serves until SIGTERM, SIGINT or an internal error; returns the exit status.
+
+    Raises ConfigError, SocketError, PoolError or WorkerStartError if it cannot start, and leaves nothing.
+    """
+    # Until the loop handles them, both signals end the start like Ctrl-C, with everything cleaned up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ExitStack() as stack:
+        gid = group_id(config.server.group)
+        server = config.server
+        sockets = OwnedSockets(server.socket_path, server.side_socket_path, server.lock_path, gid)
+        stack.callback(sockets.release)
+        pool = open_pool(config)
+        stack.callback(pool.close)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Daemon(config, sockets, pool, gid).run())
+
+
+def group_id(name: str) -> int | None:
+    """Raises ConfigError for a group that does not exist."""
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(
+            "server.group", name, "there is no such group: create it, or leave it empty"
+        ) from None
+
+
+def open_pool(config: Config) -> HostPool:
+    """Raises ConfigError or PoolError."""
+    path = config.pool.file
+    if path is not None:
+        make_private_directory(path.parent)
+        check_room(path, config.pool.size)
+    try:
+        return HostPool.open(
+            path,
+            config.pool.size,
+            config.pool.extent_size or None,
+            lock_timeout_s=config.pool.lock_timeout_s,
+        )
+    except ValueError as error:
+        raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
+
+
+def check_room(path: Path, size_bytes: int) -> None:
+    """Raises ConfigError if the pool's file system could never hold it."""
+    found = os.statvfs(path.parent)
+    total = found.f_blocks * found.f_frsize
+    if size_bytes > total:
+        raise ConfigError(
+            "pool.size",
+            human_size(size_bytes),
+            f"is larger than the file system of {path} ({human_size(total)}): "
+            f"lower pool.size, enlarge it (mount -o remount,size=... {_mount_point(path.parent)}), "
+            "or set pool.path to a larger one",
+        )
+
+
+def _mount_point(path: Path) -> Path:
+    while not path.is_mount():
+        path = path.parent
+    return path
+
+
+class _Daemon:
+    """One run of the daemon on an event loop."""
+
+    def __init__(self, config: Config, sockets: OwnedSockets, pool: HostPool, gid: int | None) -> None:
+        self._config = config
+        self._sockets = sockets
+        self._pool = pool
+        self._gid = gid
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        limits = config.limits.to_core()
+        metrics = Metrics(CollectorRegistry(), version())
+        async with AsyncExitStack() as stack:
+            machine = Machine(self._block_table(), time.monotonic, limits, self._pool.geometry)
+            workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
+            cache = Cache(
+                machine,
+                self._pool,
+                workers,
+                limits,
+                pool_path=config.pool.file,
+                observe_lag=metrics.observe_lag,
+            )
+            cache.handle(self._pool.recovered)
+            stack.push_async_callback(workers.stop, 0)
+            await workers.start()
+            sessions = Sessions(
+                cache,
+                sessions_max=config.server.sessions_max,
+                hello_deadline_s=config.server.hello_deadline_s,
+                silence_s=config.server.session_silence_s,
+            )
+            metrics_url = self._serve_metrics(metrics, cache, stack)
+            rpc = RpcServer(
+                cache,
+                sessions,
+                limits,
+                self._rpc_settings(),
+                AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url),
+                metrics.observe_rpc,
+            )
+            side = await self._listen(rpc, sessions, cache, stack)
+            self._greet(metrics_url)
+            background = [
+                asyncio.create_task(cache.run_ticks()),
+                asyncio.create_task(self._end_silent(sessions)),
+            ]
+            try:
+                await self._until_told(cache, background)
+                await self._wind_down(cache, sessions, rpc, side)
+            finally:
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+            await workers.stop(WORKERS_GRACE_S)
+            return EXIT_INTERNAL if cache.poisoned.is_set() else 0
+
+    # --- starting ---
+
+    def _block_table(self) -> BlockTable:
+        """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
+        geometry = self._pool.geometry
+        slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
+        return BlockTable(min(slots, CAPACITY_MAX), len(self._pool.array) // PAGE_BYTES)
+
+    def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
+        return Supervisor(
+            pool_fd=self._pool.fd,
+            pool_bytes=len(self._pool.array),
+            register_writer=self._pool.register_writer,
+            events=events,
+            limits=SupervisorLimits(copy_deadline_s=self._config.workers.copy_deadline_s),
+        )
+
+    def _rpc_settings(self) -> RpcSettings:
+        server, limits = self._config.server, self._config.limits
+        leased_bytes = int(self._pool.geometry.capacity_bytes * limits.leased_fraction_max)
+        return RpcSettings(
+            message_bytes_max=server.message_bytes_max,
+            sessions_max=server.sessions_max,
+            hello_deadline_s=server.hello_deadline_s,
+            outgoing_max=server.outgoing_max,
+            heartbeat_interval_s=server.heartbeat_interval_s,
+            leased_blocks_max=leased_bytes // PAGE_BYTES,
+        )
+
+    def _serve_metrics(self, metrics: Metrics, cache: Cache, stack: AsyncExitStack) -> str:
+        """The URL; empty if metrics are off. Raises ConfigError."""
+        listen = self._config.metrics.listen
+        if listen == "off":
+            return ""
+        metrics.watch(cache.snapshot, asyncio.get_running_loop())
+        server = MetricsServer(listen, metrics.registry)
+        # On a thread: a scrape that is under way may be waiting for this loop.
+        stack.push_async_callback(asyncio.to_thread, server.close)
+        return server.url
+
+    async def _listen(
+        self, rpc: RpcServer, sessions: Sessions, cache: Cache, stack: AsyncExitStack
+    ) -> SideServer:
+        with self._sockets.binding():
+            rpc.bind(self._sockets.grpc_path)
+        listener = self._sockets.bind_side()
+        self._sockets.open_to_group()
+        side = SideServer(listener, sessions, cache, _open_channel, self._gid)
+        stack.callback(side.close)
+        stack.push_async_callback(rpc.stop, 0)
+        await rpc.start()
+        return side
+
+    def _greet(self, metrics_url: str) -> None:
+        config, start = self._config, self._pool.start
+        how = (
+            f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
+            if start.warm
+            else f"cold: {start.cold_reason}"
+        )
+        lines = (
+            f"kvtierd {version()} is serving, pid {os.getpid()}",
+            f"  socket   {self._sockets.grpc_path}",
+            f"  pool     {config.pool.file or 'anonymous memory'}, "
+            f"{human_size(self._pool.geometry.capacity_bytes)}",
+            f"  start    {how} ({start.seconds:.2f} s)",
+            f"  metrics  {metrics_url or 'off'}",
+            f"  vLLM     {VLLM_FLAG}",
+        )
+        print("\n".join(lines), flush=True)
+        log.info(
+            "serving",
+            version=version(),
+            pid=os.getpid(),
+            socket=self._sockets.grpc_path,
+            pool=config.pool.file or "",
+            pool_bytes=self._pool.geometry.capacity_bytes,
+            start="warm" if start.warm else "cold",
+            metrics=metrics_url,
+        )
+
+    # --- running and stopping ---
+
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        log.info(
+            "stopping" if not self._hurry.is_set() else "stopping now", signal=signal.Signals(number).name
+        )
+        self._stop.set()
+
+    async def _until_told(self, cache: Cache, background: list[asyncio.Task[None]]) -> None:
+        """Returns when the daemon is to stop. Raises what a background task raised."""
+        told = {asyncio.create_task(self._stop.wait()), asyncio.create_task(cache.poisoned.wait())}
+        try:
+            await asyncio.wait({*told, *background}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in told:
+                waiting.cancel()
+        if not self._stop.is_set() and not cache.poisoned.is_set():
+            for task in background:
+                if task.done():
+                    task.result()
+
+    async def _end_silent(self, sessions: Sessions) -> None:
+        while True:
+            await asyncio.sleep(SILENCE_CHECK_S)
+            sessions.end_silent()
+
+    async def _wind_down(self, cache: Cache, sessions: Sessions, rpc: RpcServer, side: SideServer) -> None:
+        """Refuses what is new, lets transfers finish, says goodbye."""
+        await rpc.drain()
+        if cache.poisoned.is_set():
+            why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
+        else:
+            cache.drain()
+            await self._transfers_over(cache)
+            why = Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
+        sessions.end_all(why)
+        await rpc.stop(STREAMS_GRACE_S)
+
+    async def _transfers_over(self, cache: Cache) -> None:
+        deadline_s = time.monotonic() + self._config.server.drain_s
+        while active := cache.transfers_active:
+            if self._hurry.is_set() or time.monotonic() >= deadline_s or cache.poisoned.is_set():
+                log.warning(
+                    "stopping with transfers still active: their clients see them fail", active=active
+                )
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+
+
+def _open_channel(
+    connection: socket.socket, on_packet: Callable[[bytes, list[int]], None], on_closed: Callable[[str], None]
+) -> Channel:
+    return PacketChannel(
+        connection,
+        on_packet,
+        on_closed,
+        queue_packets_max=SIDE_QUEUE_PACKETS_MAX,
+        queue_bytes_max=SIDE_QUEUE_BYTES_MAX,
+    )
