@@ -73,7 +73,7 @@ class Supervisor:
         """
         self.limits = limits or SupervisorLimits()
         self.workers: dict[WorkerId, WorkerHandle] = {}
-        """Workers whose process exists."""
+        """From the start of a worker's process to the delivery of its WorkerExited."""
         self.respawns = dict.fromkeys(devices, 0)
         """Workers started per device, beyond its first."""
         self.totals = {direction: CopyTotals() for direction in Direction}
@@ -139,7 +139,6 @@ class Supervisor:
         if gone and self._watch_timer is not None:
             self._watch_timer.cancel()
             self._watch_timer = None
-        await asyncio.sleep(0)  # The last events are on their way.
         return gone
 
     async def _all_gone(self, timeout_s: float) -> bool:
@@ -382,17 +381,21 @@ class Supervisor:
         process.channel.drain()
         self._lose(handle, process.ended() or "its process is gone")
         handle.state = WorkerState.EXITED
+        del self._processes[handle.worker]
         process.close()
-        del self._processes[handle.worker], self.workers[handle.worker]
+        if handle.announced:
+            self._emit(WorkerExited(handle.worker))
+        # Only now, so that whoever hears of a worker finds it in `workers`, whatever has happened to it.
+        self._loop.call_soon(self._forget, handle)
+
+    def _forget(self, handle: WorkerHandle) -> None:
+        del self.workers[handle.worker]
         self._changed.set()
         if not self._stopping:
             self._schedule_respawn(handle.device, self._loop.time() - handle.started_s)
-        if handle.announced:
-            self._emit(WorkerExited(handle.worker))
 
     def _emit(self, stimulus: WorkerStimulus) -> None:
-        """Tells the core, in a callback of its own: never in the middle of what called us, and its errors are
-        its own."""
+        """Tells the core, in a callback of its own: never in the middle of us, and its errors are its own."""
         self._loop.call_soon(self._events, stimulus)
 
     def _schedule_respawn(self, device: str, lived_s: float) -> None:
@@ -432,6 +435,8 @@ class Supervisor:
                 if now_s >= handle.deadline_s
                 else None
             )
+        if handle.state is WorkerState.EXITED:
+            return None
         if handle.state is WorkerState.LOST:
             if now_s >= handle.deadline_s:
                 handle.deadline_s = float("inf")

@@ -7,14 +7,15 @@ has, and exits with status 0. It then still holds the pool's lock until the last
 import argparse
 import faulthandler
 import logging
+import mmap
 import os
 import signal
 import socket
 import sys
 import time
 
+import numpy as np
 from google.protobuf.message import DecodeError
-from kvtier_kernels import map_shared
 
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import PacketError, close_fds
@@ -45,7 +46,7 @@ def main() -> int:
     os.close(arguments.status_fd)
     channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     # The pool's descriptor stays open as long as this process lives: it is the pool's lock.
-    pool = map_shared(arguments.pool_fd, arguments.pool_bytes)
+    pool = np.frombuffer(mmap.mmap(arguments.pool_fd, arguments.pool_bytes), np.uint8)
     engine = Engine(pool, channel, status, fault_in_copy(os.environ))
     engine.start()
     try:

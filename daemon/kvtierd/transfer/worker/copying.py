@@ -29,7 +29,7 @@ class Copier:
         word: StatusWord,
         fault: Callable[[], None] | None,
     ) -> None:
-        """`fault` is called inside every copy call."""
+        """`fault` is called for every chunk, between its copy and what makes it count."""
         self._pool = pool
         self._records = records
         self._status = status
@@ -50,8 +50,6 @@ class Copier:
             started_ns = time.monotonic_ns()
             self._status.enter(self._word)
             try:
-                if self._fault is not None:
-                    self._fault()
                 assert part.plan is not None
                 copy = self._load if part.is_load else self._store
                 good[chunk] = copy(part, part.plan, chunk)
@@ -80,6 +78,7 @@ class Copier:
             block_ids, slots, generations = block_ids[good], slots[good], generations[good]
         checksums = np.empty(len(slots), np.uint64)
         plan.gather(block_ids, self._pool, slots, checksums)
+        self._maybe_fail()
         # Fails if a slot is WRITING no longer, or for somebody else: then the part fails.
         self._records.set_data_checksums(slots, generations, checksums)
         return good
@@ -97,9 +96,14 @@ class Copier:
             plan.scatter(part.block_ids[chunk], self._pool, slots)
         else:
             plan.scatter(part.block_ids[chunk][good], self._pool, slots[good])
+        self._maybe_fail()
         # A slot that was given away during the copy holds other bytes now.
         good &= self._records.check(slots, generations).astype(np.bool_)
         return good
+
+    def _maybe_fail(self) -> None:
+        if self._fault is not None:
+            self._fault()
 
 
 def _chunks(part: Part) -> Iterator[slice]:

@@ -1,9 +1,9 @@
 """Faults that tests ask for through the environment; nobody else sets the variable.
 
-KVTIER_TEST_WORKER_FAULT, read once at start, makes every copy call of the worker:
-  hang-in-copy   never return
-  slow-copy:MS   take MS milliseconds more, per chunk
-  die-in-copy    kill the worker (SIGKILL)
+KVTIER_TEST_WORKER_FAULT, read once at start, makes the worker, when it has copied the bytes of a chunk:
+  hang-in-copy   never go on
+  slow-copy:MS   go on only after MS milliseconds
+  die-in-copy    die of SIGKILL
 """
 
 import os

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from kvtier_kernels import TICKET_MAX
 
 from kvtierd.wire import worker_pb2 as wire
 
@@ -90,6 +91,8 @@ def read_part(message: wire.PostPart, session: Session, now_s: float) -> Part:
         )
     if len(verify) not in (0, len(block_ids)):
         raise PartRefusedError(f"{len(block_ids)} block ids, but {len(verify)} verify flags")
+    if not 0 < message.ticket <= TICKET_MAX:
+        raise PartRefusedError(f"ticket={message.ticket}: use 1 to {TICKET_MAX}")
     if message.part_word >= session.parts:
         raise PartRefusedError(f"part_word={message.part_word}: the session has {session.parts}")
     if message.gated and message.doorbell >= session.doorbells:

@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass, field
 
 import numpy as np
-from kvtier_kernels import PART_FAILED, PART_REVOKED, CopyPlan, SharedWords
+from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, CopyPlan, SharedWords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.worker.parts import Part
@@ -65,7 +65,7 @@ class Session:
 
     def revoke_word(self, part_word: int, ticket: int) -> None:
         """Writes REVOKED for a part that was refused; nothing if it names no word of this session."""
-        if part_word < self.parts:
+        if part_word < self.parts and 0 < ticket <= TICKET_MAX:
             self._try_revoke(self.doorbells + part_word, ticket)
 
     def finish(self, part: Part, state: int = PART_FAILED) -> bool:
@@ -189,7 +189,7 @@ def _map(fd: int, length: int) -> mmap.mmap:
 def _plan(mapping: mmap.mmap, mapping_bytes: int, group: wire.MappedGroup) -> CopyPlan:
     try:
         return CopyPlan(
-            np.frombuffer(mapping, np.uint8, mapping_bytes),
+            memoryview(mapping)[:mapping_bytes],
             np.array(group.base_offsets, np.uint64),
             np.array(group.block_strides, np.uint64),
             np.array(group.fragment_bytes, np.uint64),
