@@ -156,7 +156,7 @@ class BlockTable:
         Compares every structure of the table with every other; AssertionError says what does not fit. Slow.
         """
 
-def xxh3_64(data: Buffer) -> int:
+def xxh3_64(data: Buffer | numpy.typing.NDArray[Any]) -> int:
     """
     The 64-bit XXH3 checksum of a C-contiguous buffer's bytes. Raises ValueError for anything else.
     """
@@ -185,7 +185,7 @@ class CopyPlan:
     while this object lives: drop it before closing an mmap.
     """
 
-    def __init__(self, mapping: Buffer, base_offsets: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int) -> None:
+    def __init__(self, mapping: Buffer | numpy.typing.NDArray[Any], base_offsets: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int) -> None:
         """
         `mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every
         fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other.
@@ -203,18 +203,18 @@ class CopyPlan:
     def planes(self) -> int:
         """Fragments per block."""
 
-    def gather(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer, slots: numpy.typing.NDArray[numpy.uint32], checksums: numpy.typing.NDArray[numpy.uint64] | None = None) -> None:
+    def gather(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32], checksums: numpy.typing.NDArray[numpy.uint64] | None = None) -> None:
         """
         Copies blocks to slots, uint32 of shape (n,) each; slots must not overlap. `checksums`, uint64 of shape (n,),
         receives xxh3_64 of each slot's bytes at a few percent of the cost of reading them again.
         """
 
-    def scatter(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer, slots: numpy.typing.NDArray[numpy.uint32]) -> None:
+    def scatter(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
         Copies slots to blocks; a block may come only once, a slot several times.
         """
 
-    def checksums(self, pool: Buffer, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
+    def checksums(self, pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """xxh3_64 of each slot's bytes, uint64 of shape (n,)."""
 
 class PoolRecords:
@@ -279,7 +279,7 @@ class PoolRecords:
         (slot bytes, stride, slots, file offset of the first slot) of an extent in use, else None.
         """
 
-    def scan(self) -> dict:
+    def scan(self) -> dict[str, numpy.typing.NDArray[Any]]:
         """
         Every extent in use and every slot that is not FREE: a dict of arrays, one row each. `intact`: READY, and the
         record may be believed. `space_keys`: checksum of namespace, group and world size; `block_keys`: of these and
@@ -342,7 +342,7 @@ class SharedWords:
     ValueError.
     """
 
-    def __init__(self, buffer: Buffer, count: int) -> None:
+    def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], count: int) -> None:
         """
         `count` words, at least one. Raises ValueError if the buffer is smaller, read-only or not 8-byte aligned.
         """

@@ -128,9 +128,10 @@ struct type_caster<kvtier::ArrayArg<T>> {
     }
 };
 
+// Type checkers learn only from Python 3.12 on that an array is a Buffer.
 template <>
 struct type_caster<kvtier::BufferArg> {
-    NB_TYPE_CASTER(kvtier::BufferArg, const_name("typing_extensions.Buffer"))
+    NB_TYPE_CASTER(kvtier::BufferArg, const_name("typing_extensions.Buffer | numpy.typing.NDArray[typing.Any]"))
     bool from_python(handle source, std::uint32_t, cleanup_list*) noexcept {
         value.object = source;
         return true;

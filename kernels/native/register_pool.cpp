@@ -215,6 +215,7 @@ void register_pool(nb::module_& module) {
         .def("extent_info", &PoolRecords::extent_info, arg("extent"),
              "(slot bytes, stride, slots, file offset of the first slot) of an extent in use, else None.")
         .def("scan", &PoolRecords::scan,
+             nb::sig("def scan(self) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
              "Every extent in use and every slot that is not FREE: a dict of arrays, one row each. `intact`: READY, and the\n"
              "record may be believed. `space_keys`: checksum of namespace, group and world size; `block_keys`: of these and\n"
              "the hash; `copy_keys`: of these and the store id. `broken_extents`: headers that say something unbelievable.")

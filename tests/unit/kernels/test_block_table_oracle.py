@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
+import kvtier_kernels
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import kvtier_kernels
 from tests.oracles import block_table as oracle
 
 CAPACITY = 12
@@ -51,7 +51,7 @@ class Tables(RuleBasedStateMachine):
         self.model = oracle.BlockTable(CAPACITY, POOL_PAGES)
 
     def both(self, name: str, *arguments: Any) -> Any:
-        """Calls a method of both tables: they must agree in the result, or both refuse and stay as they were."""
+        """Calls a method of both tables: they agree in the result, or both refuse and stay as they were."""
         before = self.native.dump()
         try:
             expected = getattr(self.model, name)(*arguments)
@@ -65,7 +65,7 @@ class Tables(RuleBasedStateMachine):
         return result
 
     def fitting(self, picked: Iterable[int], state: int, **also: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        """Distinct entries in this state with these attributes, chosen by number: batches that will be accepted."""
+        """Distinct entries in this state, chosen by number: batches that will be accepted."""
         fits = [
             entry
             for entry, block in sorted(self.model.blocks.items())
@@ -122,7 +122,8 @@ class Tables(RuleBasedStateMachine):
         self.both("unpin", np.array(pinned, np.uint32))
 
     @rule(
-        name=st.sampled_from(["commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch"]), entries=batches
+        name=st.sampled_from(["commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch"]),
+        entries=batches,
     )
     def change_any(self, name: str, entries: Any) -> None:
         self.both(name, entries)
