@@ -4,8 +4,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from kvtierd.memory.pool_file import (
     reason_to_remake,
     refuse_foreign,
 )
-from kvtierd.memory.recovery import NOTHING_FOUND, WRITING, free_proven, recover
+from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, writers_named
 from kvtierd.memory.writers import WriterTable
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class HostPool:
         self.array = array
         self.records = PoolRecords(array)
         self.boot_nonce = secrets.randbits(64) | 1
-        self._writers = WriterTable(array, self._named_by_slots)
+        self._writers = WriterTable(array, partial(writers_named, self.records))
         self._writers.set_owner(os.getpid())
         found = NOTHING_FOUND if cold_reason else recover(self.records, self._writers.gone)
         self.recovered = found.recovered
@@ -188,11 +189,6 @@ class HostPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _named_by_slots(self) -> Iterable[int]:
-        found = self.records.scan()
-        writers: list[int] = np.unique(found["writers"][found["states"] == WRITING]).tolist()
-        return writers
 
     def _log(self, path: Path | None) -> None:
         start = self.start

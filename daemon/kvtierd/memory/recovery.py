@@ -99,6 +99,12 @@ def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:
     )
 
 
+def writers_named(records: PoolRecords) -> set[int]:
+    """The writers that slots in WRITING name."""
+    found = records.scan()
+    return set(found["writers"][found["states"] == WRITING].tolist())
+
+
 def free_proven(
     records: PoolRecords, slots: Slots, writers: npt.NDArray[np.uint16], gone: Callable[[int], bool]
 ) -> npt.NDArray[np.bool_]:
