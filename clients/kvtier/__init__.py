@@ -1,1 +1,69 @@
-"""The light kvtier client: grpcio, protobuf, numpy and the native core; no daemon code, no torch."""
+"""The light kvtier client: grpcio, protobuf, numpy and the native core; no daemon code, no torch.
+
+    with SharedBuffer.create(num_blocks * block_bytes) as memory:
+        group = Group(
+            block_tokens=16,
+            num_blocks=num_blocks,
+            planes=(Plane(fragment_bytes=block_bytes, base_offset=0, block_stride_bytes=block_bytes),),
+        )
+        namespace = Namespace(model="demo", kv_dtype="bfloat16", hash_scheme="sha256")
+        with Client(instance="demo", namespace=namespace, groups=[group], memory=memory) as client:
+            client.wait_ready(timeout_s=5)
+            client.store(hashes, block_ids).wait(timeout_s=5)
+            with client.lookup(hashes, lease=True) as hit:
+                if hit.lease:
+                    outcome = client.load(hit, block_ids[: hit.hits]).wait(timeout_s=5)
+
+`kvtier.aio.Client` is the same for asyncio. An engine of several processes uses one client with
+`role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank, which shares
+memory, rings doorbells, and asks what has become of the parts (`Transfer.part`) that the scheduler told it
+about.
+"""
+
+from kvtier.address import default_socket
+from kvtier.base import ClientOptions
+from kvtier.client import Client, LookupCall, Transfer
+from kvtier.errors import KvtierError, Reason
+from kvtier.layout import Group, GroupKind, Namespace, Plane, Shareable
+from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
+from kvtier.session import Doorbell
+from kvtier.shared import SharedBuffer
+from kvtier.spec import Role
+from kvtier.status import ClientState, ClientStatus, Counters
+from kvtier.transfers import Outcome, StoreResult, TransferState
+from kvtier.words import Direction, PartRef, PartState
+
+__all__ = [
+    "HIT",
+    "MISS",
+    "PENDING",
+    "BlockIds",
+    "Client",
+    "ClientOptions",
+    "ClientState",
+    "ClientStatus",
+    "Counters",
+    "Direction",
+    "Doorbell",
+    "Group",
+    "GroupKind",
+    "Hashes",
+    "KvtierError",
+    "Lease",
+    "Lookup",
+    "LookupCall",
+    "LookupMode",
+    "Namespace",
+    "Outcome",
+    "PartRef",
+    "PartState",
+    "Plane",
+    "Reason",
+    "Role",
+    "Shareable",
+    "SharedBuffer",
+    "StoreResult",
+    "Transfer",
+    "TransferState",
+    "default_socket",
+]

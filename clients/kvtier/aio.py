@@ -1,0 +1,344 @@
+"""The asyncio client: the same calls, the same session core; what waits is a coroutine.
+
+A client belongs to the event loop that runs when it is made. Heartbeats are sent from that loop: one that is
+blocked for longer than the daemon's lease time loses its leases.
+"""
+
+import asyncio
+import logging
+import time
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+import grpc.aio
+
+from kvtier.attach import (
+    REGISTER_RETRY_S,
+    Backoff,
+    OpenStream,
+    SideCall,
+    SideReply,
+    Steps,
+    attach,
+    may_register_later,
+    register,
+)
+from kvtier.base import (
+    CHANNEL_OPTIONS,
+    CLOSE_TIMEOUT_S,
+    ClientBase,
+    ClientOptions,
+    LookupCallBase,
+    TransferBase,
+)
+from kvtier.client import EVENT_POLL_S, IDLE_WAIT_S, LASTED_S, LOOKUP_TIMEOUT_S, STREAM_JOIN_S, WORD_POLL_S
+from kvtier.errors import ConnectionLostError, KvtierError, explain_rpc_error
+from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
+from kvtier.session import Doorbell
+from kvtier.side import SideSocket
+from kvtier.status import ClientState
+from kvtier.transfers import Outcome, TransferState
+from kvtier.v1 import cache_pb2_grpc
+
+log = logging.getLogger("kvtier")
+
+
+async def _until(event: Any, timeout_s: float) -> None:
+    """Waits for an asyncio.Event, or not longer than this."""
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+class LookupCall(LookupCallBase):
+    """A lookup on its way."""
+
+    async def wait(self, timeout_s: float) -> Lookup:
+        """The answer, or a miss if it has not come in time; then the lookup is abandoned (see `abandon`).
+
+        Cancelled while it waits, it is abandoned too, and its lease is released.
+        """
+        try:
+            if self._record.answer is None:
+                await _until(self._record.event, timeout_s)
+        except asyncio.CancelledError:
+            self.abandon().release()
+            raise
+        return self.abandon()
+
+
+class Transfer(TransferBase):
+    """A submitted store or load."""
+
+    async def wait(self, timeout_s: float) -> Outcome:
+        """Waits until the outcome is known, at most `timeout_s`; returns how it stands then.
+
+        Never says that it is over while a copy may still land: `outcome.fenced` is False then. Ask again, or
+        `revoke`. Cancelling the wait does not cancel the transfer.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            outcome = self.outcome
+            remaining_s = deadline_s - time.monotonic()
+            if outcome.state is not TransferState.ACTIVE or remaining_s <= 0:
+                return outcome
+            if self._record.event.is_set():  # the daemon is gone: only the part word can tell
+                await asyncio.sleep(min(remaining_s, WORD_POLL_S))
+            else:
+                await _until(self._record.event, min(remaining_s, EVENT_POLL_S))
+
+
+class _Stream:
+    """One gRPC stream and its tasks."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
+        self.channel = channel
+        self.call = call
+        self.tasks: list[asyncio.Task[None]] = []
+
+
+class Client(ClientBase):
+    """An asyncio client of kvtierd; see `kvtier.Client` for what its calls mean. Make it inside a running
+    loop.
+
+    Calls that do not wait are plain methods, to be called on that loop only.
+    """
+
+    def __init__(self, **options: Unpack[ClientOptions]) -> None:
+        super().__init__(options, asyncio.Event)
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._outgoing = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._side: SideSocket | None = None
+        self._task = self._loop.create_task(self._run(), name="kvtier-session")
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Waits until everything works, at most `timeout_s`. False: see `status.why`."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._session.state is not ClientState.READY:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0 or self._closing:
+                return False
+            self._changed.clear()
+            await _until(self._changed, min(remaining_s, EVENT_POLL_S))
+        return True
+
+    def start_lookup(
+        self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX, lease: bool = False
+    ) -> LookupCall:
+        """As `kvtier.Client.start_lookup`."""
+        return LookupCall(self, self._start_lookup(hashes, group, mode, lease))
+
+    async def lookup(
+        self,
+        hashes: Hashes,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease: bool = False,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup:
+        """As `kvtier.Client.lookup`. The answer is a plain context manager: releasing never waits."""
+        return await self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
+
+    def store(
+        self, hashes: Hashes, block_ids: BlockIds, *, group: int = 0, doorbell: Doorbell | None = None
+    ) -> Transfer:
+        """As `kvtier.Client.store`."""
+        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell))
+
+    def load(
+        self,
+        source: Lookup | Lease,
+        block_ids: BlockIds,
+        *,
+        group: int = 0,
+        first: int = 0,
+        doorbell: Doorbell | None = None,
+        keep_lease: bool = False,
+    ) -> Transfer:
+        """As `kvtier.Client.load`."""
+        return Transfer(self, self._submit_load(source, block_ids, group, first, doorbell, keep_lease))
+
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """As `kvtier.Client.close`."""
+        deadline_s = time.monotonic() + timeout_s
+        if not self._closing:
+            self._closing = True
+            self._session.close("the client is closed")
+            self._task.cancel()
+        await asyncio.wait([self._task], timeout=max(0.0, deadline_s - time.monotonic()))
+        while True:
+            self._session.words.reap()
+            fenced = self._session.words.started() == 0
+            if fenced or time.monotonic() >= deadline_s:
+                return fenced and self._task.done()
+            await asyncio.sleep(WORD_POLL_S)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # --- the session task
+    # ---------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            streams: list[_Stream] = []
+            attached_s: float | None = None
+            try:
+                self._side = SideSocket(self.address.side_socket)
+                await self._perform(attach(self._session), streams)
+                attached_s = time.monotonic()
+                await self._serve(streams)
+            except KvtierError as error:
+                why = f"the daemon refused this client: {error}"
+            except ConnectionLostError as error:
+                why = str(error)
+            except Exception as error:
+                log.exception("the session failed; it is tried again")
+                why = f"{type(error).__name__}: {error}"
+            finally:
+                await self._tear_down(streams)
+            known = self._session.status().last_error == why
+            self._session.lost(why)
+            self._changed.set()
+            if not known:
+                log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+            if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _serve(self, streams: list[_Stream]) -> None:
+        """Keeps the session alive until it ends by an exception."""
+        assert self._side is not None
+        while True:
+            wait_s = IDLE_WAIT_S
+            if self._session.wants_registration:
+                try:
+                    await self._perform(register(self._session), streams)
+                except KvtierError as error:
+                    if not may_register_later(error):
+                        raise
+                    wait_s = REGISTER_RETRY_S
+            wait_s = min(wait_s, self._session.tick())
+            self._wake_writer()
+            self._changed.set()
+            if await self._readable(self._side, wait_s):
+                await asyncio.sleep(EVENT_POLL_S)  # the stream may bring the reason
+                self._session.tick()
+                raise ConnectionLostError("the daemon closed the side socket")
+
+    async def _readable(self, side: SideSocket, timeout_s: float) -> bool:
+        """Waits for news, at most `timeout_s`: True if they came on the idle side socket."""
+        readable = asyncio.Event()
+
+        def on_readable() -> None:
+            readable.set()
+            self._wake.set()
+
+        self._loop.add_reader(side.fileno(), on_readable)
+        try:
+            await _until(self._wake, timeout_s)
+        finally:
+            self._loop.remove_reader(side.fileno())
+        self._wake.clear()
+        return readable.is_set()
+
+    async def _perform(self, steps: Steps, streams: list[_Stream]) -> None:
+        assert self._side is not None
+        reply: SideReply | None = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration:
+                return
+            match step:
+                case SideCall():
+                    reply = await self._call_side(self._side, step)
+                case OpenStream():
+                    streams.append(self._open_stream())
+                    await _until(step.record.event, step.timeout_s)
+                    reply = None
+
+    async def _call_side(self, side: SideSocket, call: SideCall) -> SideReply:
+        request = side.prepare(call)
+        loop, ready = self._loop, asyncio.Event()
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                while not side.try_send(request, call.fds):
+                    loop.add_writer(side.fileno(), ready.set)
+                    await ready.wait()
+                    loop.remove_writer(side.fileno())
+                    ready.clear()
+                while (reply := side.try_receive(request.id)) is None:
+                    loop.add_reader(side.fileno(), ready.set)
+                    await ready.wait()
+                    loop.remove_reader(side.fileno())
+                    ready.clear()
+                return reply
+        except TimeoutError:
+            raise ConnectionLostError("the daemon does not answer on the side socket") from None
+        finally:
+            loop.remove_writer(side.fileno())
+            loop.remove_reader(side.fileno())
+
+    def _open_stream(self) -> _Stream:
+        channel = grpc.aio.insecure_channel(self.address.target, options=CHANNEL_OPTIONS)
+        stub: Any = cache_pb2_grpc.CacheStub(channel)
+        stream = _Stream(channel, stub.Attach())
+        stream.tasks.append(self._loop.create_task(self._write(stream), name="kvtier-writer"))
+        stream.tasks.append(self._loop.create_task(self._read(stream), name="kvtier-stream"))
+        return stream
+
+    async def _tear_down(self, streams: list[_Stream]) -> None:
+        for stream in streams:
+            stream.call.cancel()
+            for task in stream.tasks:
+                task.cancel()
+            await asyncio.wait(stream.tasks, timeout=STREAM_JOIN_S)
+            await stream.channel.close()
+        if self._side is not None:
+            self._side.close()
+
+    # --- the stream's tasks
+    # -------------------------------------------------------------------------------------------
+
+    async def _write(self, stream: _Stream) -> None:
+        try:
+            while True:
+                for message in self._session.take_outgoing():
+                    await stream.call.write(message)
+                self._outgoing.clear()
+                await self._outgoing.wait()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the reader learns why
+
+    async def _read(self, stream: _Stream) -> None:
+        why = "the daemon closed the stream"
+        try:
+            while (message := await stream.call.read()) is not grpc.aio.EOF:
+                self._session.receive(message)
+                self._wake_writer()
+                self._changed.set()
+                if self._session.ended is not None or self._session.wants_registration:
+                    self._wake.set()
+            why = str(await stream.call.details()) or why
+        except grpc.RpcError as error:
+            why = explain_rpc_error(error)
+        self._session.end(why)
+        self._wake.set()
+
+    def _wake_writer(self) -> None:
+        if self._session.has_outgoing:
+            self._outgoing.set()

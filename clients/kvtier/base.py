@@ -1,0 +1,327 @@
+"""What both clients share: every call that does not wait. The shells add waiting, threads or tasks, and the
+connection."""
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Required, TypedDict
+
+from kvtier import address
+from kvtier.errors import KvtierError, Reason
+from kvtier.layout import Group, Namespace, Shareable
+from kvtier.lookups import (
+    BlockIds,
+    Hashes,
+    Lease,
+    Lookup,
+    LookupMode,
+    LookupRecord,
+    join_hashes,
+    list_block_ids,
+)
+from kvtier.session import Doorbell, Session
+from kvtier.spec import AttachSpec, Role
+from kvtier.status import ClientState, ClientStatus
+from kvtier.transfers import Event, Outcome, StoreResult, TransferRecord, TransferState
+from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Direction, PartRef, PartState
+
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    # A connection of its own for every client: its end is the end of the session.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.default_authority", "localhost"),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    # The default backoff costs 2.8 s after a restart of the daemon, these 0.1 s.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # Heartbeats notice a silent daemon within a second or so; this one gives up a connection that is beyond
+    # hope.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+CLOSE_TIMEOUT_S = 5.0
+
+
+class ClientOptions(TypedDict, total=False):
+    """Keyword arguments of both clients. `instance` and `namespace` are required, the rest has defaults; a
+    client that holds a rank needs `groups` and `memory` too."""
+
+    instance: Required[str]
+    """Name of the engine instance, the same for all its processes, unique among the daemon's live instances.
+    """
+    namespace: Required[Namespace]
+    role: Role
+    """SCHEDULER, RANK, or (default) BOTH for an instance of one process."""
+    rank: int
+    world_size: int
+    groups: Sequence[Group]
+    """What this rank holds, and where. Empty for a scheduler."""
+    memory: Shareable | None
+    """This rank's KV cache: a SharedBuffer or the like, open until the client is closed. None for a
+    scheduler."""
+    socket: str | os.PathLike[str] | None
+    """The daemon's gRPC socket. Default: KVTIER_SOCKET, else where kvtierd listens by default."""
+    doorbells: int
+    """Doorbell words of a rank, 64 by default."""
+    parts: int
+    """Part words of a rank, 1,024 by default: they bound the transfers in flight. Equal in all clients of an
+    instance."""
+    program: str
+    """Program and version, for people."""
+
+
+class ClientBase(ABC):
+    """One client: a session with the daemon that comes and goes in the background.
+
+    No call here waits, and none raises because of the daemon: without it there are misses and refused
+    transfers. KvtierError is raised for the caller's own mistakes only, before anything was changed.
+    """
+
+    def __init__(self, options: ClientOptions, make_event: Callable[[], Event]) -> None:
+        """Raises KvtierError, naming the field, if the options make no sense."""
+        self.address = address.resolve(options.get("socket"))
+        spec = AttachSpec(
+            instance=options["instance"],
+            namespace=options["namespace"],
+            role=options.get("role", Role.BOTH),
+            rank=options.get("rank", 0),
+            world_size=options.get("world_size", 1),
+            groups=tuple(options.get("groups", ())),
+            memory=options.get("memory"),
+            doorbells=options.get("doorbells", DOORBELLS_DEFAULT),
+            parts=options.get("parts", PARTS_DEFAULT),
+            program=options.get("program", "kvtier"),
+        )
+        self._lock = threading.Lock()
+        self._session = Session(spec, clock=time.monotonic, make_event=make_event, release=self._release)
+
+    # --- observing
+    # ----------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> ClientStatus:
+        """A snapshot: state, why it is not ready, counters."""
+        with self._lock:
+            return self._session.status()
+
+    @property
+    def ready(self) -> bool:
+        """Whether lookups, stores and loads work now."""
+        with self._lock:
+            return self._session.state is ClientState.READY
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch of the instance; None while there is no session."""
+        with self._lock:
+            return self._session.epoch
+
+    # --- the submitter's side
+    # -----------------------------------------------------------------------------------------
+
+    def _start_lookup(self, hashes: Hashes, group: int, mode: LookupMode, lease: bool) -> LookupRecord:
+        spec = self._submitting()
+        spec.block_ids_max(group)
+        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+        with self._lock:
+            record = self._session.lookup(group, joined, mode, lease=lease)
+            self._wake_writer()
+        return record
+
+    def _submit_store(
+        self, hashes: Hashes, block_ids: BlockIds, group: int, doorbell: Doorbell | None
+    ) -> TransferRecord:
+        spec = self._submitting()
+        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+        ids = list_block_ids(block_ids, spec.block_ids_max(group), distinct=False)
+        count = len(joined) // spec.namespace.hash_bytes
+        if len(ids) != count:
+            message = f"one block id for each of the {count} hashes"
+            raise KvtierError(Reason.COUNT_MISMATCH, message, field="block_ids", value=len(ids))
+        self._check_doorbell(doorbell)
+        with self._lock:
+            record = self._session.store(group, joined, ids, doorbell)
+            self._wake_writer()
+        return record
+
+    def _submit_load(
+        self,
+        source: Lease | Lookup,
+        block_ids: BlockIds,
+        group: int,
+        first: int,
+        doorbell: Doorbell | None,
+        keep_lease: bool,
+    ) -> TransferRecord:
+        spec = self._submitting()
+        lease = source.lease if isinstance(source, Lookup) else source
+        if lease is None:
+            message = "the lookup holds no lease: ask with lease=True, and load only what hit"
+            raise KvtierError(Reason.UNKNOWN_LEASE, message, field="source", value="no lease")
+        ids = list_block_ids(block_ids, spec.block_ids_max(group), distinct=True)
+        if first < 0 or first + len(ids) > lease.blocks:
+            message = f"blocks {first} to {first + len(ids) - 1} of a lease of {lease.blocks}: load fewer"
+            raise KvtierError(Reason.COUNT_MISMATCH, message, field="first", value=first)
+        self._check_doorbell(doorbell)
+        with self._lock:
+            record = self._session.load(group, lease, first, ids, doorbell, keep_lease=keep_lease)
+            self._wake_writer()
+        return record
+
+    # --- the rank's side
+    # ----------------------------------------------------------------------------------------------
+
+    def ring(self, doorbell: int, value: int) -> None:
+        """Raises a doorbell word to `value`: gated parts up to it may start. A lower value changes nothing.
+
+        The engine's memory that those parts read or write is ready when this is called. Costs about a
+        microsecond.
+        """
+        with self._lock:
+            self._session.words.ring(doorbell, value)
+
+    def part_state(self, ref: PartRef) -> PartState:
+        """What has become of this rank's part of a transfer. `state.over` is the fence.
+
+        A part of another epoch than the current one never says ARMED: once an epoch has ended for this
+        client, nothing of it can start, and what had not started is LOST.
+        """
+        with self._lock:
+            return self._session.words.state(ref)
+
+    def revoke(self, ref: PartRef) -> PartState:
+        """Ends this rank's part for ever if it has not started, without asking the daemon. Returns what it is
+        now: over, or STARTED, which only its worker can end."""
+        with self._lock:
+            return self._session.words.revoke(ref)
+
+    # --- inside
+    # -------------------------------------------------------------------------------------------------------
+
+    def _submitting(self) -> AttachSpec:
+        spec = self._session.spec
+        if not spec.role.submits:
+            message = "a rank does not look up or submit: the instance's scheduler does"
+            raise KvtierError(Reason.ROLE, message, field="role", value=spec.role.name)
+        return spec
+
+    def _check_doorbell(self, doorbell: Doorbell | None) -> None:
+        doorbells = self._session.spec.doorbells
+        if doorbell is None:
+            return
+        if not 0 <= doorbell.index < doorbells:
+            message = f"this client has {doorbells} doorbells"
+            raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="doorbell.index", value=doorbell.index)
+        if not 0 <= doorbell.value < 2**64:
+            raise KvtierError(
+                Reason.MALFORMED, "must fit 64 bits", field="doorbell.value", value=doorbell.value
+            )
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock:
+            self._session.release(lease)
+            self._wake_writer()
+
+    def _abandon(self, record: LookupRecord) -> Lookup:
+        with self._lock:
+            return self._session.abandon(record)
+
+    def _outcome(self, record: TransferRecord) -> Outcome:
+        with self._lock:
+            return self._session.outcome(record)
+
+    def _cancel(self, record: TransferRecord) -> None:
+        with self._lock:
+            self._session.cancel(record)
+            self._wake_writer()
+
+    @abstractmethod
+    def _wake_writer(self) -> None:
+        """There may be messages to send. Called with the lock held."""
+
+
+class LookupCallBase:
+    """A lookup on its way."""
+
+    def __init__(self, client: ClientBase, record: LookupRecord) -> None:
+        self._client = client
+        self._record = record
+
+    def poll(self) -> Lookup | None:
+        """The answer if it has come. Does not wait."""
+        return self._record.answer
+
+    def abandon(self) -> Lookup:
+        """Nobody will ask again: returns the answer if it has come, else a miss. A lease that comes later is
+        released; one that is in the answer returned here is the caller's, to load or to release.
+        """
+        return self._client._abandon(self._record)
+
+
+class TransferBase:
+    """A submitted store or load. Its properties are always up to date and never wait."""
+
+    def __init__(self, client: ClientBase, record: TransferRecord) -> None:
+        self._client = client
+        self._record = record
+
+    @property
+    def direction(self) -> Direction:
+        """store or load"""
+        return self._record.direction
+
+    @property
+    def part(self) -> PartRef | None:
+        """What the ranks must be told to follow their parts. None if it was refused at once or had nothing to
+        do."""
+        return self._record.part
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it stands now."""
+        return self._client._outcome(self._record)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no more to come from the daemon: done, failed, cancelled or refused."""
+        return self.outcome.state is not TransferState.ACTIVE
+
+    @property
+    def fenced(self) -> bool:
+        """Whether its blocks may be reused: nothing of it can still land, nothing still reads."""
+        return self.outcome.fenced
+
+    @property
+    def results(self) -> tuple[StoreResult, ...] | None:
+        """What an accepted store did with each key; None until it was accepted."""
+        if not self._record.accepted:
+            return None
+        return tuple(StoreResult(value) for value in self._record.results)
+
+    @property
+    def transfer_id(self) -> tuple[int, int] | None:
+        """(boot nonce, number) as the daemon's logs have it; None until it was accepted."""
+        return self._record.number
+
+    def cancel(self) -> None:
+        """Asks the daemon to end it early. Its outcome still comes."""
+        self._client._cancel(self._record)
+
+    def revoke(self) -> bool:
+        """Ends this client's own part for ever if it has not started; the daemon is not asked. True if the
+        blocks may be reused now, False if the part is being copied. Without a rank of its own: False unless
+        it is fenced."""
+        part = self._record.part
+        if part is None or not self._client._session.spec.role.holds_rank:
+            return self.fenced
+        return self._client.revoke(part).over
+
+    def __repr__(self) -> str:
+        ticket = self._record.part.ticket if self._record.part else None
+        return f"<{type(self).__name__} {self.direction} ticket={ticket} {self.outcome}>"

@@ -1,0 +1,380 @@
+"""The blocking client. Two threads of its own (session, stream) and those of its gRPC channel; all of them
+daemonic.
+
+Processes that fork: a client does not work in the child of a fork (everything there is a miss), and the child
+drops its copy of the side socket so that the parent's death is still seen. gRPC's own threads do not survive
+a fork either: make clients after forking, and leave GRPC_ENABLE_FORK_SUPPORT alone unless you must (set to 0,
+a forked child that uses gRPC hangs).
+"""
+
+import atexit
+import logging
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from kvtier.attach import (
+    REGISTER_RETRY_S,
+    Backoff,
+    OpenStream,
+    SideCall,
+    SideReply,
+    Steps,
+    attach,
+    may_register_later,
+    register,
+)
+from kvtier.base import (
+    CHANNEL_OPTIONS,
+    CLOSE_TIMEOUT_S,
+    ClientBase,
+    ClientOptions,
+    LookupCallBase,
+    TransferBase,
+)
+from kvtier.errors import ConnectionLostError, KvtierError, explain_rpc_error
+from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
+from kvtier.session import Doorbell
+from kvtier.side import SideSocket, call_blocking
+from kvtier.transfers import Outcome, TransferState
+from kvtier.v1 import cache_pb2, cache_pb2_grpc
+
+log = logging.getLogger("kvtier")
+
+LOOKUP_TIMEOUT_S = 1.0
+LASTED_S = 1.0
+"""A session that lasted this long starts the backoff anew."""
+WORD_POLL_S = 0.005
+"""How often a part word is read while its daemon is gone and only its copy worker can end it."""
+EVENT_POLL_S = 0.05
+IDLE_WAIT_S = 60.0
+STREAM_JOIN_S = 2.0
+
+
+class LookupCall(LookupCallBase):
+    """A lookup on its way."""
+
+    def wait(self, timeout_s: float) -> Lookup:
+        """The answer, or a miss if it has not come in time; then the lookup is abandoned (see `abandon`)."""
+        if self._record.answer is None:
+            self._record.event.wait(max(0.0, timeout_s))  # type: ignore[attr-defined]
+        return self.abandon()
+
+
+class Transfer(TransferBase):
+    """A submitted store or load."""
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """Waits until the outcome is known, at most `timeout_s`; returns how it stands then.
+
+        Never says that it is over while a copy may still land: `outcome.fenced` is False then. Ask again, or
+        `revoke`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            outcome = self.outcome
+            remaining_s = deadline_s - time.monotonic()
+            if outcome.state is not TransferState.ACTIVE or remaining_s <= 0:
+                return outcome
+            if self._record.event.is_set():  # the daemon is gone: only the part word can tell
+                time.sleep(min(remaining_s, WORD_POLL_S))
+            else:
+                self._record.event.wait(min(remaining_s, EVENT_POLL_S))  # type: ignore[attr-defined]
+
+
+class _Stream:
+    """One gRPC stream and its thread."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.over = False
+        self.call: Any = None
+        self.reader: threading.Thread | None = None
+
+
+class Client(ClientBase):
+    """A blocking client of kvtierd. Every method may be called from any thread.
+
+    It connects in the background from the moment it is made, and again whenever the daemon went away. Close
+    it, or use it as a context manager.
+    """
+
+    def __init__(self, **options: Unpack[ClientOptions]) -> None:
+        super().__init__(options, threading.Event)
+        self._writable = threading.Condition(self._lock)
+        self._closing = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._side: SideSocket | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+        _clients.add(self)
+        atexit.register(self.close, 1.0)
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Waits until everything works, at most `timeout_s`. False: see `status.why`."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._writable:
+            while self._session.state.value != "ready":
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0 or self._closing.is_set():
+                    return False
+                self._writable.wait(min(remaining_s, EVENT_POLL_S))
+        return True
+
+    def start_lookup(
+        self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX, lease: bool = False
+    ) -> LookupCall:
+        """Asks which blocks can be loaded now, without waiting. Many may be on their way at once.
+
+        Every call must be waited for or abandoned: an answer may hold a lease.
+        """
+        return LookupCall(self, self._start_lookup(hashes, group, mode, lease))
+
+    def lookup(
+        self,
+        hashes: Hashes,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease: bool = False,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup:
+        """Which blocks can be loaded now; with `lease`, they stay until loaded or released: use it in a
+        `with`.
+
+        No answer within `timeout_s` is a miss, and so is every lookup after it until the daemon speaks again.
+        """
+        return self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
+
+    def store(
+        self, hashes: Hashes, block_ids: BlockIds, *, group: int = 0, doorbell: Doorbell | None = None
+    ) -> Transfer:
+        """Submits a store, for all ranks of the instance, and returns at once.
+
+        `block_ids[i]` is the engine block of `hashes[i]` on every rank; a parent comes before its children.
+        The blocks must not change until the transfer is fenced. With `doorbell`, no rank starts before its
+        doorbell has rung.
+        """
+        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell))
+
+    def load(
+        self,
+        source: Lookup | Lease,
+        block_ids: BlockIds,
+        *,
+        group: int = 0,
+        first: int = 0,
+        doorbell: Doorbell | None = None,
+        keep_lease: bool = False,
+    ) -> Transfer:
+        """Submits a load, for all ranks of the instance, and returns at once.
+
+        Block `first + i` of the lease goes to engine block `block_ids[i]` on every rank; no id twice. The
+        lease is consumed unless `keep_lease`; a refused load consumes nothing. The blocks belong to the
+        transfer until it is fenced.
+        """
+        return Transfer(self, self._submit_load(source, block_ids, group, first, doorbell, keep_lease))
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Ends the session, within `timeout_s`. Safe to call twice, from any thread.
+
+        Parts that have not started never will. Returns True if no copy touches this client's memory any more;
+        False if a copy was still running, or the threads did not end, in time: then call it again before
+        reusing the memory.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        atexit.unregister(self.close)
+        with self._lock:
+            if not self._closing.is_set():
+                self._closing.set()
+                self._session.close("the client is closed")
+                os.eventfd_write(self._interrupt, 1)
+                os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        while True:
+            with self._lock:
+                self._session.words.reap()
+                fenced = self._session.words.started() == 0
+            if fenced or time.monotonic() >= deadline_s:
+                break
+            time.sleep(WORD_POLL_S)
+        return fenced and not self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- the session thread
+    # -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while not self._closing.is_set():
+            stream: list[_Stream] = []
+            attached_s: float | None = None
+            try:
+                self._side = SideSocket(self.address.side_socket)
+                self._perform(attach(self._session), stream)
+                attached_s = time.monotonic()
+                self._serve(stream)
+            except KvtierError as error:
+                why = f"the daemon refused this client: {error}"
+            except ConnectionLostError as error:
+                why = str(error)
+            except Exception as error:
+                log.exception("the session failed; it is tried again")
+                why = f"{type(error).__name__}: {error}"
+            finally:
+                self._tear_down(stream)
+            with self._lock:
+                if self._closing.is_set():
+                    break
+                known = self._session.status().last_error == why
+                self._session.lost(why)
+            if not known:
+                log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+            if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
+                backoff.reset()
+            self._closing.wait(backoff.next_s())
+        with self._lock:
+            os.close(self._wake)
+            os.close(self._interrupt)
+            self._wake = self._interrupt = -1
+
+    def _serve(self, stream: list[_Stream]) -> None:
+        """Keeps the session alive until it ends by an exception."""
+        assert self._side is not None
+        poll = select.poll()
+        poll.register(self._side, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            wait_s = IDLE_WAIT_S
+            if self._session.wants_registration:
+                try:
+                    self._perform(register(self._session), stream)
+                except KvtierError as error:
+                    if not may_register_later(error):
+                        raise
+                    wait_s = REGISTER_RETRY_S
+            with self._writable:
+                wait_s = min(wait_s, self._session.tick())
+                self._writable.notify_all()
+            for fd, _ in poll.poll(wait_s * 1_000):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    time.sleep(EVENT_POLL_S)  # the stream may bring the reason
+                    with self._lock:
+                        self._session.tick()
+                    raise ConnectionLostError("the daemon closed the side socket")
+
+    def _perform(self, steps: Steps, stream: list[_Stream]) -> None:
+        assert self._side is not None
+        reply: SideReply | None = None
+        while True:
+            with self._lock:
+                if self._closing.is_set():
+                    raise ConnectionLostError("the client is closing")
+                try:
+                    step = steps.send(reply)
+                except StopIteration:
+                    return
+            match step:
+                case SideCall():
+                    reply = call_blocking(self._side, step, self._interrupt)
+                case OpenStream():
+                    stream.append(self._open_stream())
+                    step.record.event.wait(step.timeout_s)  # type: ignore[attr-defined]
+                    reply = None
+
+    def _open_stream(self) -> _Stream:
+        stream = _Stream(grpc.insecure_channel(self.address.target, options=CHANNEL_OPTIONS))
+        stub = cache_pb2_grpc.CacheStub(stream.channel)
+        stream.call = stub.Attach(self._requests(stream))
+        stream.reader = threading.Thread(target=self._read, args=(stream,), name="kvtier-stream", daemon=True)
+        stream.reader.start()
+        return stream
+
+    def _tear_down(self, streams: list[_Stream]) -> None:
+        for stream in streams:
+            with self._writable:
+                stream.over = True
+                self._writable.notify_all()
+            stream.call.cancel()
+            stream.channel.close()
+            if stream.reader is not None:
+                stream.reader.join(STREAM_JOIN_S)
+        if self._side is not None:
+            self._side.close()
+
+    # --- the stream's threads
+    # -----------------------------------------------------------------------------------------
+
+    def _requests(self, stream: _Stream) -> Iterator[cache_pb2.AttachRequest]:
+        """What gRPC sends; runs in a thread of gRPC's, which ends with it."""
+        while True:
+            with self._writable:
+                while not stream.over and not self._session.has_outgoing:
+                    self._writable.wait(IDLE_WAIT_S)
+                if stream.over:
+                    return
+                messages = self._session.take_outgoing()
+            yield from messages
+
+    def _read(self, stream: _Stream) -> None:
+        why = "the daemon closed the stream"
+        try:
+            for message in stream.call:
+                with self._writable:
+                    if stream.over:
+                        return
+                    self._session.receive(message)
+                    self._writable.notify_all()
+                    if self._session.ended is not None or self._session.wants_registration:
+                        self._wake_session()
+        except grpc.RpcError as error:
+            why = explain_rpc_error(error)
+        finally:
+            with self._writable:
+                if not stream.over:
+                    self._session.end(why)
+                    self._wake_session()
+
+    def _wake_session(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _wake_writer(self) -> None:
+        if self._session.has_outgoing:
+            self._writable.notify_all()
+
+
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """The child's copies: no threads, and a lock that nobody will release."""
+    for client in _clients:
+        client._lock = threading.Lock()
+        client._writable = threading.Condition(client._lock)
+        client._closing.set()
+        client._session.words.close()  # the pages are the parent's: do not seal them
+        client._session.close("the process was forked: make a client of its own")
+        if client._side is not None:
+            client._side.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,138 @@
+"""Why something was refused or failed, with the field at fault and what to do about it."""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, Self
+
+import grpc
+
+from kvtier.v1 import types_pb2
+
+ERROR_METADATA = "kvtier-error-bin"
+"""Trailing metadata of a refused unary call: a serialised kvtier.v1.Error."""
+
+
+class Reason(IntEnum):
+    """Stable; programs may switch on it. The numbers are those of kvtier.v1.Reason."""
+
+    UNSPECIFIED = 0
+    HASH_LENGTH = 1
+    BLOCK_ID_RANGE = 2
+    BLOCK_ID_DUPLICATE = 3
+    COUNT_MISMATCH = 4
+    TOO_MANY_BLOCKS = 5
+    UNKNOWN_GROUP = 6
+    LAYOUT_INVALID = 7
+    STRIDE_OVERFLOW = 8
+    PLANE_BEYOND_MAPPING = 9
+    MAPPING_NOT_SEALED = 10
+    MAPPING_INVALID = 11
+    WORD_INDEX_RANGE = 12
+    TICKET_ORDER = 13
+    NAMESPACE_INVALID = 14
+    MODE_UNSUPPORTED = 15
+    MALFORMED = 16
+    UNKNOWN_TOKEN = 30
+    WRONG_EPOCH = 31
+    UNKNOWN_LEASE = 32
+    LEASE_EXPIRED = 33
+    FOREIGN = 34
+    SECOND_HELLO = 35
+    SESSION_EXISTS = 36
+    NOT_ATTACHED = 37
+    INSTANCE_INCOMPLETE = 38
+    FINGERPRINT_MISMATCH = 39
+    VERSION_UNSUPPORTED = 40
+    UNKNOWN_TRANSFER = 41
+    ROLE = 42
+    ALREADY_REGISTERED = 43
+    EPOCH_ENDED = 44
+    QUEUE_FULL = 60
+    LEASE_LIMIT = 61
+    DRAINING = 62
+    WORKER_UNAVAILABLE = 63
+    SLOT_TOO_LARGE = 64
+    CANCELLED = 80
+    REVOKED = 81
+    GATE_DEADLINE = 82
+    WORKER_LOST = 83
+    COPY_FAILED = 84
+    CORRUPT = 85
+    DEADLINE = 86
+    INTERNAL = 99
+
+    @property
+    def throttled(self) -> bool:
+        """Refused for now: go on without, or try again later."""
+        return self in _THROTTLED
+
+
+_THROTTLED = frozenset(
+    (
+        Reason.NOT_ATTACHED,
+        Reason.INSTANCE_INCOMPLETE,
+        Reason.QUEUE_FULL,
+        Reason.LEASE_LIMIT,
+        Reason.DRAINING,
+        Reason.WORKER_UNAVAILABLE,
+        Reason.DEADLINE,
+    )
+)
+
+
+class KvtierError(Exception):
+    """A refused call or a failed transfer. Raised for the caller's own mistakes; otherwise a value to look
+    at.
+
+    `field` names the field at fault, `value` what was found there (shortened), `message` what is wrong and
+    what to do about it.
+    """
+
+    def __init__(self, reason: Reason, message: str, *, field: str = "", value: object = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.field = field
+        self.value = str(value)[:120]
+        self.message = message
+
+    def __str__(self) -> str:
+        where = f" [{self.field}={self.value}]" if self.field else ""
+        return f"{self.reason.name}: {self.message}{where}"
+
+    def __repr__(self) -> str:
+        return f"KvtierError({self})"
+
+    @classmethod
+    def from_proto(cls, error: types_pb2.Error) -> Self:
+        """A reason that this version does not know becomes UNSPECIFIED, with its number in the message."""
+        try:
+            reason, message = Reason(error.reason), error.message
+        except ValueError:
+            reason, message = Reason.UNSPECIFIED, f"{error.message} (reason {error.reason})"
+        return cls(reason, message, field=error.field, value=error.value)
+
+
+class ConnectionLostError(Exception):
+    """The daemon went away, or does not answer. Never leaves the library: callers see a miss."""
+
+
+def from_rpc_error(error: grpc.RpcError) -> KvtierError | None:
+    """The structured error of a refused gRPC call; None if it carries none (the daemon is gone, for one)."""
+    trailing: Any = getattr(error, "trailing_metadata", lambda: None)()
+    pairs: Iterable[tuple[str, str | bytes]] = trailing or ()
+    for key, value in pairs:
+        if key == ERROR_METADATA and isinstance(value, bytes):
+            try:
+                return KvtierError.from_proto(types_pb2.Error.FromString(value))
+            except Exception:  # DecodeError's class differs between protobuf's implementations
+                return None
+    return None
+
+
+def explain_rpc_error(error: grpc.RpcError) -> str:
+    """One line for people."""
+    if (refusal := from_rpc_error(error)) is not None:
+        return str(refusal)
+    code = getattr(error, "code", lambda: None)()
+    details = getattr(error, "details", lambda: "")() or ""
+    return f"{getattr(code, 'name', 'UNKNOWN')}: {details}".strip()

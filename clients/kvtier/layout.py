@@ -1,0 +1,217 @@
+"""What a client says about its engine: the namespace, and where the blocks of each group lie in memory.
+
+Values are checked when they are made, so that a mistake is reported where it was made and not by the daemon.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from kvtier.errors import KvtierError, Reason
+from kvtier.v1 import side_pb2, types_pb2
+
+HASH_BYTES_MIN, HASH_BYTES_MAX = 8, 32
+TEXT_BYTES_MAX = 1_024
+BLOCKS_MAX = 2**32 - 1
+OFFSET_MAX = 2**63 - 1
+
+
+def _refuse(reason: Reason, field: str, value: object, message: str) -> KvtierError:
+    return KvtierError(reason, message, field=field, value=value)
+
+
+def check_text(field: str, value: str, reason: Reason, *, required: bool = False) -> None:
+    """Raises KvtierError if the text is too long, or empty where it must not be."""
+    if required and not value:
+        raise _refuse(reason, field, value, "must not be empty")
+    if len(value.encode()) > TEXT_BYTES_MAX:
+        raise _refuse(reason, field, value, f"must be at most {TEXT_BYTES_MAX} bytes of UTF-8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What makes two engines' KV blocks interchangeable: every field is compared byte for byte.
+
+    An empty field means "not applicable", never "any". Fields are those of kvtier.v1.Namespace.
+    """
+
+    model: str
+    kv_dtype: str
+    hash_scheme: str
+    hash_bytes: int = 32
+    weights_revision: str = ""
+    kv_scales: str = ""
+    parallelism: str = ""
+    tenant: str = ""
+    salt: str = ""
+    generation: int = 0
+    adapter: str = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            name = f"namespace.{field.name}"
+            if isinstance(value, str):
+                required = field.name in ("model", "kv_dtype", "hash_scheme")
+                check_text(name, value, Reason.NAMESPACE_INVALID, required=required)
+        if not HASH_BYTES_MIN <= self.hash_bytes <= HASH_BYTES_MAX:
+            raise _refuse(
+                Reason.NAMESPACE_INVALID,
+                "namespace.hash_bytes",
+                self.hash_bytes,
+                f"must be between {HASH_BYTES_MIN} and {HASH_BYTES_MAX}",
+            )
+        if not 0 <= self.generation < 2**64:
+            raise _refuse(
+                Reason.NAMESPACE_INVALID, "namespace.generation", self.generation, "must fit 64 bits"
+            )
+
+    def to_proto(self) -> types_pb2.Namespace:
+        """As it travels in Hello."""
+        return types_pb2.Namespace(**dataclasses.asdict(self))
+
+
+class GroupKind(IntEnum):
+    """How a lookup and an eviction treat the blocks of a group. Numbers of kvtier.v1.GroupKind."""
+
+    FULL_ATTENTION = 1
+    SLIDING_WINDOW = 2
+    MAMBA = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """One strided array of an engine's cache: the fragment of block b lies at base_offset + b *
+    block_stride_bytes."""
+
+    fragment_bytes: int
+    """Bytes this plane contributes to one block, contiguous."""
+    base_offset: int
+    """Bytes from the start of the mapping to block 0."""
+    block_stride_bytes: int
+    description: str = ""
+    """What is in it. Part of the layout fingerprint: equal descriptions mean interchangeable bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers that share one block table, as one rank holds them."""
+
+    block_tokens: int
+    num_blocks: int
+    """Blocks in the engine's cache: valid block ids are below it."""
+    planes: tuple[Plane, ...]
+    """In the order in which their fragments lie in a slot."""
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window_tokens: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this rank over all planes."""
+        return sum(plane.fragment_bytes for plane in self.planes)
+
+    def to_proto(self, index: int) -> types_pb2.Group:
+        """The geometry, as it travels in Hello."""
+        return types_pb2.Group(
+            group=index,
+            kind=types_pb2.GroupKind.ValueType(int(self.kind)),
+            block_tokens=self.block_tokens,
+            window_tokens=self.window_tokens,
+            planes=[
+                types_pb2.PlaneGeometry(fragment_bytes=plane.fragment_bytes, description=plane.description)
+                for plane in self.planes
+            ],
+        )
+
+    def place_to_proto(self, index: int) -> side_pb2.GroupMemory:
+        """The place in memory, as it travels in RegisterMemory."""
+        return side_pb2.GroupMemory(
+            group=index,
+            num_blocks=self.num_blocks,
+            planes=[
+                side_pb2.Plane(base_offset=plane.base_offset, block_stride_bytes=plane.block_stride_bytes)
+                for plane in self.planes
+            ],
+        )
+
+
+class Shareable(Protocol):
+    """Memory that another process can map: a memfd sealed against shrinking. `SharedBuffer` is one."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to map, from the start of the descriptor."""
+
+    def fileno(self) -> int:
+        """The descriptor. It stays open as long as the client that was given it."""
+
+
+def check_layout(groups: Sequence[Group], mapping_bytes: int) -> None:
+    """Raises KvtierError unless every byte of every block of every group lies inside the mapping."""
+    if not groups:
+        raise _refuse(Reason.LAYOUT_INVALID, "groups", 0, "a rank holds at least one group")
+    if mapping_bytes <= 0:
+        raise _refuse(Reason.MAPPING_INVALID, "memory.size_bytes", mapping_bytes, "must be more than 0")
+    for index, group in enumerate(groups):
+        _check_group(f"groups[{index}]", group, mapping_bytes)
+
+
+def _check_group(name: str, group: Group, mapping_bytes: int) -> None:
+    if group.block_tokens <= 0:
+        raise _refuse(
+            Reason.LAYOUT_INVALID,
+            f"{name}.block_tokens",
+            group.block_tokens,
+            "a block has at least one token",
+        )
+    if (group.kind == GroupKind.SLIDING_WINDOW) != (group.window_tokens > 0):
+        raise _refuse(
+            Reason.LAYOUT_INVALID,
+            f"{name}.window_tokens",
+            group.window_tokens,
+            "must be more than 0 for a sliding window, and 0 for other kinds",
+        )
+    if not 0 < group.num_blocks <= BLOCKS_MAX:
+        raise _refuse(
+            Reason.LAYOUT_INVALID,
+            f"{name}.num_blocks",
+            group.num_blocks,
+            f"must be between 1 and {BLOCKS_MAX}",
+        )
+    if not group.planes:
+        raise _refuse(Reason.LAYOUT_INVALID, f"{name}.planes", 0, "a group has at least one plane")
+    for index, plane in enumerate(group.planes):
+        _check_plane(f"{name}.planes[{index}]", plane, group.num_blocks, mapping_bytes)
+
+
+def _check_plane(name: str, plane: Plane, num_blocks: int, mapping_bytes: int) -> None:
+    check_text(f"{name}.description", plane.description, Reason.LAYOUT_INVALID)
+    fragment, stride, base = plane.fragment_bytes, plane.block_stride_bytes, plane.base_offset
+    if fragment <= 0:
+        raise _refuse(Reason.LAYOUT_INVALID, f"{name}.fragment_bytes", fragment, "must be more than 0")
+    if base < 0:
+        raise _refuse(Reason.LAYOUT_INVALID, f"{name}.base_offset", base, "must not be negative")
+    if stride < (fragment if num_blocks > 1 else 0):
+        raise _refuse(
+            Reason.LAYOUT_INVALID,
+            f"{name}.block_stride_bytes",
+            stride,
+            f"blocks would overlap: a block has {fragment} bytes in this plane",
+        )
+    end = base + (num_blocks - 1) * stride + fragment
+    if end > OFFSET_MAX:
+        raise _refuse(
+            Reason.STRIDE_OVERFLOW,
+            f"{name}.block_stride_bytes",
+            stride,
+            f"offset and stride of {num_blocks} blocks pass the largest offset there is",
+        )
+    if end > mapping_bytes:
+        raise _refuse(
+            Reason.PLANE_BEYOND_MAPPING,
+            f"{name}.base_offset",
+            base,
+            f"its last block ends at byte {end}, the mapping at {mapping_bytes}",
+        )

@@ -1,0 +1,164 @@
+"""Lookups and what they answer: hits, misses, and the lease that keeps the hits in place until they are
+loaded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import KvtierError, Reason
+from kvtier.transfers import Event
+from kvtier.v1 import cache_pb2
+
+Hashes = bytes | Sequence[bytes] | npt.NDArray[np.uint8]
+"""Block hashes in sequence order: one after another, or a list of them, or an array of shape (n, hash_bytes).
+"""
+
+BlockIds = Sequence[int] | npt.NDArray[np.integer]
+
+
+class LookupMode(Enum):
+    """Numbers of kvtier.v1.LookupMode."""
+
+    PREFIX = 1
+    """The leading run of blocks that are all readable."""
+    EXACT = 3
+    """Every block by itself."""
+
+
+MISS, PENDING, HIT = 0, 1, 2
+"""Bytes of `Lookup.states`, those of kvtier.v1.BlockState."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to load the blocks of one lookup. It lives as long as this client's epoch at most."""
+
+    lease_id: int
+    epoch: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The answer to a lookup; a context manager that releases its lease, if it still has one.
+
+    No answer in time, no daemon, not ready: all of them are a miss with `answered` False and the reason in
+    `error`.
+    """
+
+    hits: int = 0
+    """Prefix mode: length of the leading run of hits. Exact mode: number of hits."""
+    states: bytes = b""
+    """MISS, PENDING or HIT for each hash. Prefix mode: up to and including the first that is not a hit."""
+    lease: Lease | None = None
+    answered: bool = False
+    error: KvtierError | None = None
+    """Why there is no answer; or, with hits and no lease although one was asked for, why it was refused."""
+    _release: Callable[[Lease], None] | None = field(default=None, repr=False, compare=False)
+
+    def release(self) -> None:
+        """Gives the lease back; never waits. Safe to call twice, and after a load has consumed it."""
+        if self.lease is not None and self._release is not None:
+            self._release(self.lease)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def unanswered(reason: Reason, message: str) -> Lookup:
+    """A miss, because nobody answered."""
+    return Lookup(error=KvtierError(reason, message))
+
+
+@dataclass(slots=True, eq=False)
+class LookupRecord:
+    """One lookup on its way; its session keeps it up to date."""
+
+    event: Event
+    """Set with the answer."""
+    sent_s: float
+    """Of the session's clock."""
+    answer: Lookup | None = None
+    abandoned: bool = False
+    """Nobody waits any more: a lease that still comes is released at once."""
+
+    def end(self, answer: Lookup) -> None:
+        """The answer is known."""
+        self.answer = answer
+        self.event.set()
+
+
+def answer_of(response: cache_pb2.LookupResponse, epoch: int, release: Callable[[Lease], None]) -> Lookup:
+    """The daemon's answer."""
+    if len(response.answers) != 1:
+        return unanswered(Reason.MALFORMED, f"the daemon sent {len(response.answers)} answers to one query")
+    answer = response.answers[0]
+    lease = Lease(response.lease_id, epoch, answer.hits) if response.lease_id else None
+    error = KvtierError.from_proto(response.lease_refused) if response.HasField("lease_refused") else None
+    return Lookup(answer.hits, answer.states, lease, True, error, release)
+
+
+def join_hashes(hashes: Hashes, hash_bytes: int) -> bytes:
+    """One after another, as they travel. Raises KvtierError HASH_LENGTH."""
+    if isinstance(hashes, bytes):
+        if len(hashes) % hash_bytes:
+            raise KvtierError(
+                Reason.HASH_LENGTH,
+                f"concatenated hashes must be a multiple of {hash_bytes} bytes",
+                field="hashes",
+                value=f"{len(hashes)} bytes",
+            )
+        return hashes
+    if isinstance(hashes, np.ndarray):
+        if hashes.dtype != np.uint8 or hashes.ndim != 2 or hashes.shape[1] != hash_bytes:
+            raise KvtierError(
+                Reason.HASH_LENGTH,
+                f"an array of hashes is uint8 of shape (n, {hash_bytes})",
+                field="hashes",
+                value=f"{hashes.dtype} {hashes.shape}",
+            )
+        return hashes.tobytes()
+    for index, value in enumerate(hashes):
+        if len(value) != hash_bytes:
+            raise KvtierError(
+                Reason.HASH_LENGTH,
+                f"must be {hash_bytes} bytes, as the namespace says",
+                field=f"hashes[{index}]",
+                value=f"{len(value)} bytes",
+            )
+    return b"".join(hashes)
+
+
+def list_block_ids(block_ids: BlockIds, count_max: int, *, distinct: bool) -> list[int]:
+    """Checked block ids. Raises KvtierError BLOCK_ID_RANGE or BLOCK_ID_DUPLICATE."""
+    ids: list[int] = block_ids.tolist() if isinstance(block_ids, np.ndarray) else list(block_ids)
+    if ids and not (min(ids) >= 0 and max(ids) < count_max):
+        index = next(index for index, value in enumerate(ids) if not 0 <= value < count_max)
+        raise KvtierError(
+            Reason.BLOCK_ID_RANGE,
+            f"must be at least 0 and below {count_max}",
+            field=f"block_ids[{index}]",
+            value=ids[index],
+        )
+    if distinct and len(set(ids)) != len(ids):
+        seen: set[int] = set()
+        for index, value in enumerate(ids):
+            if value in seen:
+                raise KvtierError(
+                    Reason.BLOCK_ID_DUPLICATE,
+                    "two blocks cannot be loaded to one place",
+                    field=f"block_ids[{index}]",
+                    value=value,
+                )
+            seen.add(value)
+    return ids

@@ -1,0 +1,120 @@
+"""The side socket: SOCK_SEQPACKET beside the gRPC socket, one message a packet, one exchange at a time.
+
+It shows the daemon who we are, carries descriptors, and lives as long as the session. `SideSocket` never
+waits; the shells wait for readiness in their own way.
+"""
+
+import array
+import errno
+import os
+import select
+import socket
+import time
+from pathlib import Path
+
+from kvtier.attach import SideCall, SideReply
+from kvtier.errors import ConnectionLostError, KvtierError
+from kvtier.v1 import side_pb2
+
+PACKET_BYTES_MAX = 65_536
+FDS_MAX = 4
+
+
+class SideSocket:
+    """A connected side socket, non-blocking."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConnectionLostError if nobody listens there."""
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
+        self._next_id = 1
+        try:
+            self._socket.connect(os.fspath(path))
+        except OSError as error:
+            self._socket.close()
+            if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+                raise ConnectionLostError(f"no daemon listens at {path}") from None
+            raise ConnectionLostError(f"cannot connect to {path}: {error.strerror}") from None
+
+    def fileno(self) -> int:
+        """For select and event loops; -1 once closed."""
+        return self._socket.fileno()
+
+    def prepare(self, call: SideCall) -> side_pb2.SideRequest:
+        """The request with an id of its own."""
+        request = side_pb2.SideRequest()
+        request.CopyFrom(call.request)
+        request.id = self._next_id
+        self._next_id += 1
+        return request
+
+    def try_send(self, request: side_pb2.SideRequest, fds: tuple[int, ...]) -> bool:
+        """False if the socket is not ready. Raises ConnectionLostError."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg([request.SerializeToString()], ancillary)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise ConnectionLostError(f"the daemon closed the side socket: {error.strerror}") from None
+        return True
+
+    def try_receive(self, request_id: int) -> SideReply | None:
+        """The reply to this request, None if there is none yet.
+
+        Raises what the daemon refused as KvtierError, and ConnectionLostError for everything unexpected.
+        """
+        try:
+            data, fds, flags, _ = socket.recv_fds(
+                self._socket, PACKET_BYTES_MAX, FDS_MAX, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise ConnectionLostError(f"the daemon closed the side socket: {error.strerror}") from None
+        try:
+            if not data:
+                raise ConnectionLostError("the daemon closed the side socket")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ConnectionLostError("a reply on the side socket was cut short")
+            try:
+                response = side_pb2.SideResponse.FromString(data)
+            except Exception:  # DecodeError's class differs between protobuf's implementations
+                raise ConnectionLostError("the daemon sent something else than a SideResponse") from None
+            if response.id != request_id:
+                raise ConnectionLostError(f"reply {response.id} on the side socket, expected {request_id}")
+            if response.WhichOneof("body") == "error":
+                raise KvtierError.from_proto(response.error)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return SideReply(response, fds)
+
+    def close(self) -> None:
+        """Ends the session. Safe to call twice."""
+        self._socket.close()
+
+
+def call_blocking(side: SideSocket, call: SideCall, interrupt: int) -> SideReply:
+    """Performs one exchange. Raises as `try_receive`, at its deadline, and when `interrupt` is readable."""
+    deadline_s = time.monotonic() + call.timeout_s
+    request = side.prepare(call)
+    while not side.try_send(request, call.fds):
+        _wait(side, select.POLLOUT, interrupt, deadline_s)
+    while (reply := side.try_receive(request.id)) is None:
+        _wait(side, select.POLLIN, interrupt, deadline_s)
+    return reply
+
+
+def _wait(side: SideSocket, mask: int, interrupt: int, deadline_s: float) -> None:
+    poll = select.poll()
+    poll.register(side, mask)
+    poll.register(interrupt, select.POLLIN)
+    remaining_s = deadline_s - time.monotonic()
+    ready = poll.poll(remaining_s * 1_000) if remaining_s > 0 else []
+    if not ready:
+        raise ConnectionLostError("the daemon does not answer on the side socket")
+    if any(fd == interrupt for fd, _ in ready):
+        raise ConnectionLostError("the client is closing")

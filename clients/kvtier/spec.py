@@ -1,0 +1,117 @@
+"""Who attaches, as what, with which memory: all that a session says of itself, checked when it is made."""
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.errors import KvtierError, Reason
+from kvtier.layout import Group, Namespace, Shareable, check_layout, check_text
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
+from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
+
+PROTOCOL_VERSION = 1
+WORLD_SIZE_MAX = 1_024
+
+
+class Role(Enum):
+    """What one client is for. Numbers of kvtier.v1.Role."""
+
+    SCHEDULER = 1
+    """Looks up, submits stores and loads for the whole instance."""
+    RANK = 2
+    """Owns one rank's share of the engine's KV cache."""
+    BOTH = 3
+    """An instance of a single process: world size 1."""
+
+    @property
+    def submits(self) -> bool:
+        """Whether lookups, stores and loads are this client's business."""
+        return self is not Role.RANK
+
+    @property
+    def holds_rank(self) -> bool:
+        """Whether this client has memory and shared words."""
+        return self is not Role.SCHEDULER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachSpec:
+    """One client's place in its instance. Raises KvtierError, naming the field, if it makes no sense."""
+
+    instance: str
+    """Name of the engine instance, the same for all its processes, unique among live instances of the daemon.
+    """
+    namespace: Namespace
+    role: Role = Role.BOTH
+    rank: int = 0
+    world_size: int = 1
+    groups: tuple[Group, ...] = ()
+    """What the rank holds; empty for a scheduler."""
+    memory: Shareable | None = None
+    """The rank's KV cache; None for a scheduler."""
+    doorbells: int = DOORBELLS_DEFAULT
+    parts: int = PARTS_DEFAULT
+    """Part words, which bound the transfers in flight. The same number in every client of an instance."""
+    program: str = ""
+    """For people: program and version."""
+
+    def __post_init__(self) -> None:
+        check_text("instance", self.instance, Reason.MALFORMED, required=True)
+        check_text("program", self.program, Reason.MALFORMED)
+        if not 1 <= self.world_size <= WORLD_SIZE_MAX:
+            message = f"must be between 1 and {WORLD_SIZE_MAX}"
+            raise KvtierError(Reason.MALFORMED, message, field="world_size", value=self.world_size)
+        if self.role is Role.BOTH and self.world_size != 1:
+            message = "a client that is scheduler and rank at once is for a world size of 1: use two clients"
+            raise KvtierError(Reason.ROLE, message, field="world_size", value=self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            message = f"ranks of this instance are 0 to {self.world_size - 1}"
+            raise KvtierError(Reason.MALFORMED, message, field="rank", value=self.rank)
+        if not self.role.holds_rank:
+            if self.groups or self.memory is not None:
+                message = "a scheduler holds no memory: leave groups and memory out"
+                raise KvtierError(Reason.LAYOUT_INVALID, message, field="groups", value=len(self.groups))
+            return
+        if self.memory is None:
+            message = "a rank shares its KV cache: give a SharedBuffer, or an object like it"
+            raise KvtierError(Reason.MAPPING_INVALID, message, field="memory", value=None)
+        size_bytes = os.fstat(self.memory.fileno()).st_size
+        if self.memory.size_bytes > size_bytes:
+            message = f"the descriptor has {size_bytes} bytes"
+            raise KvtierError(
+                Reason.MAPPING_INVALID, message, field="memory.size_bytes", value=self.memory.size_bytes
+            )
+        check_layout(self.groups, self.memory.size_bytes)
+
+    def block_ids_max(self, group: int) -> int:
+        """Block ids are below it, as far as this client knows. Raises KvtierError UNKNOWN_GROUP."""
+        if not self.role.holds_rank:
+            if not 0 <= group < 2**32:
+                raise KvtierError(Reason.UNKNOWN_GROUP, "must be at least 0", field="group", value=group)
+            return 2**32
+        if not 0 <= group < len(self.groups):
+            message = f"this client has the groups 0 to {len(self.groups) - 1}"
+            raise KvtierError(Reason.UNKNOWN_GROUP, message, field="group", value=group)
+        return self.groups[group].num_blocks
+
+    def hello(self, token: bytes) -> cache_pb2.Hello:
+        """The first message of the session stream."""
+        return cache_pb2.Hello(
+            protocol_versions=[PROTOCOL_VERSION],
+            token=token,
+            instance=self.instance,
+            role=types_pb2.Role.ValueType(self.role.value),
+            rank=self.rank,
+            world_size=self.world_size,
+            namespace=self.namespace.to_proto(),
+            groups=[group.to_proto(index) for index, group in enumerate(self.groups)],
+            client=self.program,
+        )
+
+    def register_memory(self) -> side_pb2.RegisterMemory:
+        """Where the rank's blocks lie, for the side socket."""
+        assert self.memory is not None
+        return side_pb2.RegisterMemory(
+            mapping_bytes=self.memory.size_bytes,
+            groups=[group.place_to_proto(index) for index, group in enumerate(self.groups)],
+        )

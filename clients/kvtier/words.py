@@ -1,0 +1,319 @@
+"""The shared words of a rank: doorbells that it rings, and one word per part of a transfer.
+
+A part word is `ticket << 8 | state`. A part is armed as long as its word's ticket is smaller than its own.
+The copy worker moves it from armed to STARTED and from there to DONE or FAILED; the client moves it from
+armed to REVOKED. Both are compare-and-swap on the word itself, so that one of them wins and no daemon is
+asked.
+
+What this file promises is the fence: a part of which `state` says that it is over can write nothing any more.
+- Its word is terminal; or
+- it says STARTED, but its worker is dead, as the worker's pidfd shows; or
+- its page was sealed before it started: a sealed page has every word that is not STARTED raised to the
+  highest ticket there is, so that nothing can start on it, whatever the daemon does later.
+
+Used from one thread at a time, like the session that owns it.
+"""
+
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import (
+    PART_ARMED,
+    PART_DONE,
+    PART_FAILED,
+    PART_REVOKED,
+    PART_STARTED,
+    PART_SUPERSEDED,
+    TICKET_MAX,
+    SharedWords,
+)
+
+from kvtier.errors import KvtierError, Reason
+from kvtier.shared import SharedBuffer
+
+WORD_BYTES = 8
+DOORBELLS_DEFAULT = 64
+PARTS_DEFAULT = 1_024
+WORDS_MAX = 65_536
+SEALED = TICKET_MAX << 8 | PART_REVOKED
+PAGES_KEPT = 8
+"""Fenced pages of the past that are still remembered, so that late questions get the true answer."""
+
+Direction = Literal["store", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """What a rank must know of a transfer that somebody else submitted: plain values, to be sent along."""
+
+    epoch: int
+    ticket: int
+    word: int
+    direction: Direction
+
+
+class PartState(Enum):
+    """What has become of a part, as this rank sees it."""
+
+    ARMED = PART_ARMED
+    """Not started: it may be revoked."""
+    STARTED = PART_STARTED
+    """Being copied: nothing but its end, or its worker's death, ends it."""
+    REVOKED = PART_REVOKED
+    """It never started and never will."""
+    DONE = PART_DONE
+    """Every block is copied: a load has landed, the source of a store is free to reuse."""
+    FAILED = PART_FAILED
+    """It ended without all blocks copied; nothing of it can still land."""
+    LOST = PART_SUPERSEDED
+    """It belongs to an epoch or a page that is over and had not started there, or its word has been given to
+    a later transfer. Nothing of it can still land; count it as failed."""
+
+    @property
+    def over(self) -> bool:
+        """The fence: no copy of this part can still land, and none can still read."""
+        return self is not PartState.ARMED and self is not PartState.STARTED
+
+
+def dead(pidfd: int) -> bool:
+    """Whether the process of this pidfd has exited."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class WordsPage:
+    """One registered page: `doorbells` doorbell words, then `parts` part words. One worker writes its part
+    words."""
+
+    def __init__(self, epoch: int, doorbells: Sequence[int], parts: int) -> None:
+        """`doorbells`: the values that its doorbells start with. Owns a new memfd, not registered yet."""
+        self.epoch = epoch
+        self.parts = parts
+        self._doorbells = len(doorbells)
+        self._buffer = SharedBuffer.create((self._doorbells + parts) * WORD_BYTES, "kvtier-words")
+        self._words: SharedWords | None = SharedWords(self._buffer.array, self._doorbells + parts)
+        for index, value in enumerate(doorbells):
+            self._words.store(index, value)
+        self._part_indexes = np.arange(self._doorbells, self._doorbells + parts, dtype=np.uint32)
+        self._worker: int | None = None
+        self._final: npt.NDArray[np.uint64] | None = None
+
+    def fileno(self) -> int:
+        """The memfd to register."""
+        return self._buffer.fileno()
+
+    def adopt_worker(self, pidfd: int) -> None:
+        """From now on the page owns the pidfd of the worker that writes its part words."""
+        self._drop_worker()
+        self._worker = pidfd
+
+    @property
+    def sealed(self) -> bool:
+        """Whether nothing can start here any more."""
+        return self._final is not None
+
+    def ring(self, doorbell: int, value: int) -> None:
+        """Raises a doorbell."""
+        if self._words is not None:
+            self._words.ring(doorbell, value)
+
+    def withdraw(self, word: int, ticket: int) -> None:
+        """Marks a part revoked on a page that is not registered yet."""
+        assert self._words is not None
+        self._words.store(self._doorbells + word, ticket << 8 | PART_REVOKED)
+
+    def state(self, word: int, ticket: int) -> PartState:
+        """The part's state on this page. STARTED by a worker that has died is FAILED."""
+        found = self._state(word, ticket)
+        if found is PartState.STARTED and self._worker is not None and dead(self._worker):
+            found = self._state(word, ticket)  # it may have written the end just before it died
+            if found is PartState.STARTED:
+                return PartState.FAILED
+        return found
+
+    def revoke(self, word: int, ticket: int) -> PartState:
+        """Armed to REVOKED, by compare-and-swap. Returns the state afterwards."""
+        if self._words is not None and self._final is None:
+            self._words.try_revoke(self._doorbells + word, ticket)
+        return self.state(word, ticket)
+
+    def seal(self) -> None:
+        """From now on nothing starts on this page. What is STARTED runs on; what is over stays known."""
+        if self._final is not None or self._words is None:
+            return
+        final = np.zeros(self.parts, np.uint64)
+        for part in range(self.parts):
+            index = self._doorbells + part
+            while (value := self._words.load(index)) & 0xFF != PART_STARTED:
+                final[part] = value
+                if self._words.compare_exchange(index, value, SEALED):
+                    break
+        self._final = final
+
+    def started(self) -> int:
+        """Parts that are STARTED, by a worker that lives. Zero on a sealed page: all of it is fenced."""
+        if self._words is None or (self._worker is not None and dead(self._worker)):
+            return 0
+        words = self._words.load_many(self._part_indexes)
+        return int(np.count_nonzero(words & np.uint64(0xFF) == PART_STARTED))
+
+    def retire(self) -> None:
+        """Unmaps a sealed page without STARTED parts; its parts' states stay known."""
+        if self._words is None:
+            return
+        assert self._final is not None
+        for part in range(self.parts):
+            value = self._words.load(self._doorbells + part)
+            if value != SEALED:
+                # Ended after the seal; or its worker died in it.
+                self._final[part] = (
+                    value if value & 0xFF != PART_STARTED else value - PART_STARTED + PART_FAILED
+                )
+        self.close()
+
+    def close(self) -> None:
+        """Gives memory and descriptors back."""
+        self._words = None
+        self._buffer.close()
+        self._drop_worker()
+
+    def _state(self, word: int, ticket: int) -> PartState:
+        value = self._words.load(self._doorbells + word) if self._words is not None else SEALED
+        if value == SEALED and self._final is not None:
+            value = int(self._final[word])
+        if value >> 8 < ticket:
+            return PartState.ARMED
+        if value >> 8 > ticket:
+            return PartState.LOST
+        state = value & 0xFF
+        if not PART_STARTED <= state <= PART_FAILED:
+            return (
+                PartState.STARTED
+            )  # no worker writes such a word: believe nothing of it but that it is not over
+        return PartState(state)
+
+    def _drop_worker(self) -> None:
+        if self._worker is not None:
+            os.close(self._worker)
+            self._worker = None
+
+
+class RankWords:
+    """All pages of one rank: the one in use, and those of the past whose parts may still be asked for."""
+
+    def __init__(self, doorbells: int, parts: int) -> None:
+        """Sizes of every page. Raises KvtierError if they are out of range."""
+        for field, value, least in (("doorbells", doorbells, 0), ("parts", parts, 1)):
+            if not least <= value <= WORDS_MAX:
+                message = f"must be between {least} and {WORDS_MAX}"
+                raise KvtierError(Reason.WORD_INDEX_RANGE, message, field=field, value=value)
+        self._parts = parts
+        self._doorbells = [0] * doorbells
+        self._pages: list[WordsPage] = []  # oldest first
+        self._epoch: int | None = None
+        self._withdrawn: dict[int, int] = {}  # word -> ticket revoked in this epoch
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The session of this epoch is attached."""
+        if epoch != self._epoch:
+            self.end_epoch()
+            self._epoch = epoch
+
+    def end_epoch(self) -> None:
+        """The session is over: nothing of its epoch can start from now on."""
+        self._epoch = None
+        self._withdrawn.clear()
+        for page in self._pages:
+            page.seal()
+        self.reap()
+
+    def new_page(self) -> WordsPage:
+        """A page for the current epoch, to be registered now. The ones before it are sealed.
+
+        It starts with the doorbells as they were rung, and with what was revoked in this epoch.
+        """
+        assert self._epoch is not None
+        for old in self._pages:
+            old.seal()
+        self.reap()
+        page = WordsPage(self._epoch, self._doorbells, self._parts)
+        for word, ticket in self._withdrawn.items():
+            page.withdraw(word, ticket)
+        self._pages.append(page)
+        return page
+
+    def ring(self, doorbell: int, value: int) -> None:
+        """Raises a doorbell; remembered for pages to come. Raises KvtierError for a doorbell that does not
+        exist."""
+        if not 0 <= doorbell < len(self._doorbells):
+            message = f"this client has {len(self._doorbells)} doorbells"
+            raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="doorbell", value=doorbell)
+        if not 0 <= value < 2**64:
+            raise KvtierError(Reason.MALFORMED, "must fit 64 bits", field="value", value=value)
+        if value > self._doorbells[doorbell]:
+            self._doorbells[doorbell] = value
+            if self._pages:
+                self._pages[-1].ring(doorbell, value)
+
+    def state(self, ref: PartRef) -> PartState:
+        """What has become of a part. Changes nothing. Raises KvtierError for a word that does not exist."""
+        self._check(ref)
+        states = [page.state(ref.word, ref.ticket) for page in self._pages if page.epoch == ref.epoch]
+        return self._judge(ref, states)
+
+    def revoke(self, ref: PartRef) -> PartState:
+        """Ends a part that has not started, for ever. Returns its state afterwards: over, or STARTED."""
+        self._check(ref)
+        if ref.epoch == self._epoch and ref.ticket > self._withdrawn.get(ref.word, 0):
+            self._withdrawn[ref.word] = ref.ticket
+        states = [page.revoke(ref.word, ref.ticket) for page in self._pages if page.epoch == ref.epoch]
+        return self._judge(ref, states)
+
+    def started(self) -> int:
+        """STARTED parts on all pages, whose workers live."""
+        return sum(page.started() for page in self._pages)
+
+    def reap(self) -> None:
+        """Gives back the pages of the past that are fenced, and forgets the oldest of those."""
+        past = [page for page in self._pages if page.sealed]
+        fenced = [page for page in past if page.started() == 0]
+        for page in fenced:
+            page.retire()
+        for page in fenced[:-PAGES_KEPT]:
+            self._pages.remove(page)
+
+    def close(self) -> None:
+        """Unmaps everything here, the words left as they are: a forked child's pages are its parent's."""
+        for page in self._pages:
+            page.close()
+        self._pages.clear()
+
+    def _check(self, ref: PartRef) -> None:
+        if not 0 <= ref.word < self._parts:
+            message = f"this client has {self._parts} part words; submitter and ranks must agree on it"
+            raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="word", value=ref.word)
+        if not 0 < ref.ticket < TICKET_MAX:
+            raise KvtierError(Reason.MALFORMED, "must be below 2^56 - 1", field="ticket", value=ref.ticket)
+
+    def _judge(self, ref: PartRef, states: list[PartState]) -> PartState:
+        """At most one page ever starts a part, because the daemon posts it once."""
+        for decisive in (
+            PartState.STARTED,
+            PartState.DONE,
+            PartState.FAILED,
+            PartState.REVOKED,
+            PartState.LOST,
+        ):
+            if decisive in states:
+                return decisive
+        if ref.epoch != self._epoch:
+            return PartState.LOST  # its pages are sealed, or it never had one
+        # Between two pages of an epoch an armed part may still start on the next one, unless it was revoked.
+        return PartState.REVOKED if self._withdrawn.get(ref.word) == ref.ticket else PartState.ARMED
