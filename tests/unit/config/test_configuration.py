@@ -1,0 +1,190 @@
+"""What can be configured, where from, and how it is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtierd import cli, config, settings
+from kvtierd.config import Config
+from kvtierd.settings import ConfigError
+
+
+def load(file: Path | None = None, flags: dict[str, object] | None = None, **environ: str) -> Config:
+    return config.load(file, flags, environ).config
+
+
+def refused(file: Path | None = None, flags: dict[str, object] | None = None, **environ: str) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        load(file, flags, **environ)
+    return error.value
+
+
+@pytest.fixture(autouse=True)
+def no_system_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "DEFAULT_FILE", tmp_path / "no-such.toml")
+
+
+def test_the_embedded_default_needs_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    found = load()
+    assert found.server.socket_path == Path("/run/user/1/kvtier/kvtierd.sock")
+    assert found.server.side_socket_path == Path("/run/user/1/kvtier/kvtierd.side.sock")
+    assert found.pool.file == Path(f"/dev/shm/kvtier-{os.getuid()}/pool")
+    assert found.pool.size == 1 << 30
+    assert found.metrics.listen == "127.0.0.1:9470"
+
+
+def test_without_a_runtime_directory_sockets_go_below_tmp() -> None:
+    assert settings.runtime_directory({}, uid=7) == Path("/tmp/kvtier-7")
+    assert settings.runtime_directory({"XDG_RUNTIME_DIR": "relative"}, uid=7) == Path("/tmp/kvtier-7")
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvtierd.toml"
+    file.write_text('[pool]\nsize = "2GiB"\n[server]\ndrain_s = 3\n[limits]\ntransfers_max = 5\n')
+    given_environment = {"KVTIER_POOL_SIZE": "3GiB", "KVTIER_SERVER_DRAIN_S": "4"}
+    found = load(file, {"pool.size": "4GiB"}, **given_environment)
+    assert (found.pool.size, found.server.drain_s, found.limits.transfers_max) == (4 << 30, 4.0, 5)
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "kvtierd.toml"
+    file.write_text('[pool]\nsize = "2GiB"\n')
+    assert load(KVTIER_CONFIG=str(file)).pool.size == 2 << 30
+
+
+def test_every_setting_can_come_from_all_three_places() -> None:
+    declared = list(settings.declared(Config))
+    assert len({item.key for item in declared}) == len(declared) > 20
+    for item in declared:
+        assert item.sentence.endswith("."), item.key
+        assert item.env == "KVTIER_" + item.key.replace(".", "_").upper()
+        assert item.flag == "--" + item.key.replace(".", "-").replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ('[pool]\nsiez = "1GiB"\n', "pool.size"),
+        ('[pol]\nsize = "1GiB"\n', "pool"),
+        ("[limits]\nlease_ttl = 3\n", "limits.lease_ttl_s"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(
+    tmp_path: Path, text: str, nearest: str
+) -> None:
+    file = tmp_path / "kvtierd.toml"
+    file.write_text(text)
+    error = refused(file)
+    assert str(file) in str(error)
+    assert error.message.endswith(f"the nearest known one is {nearest}")
+
+
+def test_a_misspelt_variable_of_ours_is_refused_and_other_variables_are_not() -> None:
+    error = refused(KVTIER_POOL_SIZ="1GiB")
+    assert error.field == "KVTIER_POOL_SIZ"
+    assert error.message.endswith("KVTIER_POOL_SIZE")
+    assert load(KVTIER_SOMETHING_ELSE="1", PATH="/bin").pool.size == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "advice"),
+    [
+        ("pool.size", "lots", "64GiB"),
+        ("pool.size", "-1GiB", "64GiB"),
+        ("pool.size", "1MiB", "at least"),
+        ("pool.size", str(2**63), "8 EiB"),
+        ("pool.extent_size", "3MiB", "power of two"),
+        ("pool.persistent", "maybe", "true or false"),
+        ("pool.path", "relative/pool", "absolute"),
+        ("pool.lock_timeout_s", "soon", "seconds"),
+        ("limits.leased_fraction_max", "1.5", "up to 1"),
+        ("limits.transfers_max", "0", "from 1"),
+        ("limits.transfers_max", "many", "whole number"),
+        ("metrics.listen", "9470", "host:port"),
+        ("metrics.listen", "localhost:99999", "host:port"),
+        ("log.level", "loud", "debug"),
+        ("server.socket", "/" + "x" * 104 + "/kvtierd.sock", "shorter"),
+        ("server.heartbeat_interval_s", "9", "lease_ttl_s"),
+        ("server.session_silence_s", "1", "heartbeat_interval_s"),
+        ("server.message_bytes_max", "64KiB", "limits"),
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_source_and_advice(key: str, raw: str, advice: str) -> None:
+    error = refused(flags={key: raw})
+    assert error.field == key
+    assert advice in error.message
+    assert str(error).startswith(f"{key} = ")
+    assert f"--{key}".replace(".", "-").replace("_", "-") in str(error)
+
+
+@pytest.mark.parametrize("text", ["[pool\n", "pool = 3\n", "[pool]\nsize = true\n", "[pool]\nsize = 1.5\n"])
+def test_a_broken_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kvtierd.toml"
+    file.write_text(text)
+    assert str(file) in str(refused(file))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "cannot be read" in refused(tmp_path / "missing.toml").message
+
+
+def test_an_anonymous_pool_has_no_file() -> None:
+    assert load(flags={"pool.persistent": "false"}).pool.file is None
+    assert refused(flags={"pool.persistent": "false", "pool.path": "/dev/shm/x"}).field == "pool.path"
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_a_size_survives_being_written_and_read(value: int) -> None:
+    assert settings.size(settings.format_size(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("64GiB", 64 << 30),
+        ("1.5 gib", 3 << 29),
+        ("10MB", 10_000_000),
+        ("4096", 4096),
+        ("1TiB", 1 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_written_as_people_write_them(text: str, value: int) -> None:
+    assert settings.size(text) == value
+
+
+def test_what_show_prints_is_what_the_file_would_say(tmp_path: Path) -> None:
+    loaded = config.load(None, {"pool.size": "3GiB", "server.group": 'a"b', "pool.persistent": "false"}, {})
+    file = tmp_path / "shown.toml"
+    file.write_text(config.show(loaded))
+    again = config.load(file, None, {})
+    assert again.config == loaded.config
+    assert "(--pool-size)" in config.show(loaded)
+    assert str(file) in config.show(again)
+
+
+class TestCommands:
+    def test_check_accepts_a_sound_configuration(self) -> None:
+        result = CliRunner().invoke(cli.main, ["config", "check", "--pool-size", "2GiB"])
+        assert result.exit_code == 0
+        assert "sound" in result.output
+
+    def test_check_names_what_is_wrong_and_exits_with_78(self) -> None:
+        result = CliRunner().invoke(cli.main, ["config", "check", "--pool-size", "2GoB"])
+        assert result.exit_code == 78
+        assert "pool.size = '2GoB' (from --pool-size)" in result.output
+
+    def test_show_says_where_a_value_came_from(self) -> None:
+        result = CliRunner().invoke(cli.main, ["config", "show"], env={"KVTIER_LOG_LEVEL": "debug"})
+        assert result.exit_code == 0
+        assert 'level = "debug"' in result.output
+        assert "(environment KVTIER_LOG_LEVEL)" in result.output
+
+    def test_serve_refuses_a_bad_configuration_before_it_touches_anything(self) -> None:
+        result = CliRunner().invoke(cli.main, ["serve", "--pool-extent-size", "5MiB"])
+        assert result.exit_code == 78
+        assert "pool.extent_size" in result.output

@@ -1,0 +1,80 @@
+"""One log line: for people, and for machines."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from kvtierd import logs
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("kvtierd")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], ours.level = before[0], before[2]
+    root.setLevel(before[1])
+
+
+def logged(style: str, level: str = "info") -> str:
+    stream = io.StringIO()
+    logs.configure(level, style, stream)
+    log = logs.logger("kvtierd.test")
+    log.debug("too quiet")
+    log.info("session attached", session=3, client="a b", empty="")
+    return stream.getvalue()
+
+
+def test_people_get_one_line_with_fields() -> None:
+    line = logged("human")
+    assert line.endswith('info     session attached  session=3 client="a b" empty=""\n')
+    assert line.count("\n") == 1
+
+
+def test_machines_get_one_object_a_line() -> None:
+    entry = json.loads(logged("json"))
+    assert entry.pop("time") > 0
+    assert entry == {
+        "level": "info",
+        "logger": "kvtierd.test",
+        "message": "session attached",
+        "session": 3,
+        "client": "a b",
+        "empty": "",
+    }
+
+
+def test_auto_is_json_away_from_a_terminal() -> None:
+    json.loads(logged("auto"))
+
+
+def test_debug_shows_more() -> None:
+    assert "too quiet" in logged("human", "debug")
+
+
+def test_an_exception_comes_with_its_traceback() -> None:
+    stream = io.StringIO()
+    logs.configure("info", "json", stream)
+    try:
+        raise KeyError("lost")
+    except KeyError as error:
+        logs.logger("kvtierd.test").error("failed", exc_info=error)
+    assert "KeyError: 'lost'" in json.loads(stream.getvalue())["exception"]
+
+
+def test_a_field_cannot_pose_as_the_message() -> None:
+    stream = io.StringIO()
+    logs.configure("info", "json", stream)
+    logs.logger("kvtierd.test").info("true", message="false")
+    assert json.loads(stream.getvalue())["message"] == "true"
+
+
+def test_libraries_are_heard_from_warnings_on() -> None:
+    stream = io.StringIO()
+    logs.configure("debug", "human", stream)
+    logging.getLogger("grpc").info("chatter")
+    logging.getLogger("grpc").warning("trouble")
+    assert "chatter" not in stream.getvalue()
+    assert "trouble" in stream.getvalue()

@@ -1,0 +1,156 @@
+"""A Hello is refused whole, with the field at fault; a sound one becomes exactly what the core is told."""
+
+from collections.abc import Callable
+
+import pytest
+from kvtier.v1 import cache_pb2, types_pb2
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import SessionId
+from kvtierd.core.stimuli import GroupGeometry, Role
+from kvtierd.rpc.hello import greeting_of, namespace_fields
+
+
+def namespace(**changes: object) -> types_pb2.Namespace:
+    fields = {"model": "m", "kv_dtype": "bfloat16", "hash_scheme": "test:1", "hash_bytes": 32} | changes
+    return types_pb2.Namespace(**fields)
+
+
+def hello() -> cache_pb2.Hello:
+    return cache_pb2.Hello(
+        protocol_versions=[1, 99],
+        features=["time travel"],
+        token=b"t" * 16,
+        instance="engine",
+        role=types_pb2.ROLE_RANK,
+        rank=1,
+        world_size=2,
+        namespace=namespace(),
+        client="test 1",
+        groups=[
+            types_pb2.Group(
+                group=0,
+                kind=types_pb2.GROUP_KIND_FULL_ATTENTION,
+                block_tokens=16,
+                planes=[types_pb2.PlaneGeometry(fragment_bytes=64, description="k")] * 2,
+            )
+        ],
+    )
+
+
+def test_a_sound_hello() -> None:
+    greeting = greeting_of(hello(), SessionId(5))
+    assert (greeting.protocol_version, greeting.features, greeting.client) == (1, (), "test 1")
+    attach = greeting.attach
+    assert (attach.session, attach.instance, attach.role, attach.rank) == (5, "engine", Role.RANK, 1)
+    assert attach.groups == (GroupGeometry(1, 16, 0, ((64, "k"), (64, "k"))),)
+    assert attach.groups[0].slot_bytes == 128
+
+
+def change(field: str, value: object) -> Callable[[cache_pb2.Hello], None]:
+    def apply(message: cache_pb2.Hello) -> None:
+        *path, last = field.split(".")
+        target = message
+        for step in path:
+            name, _, index = step.partition("[")
+            target = getattr(target, name)
+            if index:
+                target = target[int(index[:-1])]  # type: ignore[index]
+        if isinstance(value, list):
+            del getattr(target, last)[:]
+            getattr(target, last).extend(value)
+        else:
+            setattr(target, last, value)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("protocol_versions", [2, 3], Reason.VERSION_UNSUPPORTED),
+        ("protocol_versions", [], Reason.VERSION_UNSUPPORTED),
+        ("role", 0, Reason.ROLE),
+        ("role", 9, Reason.ROLE),
+        ("instance", "", Reason.MALFORMED),
+        ("instance", "x" * 1025, Reason.MALFORMED),
+        ("client", "x" * 1025, Reason.MALFORMED),
+        ("world_size", 0, Reason.MALFORMED),
+        ("world_size", 5000, Reason.MALFORMED),
+        ("rank", 2, Reason.MALFORMED),
+        ("namespace.model", "", Reason.NAMESPACE_INVALID),
+        ("namespace.kv_dtype", "", Reason.NAMESPACE_INVALID),
+        ("namespace.hash_scheme", "", Reason.NAMESPACE_INVALID),
+        ("namespace.hash_bytes", 7, Reason.NAMESPACE_INVALID),
+        ("namespace.hash_bytes", 33, Reason.NAMESPACE_INVALID),
+        ("namespace.salt", "x" * 1025, Reason.NAMESPACE_INVALID),
+        ("groups", [], Reason.LAYOUT_INVALID),
+        ("groups[0].group", 1, Reason.LAYOUT_INVALID),
+        ("groups[0].kind", 0, Reason.LAYOUT_INVALID),
+        ("groups[0].kind", 77, Reason.LAYOUT_INVALID),
+        ("groups[0].block_tokens", 0, Reason.LAYOUT_INVALID),
+        ("groups[0].window_tokens", 3, Reason.LAYOUT_INVALID),
+        ("groups[0].kind", types_pb2.GROUP_KIND_SLIDING_WINDOW, Reason.LAYOUT_INVALID),
+        ("groups[0].planes", [], Reason.LAYOUT_INVALID),
+        ("groups[0].planes[1].fragment_bytes", 0, Reason.LAYOUT_INVALID),
+        ("groups[0].planes[1].fragment_bytes", 2**64 - 1, Reason.SLOT_TOO_LARGE),
+        ("groups[0].planes[0].description", "x" * 1025, Reason.LAYOUT_INVALID),
+    ],
+)
+def test_one_wrong_field_is_refused(field: str, value: object, reason: Reason) -> None:
+    message = hello()
+    change(field, value)(message)
+    with pytest.raises(Refusal) as refusal:
+        greeting_of(message, SessionId(1))
+    assert refusal.value.reason is reason
+    if field not in ("groups[0].kind", "groups[0].planes[1].fragment_bytes"):
+        assert refusal.value.field == field
+
+
+def test_a_scheduler_brings_no_layout_and_no_rank() -> None:
+    message = hello()
+    message.role = types_pb2.ROLE_SCHEDULER
+    with pytest.raises(Refusal) as refusal:
+        greeting_of(message, SessionId(1))
+    assert refusal.value.reason is Reason.LAYOUT_INVALID
+    del message.groups[:]
+    attach = greeting_of(message, SessionId(1)).attach
+    assert (attach.role, attach.rank, attach.groups) == (Role.SCHEDULER, 0, ())
+
+
+def test_both_roles_in_one_are_for_a_world_of_one() -> None:
+    message = hello()
+    message.role = types_pb2.ROLE_SCHEDULER_AND_RANK
+    with pytest.raises(Refusal) as refusal:
+        greeting_of(message, SessionId(1))
+    assert refusal.value.reason is Reason.ROLE
+    message.world_size, message.rank = 1, 0
+    assert greeting_of(message, SessionId(1)).attach.role == Role.SCHEDULER | Role.RANK
+
+
+class TestNamespaceFields:
+    def test_every_field_tells_namespaces_apart(self) -> None:
+        seen = {namespace_fields(namespace())}
+        for field in types_pb2.Namespace.DESCRIPTOR.fields:
+            number = isinstance(getattr(namespace(), field.name), int)
+            value: object = (16 if field.name == "hash_bytes" else 7) if number else "other"
+            seen.add(namespace_fields(namespace(**{field.name: value})))
+        assert len(seen) == len(types_pb2.Namespace.DESCRIPTOR.fields) + 1
+
+    def test_text_cannot_slip_from_one_field_into_the_next(self) -> None:
+        assert namespace_fields(namespace(tenant="ab", salt="c")) != namespace_fields(
+            namespace(tenant="a", salt="bc")
+        )
+        assert namespace_fields(namespace(tenant="ab")) != namespace_fields(namespace(salt="ab"))
+
+    def test_the_bytes_are_what_pools_of_earlier_versions_hold(self) -> None:
+        found = namespace_fields(namespace(hash_bytes=8, tenant="t"))
+        expected = b"kvtier-namespace-1"
+        for number, content in (
+            (1, b"m"),
+            (3, b"bfloat16"),
+            (6, b"test:1"),
+            (7, b"\x08" + bytes(7)),
+            (8, b"t"),
+        ):
+            expected += number.to_bytes(4, "little") + len(content).to_bytes(8, "little") + content
+        assert found == expected
