@@ -18,7 +18,10 @@ from kvtierd.transfer.packets import (
     send_packet,
 )
 
-__all__ = ["PACKET_BYTES_MAX", "PacketChannel"]
+__all__ = ["PACKET_BYTES_MAX", "PEER_CLOSED", "PacketChannel"]
+
+PEER_CLOSED = "the peer closed the connection"
+"""The reason of a channel that its peer ended in good order, or by dying."""
 
 _PACKETS_PER_TURN = 64
 """Read before other callbacks of the loop get their turn: one busy peer must not starve the others."""
@@ -143,7 +146,7 @@ class PacketChannel:
             self.close(f"receiving failed: {error}")
             return False
         if received is None:
-            self.close("the peer closed the connection")
+            self.close(PEER_CLOSED)
             return False
         self._on_packet(*received)
         return True

@@ -60,12 +60,14 @@ class StatusPage:
 class StallDetector:
     """Decides from successive readings whether a worker is stuck.
 
-    It counts only time that its caller saw pass, so a machine, or a front, that was stopped for an hour
-    accuses nobody when it goes on.
+    A lane may be inside one call for `deadline_s`, the main thread asleep for a heartbeat more. It counts
+    only time that its caller saw pass, so a machine, or a front, that was stopped for an hour accuses nobody
+    when it goes on.
     """
 
     def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+        self._deadlines_s = [deadline_s] * len(StatusWord)
+        self._deadlines_s[StatusWord.HEARTBEAT] += HEARTBEAT_PERIOD_S
         self._last = (0,) * len(StatusWord)
         self._unchanged_s = [0.0] * len(StatusWord)
 
@@ -78,6 +80,6 @@ class StallDetector:
                 self._unchanged_s[word] += elapsed_s
         self._last = values
         for word in StatusWord:
-            if self._unchanged_s[word] >= self._deadline_s:
+            if self._unchanged_s[word] >= self._deadlines_s[word]:
                 return f"{_CULPRITS[word]} for {self._unchanged_s[word]:.1f} s"
         return None

@@ -15,6 +15,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.transfer import messages
+from kvtierd.transfer.channel import PEER_CLOSED
 from kvtierd.transfer.handles import (
     CopyTotals,
     MappingRequest,
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+EXIT_GRACE_S = 0.25
+"""For a worker that has closed its channel to be gone, before it is killed."""
 
 WorkerStimulus = WorkerLive | PartFinished | SessionReleased | WorkerLost | WorkerExited
 
@@ -274,7 +278,7 @@ class Supervisor:
             copy_deadline_s=self.limits.copy_deadline_s,
             environment=self._environment,
             on_packet=lambda packet, fds: self._packet(handle, packet, fds),
-            on_closed=lambda reason: self._lose(handle, process.ended() or f"its channel broke: {reason}"),
+            on_closed=lambda reason: self._channel_closed(handle, reason),
             on_exit=lambda: self._exited(handle),
         )
         handle.pid = process.pid
@@ -283,6 +287,13 @@ class Supervisor:
         self.workers[handle.worker] = handle
         self._processes[handle.worker] = process
         return handle
+
+    def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
+        if reason == PEER_CLOSED:
+            # Its process is about to end, most likely, and then says better why.
+            self._loop.call_later(EXIT_GRACE_S, self._lose, handle, f"its channel broke: {reason}")
+        else:
+            self._lose(handle, f"its channel broke: {reason}")
 
     def _packet(self, handle: WorkerHandle, packet: bytes, fds: list[int]) -> None:
         close_fds(fds)

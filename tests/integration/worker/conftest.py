@@ -24,7 +24,9 @@ async def start_rig() -> AsyncIterator[StartRig]:
     """Starts rigs: `await start_rig(fault="slow-copy:10", limits=…)`."""
     rigs: list[Rig] = []
 
-    async def start(fault: str = "", limits: SupervisorLimits | None = None, pool_bytes: int = 66 << 20) -> Rig:
+    async def start(
+        fault: str = "", limits: SupervisorLimits | None = None, pool_bytes: int = 66 << 20
+    ) -> Rig:
         pool = HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1)
         rigs.append(Rig(pool, limits))
         await rigs[-1].start(fault)

@@ -1,4 +1,4 @@
-"""A real pool, a real supervisor with a real worker process, and clients whose memory and words this process holds."""
+"""A real pool, a real supervisor with a real worker process, and clients played by the test's own process."""
 
 import asyncio
 import fcntl
@@ -80,12 +80,13 @@ class Client:
     layout: Layout
     words_fd: int = field(default_factory=lambda: memfd(8 * (DOORBELLS + PARTS)))
     memory_fd: int = -1
-    registration: RegistrationId = RegistrationId(1)
+    registration: RegistrationId = field(default=RegistrationId(1))
 
     def __post_init__(self) -> None:
         if self.memory_fd < 0:
             self.memory_fd = memfd(self.layout.mapping_bytes)
-        self.words = SharedWords(mmap.mmap(self.words_fd, 8 * (DOORBELLS + PARTS)), DOORBELLS + PARTS)
+        count = DOORBELLS + PARTS
+        self.words = SharedWords(mmap.mmap(self.words_fd, 8 * count), count)
         self.memory = np.frombuffer(mmap.mmap(self.memory_fd, self.layout.mapping_bytes), np.uint8)
 
     def fill(self, seed: int) -> None:
@@ -111,7 +112,9 @@ class Client:
 async def until(condition: Callable[[], object], what: str = "") -> None:
     deadline_s = asyncio.get_running_loop().time() + SLACK_S
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline_s, f"waited {SLACK_S} s in vain: {what or condition}"
+        assert asyncio.get_running_loop().time() < deadline_s, (
+            f"waited {SLACK_S} s in vain: {what or condition}"
+        )
         await asyncio.sleep(0.002)
 
 

@@ -67,9 +67,9 @@ async def test_the_largest_part_takes_one_packet(start_rig: StartRig) -> None:
         for block in range(0, 8_192, 97):
             place = slice(base + block * stride, base + block * stride + layout.fragments[plane])
             assert np.array_equal(client.memory[place], expected[place])
+    many = np.zeros(PACKET_BYTES_MAX // 16, np.uint32)
     with pytest.raises(ValueError, match="too large for one packet"):
-        many = np.zeros(PACKET_BYTES_MAX // 16, np.uint32)
-        rig.post(client, Direction.LOAD, many, many, generations=many.astype(np.uint64))
+        rig.post(client, Direction.LOAD, many.tolist(), many, generations=many.astype(np.uint64))
 
 
 async def test_a_part_without_blocks_is_done_at_once(rig: Rig) -> None:

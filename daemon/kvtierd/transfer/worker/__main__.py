@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
@@ -46,7 +45,7 @@ def main() -> int:
     os.close(arguments.status_fd)
     channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     # The pool's descriptor stays open as long as this process lives: it is the pool's lock.
-    pool = np.frombuffer(mmap.mmap(arguments.pool_fd, arguments.pool_bytes), np.uint8)
+    pool = mmap.mmap(arguments.pool_fd, arguments.pool_bytes)
     engine = Engine(pool, channel, status, fault_in_copy(os.environ))
     engine.start()
     try:

@@ -1,5 +1,6 @@
 """The copy itself: one started part, chunk by chunk, every slot checked."""
 
+import mmap
 import time
 from collections.abc import Callable, Iterator
 
@@ -23,7 +24,7 @@ class Copier:
 
     def __init__(
         self,
-        pool: npt.NDArray[np.uint8],
+        pool: mmap.mmap,
         records: PoolRecords,
         status: StatusPage,
         word: StatusWord,

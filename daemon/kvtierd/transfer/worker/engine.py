@@ -1,12 +1,12 @@
 """The worker's own machine: messages of the front in, copies and their reports out."""
 
 import logging
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
 
 from kvtierd.core.errors import Reason, Refusal
@@ -42,13 +42,13 @@ class Engine:
 
     def __init__(
         self,
-        pool: npt.NDArray[np.uint8],
+        pool: mmap.mmap,
         channel: BlockingPacketChannel,
         status: StatusPage,
         fault: Callable[[], None] | None,
     ) -> None:
-        """ValueError if `pool` holds no pool of our format."""
-        records = PoolRecords(pool)
+        """`pool` is the whole file. ValueError if it holds no pool of our format."""
+        records = PoolRecords(np.frombuffer(pool, np.uint8))
         self._channel = channel
         self._sessions: dict[int, Session] = {}
         self._parts: dict[int, Part] = {}

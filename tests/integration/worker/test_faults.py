@@ -1,0 +1,358 @@
+"""Whatever dies, hangs or talks nonsense: the words become terminal, or the process is proved gone."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from kvtier_kernels import PART_DONE, PART_REVOKED, PART_STARTED
+from kvtierd.core.actions import Direction
+from kvtierd.core.errors import Refusal
+from kvtierd.core.ids import SessionId
+from kvtierd.core.stimuli import Outcome, PartFinished, WorkerExited, WorkerLive, WorkerLost
+from kvtierd.memory import HostPool
+from kvtierd.transfer.packets import packet_socketpair
+from kvtierd.transfer.status import create_status_fd
+from kvtierd.transfer.supervisor import SupervisorLimits, WorkerStartError
+from kvtierd.wire import worker_pb2 as wire
+
+from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.rig import SLACK_S, Client, Layout, Rig, until
+
+pytestmark = pytest.mark.faults
+
+ROOT = Path(__file__).parents[3]
+IMPATIENT = SupervisorLimits(copy_deadline_s=0.6, release_deadline_s=1.0, map_deadline_s=1.0)
+
+
+def life_and_death(rig: Rig) -> list[str]:
+    kinds = (WorkerLive, WorkerLost, WorkerExited)
+    return [type(event).__name__ for event in rig.events if isinstance(event, kinds)]
+
+
+async def replaced(rig: Rig) -> None:
+    """Waits for the second worker and checks that it was told after the first one's end, and that it
+    works."""
+    await until(lambda: len(rig.seen(WorkerLive)) == 2, "a new worker")
+    assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited", "WorkerLive"]
+    [handle] = rig.supervisor.workers.values()
+    assert handle.respawns == rig.supervisor.respawns["cpu"] == 1
+    await rig.store(await rig.client(), [0])
+
+
+async def test_a_worker_killed_in_the_middle_of_a_copy_is_proved_gone_and_replaced(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(fault="hang-in-copy")
+    client = await rig.client()
+    handle = rig.supervisor.workers[rig.worker]
+    pidfd = rig.supervisor.pidfd_for(rig.worker)
+    part, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    rig.environment.clear()
+    os.kill(handle.pid, signal.SIGKILL)
+    await until(lambda: rig.seen(WorkerExited))
+    assert select.select([pidfd], [], [], 0)[0]  # the client's own fence
+    os.close(pidfd)
+    assert not rig.is_over(part)
+    assert client.part_state(ticket) == PART_STARTED
+    assert "SIGKILL" in rig.seen(WorkerLost)[0].why
+    await replaced(rig)
+
+
+async def test_a_worker_that_dies_by_itself_is_replaced(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="die-in-copy")
+    client = await rig.client()
+    rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
+    rig.environment.clear()
+    await replaced(rig)
+
+
+async def test_a_hanging_copy_is_found_and_its_worker_killed(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="hang-in-copy", limits=IMPATIENT)
+    client = await rig.client()
+    rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
+    rig.environment.clear()
+    await until(lambda: rig.seen(WorkerLost))
+    assert "store lane has been inside one copy call" in rig.seen(WorkerLost)[0].why
+    await replaced(rig)
+
+
+async def test_slow_copies_are_no_hang(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="slow-copy:300", limits=IMPATIENT, pool_bytes=98 << 20)
+    client = await rig.client(Layout(num_blocks=24, fragments=(1 << 20,)))
+    await rig.store(client, list(range(20)))  # five chunks, 1.5 s
+    assert life_and_death(rig) == ["WorkerLive"]
+
+
+async def test_a_stopped_worker_is_killed_though_it_copies_nothing(start_rig: StartRig) -> None:
+    limits = SupervisorLimits(copy_deadline_s=2.5)
+    rig = await start_rig(limits=limits)
+    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    await until(lambda: rig.seen(WorkerLost))
+    assert "main thread" in rig.seen(WorkerLost)[0].why
+    await replaced(rig)
+
+
+async def test_unanswered_requests_lose_the_worker(start_rig: StartRig) -> None:
+    rig = await start_rig(limits=SupervisorLimits(map_deadline_s=0.5))
+    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    client = Client(SessionId(1), Layout())
+    with pytest.raises(Refusal, match="has not answered a mapping request"):
+        await rig.map(client)
+    client.close()
+    await replaced(rig)
+
+
+async def test_a_session_that_is_not_released_in_time_loses_the_worker(start_rig: StartRig) -> None:
+    rig = await start_rig(limits=SupervisorLimits(release_deadline_s=0.5))
+    client = await rig.client()
+    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    rig.supervisor.release_session(rig.worker, client.session)
+    await until(lambda: rig.seen(WorkerLost))
+    assert "has not released a session" in rig.seen(WorkerLost)[0].why
+    await replaced(rig)
+
+
+async def test_a_worker_whose_queue_overflows_is_lost_but_not_inside_post(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    client = await rig.client()
+    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    slots = rig.open(400, client.layout.slot_bytes)
+    blocks = list(range(64)) * 128
+    many = slots[[0] * 8_192]
+    worker = rig.worker
+    while rig.supervisor.current("cpu") is not None and not rig.supervisor._processes[worker].channel.closed:
+        rig.post(client, Direction.STORE, blocks, many, worker=worker)
+    assert rig.seen(WorkerLost) == []
+    await until(lambda: rig.seen(WorkerLost))
+    assert "queue is full" in rig.seen(WorkerLost)[0].why
+    await replaced(rig)
+
+
+async def test_what_finished_before_the_death_still_counts(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    client = await rig.client()
+    pid = rig.supervisor.workers[rig.worker].pid
+    parts = [
+        rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))[0] for _ in range(20)
+    ]
+    # Without a turn of the loop: all its reports are unread when it dies.
+    deadline = asyncio.get_running_loop().time() + SLACK_S
+    while client.part_state(20) != PART_DONE:
+        assert asyncio.get_running_loop().time() < deadline
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: rig.seen(WorkerExited))
+    assert [event.part for event in rig.seen(PartFinished)][:19] == parts[:19]
+    kinds = [type(event) for event in rig.events]
+    assert kinds.index(WorkerLost) > kinds.index(PartFinished)
+    await replaced(rig)
+
+
+async def test_replacements_back_off(start_rig: StartRig) -> None:
+    limits = SupervisorLimits(respawn_delay_min_s=0.05, respawn_delay_max_s=0.2)
+    rig = await start_rig(limits=limits)
+    rig.environment["KVTIER_TEST_WORKER_FAULT"] = "no-such-fault"  # every new worker fails at once
+    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGKILL)
+    await until(lambda: rig.supervisor.respawns["cpu"] >= 3)
+    assert len(rig.supervisor.workers) <= 1
+    assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited"]
+    with pytest.raises(Refusal, match="being started"):
+        rig.supervisor.pidfd_for(rig.seen(WorkerLive)[0].worker)
+    rig.environment.clear()
+    await until(lambda: len(rig.seen(WorkerLive)) == 2)
+
+
+async def test_a_first_worker_that_does_not_come_up_says_why() -> None:
+    with HostPool.open(None, 66 << 20, 16 << 20, lock_timeout_s=1) as pool:
+        rig = Rig(pool)
+        with pytest.raises(WorkerStartError, match="exited with status 1"):
+            await rig.start("no-such-fault")
+        assert rig.supervisor.workers == {}
+        assert rig.events == []
+
+
+async def test_stop_finishes_what_runs_and_revokes_the_rest(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="slow-copy:300")
+    client = await rig.client()
+    slots = rig.open(3, client.layout.slot_bytes)
+    runs, running = rig.post(client, Direction.STORE, [0], slots[:1])
+    queued, _ = rig.post(client, Direction.STORE, [1], slots[1:2])
+    gated, _ = rig.post(client, Direction.STORE, [2], slots[2:], gate=(0, 1))
+    await until(lambda: client.part_state(running) == PART_STARTED)
+    assert await rig.supervisor.stop(SLACK_S)
+    outcomes = {event.part: event.outcome for event in rig.seen(PartFinished)}
+    assert outcomes == {runs: Outcome.DONE, queued: Outcome.REVOKED, gated: Outcome.REVOKED}
+    assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited"]
+    assert "exited with status 0" in rig.seen(WorkerLost)[0].why
+
+
+async def test_stop_kills_what_does_not_stop(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="hang-in-copy")
+    client = await rig.client()
+    _, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    assert await rig.supervisor.stop(0.3)
+    assert rig.supervisor.workers == {}
+
+
+# --- without a supervisor: the front is gone, or is not ours ---
+
+
+def gone(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], SLACK_S)[0])
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped and killed"])
+def test_when_the_front_dies_its_worker_finishes_writes_the_words_and_goes(end: str) -> None:
+    client = Client(SessionId(1), Layout())
+    client.fill(1)
+    fds = (client.words_fd, client.memory_fd)
+    front = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.worker.front", *map(str, fds), "slow-copy:700"],
+        pass_fds=fds,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    with front:
+        assert front.stdout is not None
+        worker = int(front.stdout.readline())
+        pidfd = os.pidfd_open(worker)
+        if end != "killed":
+            front.send_signal(signal.SIGSTOP)
+        front.kill()
+    assert client.part_state(1) == PART_STARTED
+    assert gone(pidfd)
+    os.close(pidfd)
+    assert client.part_state(1) == PART_DONE
+    assert client.part_state(2) == PART_REVOKED
+    client.close()
+
+
+@dataclass
+class Alone:
+    """A worker, and the front's end of its channel in the hands of a test."""
+
+    process: "subprocess.Popen[bytes]"
+    front: socket.socket
+
+    def receive(self) -> wire.ToFront:
+        self.front.settimeout(SLACK_S)
+        return wire.ToFront.FromString(self.front.recv(1 << 18))
+
+
+@pytest.fixture
+def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
+    fault = getattr(request, "param", "")
+    ours, theirs = packet_socketpair()
+    status_fd = create_status_fd()
+    with HostPool.open(None, 66 << 20, 16 << 20, lock_timeout_s=1) as pool, ours:
+        arguments = ["--pool-fd", pool.fd, "--pool-bytes", pool.array.nbytes, "--channel-fd", theirs.fileno()]
+        arguments += ["--status-fd", status_fd, "--device", "cpu", "--copy-deadline-s", 0.5]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtierd.transfer.worker", *map(str, arguments)],
+            pass_fds=(pool.fd, theirs.fileno(), status_fd),
+            env={**os.environ, "KVTIER_TEST_WORKER_FAULT": fault},
+        )
+        theirs.close()
+        os.close(status_fd)
+        worker = Alone(process, ours)
+        assert worker.receive().ready.pid == process.pid
+        yield worker
+        process.kill()
+        process.wait(SLACK_S)
+
+
+def test_the_end_of_the_channel_ends_the_worker(alone: Alone) -> None:
+    alone.front.close()
+    assert alone.process.wait(SLACK_S) == 0
+
+
+def test_signals_for_the_group_do_not_end_it(alone: Alone) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        alone.process.send_signal(number)
+    alone.front.send(wire.ToWorker(release_session=wire.ReleaseSession(session=5)).SerializeToString())
+    assert alone.receive().session_released.session == 5
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xff\xff\xff garbage",
+        b"x" * 190_000,
+        wire.ToWorker().SerializeToString() or b"\x08",
+        wire.ToWorker(
+            map_words=wire.MapWords(request=1, session=1, doorbells=1, parts=1)
+        ).SerializeToString(),
+        wire.ToWorker(post_part=wire.PostPart(part=1, block_ids=b"abc")).SerializeToString()[:-1],
+    ],
+    ids=["garbage", "much of it", "no body", "a descriptor missing", "cut off"],
+)
+def test_a_front_that_talks_nonsense_is_left(alone: Alone, packet: bytes) -> None:
+    alone.front.send(packet)
+    assert alone.process.wait(SLACK_S) == 1
+
+
+def test_unexpected_descriptors_are_closed_and_the_front_is_left(alone: Alone) -> None:
+    fd = os.memfd_create("kvt-test")
+    stop = wire.ToWorker(release_session=wire.ReleaseSession(session=1)).SerializeToString()
+    socket.send_fds(alone.front, [stop], [fd])
+    os.close(fd)
+    assert alone.process.wait(SLACK_S) == 1
+
+
+@pytest.mark.parametrize("alone", ["hang-in-copy"], indirect=True)
+def test_a_copy_that_hangs_after_the_front_has_died_ends_with_its_process(alone: Alone) -> None:
+    client = Client(SessionId(1), Layout())
+    words = wire.MapWords(request=1, session=1, doorbells=4, parts=64)
+    socket.send_fds(alone.front, [wire.ToWorker(map_words=words).SerializeToString()], [client.words_fd])
+    assert alone.receive().mapped.request == 1
+    group = client.layout.mapping()
+    memory = wire.MapMemory(
+        request=2,
+        session=1,
+        registration=1,
+        mapping_bytes=client.layout.mapping_bytes,
+        groups=[
+            wire.MappedGroup(
+                group=group.group,
+                num_blocks=group.num_blocks,
+                base_offsets=group.base_offsets,
+                block_strides=group.block_strides,
+                fragment_bytes=group.fragment_bytes,
+            )
+        ],
+    )
+    socket.send_fds(alone.front, [wire.ToWorker(map_memory=memory).SerializeToString()], [client.memory_fd])
+    assert alone.receive().mapped.request == 2
+    # A page that is no slot: nothing is copied, yet the copy call is entered, and hangs there.
+    part = wire.PostPart(
+        part=1,
+        direction=wire.LOAD,
+        session=1,
+        registration=1,
+        group=group.group,
+        ticket=1,
+        part_word=1,
+        block_ids=bytes(4),
+        slots=bytes(4),
+        generations=bytes(8),
+    )
+    alone.front.send(wire.ToWorker(post_part=part).SerializeToString())
+    with contextlib.suppress(TimeoutError):
+        alone.front.settimeout(0.3)
+        pytest.fail(f"it did not hang: {alone.front.recv(1 << 18)!r}")
+    assert client.part_state(1) == PART_STARTED
+    alone.front.close()
+    assert alone.process.wait(SLACK_S) == 75
+    assert client.part_state(1) == PART_STARTED  # its end is the fence
+    client.close()

@@ -1,0 +1,186 @@
+"""What a worker maps of a session, and how it lets go."""
+
+import asyncio
+import fcntl
+import os
+
+import pytest
+from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
+from kvtierd.core.actions import Direction
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
+from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
+from kvtierd.transfer.supervisor import GroupMapping
+
+from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.rig import DOORBELLS, GROUP, PARTS, Layout, Rig, mapped_by, memfd, until
+
+BIG = Layout(num_blocks=64, fragments=(1 << 20,))
+STRANGER = SessionId(1_000)
+
+
+async def test_release_revokes_reports_and_unmaps_in_this_order(rig: Rig) -> None:
+    client = await rig.client()
+    pid = rig.supervisor.workers[rig.worker].pid
+    assert len(mapped_by(pid)) == 2
+    slots = await rig.store(client, [0])
+    rig.events.clear()
+    gated = [rig.post(client, Direction.LOAD, [i], slots, gate=(0, i)) for i in range(1, 20)]
+    rig.supervisor.release_session(rig.worker, client.session)
+    await rig.released(client.session)
+    assert mapped_by(pid) == []
+    assert isinstance(rig.events[-1], SessionReleased)
+    assert [event.outcome for event in rig.seen(PartFinished)] == [Outcome.REVOKED] * len(gated)
+    assert {client.part_state(ticket) for _, ticket in gated} == {PART_REVOKED}
+    # The same session may come back with new memory.
+    await rig.map(client)
+    await rig.store(client, [1])
+
+
+async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="slow-copy:50", pool_bytes=130 << 20)
+    client = await rig.client(BIG)
+    pid = rig.supervisor.workers[rig.worker].pid
+    # 15 chunks: 0.75 s if nobody interrupts it.
+    store, store_ticket = rig.post(client, Direction.STORE, list(range(60)), rig.open(60, BIG.slot_bytes))
+    await until(lambda: client.part_state(store_ticket) == PART_STARTED)
+    queued, queued_ticket = rig.post(client, Direction.STORE, [60], rig.open(1, BIG.slot_bytes))
+    other = await rig.client()
+    rig.supervisor.release_session(rig.worker, client.session)
+    await rig.released(client.session)
+    assert (await rig.finished(store)).outcome == Outcome.FAILED
+    assert (await rig.finished(queued)).outcome == Outcome.REVOKED
+    assert client.part_state(store_ticket) == PART_FAILED
+    assert client.part_state(queued_ticket) == PART_REVOKED
+    assert rig.supervisor.totals[Direction.STORE].copied_bytes == 0
+    assert len(mapped_by(pid)) == 2  # the other session's
+    await rig.store(other, [0])
+
+
+async def test_a_copy_that_runs_keeps_its_memory_mapped_until_it_ends(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="slow-copy:300")
+    client = await rig.client()
+    part, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    rig.supervisor.release_session(rig.worker, client.session)
+    await rig.released(client.session)
+    assert (await rig.finished(part)).outcome == Outcome.DONE  # it was its only chunk
+    assert client.part_state(ticket) == PART_DONE
+    assert [type(event) for event in rig.events[-2:]] == [PartFinished, SessionReleased]
+
+
+async def test_every_release_is_answered_also_of_a_stranger(rig: Rig) -> None:
+    client = await rig.client()
+    for session in (client.session, client.session, STRANGER):
+        rig.supervisor.release_session(rig.worker, session)
+    await until(lambda: len(rig.seen(SessionReleased)) == 3)
+    part, _ = rig.post(client, Direction.LOAD, [], rig.slots(0, 4096))
+    finished = await rig.finished(part)
+    assert finished.outcome == Outcome.FAILED
+    assert "no words" in finished.message
+
+
+async def _refused(rig: Rig, fd: int, **changed: object) -> Refusal:
+    """Has `fd` mapped as memory; it must be refused, and leave nothing behind in the worker."""
+    layout = Layout()
+    arguments = {
+        "worker": rig.worker,
+        "session": STRANGER,
+        "registration": RegistrationId(1),
+        "mapping_bytes": layout.mapping_bytes,
+        "groups": [layout.mapping()],
+        **changed,
+    }
+    try:
+        with pytest.raises(Refusal) as refused:
+            await rig.supervisor.map_memory(fd=fd, **arguments)  # type: ignore[arg-type]
+    finally:
+        os.close(fd)
+    assert mapped_by(rig.supervisor.workers[rig.worker].pid) == []
+    return refused.value
+
+
+async def test_memory_that_could_shrink_is_refused(rig: Rig) -> None:
+    refusal = await _refused(rig, memfd(Layout().mapping_bytes, sealed=False))
+    assert (refusal.reason, refusal.field) == (Reason.MAPPING_NOT_SEALED, "seals")
+    assert "F_SEAL_SHRINK" in refusal.message
+
+
+async def test_memory_smaller_than_it_says_is_refused(rig: Rig) -> None:
+    refusal = await _refused(rig, memfd(Layout().mapping_bytes - 1))
+    assert (refusal.reason, refusal.field) == (Reason.MAPPING_INVALID, "mapping_bytes")
+    assert refusal.value == str(Layout().mapping_bytes)
+
+
+async def test_what_is_no_memfd_is_refused(rig: Rig) -> None:
+    for name in ("/dev/null", "/proc/self/exe"):
+        refusal = await _refused(rig, os.open(name, os.O_RDONLY))
+        assert (refusal.reason, refusal.field) == (Reason.MAPPING_INVALID, "descriptor")
+
+
+async def test_memory_that_cannot_be_written_is_refused(rig: Rig) -> None:
+    fd = memfd(Layout().mapping_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert (await _refused(rig, fd)).reason == Reason.MAPPING_INVALID
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        GroupMapping(GROUP, 65, Layout().bases, Layout().strides, Layout().fragments),
+        GroupMapping(GROUP, 1 << 62, [0], [1 << 40], [1 << 40]),
+        GroupMapping(GROUP, 2, [(1 << 64) - 8], [8], [8]),
+        GroupMapping(GROUP, 1, [0, 0], [4096], [4096]),
+    ],
+    ids=["one block too many", "overflow", "base overflow", "not parallel"],
+)
+async def test_planes_beyond_the_mapping_are_refused(rig: Rig, group: GroupMapping) -> None:
+    refusal = await _refused(rig, memfd(Layout().mapping_bytes), groups=[group])
+    assert refusal.reason == Reason.PLANE_BEYOND_MAPPING
+    assert refusal.field == f"groups[{GROUP}]"
+
+
+async def test_a_layout_too_large_to_describe_is_refused(rig: Rig) -> None:
+    planes = 60_000
+    group = GroupMapping(GROUP, 1, [0] * planes, [1 << 30] * planes, [1 << 30] * planes)
+    assert (await _refused(rig, memfd(4096), groups=[group])).reason == Reason.LAYOUT_INVALID
+
+
+async def test_words_are_mapped_once_and_memory_once_per_registration(rig: Rig) -> None:
+    client = await rig.client()
+    with pytest.raises(Refusal, match="ALREADY_REGISTERED"):
+        await rig.map(client)
+    with pytest.raises(Refusal, match="ALREADY_REGISTERED"):
+        await rig.supervisor.map_memory(
+            rig.worker, client.session, client.registration, client.memory_fd, 4096, []
+        )
+    await rig.store(client, [0])
+
+
+async def test_words_beyond_their_memfd_are_refused(rig: Rig) -> None:
+    client = await rig.client()
+    for doorbells, parts in ((0, 0), (DOORBELLS, 1_000_000), (0xFFFF_FFFF, 0xFFFF_FFFF)):
+        with pytest.raises(Refusal, match="MAPPING_INVALID"):
+            await rig.supervisor.map_words(rig.worker, STRANGER, client.words_fd, doorbells, parts)
+
+
+async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
+    pid = rig.supervisor.workers[rig.worker].pid
+    fd = memfd(8 * (DOORBELLS + PARTS))
+    asking = asyncio.create_task(rig.supervisor.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
+    await asyncio.sleep(0)
+    asking.cancel()
+    os.close(fd)
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    handle = rig.supervisor.workers[rig.worker]
+    await until(lambda: not handle.releases)
+    assert mapped_by(pid) == []
+    assert rig.seen(SessionReleased) == []  # nobody outside had asked for it
+
+
+async def test_unknown_workers_are_refused_by_name(rig: Rig) -> None:
+    with pytest.raises(Refusal, match="WORKER_UNAVAILABLE"):
+        await rig.supervisor.map_words(WorkerId(99), STRANGER, 0, 1, 1)
+    with pytest.raises(Refusal, match="WORKER_UNAVAILABLE"):
+        rig.supervisor.pidfd_for(WorkerId(99))
