@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <optional>
 #include <random>
@@ -12,6 +11,7 @@
 #include "arrays.hpp"
 #include "block_table.hpp"
 #include "gil.hpp"
+#include "one_caller.hpp"
 #include "register.hpp"
 
 namespace kvtier {
@@ -26,31 +26,12 @@ std::uint64_t random_seed() {
     return static_cast<std::uint64_t>(device()) << 32 | device();
 }
 
-// The table and the guard of its single writer. GIL-free sections make two callers at once possible; that is a bug of the
-// caller, and it hears about it instead of reading torn metadata.
-class GuardedTable {
+// GIL-free sections make two callers at once possible. That is a bug of the caller, who shall hear about it instead of
+// reading torn metadata.
+class GuardedTable : public OneCaller<BlockTable> {
    public:
     GuardedTable(std::size_t capacity, std::size_t pool_pages, std::optional<std::uint64_t> seed)
-        : table_(capacity, pool_pages, seed ? *seed : random_seed()) {}
-
-    class Entered {
-       public:
-        explicit Entered(GuardedTable& guarded) : guarded_(guarded) {
-            if (guarded_.busy_.exchange(true, std::memory_order_acquire))
-                throw std::runtime_error("BlockTable is in use by another thread; it has one writer");
-        }
-        Entered(const Entered&) = delete;
-        Entered& operator=(const Entered&) = delete;
-        ~Entered() { guarded_.busy_.store(false, std::memory_order_release); }
-        BlockTable* operator->() const { return &guarded_.table_; }
-
-       private:
-        GuardedTable& guarded_;
-    };
-
-   private:
-    BlockTable table_;
-    std::atomic<bool> busy_{false};
+        : OneCaller("BlockTable", capacity, pool_pages, seed ? *seed : random_seed()) {}
 };
 
 using Table = GuardedTable::Entered;
@@ -140,14 +121,14 @@ void change(GuardedTable& guarded, EntriesArg entries_arg) {
     const Entries entries(entries_arg);
     const Table table(guarded);
     const ReleaseGilIf release(entries.rows() >= kReleaseRows);
-    ((table.operator->())->*Change)(entries.span());
+    ((*table).*Change)(entries.span());
 }
 
 template <void (BlockTable::*Change)(BlockTable::Entries, std::uint8_t)>
 void change_flags(GuardedTable& guarded, EntriesArg entries_arg, std::uint8_t flags) {
     const Entries entries(entries_arg);
     const Table table(guarded);
-    ((table.operator->())->*Change)(entries.span(), flags);
+    ((*table).*Change)(entries.span(), flags);
 }
 
 // One field of each entry as an array.
