@@ -1,0 +1,94 @@
+"""What the front says to a worker, read as the worker reads it."""
+
+import numpy as np
+import pytest
+from kvtier_kernels import TICKET_MAX, SharedWords
+from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
+from kvtierd.core.stimuli import Outcome, Signals
+from kvtierd.transfer import messages
+from kvtierd.transfer.packets import PACKET_BYTES_MAX
+from kvtierd.transfer.worker.parts import PartRefusedError, read_part
+from kvtierd.transfer.worker.sessions import Session
+from kvtierd.wire import worker_pb2 as wire
+
+
+def action(count: int, **changed: object) -> PostPart:
+    numbers = np.arange(count, dtype=np.uint32)
+    fields: dict[str, object] = {
+        "worker": WorkerId(1),
+        "part": PartId(2**63),
+        "direction": Direction.LOAD,
+        "session": SessionId(5),
+        "registration": RegistrationId(6),
+        "group": 7,
+        "signals": Signals(Ticket(TICKET_MAX), 3, True, 1, 2**64 - 1),
+        "block_ids": numbers,
+        "slots": numbers + 1,
+        "verify": None,
+    }
+    return PostPart(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+def test_the_largest_part_fits_a_packet() -> None:
+    largest = np.full(8_192, 2**64 - 1, np.uint64)
+    packet = messages.post_part_packet(
+        action(8_192, verify=np.ones(8_192, np.uint8)), largest, messages.GATE_DEADLINE_MS_MAX
+    )
+    assert 8_192 * 17 < len(packet) < PACKET_BYTES_MAX
+
+
+def test_a_worker_reads_what_the_front_wrote() -> None:
+    generations = np.array([], np.uint64)
+    packet = messages.post_part_packet(action(0), generations, 1_500)
+    session = Session(5, doorbells=2, parts=4, words=SharedWords(bytearray(48), 6))
+    part = read_part(wire.ToWorker.FromString(packet).post_part, session, now_s=100.0)
+    assert (part.number, part.ticket, part.word) == (2**63, TICKET_MAX, 2 + 3)
+    assert (part.is_load, part.doorbell, part.doorbell_value) == (True, 1, 2**64 - 1)
+    assert part.gate_deadline_s == 101.5
+
+
+def test_arrays_that_are_not_parallel_are_refused_by_both_ends() -> None:
+    with pytest.raises(ValueError, match="3 block ids"):
+        messages.post_part_packet(action(3), np.zeros(2, np.uint64), 1)
+    with pytest.raises(ValueError, match="slots"):
+        messages.post_part_packet(action(3, slots=np.zeros((3, 1), np.uint32)), np.zeros(3, np.uint64), 1)
+    with pytest.raises(ValueError, match="verify"):
+        messages.post_part_packet(action(3, verify=np.ones(4, np.uint8)), np.zeros(3, np.uint64), 1)
+    for deadline_ms in (0, -1, 1 << 32):
+        with pytest.raises(ValueError, match="gate_deadline_ms"):
+            messages.post_part_packet(action(0), np.zeros(0, np.uint64), deadline_ms)
+
+    session = Session(5, doorbells=2, parts=4)
+    good = {"direction": wire.LOAD, "ticket": 1}
+    for wrong, message in (
+        ({"block_ids": bytes(4)}, "1 block ids, 0 slots"),
+        ({"block_ids": bytes(5)}, "block_ids of 5 bytes"),
+        ({"verify": bytes(1)}, "0 block ids, but 1 verify"),
+        ({"direction": wire.DIRECTION_UNSPECIFIED}, "direction=0"),
+        ({"ticket": 0}, "ticket=0"),
+        ({"ticket": TICKET_MAX + 1}, "ticket="),
+        ({"part_word": 4}, "part_word=4"),
+        ({"gated": True, "doorbell": 2}, "doorbell=2"),
+    ):
+        with pytest.raises(PartRefusedError, match=message):
+            read_part(wire.PostPart(**{**good, **wrong}), session, 0.0)  # type: ignore[arg-type]
+
+
+def test_reports_become_stimuli_and_nonsense_an_error() -> None:
+    report = wire.PartFinished(
+        part=9, outcome=wire.FAILED, failed=np.array([3, 1], "<u4").tobytes(), corrupt=True, message="why"
+    )
+    stimulus = messages.part_finished(WorkerId(4), report)
+    assert (stimulus.worker, stimulus.part, stimulus.outcome) == (4, 9, Outcome.FAILED)
+    assert stimulus.failed.tolist() == [3, 1]
+    assert (stimulus.corrupt, stimulus.message) == (True, "why")
+    for nonsense in (wire.PartFinished(part=1), wire.PartFinished(part=1, outcome=wire.DONE, failed=b"abc")):
+        with pytest.raises(ValueError):
+            messages.part_finished(WorkerId(4), nonsense)
+
+
+def test_outcomes_have_the_numbers_of_the_wire() -> None:
+    on_the_wire = {value.name: value.number for value in wire.DESCRIPTOR.enum_types_by_name["Outcome"].values}
+    assert on_the_wire.pop("OUTCOME_UNSPECIFIED") == 0
+    assert on_the_wire == {outcome.name: outcome.value for outcome in Outcome}
