@@ -166,24 +166,37 @@ def _lock(fd: int, path: Path, deadline: float, waited_s: float) -> None:
 
 
 def holders(fd: int) -> list[int]:
-    """Processes that hold this file's lock, as far as its writer table and /proc/locks tell."""
+    """Processes that keep this file's lock, as far as can be seen; from the best source that knows any."""
     found = (
-        living(os.pread(fd, TABLE_BYTES, TABLE_OFFSET)[:TABLE_BYTES])
-        if os.fstat(fd).st_size >= HEADER_AREA_BYTES
-        else []
+        living(os.pread(fd, TABLE_BYTES, TABLE_OFFSET)) if os.fstat(fd).st_size >= HEADER_AREA_BYTES else []
     )
-    if found:
-        return found
-    inode = os.fstat(fd)
-    wanted = f"{os.major(inode.st_dev):02x}:{os.minor(inode.st_dev):02x}:{inode.st_ino}"
+    return found or _takers(os.fstat(fd)) or _openers(os.fstat(fd))
+
+
+def _takers(file: os.stat_result) -> list[int]:
+    """Living processes that took the lock. One that inherited it is not listed, one that is gone may be."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    # "1: FLOCK  ADVISORY  WRITE 1234 08:02:5678 0 EOF"; the pid is 0 or -1 if it is gone or not visible from
-    # here
-    fields = [line.split() for line in lines if wanted in line]
-    return [int(line[4]) for line in fields if line[1] == "FLOCK" and line[5] == wanted and int(line[4]) > 0]
+    # "1: FLOCK  ADVISORY  WRITE 1234 08:02:5678 0 EOF", and "1: -> FLOCK ..." for one who waits
+    wanted = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    locks = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK" and fields[5] == wanted]
+    return [int(lock[4]) for lock in locks if Path("/proc", lock[4]).exists()]
+
+
+def _openers(file: os.stat_result) -> list[int]:
+    """Other processes that have the file open."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                opened = [os.stat(entry) for entry in (process / "fd").iterdir()]
+            except OSError:  # it ended just now, or belongs to somebody else
+                continue
+            if any((entry.st_dev, entry.st_ino) == (file.st_dev, file.st_ino) for entry in opened):
+                found.append(int(process.name))
+    return sorted(found)
 
 
 # --- is it ours, and can it be kept? ------------------------------------------------------------------------

@@ -30,6 +30,8 @@ from tests.unit.memory.plain_pool import (
 
 SLOT_BYTES = (8192, 3000)
 GONE, ALIVE = 1, 2
+Key = tuple[bytes, int, int, bytes]
+"""Namespace, group, world size, hash."""
 # Examples of many statements; shrinking them is worth more than their number.
 THOROUGH = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -95,14 +97,14 @@ def write(records: PoolRecords, pool: npt.NDArray[np.uint8], mixture: list[Copy]
                 pool[HEADER_AREA + extent * MIB + PAGE + 128 * index + 44] ^= 1
 
 
-def expected(records: list[PlainRecord]) -> dict[tuple[bytes, int, int, bytes], tuple[int, ...]]:
+def expected(records: list[PlainRecord]) -> dict[Key, tuple[int, ...]]:
     """Key of every block to be recovered, to its slots in rank order; by reading plainly."""
-    shards = defaultdict(dict)
+    shards: defaultdict[tuple[Key, tuple[int, int]], dict[int, PlainRecord]] = defaultdict(dict)
     for record in records:
         if record.state == READY and record.checksum_fits:
             key = (record.namespace, record.group, record.world, record.block_hash)
             shards[key, (record.boot_nonce, record.transfer)][record.shard] = record
-    best: dict[tuple[bytes, int, int, bytes], tuple[tuple[int, int], tuple[int, ...]]] = {}
+    best: dict[Key, tuple[tuple[int, int], tuple[int, ...]]] = {}
     for (key, (_, transfer)), found in shards.items():
         if sorted(found) == list(range(key[2])):
             age = (max(record.clock for record in found.values()), transfer)
@@ -112,7 +114,7 @@ def expected(records: list[PlainRecord]) -> dict[tuple[bytes, int, int, bytes], 
     return {key: slots for key, (_, slots) in best.items()}
 
 
-def blocks_of(recovered: Recovered) -> dict[tuple[bytes, int, int, bytes], tuple[int, ...]]:
+def blocks_of(recovered: Recovered) -> dict[Key, tuple[int, ...]]:
     found = {}
     at = 0
     for space, block_hash in zip(recovered.spaces.tolist(), recovered.hashes, strict=True):
@@ -266,10 +268,10 @@ def assert_survived(pool: npt.NDArray[np.uint8]) -> None:
     for (_, _, _, block_hash), slots in blocks_of(result.recovered).items():
         for slot in slots:
             assert original[slot].block_hash == block_hash, "a block under another block's hash"
-    slots = np.array(sorted(original), np.uint32)
-    generations = u64(*(original[slot].generation for slot in slots.tolist()))
+    pages = np.array(sorted(original), np.uint32)
+    generations = u64(*(original[page].generation for page in pages.tolist()))
     for check in (records.check, records.check_writing, records.verify_data):
-        assert set(check(slots, generations).tolist()) <= {0, 1}
+        assert set(check(pages, generations).tolist()) <= {0, 1}
     left = records.scan()
     assert set(left["slots"].tolist()) == set(result.recovered.slots.tolist()) | set(
         result.recovered.quarantined.tolist()

@@ -94,8 +94,9 @@ def test_after_a_reboot_every_writer_is_gone_even_an_unknown_one(monkeypatch: py
     pool, table = new_table()
     table.set_owner(MINE)
     assert table.register(MINE) == 1
+    next_boot = kernel_boot() ^ 1
     for module in ("processes", "writers"):
-        monkeypatch.setattr(f"kvtierd.memory.{module}.kernel_boot", lambda boot=kernel_boot(): boot ^ 1)
+        monkeypatch.setattr(f"kvtierd.memory.{module}.kernel_boot", lambda: next_boot)
     after = WriterTable(pool, set)
     assert after.gone(1)
     assert after.gone(77)
