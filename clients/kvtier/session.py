@@ -2,16 +2,16 @@
 send.
 
 A shell (client.py, aio.py) feeds it messages, takes messages from it, calls `tick`, and tells it when the
-connection is lost; it never waits and never fails because of the daemon. Not thread-safe: the shell's lock is
-held around every call.
+connection is lost; it never waits, and never fails because of the daemon. Not thread-safe: the shell's lock
+is held around every call.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
+from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.lookups import Lease, Lookup, LookupMode, LookupRecord, answer_of, unanswered
 from kvtier.spec import AttachSpec
@@ -20,7 +20,6 @@ from kvtier.transfers import (
     ACTIVE,
     Event,
     Outcome,
-    PartWords,
     TransferRecord,
     TransferState,
     outcome_of,
@@ -31,16 +30,11 @@ from kvtier.v1.types_pb2 import GATE_DOORBELL, GATE_NONE
 from kvtier.words import Direction, PartRef, PartState, RankWords, WordsPage
 
 SILENCE_S = 1.0
-"""An attached daemon that owes an answer for this long is unresponsive: nothing waits for it until it speaks
-again."""
+"""A daemon that owes an answer for this long is unresponsive: nothing waits for it until it speaks again."""
 OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
 """Requests that wait for an answer; more are refused."""
-RELEASES_MAX = 65_536
-"""Leases that wait to be released; more are left to expire."""
-RELEASE_BATCH = 4_096
-HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.05, 60.0
 IDLE_TICK_S = 60.0
 
 
@@ -61,28 +55,6 @@ class Doorbell:
     value: int
 
 
-@dataclass(slots=True)
-class _Epoch:
-    """What is known of one attachment."""
-
-    epoch: int
-    limits: cache_pb2.Limits
-    instance: cache_pb2.InstanceEvent
-    words: PartWords
-    registered: bool
-    next_heartbeat_s: float
-    reregistered: bool = False
-    """We registered again, and no InstanceEvent has yet said so: older ones still ask us to."""
-
-
-class _LeaseState(Enum):
-    HELD = 0
-    LOADING = 1
-    """Named by a load that is not accepted yet, and will consume it."""
-    RELEASE = 2
-    """The same, and to be released if that load is refused."""
-
-
 class _Ignored:
     """Stands for a request whose answer says nothing."""
 
@@ -96,6 +68,7 @@ class _Submitted:
     record: TransferRecord
     ticket: int
     lease_id: int = 0
+    """The lease that it consumes when it is accepted."""
 
 
 _Pending = HelloRecord | LookupRecord | _Submitted | _Ignored | _Heartbeat
@@ -112,37 +85,33 @@ class Session:
         make_event: Callable[[], Event],
         release: Callable[[Lease], None] | None = None,
     ) -> None:
-        """`release`: what a Lookup calls to give its lease back: `release` below under the shell's lock."""
+        """`release` is what a Lookup calls to give its lease back: `release` below, under the shell's lock.
+        """
         self.spec = spec
         self.words = RankWords(spec.doorbells, spec.parts)
         self.counters = Counters()
         self.ended: str | None = None
-        """Why the connection is over, once the daemon has said so; the shell then calls `lost`."""
+        """Why the connection is over, once that is known; the shell then calls `lost`."""
         self._clock = clock
         self._make_event = make_event
         self._release = release or self.release
         self._closed = False
-        self._epoch: _Epoch | None = None
+        self._attachment: Attachment | None = None
         self._next_id = 1
         self._next_ticket = 1
         self._pending: dict[int, _Pending] = {}
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
-        self._releases: deque[int] = deque()
-        self._leases: dict[int, _LeaseState] = {}
-        self._transfers: dict[int, TransferRecord] = {}
-        self._heartbeats = 0
         self._silent_since_s: float | None = None
         self._suspect = False
         self._last_error = ""
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
 
-    # --- what the shell does for the connection
-    # -----------------------------------------------------------------------
+    # --- what the shell does for the connection ----------------------------------------------------------
 
     def say_hello(self, token: bytes, daemon_pid: int) -> HelloRecord:
         """Starts a new connection with its first message."""
-        assert self._epoch is None
+        assert self._attachment is None
         assert not self._pending
         self.ended = None
         self._daemon_pid = daemon_pid
@@ -151,31 +120,32 @@ class Session:
         self._send(record, hello=self.spec.hello(token))
         return record
 
-    def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
-        """What is to be sent now, in order. The caller sends it."""
-        messages = list(self._outgoing)
-        self._outgoing.clear()
-        while self._releases and len(self._pending) < PENDING_MAX:
-            batch = [self._releases.popleft() for _ in range(min(len(self._releases), RELEASE_BATCH))]
-            self._send(_Ignored(), release=cache_pb2.ReleaseRequest(lease_ids=batch))
-            messages.append(self._outgoing.pop())
-        return messages
-
     @property
     def has_outgoing(self) -> bool:
         """Whether `take_outgoing` has something."""
-        return bool(self._outgoing) or bool(self._releases)
+        attachment = self._attachment
+        return bool(self._outgoing) or (attachment is not None and attachment.leases.has_releases)
+
+    def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
+        """What is to be sent now, in order. The caller sends it."""
+        attachment = self._attachment
+        while attachment is not None and attachment.leases.has_releases:
+            releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
+            self._send(_Ignored(), release=releases)
+        messages = list(self._outgoing)
+        self._outgoing.clear()
+        return messages
 
     def receive(self, message: cache_pb2.AttachResponse) -> None:
         """One message of the stream. What it does not expect it ignores."""
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
         self._silent_since_s = self._clock() if self._pending else None
+        if isinstance(pending, _Heartbeat) and self._attachment is not None:
+            self._attachment.heartbeat_pending = False
         match message.WhichOneof("body"):
             case "welcome" if isinstance(pending, HelloRecord):
                 self._on_welcome(pending, message.welcome)
-            case "heartbeat_ack" if isinstance(pending, _Heartbeat):
-                self._heartbeats -= 1
             case "lookup" if isinstance(pending, LookupRecord):
                 self._on_lookup(pending, message.lookup)
             case "submit" if isinstance(pending, _Submitted):
@@ -184,8 +154,8 @@ class Session:
                 self._on_error(pending, KvtierError.from_proto(message.error))
             case "transfer":
                 self._on_transfer(message.transfer)
-            case "instance":
-                self._on_instance(message.instance)
+            case "instance" if self._attachment is not None:
+                self._attachment.on_instance(message.instance)
             case "goodbye":
                 self.end(f"the daemon ended the session: {KvtierError.from_proto(message.goodbye.why)}")
 
@@ -200,112 +170,102 @@ class Session:
     def tick(self) -> float:
         """Sends a heartbeat if one is due. Returns the seconds until the next call must come.
 
-        Raises ConnectionLostError if the daemon has ended the session.
+        Raises ConnectionLostError if the connection is known to be over.
         """
         if self.ended is not None:
             raise ConnectionLostError(self.ended)
         self.words.reap()
-        epoch = self._epoch
-        if epoch is None:
+        attachment = self._attachment
+        if attachment is None:
             return IDLE_TICK_S
-        now_s = self._clock()
-        if now_s >= epoch.next_heartbeat_s:
-            if not self._heartbeats:
-                self._heartbeats = 1
-                self._send(_Heartbeat(), heartbeat=cache_pb2.Heartbeat())
-            epoch.next_heartbeat_s = now_s + _heartbeat_interval_s(epoch.limits)
-        return max(0.0, epoch.next_heartbeat_s - now_s)
+        if attachment.heartbeat_due(self._clock()):
+            self._send(_Heartbeat(), heartbeat=cache_pb2.Heartbeat())
+        return attachment.next_heartbeat_in_s(self._clock())
 
     @property
     def wants_registration(self) -> bool:
         """Whether the steps of `attach.register` are due."""
-        return self._epoch is not None and self.spec.role.holds_rank and not self._epoch.registered
+        return self._attachment is not None and not self._attachment.registered
 
     def new_page(self) -> WordsPage:
-        """A page of words for the registration that starts now."""
+        """A page of words for the registration that starts now. Only while attached."""
+        if self._attachment is None:
+            raise ConnectionLostError("the session is over")
         return self.words.new_page()
 
     def registered(self) -> None:
         """Words and memory are registered."""
-        if self._epoch is not None:
-            self._epoch.reregistered = self.spec.rank in self._epoch.instance.reregister_ranks
-            self._epoch.registered = True
+        if self._attachment is not None:
+            self._attachment.register()
             self.counters.registrations += 1
 
     def lost(self, why: str) -> None:
         """The connection is over, or could not be made: what is in flight ends, as a miss or as lost."""
         self._last_error = why
         self.ended = None
-        was_attached = self._epoch is not None
-        if self._epoch is not None:
-            self._next_ticket = self._epoch.words.next_ticket
-            self.counters.epochs_lost += 1
-        self._epoch = None
-        self.words.end_epoch()
+        attachment, self._attachment = self._attachment, None
         pending, self._pending = self._pending, {}
-        transfers, self._transfers = self._transfers, {}
         self._outgoing.clear()
-        self._releases.clear()
-        self._leases.clear()
-        self._heartbeats = 0
         self._silent_since_s, self._suspect = None, False
+        self.words.end_epoch()
         for waiting in pending.values():
             if isinstance(waiting, HelloRecord):
                 waiting.event.set()
-            elif isinstance(waiting, LookupRecord):
+            elif isinstance(waiting, LookupRecord) and not waiting.abandoned:
                 waiting.end(unanswered(Reason.NOT_ATTACHED, why))
-        for record in transfers.values():
+        if attachment is None:
+            return
+        self.counters.epochs_lost += 1
+        self._next_ticket = attachment.words.next_ticket
+        for record in attachment.transfers.values():
             if self.spec.role.holds_rank:
-                record.lost = True
+                record.lost = True  # its part word knows the rest
                 record.event.set()
             else:
-                record.end(
-                    Outcome(TransferState.FAILED, fenced=False, error=KvtierError(Reason.EPOCH_ENDED, why))
-                )
-        assert was_attached or not transfers
+                error = KvtierError(Reason.EPOCH_ENDED, why)
+                record.end(Outcome(TransferState.FAILED, fenced=False, error=error))
 
     def close(self, why: str) -> None:
         """As `lost`, for good."""
         self._closed = True
         self.lost(why)
 
-    # --- what callers want
-    # --------------------------------------------------------------------------------------------
+    # --- what callers want -------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the session, None without one."""
-        return None if self._epoch is None else self._epoch.epoch
+        return None if self._attachment is None else self._attachment.epoch
 
     @property
     def state(self) -> ClientState:
         """See ClientState."""
         if self._closed:
             return ClientState.CLOSED
-        if self._epoch is None:
+        if self._attachment is None:
             return ClientState.CONNECTING
         if self._unresponsive():
             return ClientState.UNRESPONSIVE
-        if self._epoch.instance.ready and not self.wants_registration:
+        if self._attachment.instance.ready and self._attachment.registered:
             return ClientState.READY
         return ClientState.ATTACHED
 
     def status(self) -> ClientStatus:
         """A snapshot."""
-        epoch, welcome = self._epoch, self._welcome
+        attachment, welcome = self._attachment, self._welcome
         return ClientStatus(
             state=self.state,
-            why=self._why_not(),
+            why=self._why_not_ready(),
             last_error=self._last_error,
-            epoch=epoch.epoch if epoch else None,
+            epoch=self.epoch,
             daemon_pid=self._daemon_pid or None,
             daemon_version=welcome.daemon_version if welcome else "",
             boot_nonce=welcome.boot_nonce if welcome else 0,
             layout_fingerprint=welcome.layout_fingerprint if welcome else "",
-            namespace_digest=epoch.instance.namespace_digest if epoch else "",
-            missing_ranks=tuple(epoch.instance.missing_ranks) if epoch else (),
-            transfers_active=len(self._transfers),
-            leases=len(self._leases),
+            namespace_digest=attachment.instance.namespace_digest if attachment else "",
+            missing_ranks=tuple(attachment.instance.missing_ranks) if attachment else (),
+            transfers_active=len(attachment.transfers) if attachment else 0,
+            leases=len(attachment.leases) if attachment else 0,
             counters=dataclasses.replace(self.counters),
         )
 
@@ -313,27 +273,24 @@ class Session:
         """Asks; the record's event is set with the answer, at once if it is known already."""
         record = LookupRecord(self._make_event(), self._clock())
         self.counters.lookups += 1
-        count = len(hashes) // self.spec.namespace.hash_bytes
+        hash_bytes = self.spec.namespace.hash_bytes
+        count = len(hashes) // hash_bytes
         if count == 0:
             record.end(Lookup(answered=True))
             return record
-        error = self._why_not_now()
-        epoch = self._epoch
-        if error is not None or epoch is None:
+        attachment, error = self._attachment, self._why_not_now()
+        if error is None and attachment is not None and count > attachment.lookup_hashes_max:
+            if mode is LookupMode.PREFIX:  # what lies beyond is a miss
+                hashes = hashes[: attachment.lookup_hashes_max * hash_bytes]
+            else:
+                message = f"{count} hashes; the daemon takes {attachment.lookup_hashes_max} at once: split it"
+                error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)
+        if error is not None:
             self.counters.lookups_unanswered += 1
             record.end(Lookup(error=error))
             return record
-        if count > epoch.limits.lookup_hashes_max > 0:
-            if mode is not LookupMode.PREFIX:
-                self.counters.lookups_unanswered += 1
-                most = epoch.limits.lookup_hashes_max
-                message = f"{count} hashes; the daemon takes {most} in one lookup: split it"
-                record.end(unanswered(Reason.TOO_MANY_BLOCKS, message))
-                return record
-            hashes = hashes[: epoch.limits.lookup_hashes_max * self.spec.namespace.hash_bytes]
-        query = cache_pb2.GroupQuery(
-            group=group, mode=cache_pb2.LookupMode.ValueType(mode.value), hashes=hashes
-        )
+        wire_mode = cache_pb2.LookupMode.ValueType(mode.value)
+        query = cache_pb2.GroupQuery(group=group, mode=wire_mode, hashes=hashes)
         self._send(record, lookup=cache_pb2.LookupRequest(queries=[query], lease=lease))
         return record
 
@@ -358,7 +315,7 @@ class Session:
     ) -> TransferRecord:
         """Submits a store of as many hashes as block ids. The arguments are checked already."""
         self.counters.stores += 1
-        record, signals = self._submit("store", len(block_ids), doorbell)
+        record, signals = self._submit("store", len(block_ids), doorbell, None)
         if signals is not None:
             request = cache_pb2.StoreRequest(signals=signals, group=group, hashes=hashes, block_ids=block_ids)
             self._send(_Submitted(record, signals.ticket), store=request)
@@ -376,14 +333,16 @@ class Session:
     ) -> TransferRecord:
         """Submits a load of blocks of a lease. The arguments are checked already."""
         self.counters.loads += 1
-        lease_error = None
-        if self._leases.get(lease.lease_id) is not _LeaseState.HELD or lease.epoch != self.epoch:
-            message = (
-                "the lease is of an earlier epoch, was released, or is used by another load: look up again"
-            )
-            lease_error = KvtierError(Reason.UNKNOWN_LEASE, message, field="lease", value=lease.lease_id)
-        record, signals = self._submit("load", len(block_ids), doorbell, lease_error)
-        if signals is not None:
+        attachment, error = self._attachment, None
+        if (
+            attachment is None
+            or lease.epoch != attachment.epoch
+            or not attachment.leases.held(lease.lease_id)
+        ):
+            message = "the lease is of an earlier epoch, released, or used by another load: look up again"
+            error = KvtierError(Reason.UNKNOWN_LEASE, message, field="lease", value=lease.lease_id)
+        record, signals = self._submit("load", len(block_ids), doorbell, error)
+        if signals is not None and attachment is not None:
             request = cache_pb2.LoadRequest(
                 signals=signals,
                 group=group,
@@ -393,26 +352,21 @@ class Session:
                 keep_lease=keep_lease,
             )
             if not keep_lease:
-                self._leases[lease.lease_id] = _LeaseState.LOADING
+                attachment.leases.load(lease.lease_id)
             self._send(_Submitted(record, signals.ticket, 0 if keep_lease else lease.lease_id), load=request)
         return record
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, now or when the load that names it is refused. Idempotent."""
-        if self._epoch is None or lease.epoch != self._epoch.epoch:
-            return
-        match self._leases.get(lease.lease_id):
-            case _LeaseState.HELD:
-                del self._leases[lease.lease_id]
-                if len(self._releases) < RELEASES_MAX:
-                    self._releases.append(lease.lease_id)
-            case _LeaseState.LOADING:
-                self._leases[lease.lease_id] = _LeaseState.RELEASE
+        if self._attachment is not None and lease.epoch == self._attachment.epoch:
+            self._attachment.leases.release(lease.lease_id)
 
     def cancel(self, record: TransferRecord) -> None:
         """Asks the daemon to end a transfer early; its outcome still comes."""
-        part = record.part
-        if part is not None and part.ticket in self._transfers and len(self._outgoing) < OUTGOING_MAX:
+        attachment, part = self._attachment, record.part
+        if attachment is None or part is None or attachment.transfers.get(part.ticket) is not record:
+            return
+        if len(self._outgoing) < OUTGOING_MAX:
             self._send(_Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
 
     def outcome(self, record: TransferRecord) -> Outcome:
@@ -434,8 +388,7 @@ class Session:
             return Outcome(TransferState.ACTIVE, fenced=True)
         return record.outcome
 
-    # --- inside
-    # -------------------------------------------------------------------------------------------------------
+    # --- inside ------------------------------------------------------------------------------------------
 
     def _send(self, pending: _Pending, **body: object) -> None:
         message = cache_pb2.AttachRequest(id=self._next_id, **body)  # type: ignore[arg-type]
@@ -446,79 +399,66 @@ class Session:
             self._silent_since_s = self._clock()
 
     def _submit(
-        self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None = None
+        self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
     ) -> tuple[TransferRecord, cache_pb2.Signals | None]:
+        """A record, and the signals to submit it with; without signals it has ended already."""
         record = TransferRecord(direction, count, self._make_event())
+        attachment = self._attachment
         if count == 0:
             record.end(Outcome(TransferState.DONE, fenced=True))
             return record, None
-        error, epoch = self._why_not_now() or problem, self._epoch
-        if error is None and epoch is not None:
-            if count > epoch.limits.transfer_blocks_max > 0:
-                most = epoch.limits.transfer_blocks_max
+        problem = self._why_not_now() or problem
+        if problem is None and attachment is not None:
+            if count > (most := attachment.transfer_blocks_max):
                 message = f"{count} blocks; the daemon takes {most} in one transfer: split it"
-                error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="block_ids", value=count)
-            elif len(self._transfers) >= epoch.limits.transfers_max > 0:
-                error = KvtierError(
-                    Reason.QUEUE_FULL, "too many transfers are in flight: wait for one of them"
-                )
-            elif (taken := epoch.words.take()) is None:
-                error = KvtierError(
-                    Reason.QUEUE_FULL, "every part word is in use: wait for a transfer to end"
-                )
+                problem = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="block_ids", value=count)
+            elif len(attachment.transfers) >= attachment.welcome.limits.transfers_max:
+                problem = KvtierError(Reason.QUEUE_FULL, "too many transfers are in flight: wait for one")
+            elif (taken := attachment.words.take()) is None:
+                problem = KvtierError(Reason.QUEUE_FULL, "every part word is in use: wait for one")
             else:
                 ticket, word = taken
-                record.part = PartRef(epoch.epoch, ticket, word, direction)
-                self._transfers[ticket] = record
-                signals = cache_pb2.Signals(
-                    ticket=ticket, part_word=word, gate=GATE_DOORBELL if doorbell else GATE_NONE
-                )
+                record.part = PartRef(attachment.epoch, ticket, word, direction)
+                attachment.transfers[ticket] = record
+                signals = cache_pb2.Signals(ticket=ticket, part_word=word, gate=GATE_NONE)
                 if doorbell is not None:
+                    signals.gate = GATE_DOORBELL
                     signals.doorbell, signals.doorbell_value = doorbell.index, doorbell.value
                 return record, signals
-        assert error is not None
+        assert problem is not None
         self.counters.submits_refused += 1
-        record.end(refused(error))
+        record.end(refused(problem))
         return record, None
 
     def _on_welcome(self, hello: HelloRecord, welcome: cache_pb2.Welcome) -> None:
-        if self._closed:
-            return
-        instance = cache_pb2.InstanceEvent()
-        instance.CopyFrom(welcome.instance)
         self._welcome = welcome
-        self._epoch = _Epoch(
-            epoch=welcome.epoch,
-            limits=welcome.limits,
-            instance=instance,
-            words=PartWords(self.spec.parts, self._next_ticket),
-            registered=False,
-            next_heartbeat_s=self._clock() + _heartbeat_interval_s(welcome.limits),
-        )
+        self._attachment = Attachment(self.spec, welcome, self._next_ticket, self._clock())
         self.words.begin_epoch(welcome.epoch)
         self.counters.epochs += 1
         hello.welcomed = True
         hello.event.set()
 
     def _on_lookup(self, record: LookupRecord, response: cache_pb2.LookupResponse) -> None:
-        assert self._epoch is not None
-        answer = answer_of(response, self._epoch.epoch, self._release)
+        assert self._attachment is not None
+        answer = answer_of(response, self._attachment.epoch, self._release)
         if answer.lease is not None:
-            self._leases[answer.lease.lease_id] = _LeaseState.HELD
-            if record.abandoned:
+            self._attachment.leases.add(answer.lease.lease_id)
+        if record.abandoned:
+            if answer.lease is not None:
                 self.release(answer.lease)
-        if not record.abandoned:
-            self.counters.blocks_hit += answer.hits
-            if answer.error is not None:
-                self._last_error = str(answer.error)
-            record.end(answer)
+            return
+        self.counters.blocks_hit += answer.hits
+        if answer.error is not None:
+            self._last_error = str(answer.error)
+        record.end(answer)
 
     def _on_submit(self, submitted: _Submitted, response: cache_pb2.SubmitResponse) -> None:
         record = submitted.record
         record.accepted = True
         record.results = response.results
         record.number = response.transfer.boot_nonce, response.transfer.number
-        self._leases.pop(submitted.lease_id, None)
+        if self._attachment is not None:
+            self._attachment.leases.consumed(submitted.lease_id)
 
     def _on_error(self, pending: _Pending, error: KvtierError) -> None:
         self._last_error = str(error)
@@ -529,30 +469,18 @@ class Session:
             case LookupRecord() if not pending.abandoned:
                 self.counters.lookups_unanswered += 1
                 pending.end(Lookup(error=error))
-            case _Submitted():
-                self._on_submit_refused(pending, error)
-            case _Heartbeat():
-                self._heartbeats -= 1
+            case _Submitted() if self._attachment is not None:
+                self._attachment.leases.refused(pending.lease_id)
+                if (record := self._end_transfer(pending.ticket)) is not None:
+                    self.counters.submits_refused += 1
+                    record.end(refused(error))
             case _:
                 pass
 
-    def _on_submit_refused(self, submitted: _Submitted, error: KvtierError) -> None:
-        record = submitted.record
-        if self._transfers.pop(submitted.ticket, None) is None or record.part is None or self._epoch is None:
-            return
-        self._epoch.words.give_back(record.part.word)
-        self.counters.submits_refused += 1
-        record.end(refused(error))
-        if (state := self._leases.get(submitted.lease_id)) is not None:
-            self._leases[submitted.lease_id] = _LeaseState.HELD
-            if state is _LeaseState.RELEASE:
-                self.release(Lease(submitted.lease_id, self._epoch.epoch, 0))
-
     def _on_transfer(self, event: cache_pb2.TransferEvent) -> None:
-        record = self._transfers.pop(event.ticket, None)
-        if record is None or record.part is None or self._epoch is None:
+        record = self._end_transfer(event.ticket)
+        if record is None:
             return
-        self._epoch.words.give_back(record.part.word)
         outcome = outcome_of(event)
         if outcome.done:
             self.counters.transfers_done += 1
@@ -561,58 +489,44 @@ class Session:
             self._last_error = str(outcome.error)
         record.end(outcome)
 
-    def _on_instance(self, event: cache_pb2.InstanceEvent) -> None:
-        epoch = self._epoch
-        if epoch is None:
-            return
-        epoch.instance = event
-        if self.spec.role.holds_rank:
-            asked = self.spec.rank in event.reregister_ranks
-            if asked and epoch.registered and not epoch.reregistered:
-                epoch.registered = False
-            elif not asked:
-                epoch.reregistered = False
+    def _end_transfer(self, ticket: int) -> TransferRecord | None:
+        """Its parts are fenced on every rank, so its word is free."""
+        attachment = self._attachment
+        record = attachment.transfers.pop(ticket, None) if attachment is not None else None
+        if attachment is not None and record is not None and record.part is not None:
+            attachment.words.give_back(record.part.word)
+        return record
 
     def _unresponsive(self) -> bool:
         if self._suspect:
             return True
         return self._silent_since_s is not None and self._clock() - self._silent_since_s > SILENCE_S
 
-    def _why_not(self) -> str:
-        """Why the state is not READY."""
-        match self.state:
-            case ClientState.READY:
-                return ""
-            case ClientState.CLOSED:
-                return "the client is closed"
-            case ClientState.CONNECTING:
-                return f"no connection to the daemon: {self._last_error or 'not connected yet'}"
-            case ClientState.UNRESPONSIVE:
-                return "the daemon does not answer"
-            case ClientState.ATTACHED:
-                assert self._epoch is not None
-                missing = list(self._epoch.instance.missing_ranks) or list(
-                    self._epoch.instance.reregister_ranks
-                )
-                if missing:
-                    return f"ranks {missing} of the instance have not registered"
-                return "the ranks of the instance are registering"
+    def _why_not_ready(self) -> str:
+        """In one sentence; empty if it is."""
+        state, attachment = self.state, self._attachment
+        if state is ClientState.READY:
+            return ""
+        if state is ClientState.CLOSED:
+            return "the client is closed"
+        if attachment is None:
+            return f"no connection to the daemon: {self._last_error or 'not made yet'}"
+        if state is ClientState.UNRESPONSIVE:
+            return "the daemon does not answer"
+        instance = attachment.instance
+        if ranks := sorted({*instance.missing_ranks, *instance.reregister_ranks}):
+            return f"ranks {ranks} of the instance have not registered"
+        return "the instance is not ready"
 
     def _why_not_now(self) -> KvtierError | None:
         """Why nothing can be asked now; None if it can."""
-        match self.state:
-            case ClientState.READY if len(self._outgoing) < OUTGOING_MAX and len(self._pending) < PENDING_MAX:
+        state = self.state
+        if state is ClientState.READY:
+            if len(self._outgoing) < OUTGOING_MAX and len(self._pending) < PENDING_MAX:
                 return None
-            case ClientState.READY:
-                return KvtierError(Reason.QUEUE_FULL, "too many requests wait to be sent or answered")
-            case ClientState.UNRESPONSIVE:
-                return KvtierError(Reason.DEADLINE, self._why_not())
-            case ClientState.ATTACHED:
-                return KvtierError(Reason.INSTANCE_INCOMPLETE, self._why_not())
-            case _:
-                return KvtierError(Reason.NOT_ATTACHED, self._why_not())
-
-
-def _heartbeat_interval_s(limits: cache_pb2.Limits) -> float:
-    """Kept between bounds, whatever a daemon asks for."""
-    return min(max(limits.heartbeat_interval_ms / 1_000, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
+            return KvtierError(Reason.QUEUE_FULL, "too many requests wait to be sent or answered")
+        reasons = {
+            ClientState.UNRESPONSIVE: Reason.DEADLINE,
+            ClientState.ATTACHED: Reason.INSTANCE_INCOMPLETE,
+        }
+        return KvtierError(reasons.get(state, Reason.NOT_ATTACHED), self._why_not_ready())

@@ -1,0 +1,96 @@
+"""One attachment: what the daemon's Welcome said, and what has changed since."""
+
+from kvtier.leases import Leases
+from kvtier.spec import AttachSpec
+from kvtier.transfers import PartWords, TransferRecord
+from kvtier.v1 import cache_pb2
+
+HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.05, 60.0
+MESSAGE_REST_BYTES = 1_024
+"""More than a message holds besides hashes and block ids. A larger one than the daemon takes would end the
+stream."""
+BLOCK_ID_BYTES = 5
+"""Of a 32-bit number in protobuf's encoding, at most."""
+
+
+class Attachment:
+    """Lives from Welcome until the connection is lost; everything in it belongs to one epoch."""
+
+    def __init__(self, spec: AttachSpec, welcome: cache_pb2.Welcome, first_ticket: int, now_s: float) -> None:
+        self._spec = spec
+        self.welcome = welcome
+        self.instance = welcome.instance
+        self.words = PartWords(spec.parts, first_ticket)
+        self.leases = Leases()
+        self.transfers: dict[int, TransferRecord] = {}
+        """Those in flight, by ticket."""
+        self.heartbeat_pending = False
+        self._next_heartbeat_s = now_s + self.heartbeat_interval_s
+        self._registered = not spec.role.holds_rank
+        self._stale_requests = False
+
+    @property
+    def epoch(self) -> int:
+        """Of the instance."""
+        return self.welcome.epoch
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """As the daemon asks for it, kept between bounds."""
+        asked_s = self.welcome.limits.heartbeat_interval_ms / 1_000
+        return min(max(asked_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
+
+    def heartbeat_due(self, now_s: float) -> bool:
+        """Whether to send one now; the next is then due an interval later. One at a time."""
+        if now_s < self._next_heartbeat_s:
+            return False
+        self._next_heartbeat_s = now_s + self.heartbeat_interval_s
+        due = not self.heartbeat_pending
+        self.heartbeat_pending = True
+        return due
+
+    def next_heartbeat_in_s(self, now_s: float) -> float:
+        """Seconds until `heartbeat_due` must be asked again."""
+        return max(0.0, self._next_heartbeat_s - now_s)
+
+    # --- registration
+    # -------------------------------------------------------------------------------------------------
+
+    @property
+    def registered(self) -> bool:
+        """Whether this client has nothing (more) to register."""
+        return self._registered
+
+    def register(self) -> None:
+        """Words and memory are registered. Instance events that were sent before it may still ask for it."""
+        self._registered = True
+        self._stale_requests = self._spec.rank in self.instance.reregister_ranks
+
+    def on_instance(self, event: cache_pb2.InstanceEvent) -> None:
+        """What the instance is able to do changed; the copy worker of this rank may be lost."""
+        self.instance = event
+        if not self._spec.role.holds_rank:
+            return
+        if self._spec.rank not in event.reregister_ranks:
+            self._stale_requests = False
+        elif not self._stale_requests:
+            self._registered = False
+
+    # --- limits
+    # -------------------------------------------------------------------------------------------------------
+
+    @property
+    def lookup_hashes_max(self) -> int:
+        """Hashes that fit one lookup."""
+        return self._fitting(self.welcome.limits.lookup_hashes_max, self._spec.namespace.hash_bytes)
+
+    @property
+    def transfer_blocks_max(self) -> int:
+        """Blocks that fit one store or load."""
+        return self._fitting(
+            self.welcome.limits.transfer_blocks_max, self._spec.namespace.hash_bytes + BLOCK_ID_BYTES
+        )
+
+    def _fitting(self, count_max: int, item_bytes: int) -> int:
+        room_bytes = self.welcome.limits.message_bytes_max - MESSAGE_REST_BYTES
+        return max(0, min(count_max, room_bytes // item_bytes))
