@@ -168,9 +168,9 @@ def xxh3_64_rows(rows: numpy.typing.NDArray[numpy.uint8]) -> numpy.typing.NDArra
 
 PAGE_BYTES: int = 4096
 
-def copy_variant() -> str:
+def copy_variants() -> list[str]:
     """
-    The instruction set that copies use on this machine: avx512, avx2, sse2, or memcpy where there is none of these.
+    What copies can be made with on this machine, fastest first: avx512, avx2, sse2, memcpy.
     """
 
 class CopyPlan:
@@ -185,10 +185,11 @@ class CopyPlan:
     while this object lives: drop it before closing an mmap.
     """
 
-    def __init__(self, mapping: Buffer | numpy.typing.NDArray[Any], base_offsets: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int) -> None:
+    def __init__(self, mapping: Buffer | numpy.typing.NDArray[Any], base_offsets: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int, variant: str | None = None) -> None:
         """
         `mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every
-        fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other.
+        fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other. `variant`: one of
+        copy_variants(), the first by default.
         """
 
     @property

@@ -2,15 +2,17 @@
 
 namespace kvtier {
 
-const ChecksumOps& checksum_ops() {
-    static const ChecksumOps& chosen = []() -> const ChecksumOps& {
+const std::vector<const ChecksumOps*>& checksum_variants() {
+    static const std::vector<const ChecksumOps*> variants = [] {
+        std::vector<const ChecksumOps*> found;
 #if defined(__x86_64__)
-        if (__builtin_cpu_supports("avx512f")) return checksum_ops_avx512();
-        if (__builtin_cpu_supports("avx2")) return checksum_ops_avx2();
+        if (__builtin_cpu_supports("avx512f")) found.push_back(&checksum_ops_avx512());
+        if (__builtin_cpu_supports("avx2")) found.push_back(&checksum_ops_avx2());
 #endif
-        return checksum_ops_portable();
+        found.push_back(&checksum_ops_portable());
+        return found;
     }();
-    return chosen;
+    return variants;
 }
 
 }  // namespace kvtier

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace kvtier {
 
@@ -21,8 +22,9 @@ const ChecksumOps& checksum_ops_avx2();
 const ChecksumOps& checksum_ops_avx512();
 #endif
 
-// The variant for this processor, chosen once.
-const ChecksumOps& checksum_ops();
+// The variants that this processor can run, fastest first.
+const std::vector<const ChecksumOps*>& checksum_variants();
+inline const ChecksumOps& checksum_ops() { return *checksum_variants().front(); }
 
 inline std::uint64_t xxh3_64(const void* data, std::size_t bytes) { return checksum_ops().hash(data, bytes); }
 

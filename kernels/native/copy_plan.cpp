@@ -5,7 +5,6 @@
 
 #include "checksum.hpp"
 #include "refuse.hpp"
-#include "stream_copy.hpp"
 
 namespace kvtier {
 
@@ -34,8 +33,13 @@ void require_apart(CopyPlan::Numbers numbers, std::uint64_t distance, const char
 
 }  // namespace
 
-CopyPlan::CopyPlan(std::byte* mapping, std::size_t mapping_bytes, std::vector<Plane> planes, std::uint64_t num_blocks)
-    : mapping_(mapping), mapping_bytes_(mapping_bytes), planes_(std::move(planes)), num_blocks_(num_blocks) {
+CopyPlan::CopyPlan(std::byte* mapping, std::size_t mapping_bytes, std::vector<Plane> planes, std::uint64_t num_blocks,
+                   const StreamOps& ops)
+    : mapping_(mapping),
+      mapping_bytes_(mapping_bytes),
+      planes_(std::move(planes)),
+      num_blocks_(num_blocks),
+      ops_(ops) {
     if (planes_.empty() || planes_.size() > kPlanesMax)
         refuse("base_offsets names ", planes_.size(), " planes; expected 1 to ", kPlanesMax);
     if (num_blocks == 0 || num_blocks > std::uint64_t{1} << 32)
@@ -86,7 +90,7 @@ void CopyPlan::check_blocks(Numbers block_ids, Numbers slots, Pool pool) const {
 void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums) const {
     check_blocks(block_ids, slots, pool);
     require_apart(slots, (slot_bytes_ + kPageBytes - 1) / kPageBytes, "slots", "overlaps");
-    StreamCopier copier;
+    StreamCopier copier(ops_);
     Checksum checksum;
     for (std::size_t i = 0; i < block_ids.size(); ++i) {
         std::byte* to = pool.data + std::uint64_t{slots[i]} * kPageBytes;
@@ -116,7 +120,7 @@ void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t
 void CopyPlan::scatter(Numbers block_ids, Pool pool, Numbers slots) const {
     check_blocks(block_ids, slots, pool);
     require_apart(block_ids, 1, "block_ids", "repeats");
-    StreamCopier copier;
+    StreamCopier copier(ops_);
     for (std::size_t i = 0; i < block_ids.size(); ++i) {
         const std::byte* from = pool.data + std::uint64_t{slots[i]} * kPageBytes;
         for (const Plane& plane : planes_) {

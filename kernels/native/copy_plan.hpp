@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "stream_copy.hpp"
+
 namespace kvtier {
 
 constexpr std::size_t kPageBytes = 4096;
@@ -27,7 +29,8 @@ class CopyPlan {
    public:
     // The mapping must outlive this object. Throws unless every fragment of every block lies inside it and, plane by plane,
     // no two blocks' fragments overlap.
-    CopyPlan(std::byte* mapping, std::size_t mapping_bytes, std::vector<Plane> planes, std::uint64_t num_blocks);
+    CopyPlan(std::byte* mapping, std::size_t mapping_bytes, std::vector<Plane> planes, std::uint64_t num_blocks,
+             const StreamOps& ops = *stream_variants().front());
 
     std::uint64_t slot_bytes() const { return slot_bytes_; }
     std::uint64_t num_blocks() const { return num_blocks_; }
@@ -50,6 +53,7 @@ class CopyPlan {
     std::size_t mapping_bytes_;
     std::vector<Plane> planes_;
     std::uint64_t num_blocks_;
+    const StreamOps& ops_;
     std::uint64_t slot_bytes_ = 0;
 };
 

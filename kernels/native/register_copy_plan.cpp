@@ -1,7 +1,9 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -30,17 +32,25 @@ std::vector<Plane> planes_of(OffsetsArg base_offsets, OffsetsArg block_strides, 
     return planes;
 }
 
+const StreamOps& variant_of(const std::optional<std::string>& name) {
+    if (!name) return *stream_variants().front();
+    for (const StreamOps* ops : stream_variants())
+        if (*name == ops->name) return *ops;
+    refuse("variant is '", *name, "', which this machine does not have; see copy_variants()");
+}
+
 // A plan over a Python buffer, which stays exported (an mmap cannot be closed) as long as this object lives.
 class BufferPlan : public CopyPlan {
    public:
     BufferPlan(BufferArg mapping, OffsetsArg base_offsets, OffsetsArg block_strides, OffsetsArg fragment_bytes,
-               std::uint64_t num_blocks)
+               std::uint64_t num_blocks, const std::optional<std::string>& variant)
         : BufferPlan(std::make_unique<Buffer>(mapping.object, "mapping", true),
-                     planes_of(base_offsets, block_strides, fragment_bytes), num_blocks) {}
+                     planes_of(base_offsets, block_strides, fragment_bytes), num_blocks, variant_of(variant)) {}
 
    private:
-    BufferPlan(std::unique_ptr<Buffer> buffer, std::vector<Plane> planes, std::uint64_t num_blocks)
-        : CopyPlan(buffer->data(), buffer->bytes(), std::move(planes), num_blocks), buffer_(std::move(buffer)) {}
+    BufferPlan(std::unique_ptr<Buffer> buffer, std::vector<Plane> planes, std::uint64_t num_blocks,
+               const StreamOps& ops)
+        : CopyPlan(buffer->data(), buffer->bytes(), std::move(planes), num_blocks, ops), buffer_(std::move(buffer)) {}
     std::unique_ptr<Buffer> buffer_;
 };
 
@@ -80,8 +90,14 @@ void register_copy_plan(nb::module_& module) {
     using namespace nb::literals;
     module.attr("PAGE_BYTES") = kPageBytes;
     module.def(
-        "copy_variant", [] { return stream_ops().name; },
-        "The instruction set that copies use on this machine: avx512, avx2, sse2, or memcpy where there is none of these.");
+        "copy_variants",
+        [] {
+            nb::list names;
+            for (const StreamOps* ops : stream_variants()) names.append(ops->name);
+            return names;
+        },
+        nb::sig("def copy_variants() -> list[str]"),
+        "What copies can be made with on this machine, fastest first: avx512, avx2, sse2, memcpy.");
 
     nb::class_<BufferPlan>(
         module, "CopyPlan",
@@ -92,10 +108,11 @@ void register_copy_plan(nb::module_& module) {
         "nothing was written. Copies release the GIL and are safe from several threads as long as their targets do not\n"
         "overlap. When a call returns, its stores come before any later store of this thread. The mapping stays exported\n"
         "while this object lives: drop it before closing an mmap.")
-        .def(nb::init<BufferArg, OffsetsArg, OffsetsArg, OffsetsArg, std::uint64_t>(), "mapping"_a, "base_offsets"_a,
-             "block_strides"_a, "fragment_bytes"_a, "num_blocks"_a,
+        .def(nb::init<BufferArg, OffsetsArg, OffsetsArg, OffsetsArg, std::uint64_t, const std::optional<std::string>&>(), "mapping"_a, "base_offsets"_a,
+             "block_strides"_a, "fragment_bytes"_a, "num_blocks"_a, "variant"_a = nb::none(),
              "`mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every\n"
-             "fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other.")
+             "fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other. `variant`: one of\n"
+             "copy_variants(), the first by default.")
         .def_prop_ro("slot_bytes", [](const BufferPlan& plan) { return plan.slot_bytes(); },
                      "Bytes of one block in a slot: the sum of its fragments.")
         .def_prop_ro("num_blocks", [](const BufferPlan& plan) { return plan.num_blocks(); }, "Blocks of the engine.")

@@ -14,15 +14,17 @@ constexpr std::size_t kFetchBytes = 256;
 
 }  // namespace
 
-const StreamOps& stream_ops() {
-    static const StreamOps& chosen = []() -> const StreamOps& {
+const std::vector<const StreamOps*>& stream_variants() {
+    static const std::vector<const StreamOps*> variants = [] {
+        std::vector<const StreamOps*> found;
 #if defined(__x86_64__)
-        if (__builtin_cpu_supports("avx512f")) return stream_ops_avx512();
-        if (__builtin_cpu_supports("avx2")) return stream_ops_avx2();
+        if (__builtin_cpu_supports("avx512f")) found.push_back(&stream_ops_avx512());
+        if (__builtin_cpu_supports("avx2")) found.push_back(&stream_ops_avx2());
 #endif
-        return stream_ops_portable();
+        found.push_back(&stream_ops_portable());
+        return found;
     }();
-    return chosen;
+    return variants;
 }
 
 void StreamCopier::add(std::byte* to, const std::byte* from, std::size_t bytes) {

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace kvtier {
 
@@ -37,13 +38,13 @@ const StreamOps& stream_ops_avx2();
 const StreamOps& stream_ops_avx512();
 #endif
 
-// The variant for this processor, chosen once.
-const StreamOps& stream_ops();
+// The variants that this processor can run, fastest first.
+const std::vector<const StreamOps*>& stream_variants();
 
 // Collects fragments and copies them in groups. Nothing is promised to be copied before finish().
 class StreamCopier {
    public:
-    StreamCopier() : ops_(stream_ops()) {}
+    explicit StreamCopier(const StreamOps& ops) : ops_(ops) {}
     StreamCopier(const StreamCopier&) = delete;
     StreamCopier& operator=(const StreamCopier&) = delete;
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtier_kernels import PAGE_BYTES, CopyPlan, copy_variant, xxh3_64
+from kvtier_kernels import PAGE_BYTES, CopyPlan, copy_variants, xxh3_64
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -38,8 +38,9 @@ class Case:
     block_ids: U32
     slots: U32
 
-    def plan(self) -> CopyPlan:
-        return CopyPlan(self.mapping, u64(*self.bases), u64(*self.strides), u64(*self.sizes), self.num_blocks)
+    def plan(self, variant: str | None = None) -> CopyPlan:
+        planes = u64(*self.bases), u64(*self.strides), u64(*self.sizes)
+        return CopyPlan(self.mapping, *planes, self.num_blocks, variant)
 
     def fragment(self, mapping: U8, block: int, plane: int) -> U8:
         start = self.bases[plane] + block * self.strides[plane]
@@ -105,10 +106,10 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases(), st.booleans())
-def test_gather_is_what_numpy_does(case: Case, with_checksums: bool) -> None:
-    plan = case.plan()
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.booleans(), st.sampled_from(copy_variants()))
+def test_gather_is_what_numpy_does(case: Case, with_checksums: bool, variant: str) -> None:
+    plan = case.plan(variant)
     assert plan.slot_bytes == sum(case.sizes)
     expected = case.gathered()
     mapping = case.mapping.copy()
@@ -122,13 +123,13 @@ def test_gather_is_what_numpy_does(case: Case, with_checksums: bool) -> None:
         assert checksums.tolist() == sums
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_scatter_is_what_numpy_does(case: Case) -> None:
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.sampled_from(copy_variants()))
+def test_scatter_is_what_numpy_does(case: Case, variant: str) -> None:
     expected = case.scattered()
     pool = case.pool.copy()
     pool.flags.writeable = False  # a load needs no right to write into the pool
-    case.plan().scatter(case.block_ids, pool, case.slots)
+    case.plan(variant).scatter(case.block_ids, pool, case.slots)
     assert (case.mapping == expected).all()
 
 
@@ -285,5 +286,7 @@ def test_threads_copy_disjoint_blocks_at_once() -> None:
     assert (mapping == original).all()
 
 
-def test_the_variant_in_use_has_a_name() -> None:
-    assert copy_variant() in {"avx512", "avx2", "sse2", "memcpy"}
+def test_the_fastest_variant_is_the_default_and_unknown_ones_are_refused() -> None:
+    assert set(copy_variants()) <= {"avx512", "avx2", "sse2", "memcpy"}
+    with pytest.raises(ValueError, match="variant is 'mmx', which this machine does not have"):
+        small().plan("mmx")
