@@ -1,0 +1,100 @@
+"""kill -9 of kvtierd at random moments, under a client that lives on: what was DONE is found, and right."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.campaigns.content import hashes_of, wrong_blocks
+from tests.faults.campaigns.engine import PlainEngine
+from tests.integration.daemon.process import Daemon
+
+KILLS = 210 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 10
+SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+DEADLINE_S = 60.0
+BATCH = 32
+IN_FLIGHT = 6
+SAMPLE = 128
+POOL_SIZE = f"{max(256, KILLS * 10)}MiB"
+"""Room for everything: a block that was evicted would look like a lost one."""
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * 20 + 60)]
+
+
+def store_until_killed(
+    engine: PlainEngine, daemon: Daemon, chance: random.Random, family: str
+) -> tuple[list[list[bytes]], list[list[bytes]]]:
+    """Submits stores, kills the daemon at a random moment. Returns batches seen DONE, and all the others."""
+    batches = []
+    transfers = []
+    kill_after = chance.randrange(1, IN_FLIGHT * 4)
+    pause_s = chance.random() * 0.004
+    for number in range(kill_after):
+        if number >= IN_FLIGHT:  # its engine blocks are used again
+            transfers[number - IN_FLIGHT].wait(DEADLINE_S)
+        hashes = hashes_of(f"{family}/{number}", BATCH)
+        first = number % IN_FLIGHT * BATCH
+        ids = list(range(first, first + BATCH))
+        engine.fill(ids, hashes)
+        transfers.append(engine.client.store(hashes, ids))
+        batches.append(hashes)
+    time.sleep(pause_s)
+    observed = [transfer.outcome.done for transfer in transfers]
+    daemon.kill()
+    done = [batch for batch, seen in zip(batches, observed, strict=True) if seen]
+    rest = [batch for batch, seen in zip(batches, observed, strict=True) if not seen]
+    # The client must come to terms by itself: every transfer ends, fenced, although the daemon is dead.
+    for transfer in transfers:
+        assert transfer.wait(DEADLINE_S).fenced, transfer
+    return done, rest
+
+
+def check(engine: PlainEngine, hashes: list[bytes], complete: bool) -> int:
+    """Loads what is found and compares every byte; `complete`: all of it must be found."""
+    found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+    assert not complete or found.hits == len(hashes), f"{len(hashes) - found.hits} blocks seen DONE are lost"
+    if not found.hits:
+        return 0
+    into = list(range(IN_FLIGHT * BATCH, IN_FLIGHT * BATCH + found.hits))
+    engine.wipe(into)
+    outcome = engine.client.load(found, into).wait(DEADLINE_S)
+    assert outcome.done, outcome
+    assert wrong_blocks(engine.read(into), hashes[: found.hits]) == []
+    return int(found.hits)
+
+
+def test_every_block_seen_done_survives_kill_nine_of_the_daemon(
+    start: Callable[..., Daemon], proved: Callable[[str], None]
+) -> None:
+    print(f"KVTIER_SEED={SEED}, {KILLS} kills")
+    chance = random.Random(SEED)
+    settings = {"pool__size": POOL_SIZE, "pool__extent_size": "4MiB"}
+    daemon = start(**settings)
+    survived: list[list[bytes]] = []
+    checked = unfinished = 0
+    with PlainEngine(daemon.socket, "survivor", num_blocks=IN_FLIGHT * BATCH + BATCH) as engine:
+        for number in range(KILLS):
+            engine.wait_ready()
+            done, rest = store_until_killed(engine, daemon, chance, f"round-{number}")
+            daemon = start(**settings)
+            engine.wait_ready()
+            survived += done
+            for batch in done + chance.sample(survived, min(len(survived), SAMPLE // BATCH)):
+                checked += check(engine, batch, complete=True)
+            for batch in rest:
+                unfinished += check(engine, batch, complete=False)
+            pool = daemon.status().pool
+            assert pool.start == "warm", pool.cold_reason
+            assert pool.quarantined_slots == 0
+        engine.wait_ready()
+        for batch in survived:
+            check(engine, batch, complete=True)
+    counters = daemon.status().counters
+    assert counters.integrity_failures == 0
+    assert daemon.stop() == 0
+    proved(
+        f"{KILLS} times kvtierd was killed with -9 while it stored: all {len(survived) * BATCH} blocks seen"
+        f" DONE were found again, {checked + unfinished} loads were compared, 0 wrong bytes (KVTIER_SEED={SEED})"
+    )

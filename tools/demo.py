@@ -1,0 +1,381 @@
+"""`make demo`: one cache, two engines. A vLLM computes a long prefix and is killed; another gets it back.
+
+Everything is real: kvtierd on its embedded default, two vLLM engines on the CPU, a model made on the spot, and
+the text of LICENSE as prompt (its bytes are the token ids). The last line of the output is one JSON object; the
+exit status is 0 only if every claim held. Nothing is left but the model and the logs under build/demo/.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from kvtier_kernels import PoolRecords
+from kvtierd import config
+
+from tests.vllm.engine import Engine, EngineError, EngineOptions, Generated
+from tools.tiny_llama import PRESETS, ensure
+
+REPO = Path(__file__).resolve().parents[1]
+OUT = REPO / "build" / "demo"
+BIN = Path(sys.executable).parent
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 2_000
+MAX_MODEL_LEN = 2_112
+OUTPUT_TOKENS = 32
+DEADLINE_S = 60.0
+CONNECTOR = {
+    "kv_connector": "KvtierConnector",
+    "kv_connector_module_path": "kvtier_vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+class DemoError(Exception):
+    """Something the story needs did not happen; one sentence."""
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Daemon:
+    """`kvtierd serve`, as a user starts it, and what it tells about itself."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self._environment = os.environ | environment
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.status: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Starts it and waits until it answers."""
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(BIN / "kvtierd"), "serve"],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.wait_for("kvtierd to answer", lambda status: bool(status))
+
+    def refresh(self) -> dict[str, Any]:
+        """What `kvtierctl status --json` says; empty if nobody answers."""
+        command = [str(BIN / "kvtierctl"), "status", "--json"]
+        result = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        self.status = json.loads(result.stdout) if result.returncode == 0 else {}
+        return self.status
+
+    def show(self) -> None:
+        """Prints `kvtierctl status` as a person sees it."""
+        command = [str(BIN / "kvtierctl"), "status"]
+        subprocess.run(command, env=self._environment, timeout=DEADLINE_S, check=True)
+
+    def wait_for(self, what: str, reached: Any) -> None:
+        """Polls the status until `reached(status)`. DemoError if the daemon dies or it takes too long."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not reached(self.refresh()):
+            if self._process is None or self._process.poll() is not None:
+                raise DemoError(f"kvtierd ended while waiting for {what}; see {self._log}")
+            if time.monotonic() > deadline_s:
+                raise DemoError(f"waited {DEADLINE_S:.0f} s for {what}; see {self._log}")
+            time.sleep(0.1)
+
+    def metric_lines(self, *names: str) -> list[str]:
+        """Lines of /metrics that begin with one of the names."""
+        with urllib.request.urlopen(self.status["metrics_url"], timeout=DEADLINE_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return [line for line in lines if line.startswith(names)]
+
+    def kill(self) -> None:
+        """kill -9, and waits for its end."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(DEADLINE_S)
+            self._process = None
+
+    def stop(self) -> None:
+        """SIGTERM, as an init system would; kill -9 if that takes too long."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                pass
+            self.kill()
+
+
+def place(stack: ExitStack) -> dict[str, str]:
+    """Environment for daemon and engines: the embedded default, or a place of our own if that is taken."""
+    default = config.load(None, {}).config
+    pool = default.pool.file
+    assert pool is not None
+    if not pool.exists() and not default.server.socket_path.exists():
+        stack.callback(remove, pool.parent, pool)
+        stack.callback(remove, default.server.socket_path.parent)
+        return {}
+    own = Path(tempfile.mkdtemp(prefix="kvtier-demo-", dir="/dev/shm"))
+    stack.callback(shutil.rmtree, own, ignore_errors=True)
+    say(f"You have a kvtier of your own on the default paths; it is left alone, the demo uses {own}.")
+    socket = own / "kvtierd.sock"
+    return {
+        "KVTIER_SERVER_SOCKET": str(socket),
+        "KVTIER_SOCKET": str(socket),
+        "KVTIER_POOL_PATH": str(own / "pool"),
+        "KVTIER_METRICS_LISTEN": "127.0.0.1:0",
+    }
+
+
+def remove(directory: Path, *files: Path) -> None:
+    """Removes files of ours, and the directory if nothing else is in it."""
+    for file in files:
+        file.unlink(missing_ok=True)
+    for leftover in ("kvtierd.sock", "kvtierd.side.sock", "kvtierd.lock"):
+        (directory / leftover).unlink(missing_ok=True)
+    try:
+        directory.rmdir()
+    except OSError:
+        pass  # it never existed, or holds something that is not ours
+
+
+def prompts() -> tuple[list[int], list[int]]:
+    """The prompt and another of the same length to warm up with; they share no block."""
+    text = list((REPO / "LICENSE").read_bytes())
+    return text[:PROMPT_TOKENS], text[PROMPT_TOKENS : 2 * PROMPT_TOKENS]
+
+
+def stored_slots(pool: Path) -> set[int]:
+    """Slots of the pool file that hold a block, read the way the daemon's recovery reads them."""
+    with (
+        pool.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE) as view,
+    ):
+        data = np.frombuffer(view, np.uint8)
+        slots = {int(slot) for slot in PoolRecords(data).scan()["slots"]}
+        del data
+    return slots
+
+
+def corrupt(pool: Path, slot: int) -> None:
+    """Flips one byte in the middle of a slot's first page."""
+    with pool.open("r+b") as file:
+        file.seek(slot * mmap.PAGESIZE + mmap.PAGESIZE // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+@dataclass
+class Engines:
+    """Starts engines that use the daemon, and makes sure that none outlives the demo."""
+
+    model: Path
+    environment: dict[str, str]
+    stack: ExitStack
+
+    def start(self, name: str) -> Engine:
+        options = EngineOptions(
+            model=self.model,
+            kv_transfer_config=CONNECTOR,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_MODEL_LEN,
+            block_size=BLOCK_TOKENS,
+            environment=self.environment,
+        )
+        started = time.monotonic()
+        engine = Engine.start(options, OUT / f"{name}.log")
+        self.stack.callback(engine.kill)
+        say(f"  {name}: vLLM is up, pid {engine.pid} ({time.monotonic() - started:.0f} s)")
+        return engine
+
+
+def one(engine: Engine, prompt: list[int]) -> Generated:
+    """One request, run to its end, and whatever it left to copy."""
+    result = engine.generate([prompt], max_tokens=OUTPUT_TOKENS)[0]
+    engine.drain()
+    return result
+
+
+def same(left: Generated, right: Generated) -> bool:
+    """Bit for bit: tokens, and the log probabilities of the five best at every position."""
+    return left.tokens == right.tokens and left.logprobs == right.logprobs
+
+
+def settle(daemon: Daemon) -> None:
+    """Waits until every submitted store is committed."""
+    daemon.wait_for("the stores to be committed", lambda s: s and int(s.get("transfers_active", 0)) == 0)
+
+
+def ready(daemon: Daemon) -> None:
+    """Waits until an engine has attached with its memory."""
+    daemon.wait_for("an engine to attach", lambda s: any(i.get("ready") for i in s.get("instances", ())))
+
+
+def story(stack: ExitStack) -> dict[str, Any]:
+    """Tells it, step by step; returns the figures."""
+    full_tokens = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    prompt, warm_up = prompts()
+    model = ensure(OUT / "model", PRESETS["demo"])
+    environment = place(stack)
+    daemon = Daemon(environment, OUT / "kvtierd.log")
+    stack.callback(daemon.stop)
+    engines = Engines(model, environment, stack)
+
+    say("\n1. kvtierd starts, on its defaults: no configuration at all.")
+    daemon.start()
+    pool = Path(daemon.status["pool"]["path"])
+    say(f"  pool {pool}, socket {daemon.status['socket']}")
+
+    say(f"\n2. Engine 1 computes a prompt of {PROMPT_TOKENS} tokens.")
+    first = engines.start("engine-1")
+    ready(daemon)
+    one(first, warm_up)
+    settle(daemon)
+    before = stored_slots(pool)
+    cold = one(first, prompt)
+    settle(daemon)
+    local = one(first, prompt)
+    settle(daemon)
+    slots = sorted(stored_slots(pool) - before)
+    say(f"  cold: first token after {cold.ttft_s:.3f} s, {cold.num_cached_tokens} tokens cached")
+    say(f"  again, from its own cache: {local.ttft_s:.3f} s, {local.num_cached_tokens} tokens cached")
+
+    say("\n3. kill -9 of engine 1. The cache stays where it is: in kvtierd.")
+    first.kill()
+    daemon.wait_for("engine 1 to be forgotten", lambda status: not status.get("instances"))
+    daemon.show()
+
+    say("\n4. Engine 2, a new process with an empty cache, gets the same prompt.")
+    second = engines.start("engine-2")
+    ready(daemon)
+    second_warm = list(reversed(warm_up))
+    one(second, second_warm)
+    settle(daemon)
+    restored = one(second, prompt)
+    identical = same(restored, local) and restored.num_cached_tokens == local.num_cached_tokens
+    say(
+        f"  restored: first token after {restored.ttft_s:.3f} s,"
+        f" {restored.num_cached_tokens} tokens not computed"
+    )
+    say(
+        "  identical to engine 1's local hit, every token and log probability: "
+        + ("yes" if identical else "NO")
+    )
+
+    say(
+        "\n5. Would we notice a wrong byte? kill -9 of kvtierd, one byte of a stored block flipped,"
+        " start again."
+    )
+    daemon.kill()
+    corrupt(pool, slots[len(slots) // 2])
+    daemon.start()
+    found = daemon.status["pool"]
+    say(
+        f"  {found.get('start')} start: {found.get('recovered_blocks', 0)} blocks found"
+        f" in {found.get('recovery_s', 0):.3f} s"
+    )
+    ready(daemon)
+    second.reset_prefix_cache()
+    second.overwrite_cache()
+    checked = one(second, prompt)
+    daemon.refresh()
+    refused = int(daemon.status.get("counters", {}).get("integrity_failures", 0))
+    right = checked.tokens == local.tokens
+    detected = refused > 0 or not right
+    say(f"  engine 2 lives and has attached again; blocks refused for a wrong checksum: {refused}")
+    say(f"  its output: {'as before, the block was computed again' if right else 'changed'}")
+
+    say("\n6. What Prometheus sees.")
+    for line in daemon.metric_lines(
+        "kvtier_lookup_hits_total",
+        "kvtier_store_bytes_total",
+        "kvtier_load_bytes_total",
+        "kvtier_integrity_failures_total",
+        "kvtier_pool_bytes",
+    ):
+        say(f"  {line}")
+    second.stop()
+    daemon.stop()
+    return {
+        "restored_tokens": restored.num_cached_tokens,
+        "expected_tokens": full_tokens,
+        "ttft_cold_s": round(cold.ttft_s, 4),
+        "ttft_local_hit_s": round(local.ttft_s, 4),
+        "ttft_restored_s": round(restored.ttft_s, 4),
+        "bit_identical": identical,
+        "negative_control_detected": detected,
+        "integrity_failures": refused,
+        "stored_blocks": len(slots),
+    }
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """What did not hold, in plain sentences."""
+    wrong = []
+    if figures["restored_tokens"] != figures["expected_tokens"]:
+        wrong.append(f"{figures['restored_tokens']} tokens were restored, not {figures['expected_tokens']}")
+    if not figures["bit_identical"]:
+        wrong.append("the restored output differs from the local hit")
+    if not figures["negative_control_detected"]:
+        wrong.append("a corrupted block was neither refused nor visible")
+    if figures["ttft_restored_s"] * 2 >= figures["ttft_cold_s"]:
+        wrong.append("the restored first token did not come in under half the time of the cold one")
+    return wrong
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Runs the demo and cleans up after it, whatever happens."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    for log in OUT.glob("*.log"):
+        log.unlink()
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
+    try:
+        with ExitStack() as stack:
+            figures = story(stack)
+    except KeyboardInterrupt:
+        say("\nInterrupted: engines, daemon and pool are gone.")
+        return 130
+    except (DemoError, EngineError) as error:
+        say(f"\nThe demo failed: {error}")
+        return 1
+    wrong = verdict(figures)
+    speedup = figures["ttft_cold_s"] / figures["ttft_restored_s"]
+    say("")
+    if wrong:
+        say(f"Not proved: {'; '.join(wrong)}. Logs: {OUT.relative_to(REPO)}/")
+    else:
+        say(
+            f"Proved: an engine was killed, and another got {figures['restored_tokens']} tokens back bit for"
+            f" bit, with its first token {speedup:.1f} times sooner than computed; a corrupted block was refused."
+            f" Logs: {OUT.relative_to(REPO)}/"
+        )
+    print(json.dumps(figures), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
