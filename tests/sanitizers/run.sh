@@ -31,15 +31,16 @@ run_address() {
     cp kernels/kvtier_kernels/*.py "$site/kvtier_kernels/"
     cp "$builds"/address/_native*.so "$site/kvtier_kernels/"
     local packages; packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo "[sanitizers] address and undefined behaviour: kernel tests"
+    echo "[sanitizers] address and undefined behaviour: kernel tests, and slot records over garbage"
     watched() {
-        PYTHONPATH="$site:$packages:$PWD" PYTHONDONTWRITEBYTECODE=1 PYTHONMALLOC=malloc \
+        PYTHONPATH="$site:$packages:$PWD:$PWD/daemon" PYTHONDONTWRITEBYTECODE=1 PYTHONMALLOC=malloc \
         ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
         LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)" \
             timeout 900 "$python" -S "$@"
     }
     watched -c "import kvtier_kernels._native as n; assert n.__file__.startswith('$site'), n.__file__"
-    watched -m pytest -q -p no:cacheprovider --timeout 600 tests/unit/kernels
+    watched -m pytest -q -p no:cacheprovider --timeout 600 tests/unit/kernels \
+        tests/unit/memory/test_pool_records.py tests/unit/memory/test_recovery.py
 }
 
 run_thread() {
