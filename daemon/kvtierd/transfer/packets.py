@@ -34,8 +34,13 @@ class PacketError(Exception):
 def packet_socketpair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends, not inheritable, with room for the largest packet. The caller closes both."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
-        prepare(end)
+    try:
+        for end in ends:
+            prepare(end)
+    except BaseException:
+        for end in ends:
+            end.close()
+        raise
     return ends
 
 

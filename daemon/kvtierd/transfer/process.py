@@ -41,7 +41,7 @@ class WorkerProcess:
         on_closed: Callable[[str], None],
         on_exit: Callable[[], None],
     ) -> None:
-        """Starts the process. OSError, and nothing left behind, if that fails."""
+        """Starts the process. OSError or ValueError, and nothing left behind, if that fails."""
         self._loop = asyncio.get_running_loop()
         status_fd = create_status_fd()
         try:

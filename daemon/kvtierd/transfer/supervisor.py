@@ -107,7 +107,7 @@ class Supervisor:
         self._watch_timer = self._loop.call_later(self.limits.watch_period_s, self._watch)
         try:
             first = [self._spawn(device, respawns=0) for device in self.respawns]
-        except OSError as error:
+        except (OSError, ValueError) as error:
             await self.stop(0)
             raise WorkerStartError(f"a copy worker cannot be started: {error}") from error
         while waiting := [handle for handle in first if handle.state is not WorkerState.LIVE]:
@@ -132,9 +132,10 @@ class Supervisor:
         for timer in self._respawn_timers.values():
             timer.cancel()
         self._respawn_timers.clear()
-        for handle in self.workers.values():
-            if handle.state is WorkerState.LIVE:
-                self._processes[handle.worker].channel.send(messages.stop_packet())
+        for handle in list(self.workers.values()):
+            if handle.state is WorkerState.STARTING:
+                self._lose(handle, "the daemon stops")
+            self._send(handle, messages.stop_packet())
         if grace_s > 0:
             await self._all_gone(grace_s)
         for handle in list(self.workers.values()):
@@ -421,7 +422,7 @@ class Supervisor:
         self.respawns[device] += 1
         try:
             self._spawn(device, self.respawns[device])
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _log.error("a copy worker for %s cannot be started: %s", device, error)
             self._schedule_respawn(device, 0.0)
 

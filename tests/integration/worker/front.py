@@ -1,4 +1,4 @@
-"""A front to be killed: `python front.py WORDS_FD MEMORY_FD FAULT`.
+"""A front to be killed: `python front.py POOL WORDS_FD MEMORY_FD FAULT`.
 
 Has its worker map the memory of the test that started it, posts a store (ticket 1) and a gated load (ticket
 2), says the worker's pid once the store has started, and then does nothing more.
@@ -7,6 +7,7 @@ Has its worker map the memory of the test that started it, posts a store (ticket
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from kvtier_kernels import PART_STARTED
 from kvtierd.core.actions import Direction
@@ -16,8 +17,8 @@ from kvtierd.memory import HostPool
 from tests.integration.worker.rig import Client, Layout, Rig, until
 
 
-async def main(words_fd: int, memory_fd: int, fault: str) -> None:
-    rig = Rig(HostPool.open(None, 66 << 20, 16 << 20, lock_timeout_s=1))
+async def main(pool: Path, words_fd: int, memory_fd: int, fault: str) -> None:
+    rig = Rig(HostPool.open(pool, 66 << 20, 16 << 20, lock_timeout_s=1))
     await rig.start(fault)
     client = Client(SessionId(1), Layout(), words_fd, memory_fd)
     await rig.map(client)
@@ -30,6 +31,7 @@ async def main(words_fd: int, memory_fd: int, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    os.set_inheritable(int(sys.argv[1]), False)
-    os.set_inheritable(int(sys.argv[2]), False)
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    words, memory = int(sys.argv[2]), int(sys.argv[3])
+    for fd in (words, memory):
+        os.set_inheritable(fd, False)
+    asyncio.run(main(Path(sys.argv[1]), words, memory, sys.argv[4]))

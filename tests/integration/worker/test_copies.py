@@ -111,7 +111,7 @@ async def test_a_slot_that_was_given_away_is_not_loaded(rig: Rig) -> None:
 
 
 async def test_a_slot_given_away_during_the_copy_fails_the_load(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:500")
+    rig = await start_rig(fault="slow-copy:1000")
     client = await rig.client()
     client.fill(8)
     slots = await rig.store(client, [0, 1])
@@ -126,7 +126,7 @@ async def test_a_slot_given_away_during_the_copy_fails_the_load(start_rig: Start
 
 
 async def test_a_slot_taken_back_during_the_copy_fails_the_store(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:500")
+    rig = await start_rig(fault="slow-copy:1000")
     client = await rig.client()
     slots = rig.open(2, client.layout.slot_bytes)
     part, ticket = rig.post(client, Direction.STORE, [0, 1], slots)

@@ -38,14 +38,14 @@ async def test_release_revokes_reports_and_unmaps_in_this_order(rig: Rig) -> Non
 
 
 async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:50", pool_bytes=130 << 20)
+    rig = await start_rig(fault="slow-copy:100", pool_bytes=130 << 20)
     client = await rig.client(BIG)
     pid = rig.supervisor.workers[rig.worker].pid
-    # 15 chunks: 0.75 s if nobody interrupts it.
+    other = await rig.client()
+    # 15 chunks: 1.5 s if nobody interrupts it.
     store, store_ticket = rig.post(client, Direction.STORE, list(range(60)), rig.open(60, BIG.slot_bytes))
     await until(lambda: client.part_state(store_ticket) == PART_STARTED)
     queued, queued_ticket = rig.post(client, Direction.STORE, [60], rig.open(1, BIG.slot_bytes))
-    other = await rig.client()
     rig.supervisor.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert (await rig.finished(store)).outcome == Outcome.FAILED
@@ -58,7 +58,7 @@ async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartR
 
 
 async def test_a_copy_that_runs_keeps_its_memory_mapped_until_it_ends(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:300")
+    rig = await start_rig(fault="slow-copy:800")
     client = await rig.client()
     part, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
     await until(lambda: client.part_state(ticket) == PART_STARTED)

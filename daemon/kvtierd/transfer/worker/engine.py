@@ -219,9 +219,11 @@ class Engine:
     def _unmap_if_fenced(self, session: Session) -> None:
         """Unmaps a session that is being released, if nothing of it can still run. Then says so."""
         with self._lock:
-            if not session.releases or session.unfinished or session.number not in self._sessions:
+            if not session.releases or session.unfinished or session.is_fenced:
                 return
-            session.unmap()
+            session.fence()
+        session.unmap()
+        with self._lock:
             del self._sessions[session.number]
             answers = session.releases
         if session.overwritten_words:

@@ -41,6 +41,8 @@ class Session:
     unfinished: set[Part] = field(default_factory=set)
     releases: int = 0
     """Times its release was asked for; from the first on it takes no more."""
+    is_fenced: bool = False
+    """Nothing of it can run any more: it is being unmapped."""
     overwritten_words: int = 0
     """Part words that did not say what only this worker may change."""
 
@@ -138,11 +140,17 @@ class Session:
         self.mappings.append(mapping)
         self.registrations.add(message.registration)
 
-    def unmap(self) -> None:
-        """Unmaps everything. RuntimeError if something still holds a mapping: then only the process's end
-        helps."""
+    def fence(self) -> None:
+        """Drops what uses the mappings; no part may be left."""
+        self.is_fenced = True
         self.words = None
         self.plans.clear()
+
+    def unmap(self) -> None:
+        """Unmaps everything, after `fence`. Without the engine's lock: much memory takes a while.
+
+        RuntimeError if something still holds a mapping: then only the end of the process helps.
+        """
         while self.mappings:
             _unmap(self.mappings.pop())
 
