@@ -40,7 +40,8 @@ class AssignExtent:
 
 @dataclass(frozen=True, slots=True)
 class OpenSlots:
-    """Mark free slots as WRITING for one shard of a batch of blocks; done before any part of them is posted."""
+    """Mark free slots as WRITING for one shard of a batch of blocks; done before any part of them is
+    posted."""
 
     slots: Slots
     worker: WorkerId
@@ -55,7 +56,8 @@ class OpenSlots:
 
 @dataclass(frozen=True, slots=True)
 class CommitSlots:
-    """Make WRITING slots READY, with their recency: block i of `slots` (n, world) gets clock first_clock - i."""
+    """Make WRITING slots READY, with their recency: block i of `slots` (n, world) gets clock first_clock -
+    i."""
 
     slots: Slots
     first_clock: int
@@ -140,16 +142,7 @@ class Notify:
     event: TransferEnded | InstanceView | SessionEnded
 
 
-Action = (
-    AssignExtent
-    | OpenSlots
-    | CommitSlots
-    | FreeSlots
-    | PostPart
-    | RevokePart
-    | ReleaseSession
-    | Notify
-)
+Action = AssignExtent | OpenSlots | CommitSlots | FreeSlots | PostPart | RevokePart | ReleaseSession | Notify
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from enum import IntEnum
 
 
 class Reason(IntEnum):
-    """Why something was refused or failed; the numbers are those of `kvtier.v1.Reason` (a test compares them)."""
+    """Why something was refused or failed; the numbers are those of `kvtier.v1.Reason` (a test compares
+    them)."""
 
     HASH_LENGTH = 1
     BLOCK_ID_RANGE = 2
@@ -55,7 +56,8 @@ class Reason(IntEnum):
 class Refusal(Exception):
     """A call that was refused; nothing has changed.
 
-    `field` names the field at fault, `value` what was found there (shortened), `message` what is wrong and what to
+    `field` names the field at fault, `value` what was found there (shortened), `message` what is wrong and
+    what to
     do about it. It is a value as well: transfers that fail carry one.
     """
 

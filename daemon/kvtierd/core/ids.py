@@ -12,7 +12,8 @@ Epoch = NewType("Epoch", int)
 """One life of an engine instance: all its sessions share it, and it ends when any of them dies."""
 
 SpaceId = NewType("SpaceId", int)
-"""One (namespace digest, group). Dense, issued by the core, never reused within a boot; u32 in the block table."""
+"""One (namespace digest, group). Dense, issued by the core, never reused within a boot; u32 in the block
+table."""
 
 TransferNumber = NewType("TransferNumber", int)
 """One transfer of this boot; with the boot nonce it is unique for ever."""
@@ -39,13 +40,15 @@ Fingerprint = NewType("Fingerprint", bytes)
 """16 bytes: SHA-256 of one rank's layout geometry, shortened."""
 
 Hashes = npt.NDArray[np.uint8]
-"""Block hashes, shape (n, 32); shorter hashes are padded with zeros, their namespace fixes the true length."""
+"""Block hashes, shape (n, 32); shorter hashes are padded with zeros, their namespace fixes the true
+length."""
 
 Entries = npt.NDArray[np.uint32]
 """Indexes into the block table; NO_ENTRY where there is none."""
 
 Slots = npt.NDArray[np.uint32]
-"""Page numbers of slots in the pool file (offset / PAGE_BYTES); 0 is never a slot. Shape (n,) or (n, world)."""
+"""Page numbers of slots in the pool file (offset / PAGE_BYTES); 0 is never a slot. Shape (n,) or (n,
+world)."""
 
 NO_ENTRY = 0xFFFF_FFFF
 NO_SLOT = 0

@@ -1,5 +1,6 @@
-"""Arithmetic of the pool's extents and slots."""
+"""Arithmetic of the pool's extents and slots, and which of them are free."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,3 +61,162 @@ class PoolGeometry:
     def extent_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         """The extent that each slot lies in."""
         return (slots.astype(np.int64) * PAGE_BYTES - self.first_extent_offset) // self.extent_bytes
+
+
+class _Size:
+    """Free slots of one size, as a stack in an array."""
+
+    def __init__(self, slot_bytes: int, per_extent: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.per_extent = per_extent
+        self.slots = 0
+        self.extents = 0
+        self.free = 0
+        self.stack = np.empty(0, np.uint32)
+
+
+class SlotAllocator:
+    """Which slots are free, by size, and which extent holds slots of which size. Decides nothing about
+    blocks.
+
+    Every slot of an assigned extent is free, taken or quarantined.
+    """
+
+    def __init__(self, geometry: PoolGeometry) -> None:
+        self.geometry = geometry
+        self.extent_size = np.zeros(geometry.extents, np.int64)
+        """Slot bytes of each extent; 0: it is assigned to no size."""
+        self.used_at = np.zeros(geometry.extents, np.uint32)
+        """When a slot of each extent was last stored to or loaded from; the caller's unit."""
+        self.quarantined: set[int] = set()
+        self._sizes: dict[int, _Size] = {}
+        self._unassigned = list(range(geometry.extents - 1, -1, -1))
+
+    @property
+    def extents_free(self) -> int:
+        return len(self._unassigned)
+
+    def sizes(self) -> Iterator[tuple[int, int, int, int]]:
+        """(slot bytes, extents, slots, free slots) of each size that has extents."""
+        for size in self._sizes.values():
+            yield size.slot_bytes, size.extents, size.slots, size.free
+
+    def free(self, slot_bytes: int) -> int:
+        """Number of free slots of a size."""
+        size = self._sizes.get(slot_bytes)
+        return 0 if size is None else size.free
+
+    def free_slots(self, slot_bytes: int) -> Slots:
+        """The free slots of a size."""
+        size = self._sizes.get(slot_bytes)
+        return np.empty(0, np.uint32) if size is None else size.stack[: size.free].copy()
+
+    def take(self, slot_bytes: int, n: int) -> Slots:
+        """Takes n free slots; there must be as many."""
+        size = self._sizes.get(slot_bytes)
+        if n == 0 or size is None:
+            assert n == 0, f"no slots of {slot_bytes} bytes"
+            return np.empty(0, np.uint32)
+        assert size.free >= n, f"{n} slots of {slot_bytes} bytes asked for, {size.free} free"
+        size.free -= n
+        return size.stack[size.free : size.free + n].copy()
+
+    def give_back(self, slot_bytes: int, slots: Slots) -> None:
+        """Frees slots of a size that were taken."""
+        size = self._sizes[slot_bytes]
+        end = size.free + len(slots)
+        assert end <= size.slots, f"more than all slots of {slot_bytes} bytes are free"
+        size.stack[size.free : end] = slots
+        size.free = end
+
+    # --- extents ---
+
+    def assign_free(self, slot_bytes: int, wanted: int) -> list[int]:
+        """Assigns free extents to a size until it has `wanted` free slots, or no extent is left; returns
+        them."""
+        assigned = []
+        while self._unassigned and self.free(slot_bytes) < wanted:
+            extent = self._unassigned.pop()
+            slots = self.geometry.slots_of(extent, slot_bytes)
+            self._assign(extent, slot_bytes)
+            self.give_back(slot_bytes, slots[::-1])  # the first slot is taken first
+            assigned.append(extent)
+        return assigned
+
+    def recover(self, extent: int, slot_bytes: int, taken: Slots, quarantined: Slots) -> None:
+        """An extent as found: `taken` and `quarantined` are slots of it, the others are free."""
+        assert self.extent_size[extent] == 0, f"extent {extent} was recovered twice"
+        slots = self.geometry.slots_of(extent, slot_bytes)
+        assert np.isin(taken, slots).all()
+        assert np.isin(quarantined, slots).all()
+        self._unassigned.remove(extent)
+        self._assign(extent, slot_bytes)
+        free = slots[~np.isin(slots, np.concatenate((taken, quarantined)))]
+        assert len(free) + len(taken) + len(quarantined) == len(slots)
+        self.give_back(slot_bytes, free[::-1])
+        self.quarantined.update(quarantined.tolist())
+
+    def _assign(self, extent: int, slot_bytes: int) -> None:
+        size = self._sizes.get(slot_bytes)
+        if size is None:
+            size = self._sizes[slot_bytes] = _Size(slot_bytes, self.geometry.slots_per_extent(slot_bytes))
+        self.extent_size[extent] = slot_bytes
+        self.used_at[extent] = 0
+        size.extents += 1
+        size.slots += size.per_extent
+        if len(size.stack) < size.slots:
+            grown = np.empty(max(size.slots, 2 * len(size.stack)), np.uint32)
+            grown[: size.free] = size.stack[: size.free]
+            size.stack = grown
+
+    def free_in(self, extent: int) -> int:
+        """Free slots of an assigned extent."""
+        size = self._sizes[int(self.extent_size[extent])]
+        return int(np.count_nonzero(self.geometry.extent_of(size.stack[: size.free]) == extent))
+
+    def retire(self, extent: int) -> None:
+        """Takes an extent, all of whose slots are free, from its size."""
+        size = self._sizes[int(self.extent_size[extent])]
+        stack = size.stack[: size.free]
+        kept = stack[self.geometry.extent_of(stack) != extent]
+        assert size.free - len(kept) == size.per_extent, f"extent {extent} has slots that are not free"
+        size.stack[: len(kept)] = kept
+        size.free = len(kept)
+        size.slots -= size.per_extent
+        size.extents -= 1
+        if size.extents == 0:
+            del self._sizes[size.slot_bytes]
+        self.extent_size[extent] = 0
+        self._unassigned.append(extent)
+
+    def retire_empty(self, keep: Collection[int]) -> bool:
+        """Retires all extents without a taken slot, except those of the sizes to keep. True if there was
+        one."""
+        found = False
+        for size in list(self._sizes.values()):
+            if size.slot_bytes in keep or size.free < size.per_extent:
+                continue
+            counts = np.bincount(
+                self.geometry.extent_of(size.stack[: size.free]), minlength=self.geometry.extents
+            )
+            for extent in np.flatnonzero(counts == size.per_extent).tolist():
+                self.retire(extent)
+                found = True
+        return found
+
+    # --- quarantine ---
+
+    def quarantined_by_size(self) -> dict[int, int]:
+        """Number of quarantined slots of each size that has some."""
+        slots = np.fromiter(self.quarantined, np.uint32, len(self.quarantined))
+        sizes, counts = np.unique(self.extent_size[self.geometry.extent_of(slots)], return_counts=True)
+        return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+
+    def release_quarantined(self, slots: Slots) -> Slots:
+        """Frees those of the slots that are quarantined; returns them."""
+        proven = sorted(self.quarantined.intersection(slots.tolist()))
+        self.quarantined.difference_update(proven)
+        freed = np.array(proven, np.uint32)
+        for slot_bytes in np.unique(self.extent_size[self.geometry.extent_of(freed)]).tolist():
+            self.give_back(slot_bytes, freed[self.extent_size[self.geometry.extent_of(freed)] == slot_bytes])
+        return freed

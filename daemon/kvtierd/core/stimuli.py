@@ -1,4 +1,5 @@
-"""Everything that can happen to the core. Frozen values; arrays in them are never changed after they are handed in."""
+"""Everything that can happen to the core. Frozen values; arrays in them are never changed after they are
+handed in."""
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, IntFlag
@@ -234,7 +235,8 @@ class Recovered:
     spaces: npt.NDArray[np.uint32]
     hashes: Hashes
     slots: npt.NDArray[np.uint32]
-    """Slots of all shards, block after block in rank order: block i has world size of its namespace of them."""
+    """Slots of all shards, block after block in rank order: block i has world size of its namespace of
+    them."""
     clock: int
     """Highest recency clock found."""
     quarantined: Slots

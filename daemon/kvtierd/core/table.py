@@ -1,5 +1,7 @@
-"""What the core needs of a block table. In production it is native (`kvtier_kernels.BlockTable`); in tests also a
-plain-Python oracle. Every call works on a batch, validates everything first, and changes nothing if it raises."""
+"""What the core needs of a block table. In production it is native (`kvtier_kernels.BlockTable`); in tests
+also a
+plain-Python oracle. Every call works on a batch, validates everything first, and changes nothing if it
+raises."""
 
 from enum import IntEnum
 from typing import Any, Protocol
@@ -35,13 +37,15 @@ class BlockTable(Protocol):
         ...
 
     def lookup_prefix(self, space: int, hashes: Hashes) -> tuple[Entries, int]:
-        """Entries of the leading run of READY blocks, and the state of the block that ended it (0: absent or end)."""
+        """Entries of the leading run of READY blocks, and the state of the block that ended it (0: absent or
+        end)."""
         ...
 
     def insert(self, space: int, domain: int, hashes: Hashes, flags: int = 0) -> tuple[Entries, U8]:
         """Create the absent keys as WRITING, unpinned and without slots.
 
-        Returns the entry of each key and 1 where it was created, 0 where it existed (or came earlier in the batch),
+        Returns the entry of each key and 1 where it was created, 0 where it existed (or came earlier in the
+        batch),
         2 where the table was full (entry NO_ENTRY).
         """
         ...
@@ -79,7 +83,8 @@ class BlockTable(Protocol):
         ...
 
     def unpin(self, entries: Entries) -> None:
-        """One pin less on each; READY blocks that lose their last one become the most recent, in this order."""
+        """One pin less on each; READY blocks that lose their last one become the most recent, in this
+        order."""
         ...
 
     def touch(self, entries: Entries) -> None:
@@ -114,6 +119,11 @@ class BlockTable(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """`writing`, `ready`, `evicting`, `capacity`, `bytes`, and `domains` (blocks per domain)."""
+        ...
+
+    def dump(self) -> dict[str, npt.NDArray[Any]]:
+        """All live entries, ascending: `entries`, `spaces`, `hashes`, `states`, `flags`, `pins`, `domains`,
+        `generations`, `slot_counts`, and `slots`, those of all entries one after another. For tests."""
         ...
 
     def check(self) -> None:

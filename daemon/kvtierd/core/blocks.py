@@ -1,0 +1,154 @@
+"""Blocks of the host tier: the block table and the slots, kept in step. Whatever frees a slot goes through
+here."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtierd.core.actions import Action, CommitSlots, FreeSlots
+from kvtierd.core.domains import Domain, Domains, Spaces
+from kvtierd.core.ids import NO_ENTRY, Entries, Hashes, Slots, SpaceId
+from kvtierd.core.slots import PoolGeometry, SlotAllocator
+from kvtierd.core.table import U8, BlockFlag, BlockState, BlockTable
+
+EVICTING = int(BlockState.EVICTING)
+READY = int(BlockState.READY)
+STAMPS_PER_S = 10
+
+
+@dataclass(slots=True, eq=False)
+class Inserted:
+    """What became of the keys of a store: entry and table's verdict of each (1 created, 0 existed, 2 table
+    full)."""
+
+    entries: Entries
+    created: U8
+
+
+class Blocks:
+    """The only owner of table and slots. Batches; appends what must be done to `actions`."""
+
+    def __init__(self, table: BlockTable, geometry: PoolGeometry) -> None:
+        self.table = table
+        self.geometry = geometry
+        self.slots = SlotAllocator(geometry)
+        self.domains = Domains()
+        self.spaces = Spaces(table)
+        self.capacity = int(table.stats()["capacity"])
+        self.live = 0
+        """Entries in the table."""
+        self.condemned = 0
+        """Entries that wait for their last pin to be dropped."""
+        self.clock = 0
+        """Recency, as written to slot records: higher is more recent."""
+        self.used_at = np.zeros(self.capacity, np.uint32)
+        """When each entry was last stored, found or loaded, in `STAMPS_PER_S`: compares across domains."""
+        self.now = 0
+        self.actions: list[Action] = []
+
+    # --- life of a block ---
+
+    def insert(self, space: SpaceId, domain: Domain, hashes: Hashes) -> Inserted:
+        """Creates the absent keys, WRITING and without slots."""
+        entries, created = self.table.insert(space, domain.domain, hashes)
+        count = int(np.count_nonzero(created == 1))
+        self.live += count
+        domain.blocks += count
+        return Inserted(entries, created)
+
+    def give_slots(self, domain: Domain, entries: Entries) -> Slots:
+        """Slots for new entries, for which there must be room; shape (world, n)."""
+        n = len(entries)
+        if len(domain.per_size) == 1:
+            flat = self.slots.take(domain.sizes[0], n * domain.world)
+            slots = flat.reshape(domain.world, n)
+        else:
+            slots = np.empty((domain.world, n), np.uint32)
+            for rank, slot_bytes in enumerate(domain.sizes):
+                slots[rank] = self.slots.take(slot_bytes, n)
+        self.table.attach_slots(entries, np.ascontiguousarray(slots.T))
+        return slots
+
+    def commit(self, domain: Domain, entries: Entries, slots: Slots) -> None:
+        """WRITING to READY; the first is the most recent. `slots` of shape (world, n)."""
+        n = len(entries)
+        if n == 0:
+            return
+        self.clock += n
+        self.table.commit(tail_first(entries))
+        self.actions.append(CommitSlots(np.ascontiguousarray(slots.T), self.clock))
+        self.mark_used(entries, slots)
+
+    def discard(self, domain: Domain, entries: Entries, slots: Slots | None) -> None:
+        """Removes unpinned WRITING or EVICTING entries; `slots` of shape (world, n), None if they have none
+        yet."""
+        n = len(entries)
+        if n == 0:
+            return
+        self.table.remove(entries)
+        self.live -= n
+        domain.blocks -= n
+        if slots is not None:
+            self.actions.append(FreeSlots(slots.reshape(-1)))
+            if len(domain.per_size) == 1:
+                self.slots.give_back(domain.sizes[0], slots.reshape(-1))
+            else:
+                for rank, slot_bytes in enumerate(domain.sizes):
+                    self.slots.give_back(slot_bytes, slots[rank])
+
+    def evict(self, domain: Domain, entries: Entries) -> None:
+        """Removes READY, unpinned entries of a domain."""
+        self.table.begin_evict(entries)
+        self.discard(domain, entries, self.slots_of(domain, entries))
+
+    def condemn(self, entries: Entries) -> int:
+        """Makes pinned blocks unfindable, to be removed with their last pin; returns how many were still
+        READY."""
+        entries = np.unique(entries)
+        ready = entries[self.table.states(entries) == READY]
+        if len(ready):
+            self.table.condemn(ready)
+            self.table.set_flags(ready, int(BlockFlag.VERIFY))  # whoever still loads it shall see it fail
+            self.condemned += len(ready)
+        return len(ready)
+
+    # --- pins and recency ---
+
+    def unpin(self, domain: Domain, entries: Entries) -> None:
+        """One pin less on each; the first becomes the most recent. Condemned blocks without pins go."""
+        if len(entries) == 0:
+            return
+        self.table.unpin(tail_first(entries))
+        if self.condemned:
+            self.reap(domain, entries)
+
+    def reap(self, domain: Domain, entries: Entries) -> None:
+        """Removes those of the entries that are condemned and have lost their last pin."""
+        entries = np.unique(entries)
+        gone = entries[(self.table.states(entries) == EVICTING) & (self.table.pins(entries) == 0)]
+        self.condemned -= len(gone)
+        self.discard(domain, gone, self.slots_of(domain, gone))
+
+    def touch(self, entries: Entries) -> None:
+        """Makes blocks recent, the first most of all."""
+        self.table.touch(tail_first(entries))
+        self.used_at[entries] = self.now
+
+    def mark_used(self, entries: Entries, slots: Slots) -> None:
+        """Remembers when blocks and their extents were used."""
+        self.used_at[entries] = self.now
+        self.slots.used_at[self.geometry.extent_of(slots.reshape(-1))] = self.now
+
+    def slots_of(self, domain: Domain, entries: Entries) -> Slots:
+        """Slots of the entries, shape (world, n)."""
+        return np.ascontiguousarray(self.table.slots(entries, domain.world).T)
+
+
+def tail_first(entries: Entries) -> Entries:
+    """The batch in the order in which the table has to see it, so that its head becomes the most recent."""
+    return np.ascontiguousarray(entries[::-1])
+
+
+def owned(owners: Entries) -> Entries:
+    """The entries among owners of slots, each once, ascending."""
+    return np.unique(owners[owners != NO_ENTRY])

@@ -1,0 +1,205 @@
+"""The objects of the core: one per session, instance, mapping, worker, lease, transfer and part. Never one
+per block."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import Direction, TransferEnded
+from kvtierd.core.domains import Domain
+from kvtierd.core.errors import Refusal
+from kvtierd.core.ids import (
+    Entries,
+    Epoch,
+    Fingerprint,
+    LeaseId,
+    NamespaceDigest,
+    PartId,
+    Rank,
+    RegistrationId,
+    SessionId,
+    Slots,
+    SpaceId,
+    Ticket,
+    TransferNumber,
+    WorkerId,
+)
+from kvtierd.core.stimuli import GroupGeometry, Role
+from kvtierd.core.transitions import (
+    Entity,
+    InstanceState,
+    LeaseState,
+    MappingState,
+    PartState,
+    State,
+    TransferState,
+    WorkerState,
+)
+
+_NO_TICKET = Ticket(0)
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Worker(Entity):
+    """One copy worker process."""
+
+    state: State = WorkerState.LIVE
+    worker: WorkerId
+    device: str
+    mappings: "dict[SessionId, Mapping]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Mapping(Entity):
+    """What a worker holds of a session, from its words on until the worker has let go of it."""
+
+    state: State = MappingState.MAPPED
+    worker: Worker
+    session: "Session"
+    doorbells: int
+    part_words: int
+    registration: RegistrationId | None = None
+    """The rank's memory; its words come first."""
+    num_blocks: tuple[int, ...] = ()
+    mapped_bytes: int = 0
+    parts: "dict[PartId, Part]" = field(default_factory=dict)
+    """Open ones."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Session:
+    session: SessionId
+    instance: "Instance"
+    role: Role
+    rank: Rank
+    fingerprint: Fingerprint | None
+    groups: tuple[GroupGeometry, ...]
+    mapping: Mapping | None = None
+    """The current one, MAPPED."""
+    lost: bool = False
+    """Its copy worker was lost and it has not registered again."""
+
+    @property
+    def registered(self) -> bool:
+        return self.mapping is not None and self.mapping.registration is not None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GroupPlan:
+    """Where the blocks of one group of an instance live; known once all its ranks have attached."""
+
+    space: SpaceId
+    domain: Domain
+    num_blocks: int = 0
+    """Blocks that every rank has; valid while the instance is LIVE."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Instance(Entity):
+    """One epoch of an engine instance."""
+
+    state: State = InstanceState.FORMING
+    name: str
+    epoch: Epoch
+    world_size: int
+    namespace_fields: bytes
+    hash_bytes: int
+    model: str
+    alive_at_s: float
+    """When its scheduler was last heard of."""
+    sessions: dict[SessionId, Session] = field(default_factory=dict)
+    scheduler: Session | None = None
+    ranks: dict[Rank, Session] = field(default_factory=dict)
+    digest: NamespaceDigest | None = None
+    plans: tuple[GroupPlan, ...] = ()
+    mappings: dict[Mapping, None] = field(default_factory=dict)
+    """All that are not GONE, in the order they came."""
+    part_words: int = 0
+    doorbells: int = 0
+    """Words that every rank has; valid while LIVE."""
+    leases: "dict[LeaseId, Lease]" = field(default_factory=dict)
+    expired: dict[LeaseId, None] = field(default_factory=dict)
+    """The latest ones, so that their holder hears what happened."""
+    leased_blocks: int = 0
+    leased_bytes: int = 0
+    last_ticket: Ticket = _NO_TICKET
+    transfers: "dict[Ticket, Transfer]" = field(default_factory=dict)
+    words_in_use: set[int] = field(default_factory=set)
+    ended: dict[Ticket, TransferEnded] = field(default_factory=dict)
+    """The latest terminal transfers."""
+
+    @property
+    def live(self) -> bool:
+        return self.state is InstanceState.LIVE
+
+    @property
+    def over(self) -> bool:
+        return self.state is InstanceState.FENCING or self.state is InstanceState.GONE
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease(Entity):
+    """Pins on blocks, granted to an instance."""
+
+    state: State = LeaseState.HELD
+    lease: LeaseId
+    instance: Instance
+    group: int
+    entries: Entries
+    """In the order of the lookup, one pin for each."""
+    ends_at_s: float
+    """However often it is renewed."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Part(Entity):
+    """What one worker does of a transfer, for one rank."""
+
+    state: State = PartState.POSTED
+    part: PartId
+    transfer: "Transfer"
+    mapping: Mapping
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Transfer(Entity):
+    """One store or load of an instance."""
+
+    state: State = TransferState.ACTIVE
+    transfer: TransferNumber
+    direction: Direction
+    instance: Instance
+    submitter: SessionId
+    ticket: Ticket
+    part_word: int
+    group: int
+    deadline_s: float
+    keys: int
+    """Submitted."""
+    entries: Entries
+    """STORE: what it writes, in order. LOAD: what it reads and pins, in order; an entry may come twice."""
+    slots: Slots
+    """Of the entries, shape (world, n)."""
+    positions: npt.NDArray[np.intp] | None = None
+    """Which submitted key each entry is; None: all of them."""
+    existing: Entries
+    """STORE: blocks that were there already, pinned so that the prefix stays whole."""
+    existing_positions: npt.NDArray[np.intp]
+    batch: Entries | None = None
+    """STORE with existing blocks: both kinds, in the order of submission."""
+    verified: Entries | None = None
+    """LOAD: entries whose checksums are checked on the way."""
+    failed: Mask | None = None
+    """Entries that failed in some part; None: none so far."""
+    parts: tuple[Part, ...] = ()
+    open_parts: int = 0
+    cause: Refusal | None = None
+    """The first thing that spoiled it."""
+    cancelled: bool = False
+    """That was a cancellation or a revocation."""
+    revoked: bool = False
+    """All its parts have been asked to end."""
+    abandoned: bool = False
+    """Its epoch has ended: nothing of it is committed."""

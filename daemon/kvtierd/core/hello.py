@@ -1,0 +1,122 @@
+"""Whether a process may join: checked whole, before anything changes."""
+
+from collections.abc import Sequence
+
+from kvtierd.core.entities import Instance
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX
+from kvtierd.core.namespaces import fields_fingerprint
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+
+WORLD_SIZE_MAX = 0xFFFF
+"""A slot record holds it in 16 bits."""
+
+
+def shape_of(groups: Sequence[GroupGeometry]) -> tuple[int, ...]:
+    """Slot bytes of each group of one rank."""
+    return tuple(group.slot_bytes for group in groups)
+
+
+def check_hello(stimulus: AttachSession, instance: Instance | None, geometry: PoolGeometry) -> None:
+    """Refusal if the session makes no sense by itself, or does not fit the instance that has its name."""
+    _check_alone(stimulus, geometry)
+    if instance is not None:
+        _check_same(stimulus, instance)
+        _check_place(stimulus, instance)
+
+
+def _check_alone(stimulus: AttachSession, geometry: PoolGeometry) -> None:
+    if not 1 <= stimulus.world_size <= WORLD_SIZE_MAX:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"an instance has 1 to {WORLD_SIZE_MAX} ranks",
+            field="world_size",
+            value=stimulus.world_size,
+        )
+    if not stimulus.role:
+        raise Refusal(Reason.MALFORMED, "a session schedules, holds a rank, or both", field="role", value=0)
+    if not 1 <= stimulus.hash_bytes <= HASH_BYTES_MAX:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"a block hash has 1 to {HASH_BYTES_MAX} bytes",
+            field="namespace.hash_bytes",
+            value=stimulus.hash_bytes,
+        )
+    if Role.RANK not in stimulus.role:
+        if stimulus.groups:
+            raise Refusal(
+                Reason.LAYOUT_INVALID,
+                "a session that only schedules holds no memory: leave the groups out",
+                field="groups",
+                value=len(stimulus.groups),
+            )
+        return
+    if not 0 <= stimulus.rank < stimulus.world_size:
+        raise Refusal(
+            Reason.MALFORMED, f"ranks are 0 to {stimulus.world_size - 1}", field="rank", value=stimulus.rank
+        )
+    if not stimulus.groups:
+        raise Refusal(Reason.LAYOUT_INVALID, "a rank has at least one group", field="groups", value=0)
+    for index, group in enumerate(stimulus.groups):
+        if group.block_tokens < 1 or not group.planes or any(size < 1 for size, _ in group.planes):
+            raise Refusal(
+                Reason.LAYOUT_INVALID,
+                "a group has tokens in its blocks, and planes of at least one byte",
+                field=f"groups[{index}]",
+                value=f"{group.block_tokens} tokens, {len(group.planes)} planes, {group.slot_bytes} bytes",
+            )
+        if geometry.slots_per_extent(group.slot_bytes) == 0:
+            raise Refusal(
+                Reason.SLOT_TOO_LARGE,
+                f"a rank's share of a block may have {geometry.slot_bytes_max} bytes: make blocks smaller, "
+                "or start the daemon with larger extents",
+                field=f"groups[{index}]",
+                value=f"{group.slot_bytes} bytes",
+            )
+
+
+def _check_same(stimulus: AttachSession, instance: Instance) -> None:
+    """All processes of an instance must agree about what its blocks are."""
+    _require_equal("world_size", stimulus.world_size, instance.world_size)
+    if stimulus.namespace_fields != instance.namespace_fields:
+        _require_equal(
+            "namespace",
+            fields_fingerprint(stimulus.namespace_fields).hex(),
+            fields_fingerprint(instance.namespace_fields).hex(),
+        )
+    _require_equal("namespace.hash_bytes", stimulus.hash_bytes, instance.hash_bytes)
+    _require_equal("namespace.model", stimulus.model, instance.model)
+    if Role.RANK in stimulus.role and instance.ranks:
+        other = next(iter(instance.ranks.values()))
+        _require_equal("groups", len(stimulus.groups), len(other.groups))
+        for index, (mine, theirs) in enumerate(zip(stimulus.groups, other.groups, strict=True)):
+            _require_equal(f"groups[{index}].block_tokens", mine.block_tokens, theirs.block_tokens)
+
+
+def _require_equal(field: str, mine: object, theirs: object) -> None:
+    if mine != theirs:
+        raise Refusal(
+            Reason.FINGERPRINT_MISMATCH,
+            f"this process says {mine!s:.80}, the others of its instance {theirs!s:.80}: "
+            "start all of them with the same settings, or give it another instance name",
+            field=field,
+            value=mine,
+        )
+
+
+def _check_place(stimulus: AttachSession, instance: Instance) -> None:
+    if Role.SCHEDULER in stimulus.role and instance.scheduler is not None:
+        raise Refusal(
+            Reason.SESSION_EXISTS,
+            "this instance has a scheduler that lives: end it first, or use another instance name",
+            field="role",
+            value=instance.scheduler.session,
+        )
+    if Role.RANK in stimulus.role and stimulus.rank in instance.ranks:
+        raise Refusal(
+            Reason.SESSION_EXISTS,
+            "a live process of this instance holds this rank: end it first, or use another instance name",
+            field="rank",
+            value=stimulus.rank,
+        )

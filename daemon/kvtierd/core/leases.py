@@ -1,0 +1,218 @@
+"""Lookups and leases."""
+
+import numpy as np
+
+from kvtierd.core.actions import LookupReply
+from kvtierd.core.books import Books
+from kvtierd.core.entities import GroupPlan, Instance, Lease
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX, Entries, Hashes, LeaseId
+from kvtierd.core.stimuli import LookupBlocks, LookupMode, ReleaseLeases
+from kvtierd.core.table import U8, BlockState
+from kvtierd.core.transitions import Event
+
+MISS, PENDING, HIT = 0, 1, 2
+EXPIRED_KEPT = 1_024
+"""Expired leases remembered per instance."""
+
+_TOLD = np.zeros(len(BlockState), np.uint8)
+"""kvtier.v1.BlockState of each state of the table."""
+_TOLD[BlockState.WRITING] = PENDING
+_TOLD[BlockState.READY] = HIT
+READY = int(BlockState.READY)
+
+
+class Leases:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._blocks = books.blocks
+
+    # --- lookups ---
+
+    def lookup(self, stimulus: LookupBlocks) -> LookupReply:
+        """What of this can be loaded now; hits become recent, or are pinned under a lease."""
+        books = self._books
+        instance = books.submitter(stimulus.session, stimulus.epoch)
+        hashes = stimulus.hashes
+        check_hashes(hashes, books.limits.lookup_hashes_max)
+        tally = books.tally
+        if not instance.live:
+            instance.alive_at_s = books.now_s
+            tally.lookups += 1
+            tally.lookup_hashes += len(hashes)
+            told = len(hashes) if stimulus.mode is LookupMode.EXACT else min(1, len(hashes))
+            return LookupReply(0, np.zeros(told, np.uint8), None, None)
+        plan = books.plan(instance, stimulus.group)
+        instance.alive_at_s = books.now_s
+        tally.lookups += 1
+        tally.lookup_hashes += len(hashes)
+        found, states = self._find(plan, hashes, stimulus.mode)
+        hits = len(found)
+        tally.lookup_hits += hits
+        if hits == 0:
+            return LookupReply(0, states, None, None)
+        if not stimulus.lease:
+            self._blocks.touch(found)
+            return LookupReply(hits, states, None, None)
+        try:
+            lease = self._grant(instance, stimulus.group, plan, found)
+        except Refusal as refusal:
+            tally.refused_leases += 1
+            self._blocks.touch(found)
+            return LookupReply(hits, states, None, refusal)
+        return LookupReply(hits, states, lease.lease, None)
+
+    def _find(self, plan: GroupPlan, hashes: Hashes, mode: LookupMode) -> tuple[Entries, U8]:
+        """The hits in order, and the states to tell."""
+        table = self._blocks.table
+        if mode is LookupMode.PREFIX:
+            found, ended = table.lookup_prefix(plan.space, hashes)
+            hits = len(found)
+            states = np.full(min(hits + 1, len(hashes)), HIT, np.uint8)
+            if hits < len(hashes):
+                states[hits] = _TOLD[ended]
+            return found, states
+        entries, raw = table.lookup(plan.space, hashes)
+        return entries[raw == READY], _TOLD[raw]
+
+    # --- leases ---
+
+    def _grant(self, instance: Instance, group: int, plan: GroupPlan, entries: Entries) -> Lease:
+        books, limits = self._books, self._books.limits
+        if len(instance.leases) >= limits.leases_max:
+            raise Refusal(
+                Reason.LEASE_LIMIT,
+                f"an instance may hold {limits.leases_max} leases: load or release some",
+                field="lease",
+                value=len(instance.leases),
+            )
+        bytes_after = instance.leased_bytes + len(entries) * plan.domain.block_bytes
+        most = limits.leased_fraction_max * self._blocks.geometry.capacity_bytes
+        if bytes_after > most:
+            raise Refusal(
+                Reason.LEASE_LIMIT,
+                f"an instance may lease {int(most)} bytes: load or release some, or ask for fewer blocks",
+                field="lease",
+                value=f"{bytes_after} bytes",
+            )
+        try:
+            self._blocks.table.pin(entries)
+        except ValueError as error:
+            raise Refusal(
+                Reason.LEASE_LIMIT,
+                f"too many hold these blocks at once: {error}; release some",
+                field="lease",
+            ) from error
+        self._blocks.used_at[entries] = self._blocks.now
+        lease = Lease(
+            lease=LeaseId(next(books.lease_ids)),
+            instance=instance,
+            group=group,
+            entries=entries,
+            ends_at_s=books.now_s + limits.lease_lifetime_s,
+        )
+        books.leases[lease.lease] = lease
+        instance.leases[lease.lease] = lease
+        instance.leased_blocks += len(entries)
+        instance.leased_bytes = bytes_after
+        return lease
+
+    def held(self, instance: Instance, lease: LeaseId) -> Lease:
+        """A lease of this instance. Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""
+        found = self._books.leases.get(lease)
+        if found is not None and found.instance is instance:
+            return found
+        if found is not None:
+            raise Refusal(
+                Reason.FOREIGN, "this lease belongs to another instance", field="lease_id", value=lease
+            )
+        if lease in instance.expired:
+            raise Refusal(
+                Reason.LEASE_EXPIRED,
+                "the lease was not renewed in time, or was too old: look up again",
+                field="lease_id",
+                value=lease,
+            )
+        raise Refusal(
+            Reason.UNKNOWN_LEASE,
+            "no such lease is held: it was consumed, released or never granted",
+            field="lease_id",
+            value=lease,
+        )
+
+    def consume(self, lease: Lease, first: int, end: int) -> None:
+        """Ends a lease; its pins on [first, end) are the caller's from now on, the others drop."""
+        self._forget(lease, Event.LOAD)
+        domain = lease.instance.plans[lease.group].domain
+        if end < len(lease.entries):
+            self._blocks.unpin(domain, lease.entries[end:])
+        if first > 0:
+            self._blocks.unpin(domain, lease.entries[:first])
+
+    def release(self, stimulus: ReleaseLeases) -> None:
+        """Gives leases back; those that are not held by this instance are ignored."""
+        instance = self._books.submitter(stimulus.session, stimulus.epoch)
+        for name in stimulus.leases:
+            lease = instance.leases.get(name)
+            if lease is not None:
+                self._drop(lease, Event.RELEASE)
+
+    def drop_all(self, instance: Instance) -> None:
+        """The epoch has ended."""
+        for lease in list(instance.leases.values()):
+            self._drop(lease, Event.END)
+        instance.expired.clear()
+
+    def expire(self) -> None:
+        """Ends leases whose instance was not heard of for too long, and those that are too old."""
+        now_s, ttl_s = self._books.now_s, self._books.limits.lease_ttl_s
+        for instance in list(self._books.names.values()):
+            silent = now_s - instance.alive_at_s > ttl_s
+            for lease in list(instance.leases.values()) if silent else self._too_old(instance):
+                self._drop(lease, Event.EXPIRE)
+                self._books.tally.expired_leases += 1
+                instance.expired[lease.lease] = None
+                if len(instance.expired) > EXPIRED_KEPT:
+                    del instance.expired[next(iter(instance.expired))]
+
+    def _too_old(self, instance: Instance) -> list[Lease]:
+        """Leases are kept in the order in which they were granted, so they end in that order as well."""
+        found = []
+        for lease in instance.leases.values():
+            if lease.ends_at_s > self._books.now_s:
+                break
+            found.append(lease)
+        return found
+
+    def _drop(self, lease: Lease, event: Event) -> None:
+        self._forget(lease, event)
+        self._blocks.unpin(lease.instance.plans[lease.group].domain, lease.entries)
+
+    def _forget(self, lease: Lease, event: Event) -> None:
+        instance = lease.instance
+        self._books.step(lease, event)
+        del self._books.leases[lease.lease], instance.leases[lease.lease]
+        instance.leased_blocks -= len(lease.entries)
+        instance.leased_bytes -= len(lease.entries) * instance.plans[lease.group].domain.block_bytes
+
+
+def check_hashes(hashes: Hashes, count_max: int) -> None:
+    """Refusal MALFORMED or TOO_MANY_BLOCKS."""
+    if hashes.dtype != np.uint8 or hashes.ndim != 2 or hashes.shape[1] != HASH_BYTES_MAX:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"hashes are rows of {HASH_BYTES_MAX} bytes, padded with zeros",
+            field="hashes",
+            value=f"{hashes.dtype} {hashes.shape}",
+        )
+    if not hashes.flags.c_contiguous:
+        raise Refusal(
+            Reason.MALFORMED, "hashes must lie one after another", field="hashes", value=hashes.strides
+        )
+    if len(hashes) > count_max:
+        raise Refusal(
+            Reason.TOO_MANY_BLOCKS,
+            f"at most {count_max} in one call: split it",
+            field="hashes",
+            value=len(hashes),
+        )

@@ -1,0 +1,196 @@
+"""The state machine: one stimulus in, a reply and actions out."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
+from kvtierd.core.blocks import Blocks
+from kvtierd.core.books import Books, Clock, wrong_epoch
+from kvtierd.core.entities import Instance
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.fencing import Fencing
+from kvtierd.core.ids import Epoch, SessionId, Ticket
+from kvtierd.core.instances import Instances
+from kvtierd.core.leases import Leases
+from kvtierd.core.recovery import recover
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, SizeStatus, WorkerStatus
+from kvtierd.core.stimuli import (
+    AttachSession,
+    CancelTransfers,
+    CoreLimits,
+    Drain,
+    EndSession,
+    LookupBlocks,
+    PartFinished,
+    Recovered,
+    RegisterMemory,
+    RegisterWords,
+    ReleaseLeases,
+    RenewSession,
+    SessionReleased,
+    SlotsProven,
+    Stimulus,
+    SubmitLoad,
+    SubmitStore,
+    Tick,
+    UnregisterMemory,
+    WorkerExited,
+    WorkerLive,
+    WorkerLost,
+)
+from kvtierd.core.table import BlockTable
+from kvtierd.core.transfers import Transfers
+from kvtierd.core.transitions import WorkerState
+
+
+class Machine:
+    """Decides everything about the cache of one host, and does nothing itself.
+
+    One caller, who performs the actions in order before the next stimulus. A Refusal means that nothing has
+    changed.
+    Any other exception is a bug: the machine must not be used any more.
+    """
+
+    def __init__(self, table: BlockTable, clock: Clock, limits: CoreLimits, geometry: PoolGeometry) -> None:
+        """`table` is empty and from now on the machine's own. `clock` gives monotonic seconds."""
+        self._clock = clock
+        self.books = Books(Blocks(table, geometry), limits)
+        """For the validator, and for looking; nobody else changes anything in it."""
+        self._leases = Leases(self.books)
+        self._transfers = Transfers(self.books, self._leases)
+        self._fencing = Fencing(self.books, self._transfers)
+        self._instances = Instances(self.books, self._leases, self._transfers, self._fencing)
+        self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
+            AttachSession: self._instances.attach,
+            RegisterWords: self._instances.register_words,
+            RegisterMemory: self._instances.register_memory,
+            UnregisterMemory: self._instances.unregister_memory,
+            EndSession: self._instances.end_session,
+            RenewSession: self._instances.renew,
+            LookupBlocks: self._leases.lookup,
+            SubmitStore: self._transfers.submit_store,
+            SubmitLoad: self._transfers.submit_load,
+            ReleaseLeases: self._leases.release,
+            CancelTransfers: self._transfers.cancel_tickets,
+            PartFinished: self._fencing.part_finished,
+            SessionReleased: self._instances.session_released,
+            WorkerLive: self._instances.worker_live,
+            WorkerLost: self._instances.worker_lost,
+            WorkerExited: self._instances.worker_exited,
+            Recovered: self._recovered,
+            SlotsProven: self._slots_proven,
+            Drain: self._drain,
+            Tick: self._tick,
+        }
+
+    def handle(self, stimulus: Stimulus) -> tuple[Reply, list[Action]]:
+        """Decides. Returns the reply, and what has to be done, in order. Raises Refusal; nothing has changed
+        then."""
+        self.books.begin(self._clock())
+        reply = self._handlers[type(stimulus)](stimulus)
+        return reply, self.books.blocks.actions
+
+    # --- the pool ---
+
+    def _recovered(self, stimulus: Recovered) -> None:
+        books = self.books
+        assert not books.recovered, "recovery comes once"
+        assert not books.instances, "recovery comes before any session"
+        books.recovered = True
+        recover(books.blocks, stimulus)
+
+    def _slots_proven(self, stimulus: SlotsProven) -> None:
+        """Frees those of the slots that are quarantined."""
+        freed = self.books.blocks.slots.release_quarantined(stimulus.slots)
+        if len(freed):
+            self.books.blocks.actions.append(FreeSlots(freed))
+
+    # --- time ---
+
+    def _drain(self, stimulus: Drain) -> None:
+        self.books.draining = True
+
+    def _tick(self, stimulus: Tick) -> None:
+        self._leases.expire()
+        self._transfers.cancel_overdue()
+
+    # --- questions; they change nothing ---
+
+    def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
+        """How a transfer of the session's instance ended; None while it is active.
+
+        Raises Refusal NOT_ATTACHED, EPOCH_ENDED, WRONG_EPOCH, or UNKNOWN_TRANSFER for one that was never
+        accepted or
+        ended too long ago.
+        """
+        instance = self.books.session(session).instance
+        if epoch != instance.epoch:
+            raise wrong_epoch(epoch, instance)
+        if ticket in instance.transfers:
+            return None
+        ended = instance.ended.get(ticket)
+        if ended is None:
+            raise Refusal(
+                Reason.UNKNOWN_TRANSFER,
+                f"no transfer with this ticket was accepted, or it ended more than "
+                f"{self.books.limits.terminal_kept} transfers ago",
+                field="tickets",
+                value=ticket,
+            )
+        return ended
+
+    def status(self) -> CoreStatus:
+        """A picture of everything, in time proportional to instances, workers and slot sizes, not to
+        blocks."""
+        books, slots = self.books, self.books.blocks.slots
+        table = books.blocks.table.stats()
+        quarantined = slots.quarantined_by_size()
+        sizes = tuple(
+            SizeStatus(slot_bytes, extents, total, free, quarantined.get(slot_bytes, 0))
+            for slot_bytes, extents, total, free in slots.sizes()
+        )
+        instances = tuple(_instance_status(instance) for instance in books.instances.values())
+        return CoreStatus(
+            leases=len(books.leases),
+            leased_blocks=sum(instance.leased_blocks for instance in instances),
+            transfers_active=len(books.transfers),
+            blocks=BlockCounts(table["writing"], table["ready"], table["evicting"], table["capacity"]),
+            used_bytes=sum((size.slots - size.free - size.quarantined) * size.slot_bytes for size in sizes),
+            extents=slots.geometry.extents,
+            extents_free=slots.extents_free,
+            quarantined_slots=len(slots.quarantined),
+            sizes=sizes,
+            instances=instances,
+            workers=tuple(
+                WorkerStatus(
+                    worker=worker.worker,
+                    device=worker.device,
+                    lost=worker.state is WorkerState.LOST,
+                    sessions=len(worker.mappings),
+                    parts_open=sum(len(mapping.parts) for mapping in worker.mappings.values()),
+                )
+                for worker in books.workers.values()
+            ),
+            counters=copy.copy(books.tally),
+            draining=books.draining,
+        )
+
+
+def _instance_status(instance: Instance) -> InstanceStatus:
+    return InstanceStatus(
+        name=instance.name,
+        epoch=instance.epoch,
+        ready=instance.live,
+        world_size=instance.world_size,
+        model=instance.model,
+        namespace=instance.digest,
+        sessions=tuple(instance.sessions),
+        mapped_bytes=sum(mapping.mapped_bytes for mapping in instance.mappings),
+        leases=len(instance.leases),
+        leased_blocks=instance.leased_blocks,
+        leased_bytes=instance.leased_bytes,
+        transfers_active=len(instance.transfers),
+        fencing=instance.over,
+    )

@@ -1,0 +1,41 @@
+"""Fingerprints and digests: equal exactly if blocks may be shared."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from kvtierd.core.ids import Fingerprint, NamespaceDigest
+from kvtierd.core.stimuli import GroupGeometry
+
+DIGEST_BYTES = 16
+
+
+def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
+    """Of one rank's layout: covers every field of every group, in order."""
+    digest = hashlib.sha256(b"kvtier layout 1\0")
+    digest.update(struct.pack("<I", len(groups)))
+    for group in groups:
+        digest.update(
+            struct.pack("<QQQI", group.kind, group.block_tokens, group.window_tokens, len(group.planes))
+        )
+        for fragment_bytes, description in group.planes:
+            text = description.encode()
+            digest.update(struct.pack("<QI", fragment_bytes, len(text)))
+            digest.update(text)
+    return Fingerprint(digest.digest()[:DIGEST_BYTES])
+
+
+def fields_fingerprint(fields: bytes) -> bytes:
+    """Short name of a namespace's fields, for messages to people."""
+    return hashlib.sha256(b"kvtier fields 1\0" + fields).digest()[:DIGEST_BYTES]
+
+
+def namespace_digest(fields: bytes, world_size: int, fingerprints: Sequence[Fingerprint]) -> NamespaceDigest:
+    """Of a namespace as one instance uses it; `fingerprints` of all its ranks, in rank order."""
+    digest = hashlib.sha256(b"kvtier namespace 1\0")
+    digest.update(struct.pack("<Q", len(fields)))
+    digest.update(fields)
+    digest.update(struct.pack("<I", world_size))
+    for fingerprint in fingerprints:
+        digest.update(fingerprint)
+    return NamespaceDigest(digest.digest()[:DIGEST_BYTES])

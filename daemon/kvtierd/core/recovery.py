@@ -1,0 +1,87 @@
+"""Taking over what an earlier daemon left in the pool."""
+
+import numpy as np
+
+from kvtierd.core.actions import FreeSlots
+from kvtierd.core.blocks import Blocks
+from kvtierd.core.domains import Domain
+from kvtierd.core.ids import Slots
+from kvtierd.core.stimuli import Recovered
+from kvtierd.core.table import U32, BlockFlag
+
+
+def recover(blocks: Blocks, found: Recovered) -> None:
+    """Builds table, slots and recency of what was found. Once, before anything else; ValueError if it makes
+    no sense.
+
+    Blocks start READY and are verified before their first load. If the table is too small, the oldest are
+    given up.
+    """
+    worlds = np.array([world for _, _, world in found.namespaces], np.int64)
+    count = len(found.hashes)
+    if len(found.spaces) != count or (count and int(found.spaces.max()) >= len(worlds)):
+        raise ValueError("recovered blocks and namespaces do not fit together")
+    width = worlds[found.spaces] if count else np.empty(0, np.int64)
+    start = np.cumsum(width) - width
+    if int(width.sum()) != len(found.slots):
+        raise ValueError(f"recovered blocks have {int(width.sum())} shards, but {len(found.slots)} slots")
+    if len(np.unique(found.slots)) != len(found.slots):
+        raise ValueError("two recovered blocks share a slot")
+
+    size_of_extent = np.zeros(blocks.geometry.extents, np.int64)
+    for extent in found.extents:
+        size_of_extent[extent.extent] = extent.slot_bytes
+    extent_of_slot = blocks.geometry.extent_of(found.slots)
+    extent_of_quarantined = blocks.geometry.extent_of(found.quarantined)
+    for extent in found.extents:
+        blocks.slots.recover(
+            extent.extent,
+            extent.slot_bytes,
+            found.slots[extent_of_slot == extent.extent],
+            found.quarantined[extent_of_quarantined == extent.extent],
+        )
+    sizes = size_of_extent[extent_of_slot]
+
+    entries = np.zeros(count, np.uint32)
+    kept = np.zeros(count, np.bool_)
+    fitting = np.arange(count) >= count - blocks.capacity  # the youngest
+    for index, (digest, group, world) in enumerate(found.namespaces):
+        chosen = np.flatnonzero((found.spaces == index) & fitting)
+        if len(chosen) == 0:
+            continue
+        space = blocks.spaces.of(digest, group)
+        rows = start[chosen][:, None] + np.arange(world)
+        shapes, shape_of = np.unique(sizes[rows], axis=0, return_inverse=True)
+        for number, shape in enumerate(shapes):
+            domain = blocks.domains.of(tuple(shape.tolist()))
+            members = shape_of.reshape(-1) == number
+            places = chosen[members]
+            new = _insert(blocks, space, domain, found.hashes[places], found.slots[rows[members]])
+            entries[places], kept[places] = new
+    blocks.table.commit(entries[kept])
+    blocks.clock = found.clock
+    _give_up(blocks, found.slots, sizes, np.repeat(~kept, width))
+
+
+def _insert(
+    blocks: Blocks, space: int, domain: Domain, hashes: np.ndarray, slots: Slots
+) -> tuple[U32, np.ndarray]:
+    """Entries, and which of the keys are new; a key that was there already is given up."""
+    entries, created = blocks.table.insert(
+        space, domain.domain, np.ascontiguousarray(hashes), int(BlockFlag.VERIFY)
+    )
+    new = created == 1
+    blocks.table.attach_slots(entries[new], np.ascontiguousarray(slots[new]))
+    added = int(np.count_nonzero(new))
+    blocks.live += added
+    domain.blocks += added
+    return entries, new
+
+
+def _give_up(blocks: Blocks, slots: Slots, sizes: np.ndarray, given_up: np.ndarray) -> None:
+    """Frees the slots of blocks that were not taken over."""
+    if not given_up.any():
+        return
+    blocks.actions.append(FreeSlots(slots[given_up]))
+    for slot_bytes in np.unique(sizes[given_up]).tolist():
+        blocks.slots.give_back(slot_bytes, slots[given_up & (sizes == slot_bytes)])

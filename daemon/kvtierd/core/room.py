@@ -1,0 +1,152 @@
+"""Makes room for new blocks: free extents first, then whatever has not been used for longest.
+
+Within a domain the table's order decides. Between domains, and between slot sizes, ages do: the oldest
+victim of the
+domain that needs room against the oldest of each rival. A rival gives way only if it is clearly older, so
+that two
+busy models do not take extents from each other in turn; a model that is used no more is eaten up extent by
+extent.
+"""
+
+import numpy as np
+
+from kvtierd.core.actions import AssignExtent
+from kvtierd.core.blocks import READY, STAMPS_PER_S, Blocks, owned
+from kvtierd.core.domains import Domain
+from kvtierd.core.ids import NO_ENTRY
+from kvtierd.core.status import Tally
+
+CLEARLY_OLDER = 1.25
+GRACE_S = 1.0
+RECLAIM_TRIES = 16
+"""Extents looked at for one store, coldest first; each look reads the owners of all its slots."""
+RECLAIM_PAUSE_S = 1.0
+"""An extent that could not be taken is not looked at again for this long."""
+
+
+class Room:
+    """Finds room in the pool and in the block table."""
+
+    def __init__(self, blocks: Blocks, tally: Tally) -> None:
+        self._blocks = blocks
+        self._table = blocks.table
+        self._slots = blocks.slots
+        self._tally = tally
+        self._not_before = np.zeros(blocks.geometry.extents, np.uint32)
+
+    def for_slots(self, domain: Domain, wanted: int) -> int:
+        """Makes room for the slots of up to `wanted` blocks; returns for how many there is."""
+        short, sizes = self._short(domain, wanted)
+        if short and self._slots.retire_empty(domain.sizes):
+            short, sizes = self._short(domain, wanted)
+        while short and self._give_way(domain, short, sizes):
+            short, sizes = self._short(domain, wanted)
+        return wanted - short
+
+    def for_entries(self, domain: Domain, wanted: int) -> None:
+        """Evicts until the table has `wanted` free entries, or nothing more can go."""
+        blocks = self._blocks
+        while (short := wanted - (blocks.capacity - blocks.live)) > 0:
+            source = self._oldest([other for other in blocks.domains.by_id.values() if other.blocks], domain)
+            if source is None:
+                return
+            self._evict(source, short)
+
+    def _short(self, domain: Domain, wanted: int) -> tuple[int, list[int]]:
+        """For how many of the wanted blocks slots are missing, and of which sizes; assigns free extents
+        first."""
+        short = 0
+        sizes = []
+        for slot_bytes, per_block in domain.per_size:
+            need = wanted * per_block
+            free = self._slots.free(slot_bytes)
+            if free < need:
+                for extent in self._slots.assign_free(slot_bytes, need):
+                    self._blocks.actions.append(AssignExtent(extent, slot_bytes))
+                free = self._slots.free(slot_bytes)
+                if free < need:
+                    sizes.append(slot_bytes)
+                    short = max(short, wanted - free // per_block)
+        return short, sizes
+
+    def _give_way(self, domain: Domain, short: int, sizes: list[int]) -> bool:
+        """Evicts something for `short` blocks; False if nothing can go."""
+        rivals = [d for d in self._blocks.domains.by_id.values() if d.blocks and d is not domain]
+        if not rivals:
+            return self._evict(domain, short)
+        own_age = self._age(domain)
+        at_least = 0 if own_age is None else int(own_age * CLEARLY_OLDER + GRACE_S * STAMPS_PER_S)
+        sharing = [d for d in rivals if any(slot_bytes in d.sizes for slot_bytes in sizes)]
+        rival = self._oldest(sharing, None)
+        rival_age = -1 if rival is None else self._age(rival)
+        assert rival_age is not None
+        if self._reclaim(domain, max(at_least, rival_age)):
+            return True
+        if rival is not None and rival_age >= at_least:
+            slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
+            fewest = min(per_block for size, per_block in rival.per_size if size in sizes)
+            return self._evict(rival, -(-slots // fewest))
+        return self._evict(domain, short)
+
+    def _age(self, domain: Domain) -> int | None:
+        """How long ago the oldest victim of a domain was used."""
+        victim = self._table.victims(domain.domain, 1)
+        return self._blocks.now - int(self._blocks.used_at[victim[0]]) if len(victim) else None
+
+    def _oldest(self, domains: list[Domain], preferred: Domain | None) -> Domain | None:
+        """The domain with the oldest victim; the preferred one unless another is clearly older."""
+        ages = {domain: age for domain in domains if (age := self._age(domain)) is not None}
+        if not ages:
+            return None
+        oldest = max(ages, key=ages.__getitem__)
+        if preferred in ages and ages[oldest] < ages[preferred] * CLEARLY_OLDER + GRACE_S * STAMPS_PER_S:
+            return preferred
+        return oldest
+
+    def _evict(self, domain: Domain, wanted: int) -> bool:
+        victims = self._table.victims(domain.domain, wanted)
+        if len(victims) == 0:
+            return False
+        self._blocks.evict(domain, victims)
+        self._tally.evicted_blocks += len(victims)
+        if domain.blocks == 0:
+            self._blocks.domains.forget_idle(domain)
+        return True
+
+    # --- extents of other sizes ---
+
+    def _reclaim(self, domain: Domain, age: int) -> bool:
+        """Takes the coldest extent of a size that the domain does not use, if it is that old and nothing
+        holds it."""
+        slots, now = self._slots, self._blocks.now
+        candidates = np.flatnonzero((slots.extent_size != 0) & (self._not_before <= now))
+        candidates = candidates[~np.isin(slots.extent_size[candidates], domain.sizes)]
+        coldest_first = candidates[np.argsort(slots.used_at[candidates], kind="stable")]
+        for extent in coldest_first[:RECLAIM_TRIES].tolist():
+            if now - int(slots.used_at[extent]) < age:
+                return False
+            if self._empty(extent):
+                slots.retire(extent)
+                self._tally.reclaimed_extents += 1
+                return True
+            self._not_before[extent] = now + int(RECLAIM_PAUSE_S * STAMPS_PER_S)
+        return False
+
+    def _empty(self, extent: int) -> bool:
+        """Evicts all blocks of an extent, if every slot of it is free or of a block that may go."""
+        table, slots = self._table, self._slots
+        owners = table.owners(slots.geometry.slots_of(extent, int(slots.extent_size[extent])))
+        entries = owned(owners)
+        if slots.free_in(extent) != int(np.count_nonzero(owners == NO_ENTRY)):
+            return False  # some are quarantined
+        if (table.states(entries) != READY).any() or table.pins(entries).any():
+            return False
+        domains = table.domains(entries)
+        for number in np.unique(domains).tolist():
+            domain = self._blocks.domains.by_id[number]
+            chosen = entries[domains == number]
+            self._blocks.evict(domain, chosen)
+            self._tally.evicted_blocks += len(chosen)
+            if domain.blocks == 0:
+                self._blocks.domains.forget_idle(domain)
+        return True

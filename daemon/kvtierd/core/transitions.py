@@ -1,0 +1,179 @@
+"""Every state that something outside the block table can be in, and the one table of what changes it.
+
+A pair that is not in the table cannot happen: if it does, the core has a bug, and says what led to it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+
+class _Word(Enum):
+    """Members are compared by identity and hashed so too: faster than by name, and transitions are hot."""
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class State(_Word):
+    """Of any kind of entity."""
+
+
+class WorkerState(State):
+    LIVE = "live"
+    LOST = "lost"
+    """Takes no more parts, may still be writing."""
+    GONE = "gone"
+
+
+class MappingState(State):
+    """What one worker has mapped of one session: its words, and its memory."""
+
+    MAPPED = "mapped"
+    RELEASING = "releasing"
+    LOST = "lost"
+    GONE = "gone"
+
+
+class InstanceState(State):
+    """One epoch of an engine instance."""
+
+    FORMING = "forming"
+    """Some rank is missing, or its memory is not mapped by a live worker."""
+    LIVE = "live"
+    FENCING = "fencing"
+    """Ended; workers still hold mappings of it."""
+    GONE = "gone"
+
+
+class TransferState(State):
+    ACTIVE = "active"
+    CLOSING = "closing"
+    """It cannot become what was asked for any more; some parts are still open."""
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class PartState(State):
+    POSTED = "posted"
+    LOST = "lost"
+    """Its worker is lost and may still be copying."""
+    DONE = "done"
+    FAILED = "failed"
+    REVOKED = "revoked"
+
+
+class LeaseState(State):
+    HELD = "held"
+    CONSUMED = "consumed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+class Event(_Word):
+    """What happens to an entity; each belongs to one or two kinds."""
+
+    # workers and mappings
+    LOSE = "lose"
+    EXIT = "exit"
+    RELEASE = "release"
+    RELEASED = "released"
+    # instances
+    COMPLETE = "complete"
+    BREAK = "break"
+    END = "end"
+    FENCED = "fenced"
+    # parts
+    DONE = "done"
+    FAIL = "fail"
+    REVOKED = "revoked"
+    GATE_DEADLINE = "gate deadline"
+    SESSION_RELEASED = "session released"
+    # transfers
+    SPOIL = "spoil"
+    CANCEL = "cancel"
+    # leases
+    LOAD = "load"
+    LOAD_AND_KEEP = "load and keep"
+    EXPIRE = "expire"
+
+
+TABLE: dict[tuple[State, Event], State] = {
+    (WorkerState.LIVE, Event.LOSE): WorkerState.LOST,
+    (WorkerState.LOST, Event.EXIT): WorkerState.GONE,
+    #
+    (MappingState.MAPPED, Event.RELEASE): MappingState.RELEASING,
+    (MappingState.MAPPED, Event.LOSE): MappingState.LOST,
+    (MappingState.RELEASING, Event.RELEASED): MappingState.GONE,
+    (MappingState.RELEASING, Event.LOSE): MappingState.LOST,
+    (MappingState.LOST, Event.EXIT): MappingState.GONE,
+    #
+    (InstanceState.FORMING, Event.COMPLETE): InstanceState.LIVE,
+    (InstanceState.FORMING, Event.END): InstanceState.FENCING,
+    (InstanceState.LIVE, Event.BREAK): InstanceState.FORMING,
+    (InstanceState.LIVE, Event.END): InstanceState.FENCING,
+    (InstanceState.FENCING, Event.FENCED): InstanceState.GONE,
+    #
+    (PartState.POSTED, Event.DONE): PartState.DONE,
+    (PartState.POSTED, Event.FAIL): PartState.FAILED,
+    (PartState.POSTED, Event.REVOKED): PartState.REVOKED,
+    (PartState.POSTED, Event.GATE_DEADLINE): PartState.REVOKED,
+    (PartState.POSTED, Event.SESSION_RELEASED): PartState.FAILED,
+    (PartState.POSTED, Event.LOSE): PartState.LOST,
+    (PartState.LOST, Event.EXIT): PartState.FAILED,
+    #
+    (TransferState.ACTIVE, Event.SPOIL): TransferState.CLOSING,
+    (TransferState.ACTIVE, Event.DONE): TransferState.DONE,
+    (TransferState.CLOSING, Event.SPOIL): TransferState.CLOSING,
+    (TransferState.CLOSING, Event.DONE): TransferState.DONE,  # it was cancelled too late
+    (TransferState.CLOSING, Event.FAIL): TransferState.FAILED,
+    (TransferState.CLOSING, Event.CANCEL): TransferState.CANCELLED,
+    #
+    (LeaseState.HELD, Event.LOAD): LeaseState.CONSUMED,
+    (LeaseState.HELD, Event.LOAD_AND_KEEP): LeaseState.HELD,
+    (LeaseState.HELD, Event.RELEASE): LeaseState.RELEASED,
+    (LeaseState.HELD, Event.EXPIRE): LeaseState.EXPIRED,
+    (LeaseState.HELD, Event.END): LeaseState.RELEASED,
+}
+
+STORY_LENGTH = 16
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entity:
+    """Something with a state, and what happened to it lately."""
+
+    state: State
+    story: tuple[Event, ...] = ()
+
+    def describe(self) -> str:
+        """One line for whoever looks for the bug; no keys of blocks in it."""
+        events = " → ".join(event.value for event in self.story) or "nothing yet"
+        return f"{type(self).__name__.lower()} in state {self.state.name}, after: {events}"
+
+
+class InvalidTransition(AssertionError):
+    """A bug of the core: an event for which the table has no answer."""
+
+    def __init__(self, entity: Entity, event: Event) -> None:
+        super().__init__(f"{event.name} is impossible for a {entity.describe()}")
+
+
+class Transitions:
+    """Applies the table, and counts how often each of its pairs was used."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[State, Event]] = Counter(dict.fromkeys(TABLE, 0))
+
+    def step(self, entity: Entity, event: Event) -> None:
+        """Moves the entity to the state that follows. InvalidTransition if there is none."""
+        pair = (entity.state, event)
+        after = TABLE.get(pair)
+        if after is None:
+            raise InvalidTransition(entity, event)
+        self.counts[pair] += 1
+        entity.story = (*entity.story[1 - STORY_LENGTH :], event)
+        entity.state = after
