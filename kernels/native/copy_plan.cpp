@@ -1,6 +1,7 @@
 #include "copy_plan.hpp"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "checksum.hpp"
@@ -91,29 +92,54 @@ void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t
     check_blocks(block_ids, slots, pool);
     require_apart(slots, (slot_bytes_ + kPageBytes - 1) / kPageBytes, "slots", "overlaps");
     StreamCopier copier(ops_);
+    if (checksums != nullptr) return gather_summed(block_ids, pool, slots, checksums, copier);
+    for (std::size_t i = 0; i < block_ids.size(); ++i) {
+        std::byte* to = pool.data + std::uint64_t{slots[i]} * kPageBytes;
+        for (const Plane& plane : planes_) {
+            copier.add(to, mapping_ + plane.base_offset + block_ids[i] * plane.block_stride, plane.fragment_bytes);
+            to += plane.fragment_bytes;
+        }
+    }
+    copier.finish();
+}
+
+// A group of pieces is copied, and then read again for the checksums while it is still in the cache: the copy knows how to
+// wait for eight places in memory at once, the checksum only for one. Should the engine write in between, the checksum does
+// not fit, and the block is never loaded.
+void CopyPlan::gather_summed(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums,
+                             StreamCopier& copier) const {
+    struct Copied {
+        const std::byte* from;
+        std::size_t bytes;
+        bool ends_block;
+    };
+    std::array<Copied, kStreams> group;
+    std::size_t count = 0;
     Checksum checksum;
+    const auto sum_group = [&] {
+        copier.drain();
+        for (std::size_t k = 0; k < count; ++k) {
+            checksum.update(group[k].from, group[k].bytes);
+            if (!group[k].ends_block) continue;
+            *checksums++ = checksum.digest();
+            checksum.reset();
+        }
+        count = 0;
+    };
     for (std::size_t i = 0; i < block_ids.size(); ++i) {
         std::byte* to = pool.data + std::uint64_t{slots[i]} * kPageBytes;
         for (const Plane& plane : planes_) {
             const std::byte* const from = mapping_ + plane.base_offset + block_ids[i] * plane.block_stride;
-            if (checksums == nullptr) {
-                copier.add(to, from, plane.fragment_bytes);
-            } else {
-                // Piece by piece, so that the copy finds in the cache what the checksum has just read: one pass over
-                // memory. Should the engine write meanwhile, the checksum does not fit, and the block is never loaded.
-                for (std::uint64_t done = 0; done < plane.fragment_bytes; done += kPieceBytes) {
-                    const std::uint64_t bytes = std::min<std::uint64_t>(kPieceBytes, plane.fragment_bytes - done);
-                    checksum.update(from + done, bytes);
-                    copier.add(to + done, from + done, bytes);
-                }
+            for (std::uint64_t done = 0; done < plane.fragment_bytes; done += kPieceBytes) {
+                const std::uint64_t bytes = std::min<std::uint64_t>(kPieceBytes, plane.fragment_bytes - done);
+                copier.add(to + done, from + done, bytes);
+                group[count++] = {from + done, bytes, &plane == &planes_.back() && done + bytes == plane.fragment_bytes};
+                if (count == kStreams) sum_group();
             }
             to += plane.fragment_bytes;
         }
-        if (checksums != nullptr) {
-            checksums[i] = checksum.digest();
-            checksum.reset();
-        }
     }
+    sum_group();
     copier.finish();
 }
 

@@ -46,6 +46,7 @@ class CopyPlan {
     void checksums(Pool pool, Numbers slots, std::uint64_t* out) const;
 
    private:
+    void gather_summed(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums, StreamCopier& copier) const;
     void check_blocks(Numbers block_ids, Numbers slots, Pool pool) const;
     void check_slots(Pool pool, Numbers slots) const;
 

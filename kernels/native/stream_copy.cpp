@@ -44,9 +44,4 @@ void StreamCopier::add(std::byte* to, const std::byte* from, std::size_t bytes) 
     }
 }
 
-void StreamCopier::finish() {
-    if (count_ != 0) flush();
-    ops_.fence();
-}
-
 }  // namespace kvtier

@@ -50,8 +50,15 @@ class StreamCopier {
 
     // The two must not overlap each other, nor the target any other fragment added before finish().
     void add(std::byte* to, const std::byte* from, std::size_t bytes);
+    // Copies what is left.
+    void drain() {
+        if (count_ != 0) flush();
+    }
     // Copies what is left; all stores are ordered before any store that follows.
-    void finish();
+    void finish() {
+        drain();
+        ops_.fence();
+    }
 
    private:
     void flush() {
