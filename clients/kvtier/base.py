@@ -189,8 +189,7 @@ class ClientBase(ABC):
     def part_state(self, ref: PartRef) -> PartState:
         """What has become of this rank's part of a transfer. `state.over` is the fence.
 
-        A part of another epoch than the current one never says ARMED: once an epoch has ended for this
-        client, nothing of it can start, and what had not started is LOST.
+        Once an epoch has ended for this client nothing of it can start, and what had not started is LOST.
         """
         with self._lock:
             return self._session.words.state(ref)

@@ -85,8 +85,7 @@ class Session:
         make_event: Callable[[], Event],
         release: Callable[[Lease], None] | None = None,
     ) -> None:
-        """`release` is what a Lookup calls to give its lease back: `release` below, under the shell's lock.
-        """
+        """`release` is what a Lookup calls to give its lease back: `release` below, with the lock held."""
         self.spec = spec
         self.words = RankWords(spec.doorbells, spec.parts)
         self.counters = Counters()

@@ -129,53 +129,56 @@ class WordsPage:
         assert self._words is not None
         self._words.store(self._doorbells + word, ticket << 8 | PART_REVOKED)
 
-    def state(self, word: int, ticket: int) -> PartState:
-        """The part's state on this page. STARTED by a worker that has died is FAILED."""
-        found = self._state(word, ticket)
-        if found is PartState.STARTED and self._worker is not None and dead(self._worker):
-            found = self._state(word, ticket)  # it may have written the end just before it died
+    def state(self, word: int, ticket: int) -> PartState | None:
+        """The part's state on this page; None if it has not started here and never can."""
+        found = self._read(word, ticket)
+        if found is PartState.STARTED and self._worker_is_dead():
+            found = self._read(word, ticket)  # it may have written the end just before it died
             if found is PartState.STARTED:
                 return PartState.FAILED
+        if found is PartState.ARMED and self.sealed and self._worker_is_dead():
+            return None
         return found
 
-    def revoke(self, word: int, ticket: int) -> PartState:
+    def revoke(self, word: int, ticket: int) -> PartState | None:
         """Armed to REVOKED, by compare-and-swap. Returns the state afterwards."""
         if self._words is not None and self._final is None:
             self._words.try_revoke(self._doorbells + word, ticket)
         return self.state(word, ticket)
 
     def seal(self) -> None:
-        """From now on nothing starts on this page. What is STARTED runs on; what is over stays known."""
-        if self._final is not None or self._words is None:
+        """From now on nothing starts on this page. What is STARTED runs on; what is over stays known.
+
+        Called again it seals the words of parts that have ended since: until then, a word that was STARTED
+        could take one more part.
+        """
+        if self._words is None:
             return
-        final = np.zeros(self.parts, np.uint64)
-        for part in range(self.parts):
-            index = self._doorbells + part
-            while (value := self._words.load(index)) & 0xFF != PART_STARTED:
-                final[part] = value
-                if self._words.compare_exchange(index, value, SEALED):
-                    break
-        self._final = final
+        if self._final is None:
+            self._final = np.zeros(self.parts, np.uint64)
+        for part in np.flatnonzero(self._words.load_many(self._part_indexes) != np.uint64(SEALED)):
+            self._seal_word(int(part))
 
     def started(self) -> int:
-        """Parts that are STARTED, by a worker that lives. Zero on a sealed page: all of it is fenced."""
-        if self._words is None or (self._worker is not None and dead(self._worker)):
+        """Parts that are STARTED, by a worker that lives. Zero on a sealed page: all of it is fenced, for
+        ever."""
+        if self._words is None or self._worker_is_dead():
             return 0
+        if self.sealed:
+            self.seal()
         words = self._words.load_many(self._part_indexes)
         return int(np.count_nonzero(words & np.uint64(0xFF) == PART_STARTED))
 
     def retire(self) -> None:
-        """Unmaps a sealed page without STARTED parts; its parts' states stay known."""
+        """Unmaps a sealed page whose `started` is zero; its parts' states stay known."""
         if self._words is None:
             return
         assert self._final is not None
         for part in range(self.parts):
             value = self._words.load(self._doorbells + part)
-            if value != SEALED:
-                # Ended after the seal; or its worker died in it.
-                self._final[part] = (
-                    value if value & 0xFF != PART_STARTED else value - PART_STARTED + PART_FAILED
-                )
+            if value != SEALED:  # its worker died in it
+                state = PART_FAILED if value & 0xFF == PART_STARTED else value & 0xFF
+                self._final[part] = value & ~0xFF | state
         self.close()
 
     def close(self) -> None:
@@ -184,25 +187,53 @@ class WordsPage:
         self._buffer.close()
         self._drop_worker()
 
-    def _state(self, word: int, ticket: int) -> PartState:
-        value = self._words.load(self._doorbells + word) if self._words is not None else SEALED
-        if value == SEALED and self._final is not None:
-            value = int(self._final[word])
+    def _seal_word(self, part: int) -> int:
+        """Seals one word unless it says STARTED. Returns its value afterwards."""
+        assert self._words is not None
+        assert self._final is not None
+        index = self._doorbells + part
+        while (value := self._words.load(index)) != SEALED and value & 0xFF != PART_STARTED:
+            self._final[part] = value
+            if self._words.compare_exchange(index, value, SEALED):
+                return SEALED
+        return value
+
+    def _read(self, word: int, ticket: int) -> PartState | None:
+        if self._final is None:
+            assert self._words is not None
+            value = self._words.load(self._doorbells + word)
+            sealed = False
+        else:
+            value = SEALED if self._words is None else self._seal_word(word)
+            sealed = value == SEALED
+            value = int(self._final[word]) if sealed else value
         if value >> 8 < ticket:
-            return PartState.ARMED
+            return None if sealed else PartState.ARMED
         if value >> 8 > ticket:
             return PartState.LOST
         state = value & 0xFF
         if not PART_STARTED <= state <= PART_FAILED:
-            return (
-                PartState.STARTED
-            )  # no worker writes such a word: believe nothing of it but that it is not over
+            return PartState.STARTED  # no worker writes such a word: all that is sure is that it may go on
         return PartState(state)
+
+    def _worker_is_dead(self) -> bool:
+        return self._worker is not None and dead(self._worker)
 
     def _drop_worker(self) -> None:
         if self._worker is not None:
             os.close(self._worker)
             self._worker = None
+
+
+_DECISIVE = (
+    PartState.STARTED,
+    PartState.DONE,
+    PartState.FAILED,
+    PartState.REVOKED,
+    PartState.LOST,
+    PartState.ARMED,
+)
+"""Of the states of a part on several pages, the first of these counts."""
 
 
 class RankWords:
@@ -302,15 +333,9 @@ class RankWords:
         if not 0 < ref.ticket < TICKET_MAX:
             raise KvtierError(Reason.MALFORMED, "must be below 2^56 - 1", field="ticket", value=ref.ticket)
 
-    def _judge(self, ref: PartRef, states: list[PartState]) -> PartState:
+    def _judge(self, ref: PartRef, states: list[PartState | None]) -> PartState:
         """At most one page ever starts a part, because the daemon posts it once."""
-        for decisive in (
-            PartState.STARTED,
-            PartState.DONE,
-            PartState.FAILED,
-            PartState.REVOKED,
-            PartState.LOST,
-        ):
+        for decisive in _DECISIVE:
             if decisive in states:
                 return decisive
         if ref.epoch != self._epoch:
