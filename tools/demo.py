@@ -1,8 +1,8 @@
 """`make demo`: one cache, two engines. A vLLM computes a long prefix and is killed; another gets it back.
 
-Everything is real: kvtierd on its embedded default, two vLLM engines on the CPU, a model made on the spot, and
-the text of LICENSE as prompt (its bytes are the token ids). The last line of the output is one JSON object; the
-exit status is 0 only if every claim held. Nothing is left but the model and the logs under build/demo/.
+Everything is real: kvtierd on its embedded default, two vLLM engines on the CPU, a model made on the spot,
+and the text of LICENSE as prompt (its bytes are the token ids). The last line of the output is one JSON
+object; the exit status is 0 only if every claim held. Nothing is left but what lies under build/demo/.
 """
 
 from __future__ import annotations
@@ -370,7 +370,8 @@ def main() -> int:
     else:
         say(
             f"Proved: an engine was killed, and another got {figures['restored_tokens']} tokens back bit for"
-            f" bit, with its first token {speedup:.1f} times sooner than computed; a corrupted block was refused."
+            f" bit, with its first token {speedup:.1f} times sooner than computed; a corrupted block was"
+            " refused."
             f" Logs: {OUT.relative_to(REPO)}/"
         )
     print(json.dumps(figures), flush=True)

@@ -133,6 +133,6 @@ def test_a_killed_client_is_forgotten_and_nobody_else_is_harmed(
     assert daemon.stop() == 0
     proved(
         f"{KILLS} clients were killed with -9 while a part of theirs was being copied: each was forgotten"
-        f" within {slowest_s:.2f} s, {checked} of their blocks and all of a bystander's were loaded, 0 wrong bytes"
-        f" (KVTIER_SEED={SEED})"
+        f" within {slowest_s:.2f} s, {checked} of their blocks and all of a bystander's were loaded,"
+        f" 0 wrong bytes (KVTIER_SEED={SEED})"
     )

@@ -96,5 +96,6 @@ def test_every_block_seen_done_survives_kill_nine_of_the_daemon(
     assert daemon.stop() == 0
     proved(
         f"{KILLS} times kvtierd was killed with -9 while it stored: all {len(survived) * BATCH} blocks seen"
-        f" DONE were found again, {checked + unfinished} loads were compared, 0 wrong bytes (KVTIER_SEED={SEED})"
+        f" DONE were found again, {checked + unfinished} loads were compared, 0 wrong bytes"
+        f" (KVTIER_SEED={SEED})"
     )

@@ -1,4 +1,4 @@
-"""A plain client that behaves like an engine: a KV cache of several planes, blocks with their hash's content."""
+"""A plain client that behaves like an engine: a KV cache of several planes, its blocks all their own."""
 
 from pathlib import Path
 from types import TracebackType
