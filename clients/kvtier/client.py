@@ -67,6 +67,12 @@ class LookupCall(LookupCallBase):
             self._record.event.wait(max(0.0, timeout_s))  # type: ignore[attr-defined]
         return self.abandon()
 
+    def wait_for_answer(self, timeout_s: float) -> Lookup | None:
+        """The answer, or None if it has not come in time; the lookup stays on its way."""
+        if self._record.answer is None:
+            self._record.event.wait(max(0.0, timeout_s))  # type: ignore[attr-defined]
+        return self._record.answer
+
 
 class Transfer(TransferBase):
     """A submitted store or load."""
