@@ -143,7 +143,7 @@ def _engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
         return
     yield "Engines"
     for instance in status.instances:
-        state = "ready" if instance.ready else "incomplete"
+        state = "ready" if instance.ready else "incomplete" if instance.sessions else "ending"
         yield (
             f"  {instance.instance}  {state}  {instance.model}  world size {instance.world_size}, "
             f"{human_size(instance.mapped_bytes)} mapped, {instance.transfers_active:,} transfers, "

@@ -162,10 +162,16 @@ def _traffic(snapshot: Snapshot) -> Iterator[Metric]:
     )
     yield _counter("kvtier_store_throttled_blocks", "Blocks not stored: no room.", counters.throttled_blocks)
     yield _by_tier("kvtier_evicted_blocks", "Blocks dropped to make room.", counters.evicted_blocks)
-    yield _counter("kvtier_transfers_failed", "Transfers that ended as FAILED.", counters.failed_transfers)
     yield _counter(
-        "kvtier_transfers_cancelled", "Transfers that ended as CANCELLED.", counters.cancelled_transfers
+        "kvtier_extents_reclaimed",
+        "Extents taken from one slot size for another.",
+        counters.reclaimed_extents,
     )
+    transfers = CounterMetricFamily("kvtier_transfers", "Transfers that ended, by how.", labels=["state"])
+    transfers.add_metric(["done"], counters.done_transfers)
+    transfers.add_metric(["failed"], counters.failed_transfers)
+    transfers.add_metric(["cancelled"], counters.cancelled_transfers)
+    yield transfers
     yield _by_tier(
         "kvtier_integrity_failures",
         "Blocks whose record or checksum did not match; never served.",
@@ -176,12 +182,13 @@ def _traffic(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _clients(snapshot: Snapshot) -> Iterator[Metric]:
     core = snapshot.core
-    ready = sum(instance.ready for instance in core.instances)
+    ending = sum(instance.fencing for instance in core.instances)
+    ready = sum(instance.ready and not instance.fencing for instance in core.instances)
     yield _gauges(
         "kvtier_instances",
-        "Engine instances attached, by whether all their ranks are registered.",
+        "Engine instances: all ranks registered, some missing, or ended and not unmapped yet.",
         "state",
-        {"ready": ready, "incomplete": len(core.instances) - ready},
+        {"ready": ready, "incomplete": len(core.instances) - ready - ending, "ending": ending},
     )
     yield _gauge("kvtier_sessions", "Sessions attached.", len(snapshot.sessions))
     yield _gauge(
@@ -192,6 +199,11 @@ def _clients(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("kvtier_leases", "Leases held by clients.", core.leases)
     yield _gauge("kvtier_leased_blocks", "Blocks held by leases.", core.leased_blocks)
     yield _counter("kvtier_leases_expired", "Leases that ran out.", core.counters.expired_leases)
+    yield _counter(
+        "kvtier_leases_refused",
+        "Leases that blocks hit for and a limit refused.",
+        core.counters.refused_leases,
+    )
     yield _counter("kvtier_epochs_ended", "Engine instances that ended.", core.counters.ended_epochs)
 
 

@@ -5,7 +5,7 @@
 
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import SessionAbout, Snapshot
-from kvtierd.cache.waiters import WAITS_PER_SESSION_MAX
+from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
 from kvtierd.transfer.supervisor import GroupMapping
 
-__all__ = ["WAITS_PER_SESSION_MAX", "Cache", "Event", "GroupMapping", "Listener", "SessionAbout", "Snapshot"]
+__all__ = ["WAITS_PER_EPOCH_MAX", "Cache", "Event", "GroupMapping", "Listener", "SessionAbout", "Snapshot"]

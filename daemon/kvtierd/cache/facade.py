@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.perform import Performer
@@ -45,6 +46,7 @@ log = logger(__name__)
 class _Session:
     listener: Listener
     about: SessionAbout
+    epoch: Epoch
 
 
 class Cache:
@@ -60,6 +62,7 @@ class Cache:
         workers: Supervisor,
         limits: CoreLimits,
         *,
+        pool_path: Path | None,
         clock: Callable[[], float] = time.monotonic,
         observe_lag: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -67,6 +70,7 @@ class Cache:
         self._machine = machine
         self._pool = pool
         self._workers = workers
+        self._pool_path = pool_path
         self._clock = clock
         self._observe_lag = observe_lag
         self._started_at_s = clock()
@@ -135,33 +139,31 @@ class Cache:
         self.poisoned.set()
 
     def _notify(self, action: Notify) -> None:
-        event = action.event
-        if isinstance(event, TransferEnded):
-            self._waiters.transfer_ended(action.session, event.ticket)
-        elif isinstance(event, SessionEnded):
-            self._waiters.session_ended(action.session, event.why)
-        if (session := self._sessions.get(action.session)) is not None:
-            session.listener(event)
+        session = self._sessions.get(action.session)
+        if session is None:
+            return
+        if isinstance(action.event, TransferEnded):
+            self._waiters.transfer_ended(session.epoch, action.event.ticket)
+        elif isinstance(action.event, SessionEnded):
+            self._waiters.epoch_ended(session.epoch, action.event.why)
+        session.listener(action.event)
 
     # --- sessions ---
 
     def attach(self, stimulus: AttachSession, about: SessionAbout, listener: Listener) -> Attached:
-        """Attaches a session; from now on `listener` gets its events. Raises Refusal."""
-        self._sessions[stimulus.session] = _Session(listener, about)
-        try:
-            reply = self.handle(stimulus)
-        except Refusal:
-            del self._sessions[stimulus.session]
-            raise
+        """Attaches a session; from then on `listener` gets its events. Raises Refusal."""
+        reply = self.handle(stimulus)
         assert isinstance(reply, Attached)
+        self._sessions[stimulus.session] = _Session(listener, about, reply.epoch)
         return reply
 
     def end_session(self, session: SessionId, why: str) -> None:
         """Ends a session if it is attached; its listener hears nothing more."""
-        if self._sessions.pop(session, None) is None:
+        known = self._sessions.pop(session, None)
+        if known is None:
             return
         self.mappings.session_ended(session)
-        self._waiters.session_ended(session, Refusal(Reason.EPOCH_ENDED, f"the session has ended: {why}"))
+        self._waiters.epoch_ended(known.epoch, Refusal(Reason.EPOCH_ENDED, f"a session has ended: {why}"))
         self.post(EndSession(session, why))
 
     async def wait(
@@ -169,7 +171,7 @@ class Cache:
     ) -> list[TransferEnded | None]:
         """Waits until all these transfers are terminal, `timeout_s` at most; None for those that are not."""
         return await self._waiters.wait(
-            session, tickets, timeout_s, lambda ticket: self._machine.transfer(session, epoch, ticket)
+            epoch, tickets, timeout_s, lambda ticket: self._machine.transfer(session, epoch, ticket)
         )
 
     # --- copy workers ---
@@ -179,8 +181,7 @@ class Cache:
         match stimulus:
             case WorkerLive(worker):
                 self._writers[worker] = self._workers.workers[worker].writer
-            case WorkerLost(worker, why):
-                log.warning("copy worker lost", worker=worker, why=why)
+            case WorkerLost(worker):
                 self.mappings.worker_lost(worker)
             case WorkerExited(worker):
                 self.mappings.worker_exited(worker)
@@ -234,13 +235,13 @@ class Cache:
             uptime_s=now - self._started_at_s,
             boot_nonce=self._pool.boot_nonce,
             pool=PoolSnapshot(
-                path=str(self._pool.path or ""),
-                capacity_bytes=self._pool.size_bytes,
+                path=str(self._pool_path or ""),
+                capacity_bytes=self._pool.geometry.capacity_bytes,
                 warm=start.warm,
                 cold_reason=start.cold_reason,
                 recovered_blocks=start.recovered_blocks,
                 recovered_bytes=start.recovered_bytes,
-                quarantined_slots=start.quarantined_slots,
+                quarantined_slots=self._pool.quarantined_slots,
                 discarded_slots=start.discarded_slots,
                 recovery_s=start.seconds,
             ),

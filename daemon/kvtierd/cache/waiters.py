@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvtierd.core.actions import TransferEnded
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import SessionId, Ticket
+from kvtierd.core.ids import Epoch, Ticket
 
-WAITS_PER_SESSION_MAX = 64
+WAITS_PER_EPOCH_MAX = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -18,14 +18,14 @@ class _Wait:
 
 
 class Waiters:
-    """Who waits for what, by session."""
+    """Who waits for what, by epoch."""
 
     def __init__(self) -> None:
-        self._waits: dict[SessionId, list[_Wait]] = {}
+        self._waits: dict[Epoch, list[_Wait]] = {}
 
     async def wait(
         self,
-        session: SessionId,
+        epoch: Epoch,
         tickets: Sequence[Ticket],
         timeout_s: float,
         ask: Callable[[Ticket], TransferEnded | None],
@@ -33,17 +33,17 @@ class Waiters:
         """How each transfer ended, None for those that did not within `timeout_s`.
 
         `ask` tells how a transfer ended, None while it is active. Raises what `ask` does, QUEUE_FULL if this
-        session has too many waits, EPOCH_ENDED if the session ends meanwhile.
+        epoch has too many waits, EPOCH_ENDED if it ends meanwhile.
         """
         answers = [ask(ticket) for ticket in tickets]
         still = {ticket for ticket, answer in zip(tickets, answers, strict=True) if answer is None}
         if not still or timeout_s <= 0:
             return answers
-        waits = self._waits.setdefault(session, [])
-        if len(waits) >= WAITS_PER_SESSION_MAX:
+        waits = self._waits.setdefault(epoch, [])
+        if len(waits) >= WAITS_PER_EPOCH_MAX:
             raise Refusal(
                 Reason.QUEUE_FULL,
-                f"a session may have {WAITS_PER_SESSION_MAX} waits at once: name more tickets in one",
+                f" {WAITS_PER_EPOCH_MAX} waits at once: name more tickets in one",
             )
         wait = _Wait(still, asyncio.get_running_loop().create_future())
         waits.append(wait)
@@ -54,17 +54,17 @@ class Waiters:
             pass  # the deadline is an answer: those that are still open
         finally:
             waits.remove(wait)
-            if not waits and self._waits.get(session) is waits:
-                del self._waits[session]
+            if not waits and self._waits.get(epoch) is waits:
+                del self._waits[epoch]
         return [ask(ticket) for ticket in tickets]
 
-    def transfer_ended(self, session: SessionId, ticket: Ticket) -> None:
-        for wait in self._waits.get(session, ()):
+    def transfer_ended(self, epoch: Epoch, ticket: Ticket) -> None:
+        for wait in self._waits.get(epoch, ()):
             wait.open.discard(ticket)
             if not wait.open and not wait.over.done():
                 wait.over.set_result(None)
 
-    def session_ended(self, session: SessionId, why: Refusal) -> None:
-        for wait in self._waits.pop(session, ()):
+    def epoch_ended(self, epoch: Epoch, why: Refusal) -> None:
+        for wait in self._waits.pop(epoch, ()):
             if not wait.over.done():
                 wait.over.set_exception(why)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from kvtier.v1 import cache_pb2
 
-from kvtierd.cache import WAITS_PER_SESSION_MAX, Event
+from kvtierd.cache import WAITS_PER_EPOCH_MAX, Event
 from kvtierd.core.actions import Attached, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch
@@ -234,10 +234,10 @@ class Stream:
         return session.caller(Epoch(ref.epoch) if ref.epoch else None)
 
     def _start_wait(self, request: cache_pb2.AttachRequest, caller: Caller) -> None:
-        if len(self._waits) >= WAITS_PER_SESSION_MAX:
+        if len(self._waits) >= WAITS_PER_EPOCH_MAX:
             raise Refusal(
                 Reason.QUEUE_FULL,
-                f"{WAITS_PER_SESSION_MAX} waits at once are the most: name more tickets in one",
+                f"{WAITS_PER_EPOCH_MAX} waits at once are the most: name more tickets in one",
             )
         task = asyncio.create_task(self._wait(request, caller))
         self._waits.add(task)

@@ -1,0 +1,131 @@
+"""A real kvtierd, as an operator starts it: its own process, sockets, pool and metrics."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+DEADLINE_S = 60.0
+"""For anything that should take much less; only a broken daemon takes so long."""
+
+
+class Daemon:
+    """One `kvtierd serve`. Started when made; `stop` or `kill` ends it."""
+
+    def __init__(self, run: Path, pool: Path, **settings: object) -> None:
+        self.socket = run / "kvtierd.sock"
+        self.side_socket = run / "kvtierd.side.sock"
+        self.pool = pool
+        given = {
+            "server.socket": self.socket,
+            "pool.path": pool,
+            "pool.size": "66MiB",
+            "pool.extent_size": "1MiB",
+            "metrics.listen": "127.0.0.1:0",
+            "log.format": "json",
+            "server.drain_s": 10,
+        } | {key.replace("__", "."): value for key, value in settings.items()}
+        flags = [f"--{key}={value}".replace(".", "-", 1).replace("_", "-") for key, value in _flags(given)]
+        self._log = (run / f"log-{time.monotonic_ns()}").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvtierd.cli", "serve", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | {"KVTIER_CONFIG": ""},
+        )
+        self.pid = self.process.pid
+        self.greeting = ""
+        self._read_greeting()
+
+    def _read_greeting(self) -> None:
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + DEADLINE_S
+        # Not through the buffered reader: what it holds back, select does not see.
+        descriptor = self.process.stdout.fileno()
+        while "vLLM" not in self.greeting:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
+            part = os.read(descriptor, 1 << 16).decode() if ready else ""
+            if not part:
+                self.kill()
+                raise AssertionError(f"kvtierd did not start:\n{self.greeting}{self.log()}")
+            self.greeting += part
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    @property
+    def metrics_url(self) -> str:
+        return next(line.split()[1] for line in self.greeting.splitlines() if "metrics" in line)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by name, with its labels' values after a dot."""
+        with urllib.request.urlopen(self.metrics_url, timeout=DEADLINE_S) as answer:
+            parsed = text_string_to_metric_families(answer.read().decode())
+        return {
+            ".".join([sample.name, *sample.labels.values()]): sample.value
+            for family in parsed
+            for sample in family.samples
+        }
+
+    def status(self) -> admin_pb2.StatusResponse:
+        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+            return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
+
+    def descriptors(self) -> int:
+        """Open descriptors of the daemon's front."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        status = self.process.wait(DEADLINE_S)
+        self._close()
+        return status
+
+    def stop(self) -> int:
+        """SIGTERM, and its exit status."""
+        if self.process.poll() is None:
+            self.terminate()
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        self._close()
+
+    def _close(self) -> None:
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def _flags(given: dict[str, object]) -> list[tuple[str, object]]:
+    return [(key, value) for key, value in given.items() if value is not None]
+
+
+def refused_start(run: Path, pool: Path, *more: str) -> tuple[int, str]:
+    """Starts a kvtierd that cannot: its exit status and what it said."""
+    command = [sys.executable, "-m", "kvtierd.cli", "serve", f"--server-socket={run / 'kvtierd.sock'}"]
+    command += [f"--pool-path={pool}", "--pool-size=66MiB", "--metrics-listen=off", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return done.returncode, done.stderr
+
+
+def until(condition: object, what: str) -> None:
+    """Waits until `condition()` holds; fails when that takes absurdly long."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, f"still not: {what}"
+        time.sleep(0.01)

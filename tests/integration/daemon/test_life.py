@@ -1,0 +1,355 @@
+"""How the daemon and its clients begin and end, with and without warning."""
+
+import multiprocessing
+import os
+import signal
+import stat
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+import pytest
+from kvtier.v1 import cache_pb2, types_pb2
+
+from tests.integration.daemon.conftest import Connect, Start
+from tests.integration.daemon.process import DEADLINE_S, Daemon, refused_start, until
+from tests.integration.daemon.raw import RawSession, Refused, hashes
+
+GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
+
+
+class TestStart:
+    def test_it_says_what_its_user_needs(self, daemon: Daemon) -> None:
+        for part in (str(daemon.socket), str(daemon.pool), "64 MiB", "cold", "KvtierConnector", "/metrics"):
+            assert part in daemon.greeting
+
+    def test_sockets_and_pool_are_private(self, daemon: Daemon) -> None:
+        for path in (daemon.socket, daemon.side_socket, daemon.pool):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+    def test_a_second_owner_of_the_sockets_is_refused_and_the_first_goes_on(
+        self, daemon: Daemon, session: RawSession, shm_dir: Path
+    ) -> None:
+        status, said = refused_start(daemon.socket.parent, shm_dir / "another")
+        assert status == 69
+        assert "already running" in said
+        assert f"pid {daemon.pid}" in said
+        assert str(daemon.socket) in said
+        assert session.store(hashes(1), [0]).state == types_pb2.TRANSFER_STATE_DONE
+        assert not (shm_dir / "another").exists()
+
+    def test_a_second_owner_of_the_pool_is_refused(self, daemon: Daemon, tmp_path: Path) -> None:
+        tmp_path.chmod(0o700)
+        status, said = refused_start(tmp_path, daemon.pool, "--pool-lock-timeout-s=0")
+        assert status == 69
+        assert str(daemon.pool) in said
+        assert str(daemon.pid) in said
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("flag", "status", "parts"),
+        [
+            ("--pool-size=8000TiB", 78, ["pool.size", "7.812 PiB", "file system"]),
+            ("--pool-size=100KiB", 78, ["pool.size", "100KiB", "at least"]),
+            ("--server-group=nosuchgroup", 78, ["server.group", "nosuchgroup"]),
+            ("--metrics-listen=127.0.0.1:99999", 78, ["metrics.listen"]),
+            ("--metrics-listen=192.0.2.1:9470", 78, ["metrics.listen", "192.0.2.1:9470"]),
+        ],
+    )
+    def test_what_cannot_be_is_refused_by_name_and_leaves_nothing(
+        self, socket_dir: Path, shm_dir: Path, flag: str, status: int, parts: list[str]
+    ) -> None:
+        found, said = refused_start(socket_dir, shm_dir / "pool", flag)
+        assert found == status, said
+        for part in parts:
+            assert part in said
+        assert list(socket_dir.iterdir()) == []
+
+    def test_an_unknown_key_of_the_file_is_refused(self, socket_dir: Path, shm_dir: Path) -> None:
+        file = shm_dir / "kvtierd.toml"
+        file.write_text("[pool]\nsizzle = 3\n")
+        status, said = refused_start(socket_dir, shm_dir / "pool", f"--config={file}")
+        assert status == 78
+        assert "pool.sizzle" in said
+        assert "pool.size" in said
+
+
+class TestStop:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_ends_it_with_a_goodbye_and_nothing_left(
+        self, daemon: Daemon, session: RawSession, number: signal.Signals
+    ) -> None:
+        daemon.process.send_signal(number)
+        assert session.attached.goodbye() == "DRAINING"
+        assert daemon.wait() == 0
+        assert session.attached.ended.wait(DEADLINE_S)
+        assert session.attached.status is grpc.StatusCode.OK
+        assert session.side.is_closed()
+        assert [path.name for path in daemon.socket.parent.iterdir() if "log" not in path.name] == []
+        assert daemon.pool.exists()
+
+    def test_draining_lets_transfers_finish_and_refuses_new_ones(
+        self, daemon: Daemon, session: RawSession
+    ) -> None:
+        keys = hashes(1)
+        running = session.store_request(keys, [0], **GATED)
+        session.attached.call(store=running)
+        daemon.terminate()
+        until(lambda: daemon.status().state == "draining", "draining")
+        with pytest.raises(Refused) as refused:
+            session.attached.call(store=session.store_request(hashes(1, seed=8), [1]))
+        assert refused.value.reason == "DRAINING"
+        session.ring(0, 1)
+        event = session.attached.event("transfer")
+        assert (event.ticket, event.state) == (running.signals.ticket, types_pb2.TRANSFER_STATE_DONE)
+        assert session.attached.goodbye() == "DRAINING"
+        assert daemon.wait() == 0
+
+    def test_a_transfer_that_never_ends_does_not_keep_it(self, start: Start, connect: Connect) -> None:
+        daemon = start(server__drain_s=0.2)
+        session = connect().ready()
+        session.attached.call(store=session.store_request(hashes(1), [0], **GATED))
+        assert daemon.stop() == 0
+
+    def test_an_internal_error_poisons_it(self, daemon: Daemon, session: RawSession) -> None:
+        request = session.store_request(hashes(1), [0], **GATED)
+        session.attached.call(store=request)
+        _scribble_over_writing_slots(daemon.pool)
+        session.ring(0, 1)
+        assert session.attached.goodbye() == "INTERNAL"
+        assert daemon.wait() == 70
+        assert "internal error" in daemon.log()
+
+
+def _scribble_over_writing_slots(pool: Path) -> None:
+    """What no process of ours does: frees the slots being written behind the daemon's back."""
+    import numpy as np
+    from kvtier_kernels import PoolRecords
+
+    memory = np.memmap(pool, np.uint8, "r+")
+    records = PoolRecords(np.asarray(memory))
+    found = records.scan()
+    writing = found["slots"][found["states"] == 1]
+    assert len(writing) > 0
+    records.free(writing)
+
+
+class TestRestart:
+    def test_a_killed_daemon_comes_back_warm_with_every_byte(self, start: Start, connect: Connect) -> None:
+        first = start()
+        session = connect().ready()
+        session.fill(1)
+        keys = hashes(8)
+        stored = [session.block(block_id) for block_id in range(8)]
+        assert session.store(keys, list(range(8))).state == types_pb2.TRANSFER_STATE_DONE
+        boot = first.status().boot_nonce
+        first.kill()
+        session.close()
+
+        second = start()
+        assert "warm: 8 blocks" in second.greeting
+        status = second.status()
+        assert status.boot_nonce != boot
+        assert (status.pool.start, status.pool.recovered_blocks, status.blocks.ready) == ("warm", 8, 8)
+        again = connect().ready()
+        assert again.load(keys, list(range(10, 18))).state == types_pb2.TRANSFER_STATE_DONE
+        assert [again.block(block_id) for block_id in range(10, 18)] == stored
+
+    def test_a_block_not_committed_before_the_kill_is_a_miss(self, start: Start, connect: Connect) -> None:
+        first = start()
+        session = connect().ready()
+        done, open_ = hashes(1, seed=1), hashes(1, seed=2)
+        session.store(done, [0])
+        session.attached.call(store=session.store_request(open_, [1], **GATED))
+        first.kill()
+        session.close()
+        start()
+        again = connect().ready()
+        assert again.lookup(done).answers[0].hits == 1
+        assert again.lookup(open_).answers[0].hits == 0
+
+    def test_a_stopped_daemon_comes_back_warm(self, start: Start, connect: Connect) -> None:
+        first = start()
+        session = connect().ready()
+        session.store(hashes(3), [0, 1, 2])
+        assert first.stop() == 0
+        session.close()
+        assert start().status().pool.recovered_blocks == 3
+
+    def test_a_corrupted_block_is_a_miss_after_a_restart_and_never_served(
+        self, start: Start, connect: Connect
+    ) -> None:
+        first = start()
+        session = connect().ready()
+        session.fill(1)
+        keys = hashes(1)
+        session.store(keys, [0])
+        stored = session.block(0)
+        first.stop()
+        session.close()
+        _flip_one_byte_of(first.pool, stored)
+        second = start()
+        again = connect().ready()
+        assert again.load(keys, [3]).state == types_pb2.TRANSFER_STATE_FAILED
+        assert again.lookup(keys).answers[0].hits == 0
+        assert second.status().counters.integrity_failures == 1
+        assert second.metrics()["kvtier_integrity_failures_total.host"] == 1
+
+
+def _flip_one_byte_of(pool: Path, data: bytes) -> None:
+    content = pool.read_bytes()
+    at = content.index(data[:4096])
+    with pool.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(bytes([content[at + 100] ^ 1]))
+
+
+def _client(socket_path: Path, ready: Connection, submit: bool) -> None:
+    session = RawSession(socket_path).ready()
+    session.lookup(hashes(1), lease=True)
+    if submit:
+        session.attached.call(store=session.store_request(hashes(4, seed=3), [0, 1, 2, 3], **GATED))
+    ready.send(os.getpid())
+    time.sleep(DEADLINE_S)
+
+
+@pytest.mark.faults
+class TestClientDeath:
+    @pytest.mark.parametrize("submit", [False, True], ids=["idle", "mid-transfer"])
+    def test_everything_of_a_killed_client_goes_at_once(
+        self, daemon: Daemon, connect: Connect, submit: bool
+    ) -> None:
+        survivor = connect().ready(instance="survivor")
+        survivor.store(hashes(1), [0])
+        mapped = daemon.metrics()["kvtier_client_mapped_bytes"]
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        client = context.Process(target=_client, args=(daemon.socket, there, submit))
+        client.start()
+        try:
+            assert here.poll(DEADLINE_S)
+            metrics = daemon.metrics()
+            assert metrics["kvtier_sessions"] == 2
+            assert metrics["kvtier_client_mapped_bytes"] == 2 * mapped
+            assert metrics["kvtier_leases"] == 1
+            assert metrics["kvtier_blocks.writing"] == (4 if submit else 0)
+        finally:
+            client.kill()
+            client.join(DEADLINE_S)
+        until(lambda: daemon.metrics()["kvtier_client_mapped_bytes"] == mapped, "unmapped")
+        metrics = daemon.metrics()
+        assert metrics["kvtier_sessions"] == 1
+        assert metrics["kvtier_leases"] == 0
+        assert metrics["kvtier_transfers_active"] == 0
+        assert metrics["kvtier_blocks.writing"] == 0
+        assert survivor.lookup(hashes(1)).answers[0].hits == 1
+
+    def test_a_stopped_client_loses_its_leases_then_its_session(self, start: Start) -> None:
+        daemon = start(
+            limits__lease_ttl_s=0.4, server__heartbeat_interval_s=0.1, server__session_silence_s=1.5
+        )
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        client = context.Process(target=_client, args=(daemon.socket, there, True))
+        client.start()
+        try:
+            assert here.poll(DEADLINE_S)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            until(lambda: daemon.metrics()["kvtier_leases"] == 0, "leases expired")
+            until(lambda: daemon.metrics()["kvtier_client_mapped_bytes"] == 0, "session dropped")
+            assert daemon.metrics()["kvtier_sessions"] == 0
+        finally:
+            client.kill()
+            client.join(DEADLINE_S)
+
+    @pytest.mark.parametrize("part", ["side socket", "stream"])
+    def test_losing_half_of_a_session_ends_all_of_it(
+        self, daemon: Daemon, session: RawSession, part: str
+    ) -> None:
+        session.attached.call(store=session.store_request(hashes(1), [0], **GATED))
+        if part == "side socket":
+            session.side.close()
+            assert session.attached.goodbye() == "EPOCH_ENDED"
+        else:
+            session.attached.close()
+            until(session.side.is_closed, "side socket closed")
+        until(lambda: not daemon.status().instances, "instance gone")
+        status = daemon.status()
+        assert (status.blocks.writing, status.transfers_active) == (0, 0)
+
+    def test_an_instance_can_come_back_at_once(self, session: RawSession, connect: Connect) -> None:
+        session.store(hashes(1), [0])
+        session.close()
+        again = connect()
+        until(lambda: _attaches(again), "attached again")
+        assert again.epoch != session.epoch
+        assert again.lookup(hashes(1)).answers[0].hits == 0, "not registered yet: lookups miss"
+        again.register_words()
+        again.register_memory()
+        assert again.lookup(hashes(1)).answers[0].hits == 1
+
+
+def _attaches(session: RawSession) -> bool:
+    try:
+        session.attach()
+    except Refused as refused:
+        if refused.reason != "SESSION_EXISTS":
+            raise
+        return False
+    return True
+
+
+@pytest.mark.faults
+class TestWorkerDeath:
+    def test_a_killed_worker_is_replaced_and_clients_register_again(
+        self, daemon: Daemon, session: RawSession
+    ) -> None:
+        keys = hashes(1)
+        session.store(keys, [0])
+        stored = session.block(0)
+        session.attached.event("transfer")
+        lost = session.store_request(hashes(1, seed=4), [1], **GATED)
+        session.attached.call(store=lost)
+        os.kill(session.worker_pid, signal.SIGKILL)
+        assert session.wait(lost.signals.ticket).state == types_pb2.TRANSFER_STATE_FAILED
+        until(lambda: daemon.metrics()["kvtier_worker_live.cpu"] == 1, "a new worker")
+        assert daemon.status().workers[0].respawns == 1
+        session.register_words()
+        session.register_memory()
+        session.load(keys, [6])
+        assert session.block(6) == stored
+        assert daemon.metrics()["kvtier_worker_respawns_total.cpu"] == 1
+
+
+class TestQuiet:
+    def test_heartbeats_keep_a_session_and_its_leases(self, start: Start, connect: Connect) -> None:
+        daemon = start(
+            limits__lease_ttl_s=0.5, server__heartbeat_interval_s=0.1, server__session_silence_s=0.5
+        )
+        session = connect().ready()
+        session.store(hashes(1), [0])
+        session.lookup(hashes(1), lease=True)
+        for _ in range(20):
+            session.attached.call(heartbeat=cache_pb2.Heartbeat())
+            time.sleep(0.1)
+        status = daemon.status()
+        assert (status.leases, len(status.instances)) == (1, 1)
+
+    def test_a_connection_that_says_nothing_is_closed(self, start: Start, connect: Connect) -> None:
+        start(server__hello_deadline_s=0.3)
+        silent = connect()
+        silent.side.open()
+        until(silent.side.is_closed, "closed")
+
+    def test_hashes_are_not_in_the_log(self, daemon: Daemon, session: RawSession) -> None:
+        keys = hashes(2)
+        session.store(keys, [0, 1])
+        session.load(keys, [2, 3])
+        daemon.stop()
+        log = daemon.log()
+        assert '"session attached"' in log
+        for start in (0, 32):
+            assert keys[start : start + 32].hex() not in log
+            assert repr(keys[start : start + 8])[2:-1] not in log

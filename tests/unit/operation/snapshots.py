@@ -1,0 +1,73 @@
+"""A snapshot with a different number in every place, to see each of them arrive."""
+
+from kvtierd.cache import SessionAbout, Snapshot
+from kvtierd.cache.snapshot import CopyTotals, PoolSnapshot, WorkerSnapshot
+from kvtierd.core.ids import Epoch, NamespaceDigest, SessionId, WorkerId
+from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, Tally, WorkerStatus
+
+
+def busy_snapshot() -> Snapshot:
+    instance = InstanceStatus(
+        name="engine-0",
+        epoch=Epoch(12),
+        ready=True,
+        world_size=1,
+        model="tiny",
+        namespace=NamespaceDigest(b"\xcd" * 16),
+        sessions=(SessionId(1), SessionId(99)),
+        mapped_bytes=3 << 20,
+        leases=2,
+        leased_blocks=17,
+        leased_bytes=17 << 12,
+        transfers_active=4,
+        fencing=False,
+    )
+    core = CoreStatus(
+        leases=2,
+        leased_blocks=17,
+        transfers_active=4,
+        blocks=BlockCounts(writing=5, ready=60, evicting=7, capacity=1000),
+        used_bytes=8 << 20,
+        extents=16,
+        extents_free=9,
+        quarantined_slots=3,
+        sizes=(),
+        instances=(instance,),
+        workers=(WorkerStatus(WorkerId(1), "cpu", False, 1, 6),),
+        counters=Tally(
+            lookups=21,
+            lookup_hashes=400,
+            lookup_hits=100,
+            stored_blocks=23,
+            stored_bytes=24 << 10,
+            loaded_blocks=25,
+            loaded_bytes=26 << 10,
+            deduplicated_blocks=27,
+            throttled_blocks=28,
+            evicted_blocks=29,
+            reclaimed_extents=30,
+            done_transfers=31,
+            failed_transfers=32,
+            cancelled_transfers=33,
+            expired_leases=34,
+            refused_leases=35,
+            integrity_failures=36,
+            ended_epochs=37,
+        ),
+        draining=False,
+    )
+    return Snapshot(
+        state="serving",
+        now_s=1000.0,
+        uptime_s=3725.0,
+        boot_nonce=2**64 - 1,
+        pool=PoolSnapshot("/dev/shm/kvtier-0/pool", 16 << 20, True, "", 41, 42 << 10, 3, 44, 0.5),
+        core=core,
+        sessions={SessionId(1): SessionAbout("scheduler and rank 0", 4321, "test 1", 940.0)},
+        respawns={"cpu": 2},
+        workers=(WorkerSnapshot("cpu", 777, "live", 2, 6),),
+        copies={
+            "store": CopyTotals(51, 0.52, {"DONE": 53, "FAILED": 1}),
+            "load": CopyTotals(61, 0.62, {}),
+        },
+    )

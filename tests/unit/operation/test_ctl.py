@@ -1,0 +1,84 @@
+"""`kvtierctl status`, for people and for programs."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kvtier.v1 import admin_pb2
+from kvtierd import ctl
+from kvtierd.rpc.status import AboutDaemon, status_response
+
+from tests.unit.operation.snapshots import busy_snapshot
+
+
+@pytest.fixture
+def status() -> admin_pb2.StatusResponse:
+    about = AboutDaemon("1.2", 4242, "/run/k.sock", "http://127.0.0.1:9470/metrics")
+    return status_response(about, busy_snapshot())
+
+
+def test_the_answer_holds_everything_the_contract_names(status: admin_pb2.StatusResponse) -> None:
+    empty = [field.name for field in status.DESCRIPTOR.fields if not getattr(status, field.name)]
+    assert empty == []
+    counters = [
+        field.name for field in status.counters.DESCRIPTOR.fields if not getattr(status.counters, field.name)
+    ]
+    assert counters == []
+    assert status.instances[0].sessions[0].attached_s == 60
+    assert len(status.instances[0].sessions) == 1, "a session that has just gone is left out"
+
+
+def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
+    text = "\n".join(ctl.lines(status))
+    for part in (
+        "kvtierd 1.2  serving  pid 4242  up 1 h 2 min",
+        "8 MiB of 16 MiB",
+        "██████████░░░░░░░░░░  50%",
+        "60 ready, 5 writing",
+        "warm: 41 blocks, 42 KiB found in 0.50 s",
+        "21 of 400 blocks, 100 hit (25.0%)",
+        "36 blocks failed their check",
+        "engine-0  ready  tiny",
+        "scheduler and rank 0",
+        "pid 4321",
+        "replaced 2 times",
+    ):
+        assert part in text
+
+
+def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) -> None:
+    found = json.loads(ctl.to_json(status))
+    assert found["boot_nonce"] == 2**64 - 1
+    assert found["counters"]["lookup_hits"] == 100
+    assert found["instances"][0]["namespace_digest"] == "cd" * 16
+    assert found["instances"][0]["sessions"][0]["pid"] == 4321
+    empty = json.loads(ctl.to_json(admin_pb2.StatusResponse()))
+    assert empty["pool"]["capacity_bytes"] == 0
+    assert empty["instances"] == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3725, "1 h 2 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert ctl.duration(seconds) == text
+
+
+def test_no_daemon_is_said_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(ctl.main, ["status", "--socket", str(tmp_path / "k.sock")])
+    assert result.exit_code == 69
+    assert result.output.startswith("kvtierctl: no daemon: ")
+    assert "kvtierd serve" in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_a_socket_nobody_answers_at_is_told_apart(socket_dir: Path) -> None:
+    path = socket_dir / "k.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    result = CliRunner().invoke(ctl.main, ["status", "--socket", str(path)])
+    assert result.exit_code == 69
+    assert "no daemon answers" in result.output

@@ -1,0 +1,136 @@
+"""What Prometheus is told."""
+
+import asyncio
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from kvtierd.cache import Snapshot
+from kvtierd.metrics import Metrics, MetricsServer, families
+from kvtierd.settings import ConfigError
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.unit.operation.snapshots import busy_snapshot
+
+
+def samples(snapshot: Snapshot) -> dict[str, float]:
+    """Every sample of a snapshot, by its name and labels."""
+    found = {}
+    for family in families(snapshot, "1.2"):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sample", "value"),
+    [
+        ("kvtier_build_info{version=1.2}", 1),
+        ("kvtier_uptime_seconds{}", 3725),
+        ("kvtier_draining{}", 0),
+        ("kvtier_pool_bytes{state=used}", 8 << 20),
+        ("kvtier_pool_bytes{state=free}", 8 << 20),
+        ("kvtier_pool_extents{state=assigned}", 7),
+        ("kvtier_pool_extents{state=free}", 9),
+        ("kvtier_blocks{state=ready}", 60),
+        ("kvtier_blocks_max{}", 1000),
+        ("kvtier_start_warm{}", 1),
+        ("kvtier_recovered_blocks{}", 41),
+        ("kvtier_quarantined_slots{}", 3),
+        ("kvtier_discarded_slots{}", 44),
+        ("kvtier_lookups_total{}", 21),
+        ("kvtier_lookup_hits_total{tier=host}", 100),
+        ("kvtier_store_blocks_total{tier=host}", 23),
+        ("kvtier_store_bytes_total{tier=host}", 24 << 10),
+        ("kvtier_load_bytes_total{tier=host}", 26 << 10),
+        ("kvtier_store_deduplicated_blocks_total{}", 27),
+        ("kvtier_store_throttled_blocks_total{}", 28),
+        ("kvtier_evicted_blocks_total{tier=host}", 29),
+        ("kvtier_transfers_total{state=cancelled}", 33),
+        ("kvtier_transfers_active{}", 4),
+        ("kvtier_integrity_failures_total{tier=host}", 36),
+        ("kvtier_instances{state=ready}", 1),
+        ("kvtier_instances{state=incomplete}", 0),
+        ("kvtier_sessions{}", 1),
+        ("kvtier_client_mapped_bytes{}", 3 << 20),
+        ("kvtier_leases{}", 2),
+        ("kvtier_leases_expired_total{}", 34),
+        ("kvtier_worker_live{device=cpu}", 1),
+        ("kvtier_worker_respawns_total{device=cpu}", 2),
+        ("kvtier_parts_active{}", 6),
+        ("kvtier_copy_bytes_total{direction=store}", 51),
+        ("kvtier_copy_seconds_total{direction=load}", 0.62),
+        ("kvtier_parts_total{direction=store,outcome=failed}", 1),
+    ],
+)
+def test_every_figure_has_its_name(sample: str, value: float) -> None:
+    assert samples(busy_snapshot())[sample] == value
+
+
+def test_no_two_families_share_a_name_and_all_have_help() -> None:
+    found = list(families(busy_snapshot(), "1"))
+    assert len({family.name for family in found}) == len(found)
+    assert all(family.documentation.endswith(".") and family.name.startswith("kvtier_") for family in found)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def server(registry: CollectorRegistry) -> Iterator[MetricsServer]:
+    server = MetricsServer("127.0.0.1:0", registry)
+    yield server
+    server.close()
+
+
+def scrape(server: MetricsServer) -> dict[str, float]:
+    with urllib.request.urlopen(server.url, timeout=30) as answer:
+        parsed = text_string_to_metric_families(answer.read().decode())
+    return {sample.name: sample.value for family in parsed for sample in family.samples}
+
+
+async def test_a_scrape_reads_a_snapshot_taken_on_the_loop(
+    registry: CollectorRegistry, server: MetricsServer
+) -> None:
+    metrics = Metrics(registry, "1")
+    loop = asyncio.get_running_loop()
+    taken_on = []
+
+    def snapshot() -> Snapshot:
+        taken_on.append(asyncio.get_running_loop())
+        return busy_snapshot()
+
+    metrics.watch(snapshot, loop)
+    metrics.observe_rpc("lookup", 0.001)
+    metrics.observe_rpc("a call that is not counted", 0.001)
+    metrics.observe_lag(0.01)
+    found = await asyncio.to_thread(scrape, server)
+    assert found["kvtier_lookups_total"] == 21
+    assert found["kvtier_snapshot_fresh"] == 1
+    assert found["kvtier_event_loop_lag_seconds_count"] == 1
+    assert found["process_resident_memory_bytes"] > 0
+    assert set(taken_on) == {loop}
+
+
+def test_a_stuck_loop_does_not_take_the_metrics_with_it(
+    registry: CollectorRegistry, server: MetricsServer
+) -> None:
+    loop = asyncio.new_event_loop()
+    Metrics(registry, "1").watch(busy_snapshot, loop)
+    found = scrape(server)
+    assert found["kvtier_snapshot_fresh"] == 0
+    assert found["kvtier_lookups_total"] == 21, "the last that was known"
+    loop.close()
+    assert scrape(server)["kvtier_snapshot_fresh"] == 0
+
+
+def test_a_taken_port_is_refused_by_field(server: MetricsServer) -> None:
+    taken = server.url.removeprefix("http://").removesuffix("/metrics")
+    with pytest.raises(ConfigError) as error:
+        MetricsServer(taken, CollectorRegistry())
+    assert error.value.field == "metrics.listen"
+    assert taken in str(error.value)
