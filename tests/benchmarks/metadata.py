@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.metadata [--json]
 
-Every batch goes through `Machine.handle` with the native block table: a store evicts as many blocks as it writes.
+Every batch goes through `Machine.handle` with the native block table: a store evicts as many blocks as it
+writes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable
 
 import numpy as np
 from kvtier_kernels import BlockTable
-
 from kvtierd.core.actions import Attached, LookupReply, PostPart, SubmitReply
 from kvtierd.core.ids import PAGE_BYTES, Rank, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
@@ -97,7 +97,8 @@ def rate(work: Callable[[np.ndarray], object], keys: np.ndarray, batch: int) -> 
 
 
 def figures() -> dict[str, float]:
-    """Medians over the rounds; the order of measurements alternates so that none profits from a quiet machine."""
+    """Medians over the rounds; the order of measurements alternates so that none profits from a quiet
+    machine."""
     engine = Engine()
     random = np.random.default_rng(1)
     rates: dict[str, list[float]] = {}

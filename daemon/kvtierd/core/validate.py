@@ -1,0 +1,247 @@
+"""Every invariant of the core, stated once. For tests, and for a daemon that is asked to doubt itself.
+
+`validate` reads everything, in time proportional to blocks and slots, and changes nothing.
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import Direction
+from kvtierd.core.books import Books
+from kvtierd.core.entities import Instance, Transfer
+from kvtierd.core.leases import EXPIRED_KEPT
+from kvtierd.core.machine import Machine
+from kvtierd.core.table import BlockState
+from kvtierd.core.transitions import (
+    InstanceState,
+    LeaseState,
+    MappingState,
+    PartState,
+    TransferState,
+    WorkerState,
+)
+
+Dump = dict[str, npt.NDArray[Any]]
+_NONE = np.empty(0, np.int64)
+OPEN_PARTS = (PartState.POSTED, PartState.LOST)
+
+
+def validate(machine: Machine) -> None:
+    """AssertionError, naming what is wrong, if the machine's state breaks an invariant."""
+    books = machine.books
+    books.blocks.table.check()
+    dump = books.blocks.table.dump()
+    _check_pins(books, dump)
+    _check_writing(books, dump)
+    _check_blocks(books, dump)
+    _check_slots(books, dump)
+    _check_workers(books)
+    _check_sessions(books)
+    for instance in books.instances.values():
+        _check_instance(books, instance)
+    _check_leases(books)
+    for transfer in books.transfers.values():
+        _check_transfer(books, transfer)
+    _check_transfers_together(books)
+
+
+# --- blocks ---
+
+
+def _check_pins(books: Books, dump: Dump) -> None:
+    """The pins in the table are those of leases and transfers, one by one."""
+    held = [lease.entries for lease in books.leases.values()]
+    for transfer in books.transfers.values():
+        held.append(transfer.entries if transfer.direction is Direction.LOAD else transfer.existing)
+    owed = np.bincount(np.concatenate([_NONE, *held]), minlength=books.blocks.capacity)
+    counted = np.zeros(books.blocks.capacity, np.int64)
+    counted[dump["entries"]] = dump["pins"]
+    wrong = np.flatnonzero(counted != owed)
+    assert len(wrong) == 0, (
+        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases and transfers hold {owed[wrong[0]]}"
+    )
+    states = np.zeros(books.blocks.capacity, np.uint8)
+    states[dump["entries"]] = dump["states"]
+    for entries in held:
+        assert (states[entries] >= BlockState.READY).all(), "something that is being written is pinned"
+
+
+def _check_writing(books: Books, dump: Dump) -> None:
+    """Every WRITING entry belongs to exactly one live store, and has the slots that this store writes."""
+    stores = [transfer for transfer in books.transfers.values() if transfer.direction is Direction.STORE]
+    written = [int(entry) for transfer in stores for entry in transfer.entries]
+    writing = dump["entries"][dump["states"] == BlockState.WRITING].tolist()
+    assert sorted(written) == writing, f"stores write {sorted(written)}, the table has {writing} WRITING"
+    for transfer in books.transfers.values():
+        domain = transfer.instance.plans[transfer.group].domain
+        slots = books.blocks.slots_of(domain, transfer.entries)
+        assert np.array_equal(slots, transfer.slots), "a transfer copies other slots than its blocks'"
+
+
+def _check_blocks(books: Books, dump: Dump) -> None:
+    """Counts of blocks, by domain and state; domains and spaces are known exactly as long as someone uses
+    them."""
+    blocks = books.blocks
+    assert blocks.live == len(dump["entries"]), f"{blocks.live} entries counted, {len(dump['entries'])} there"
+    evicting = dump["states"] == BlockState.EVICTING
+    assert blocks.condemned == np.count_nonzero(evicting), "condemned blocks are counted wrongly"
+    assert (dump["pins"][evicting] > 0).all(), "a condemned block outlived its last pin"
+    by_domain = Counter(dump["domains"].tolist())
+    plans = [plan for instance in books.instances.values() for plan in instance.plans]
+    users = Counter(plan.domain.domain for plan in plans)
+    assert set(by_domain) | set(users) == set(blocks.domains.by_id), "idle or unknown domains"
+    for domain in blocks.domains.by_id.values():
+        assert domain.blocks == by_domain[domain.domain], f"{domain.sizes} counts {domain.blocks} blocks"
+        assert domain.users == users[domain.domain], f"{domain.sizes} counts {domain.users} users"
+    spaces = set(blocks.spaces.ids.values())
+    assert len(spaces) == len(blocks.spaces.ids), "two spaces share an id"
+    assert set(dump["spaces"].tolist()) <= spaces, "a block's space has been forgotten"
+    assert blocks.spaces.users == Counter(plan.space for plan in plans), "users of spaces are counted wrongly"
+    assert int(blocks.used_at.max()) <= blocks.now, "a block was used in the future"
+
+
+def _check_slots(books: Books, dump: Dump) -> None:
+    """Each slot of each assigned extent is free, owned or quarantined: exactly one of these, and of the
+    right size."""
+    blocks, slots = books.blocks, books.blocks.slots
+    worlds = {number: domain.world for number, domain in blocks.domains.by_id.items()}
+    expected = np.array([worlds[number] for number in dump["domains"].tolist()], np.int64)
+    assert np.array_equal(dump["slot_counts"], expected), "a block does not have a slot for every shard"
+    sizes = [size for number in dump["domains"].tolist() for size in blocks.domains.by_id[number].sizes]
+    owned = dump["slots"]
+    lie_in = slots.extent_size[slots.geometry.extent_of(owned)]
+    assert np.array_equal(lie_in, np.array(sizes, np.int64)), "a slot lies in an extent of another size"
+
+    quarantined = np.array(sorted(slots.quarantined), np.uint32)
+    quarantined_sizes = slots.extent_size[slots.geometry.extent_of(quarantined)]
+    known = {slot_bytes: (extents, total, free) for slot_bytes, extents, total, free in slots.sizes()}
+    assigned = np.flatnonzero(slots.extent_size)
+    assert set(slots.extent_size[assigned].tolist()) == set(known), "a size has no extents"
+    assert len(assigned) + slots.extents_free == slots.geometry.extents, "an extent was lost"
+    for slot_bytes, (extents, total, free) in known.items():
+        own = np.flatnonzero(slots.extent_size == slot_bytes)
+        everything = np.concatenate([slots.geometry.slots_of(e, slot_bytes) for e in own.tolist()])
+        assert (extents, total) == (len(own), len(everything)), f"slots of {slot_bytes} bytes are miscounted"
+        found = np.concatenate(
+            (
+                slots.free_slots(slot_bytes),
+                owned[lie_in == slot_bytes],
+                quarantined[quarantined_sizes == slot_bytes],
+            )
+        )
+        assert len(slots.free_slots(slot_bytes)) == free
+        assert np.array_equal(np.sort(found), np.sort(everything)), (
+            f"slots of {slot_bytes} bytes: {len(found)} accounted for, of these {len(np.unique(found))} "
+            f"different ones; {len(everything)} in all"
+        )
+
+
+# --- workers, sessions, instances ---
+
+
+def _check_workers(books: Books) -> None:
+    for name, worker in books.workers.items():
+        assert worker.worker == name
+        assert worker.state is not WorkerState.GONE, "a gone worker is kept"
+        for session, mapping in worker.mappings.items():
+            assert (mapping.worker, mapping.session.session) == (worker, session)
+            assert mapping in mapping.session.instance.mappings, "an instance has forgotten a mapping"
+            lost = mapping.state is MappingState.LOST
+            assert lost == (worker.state is WorkerState.LOST), f"{worker.describe()}: {mapping.describe()}"
+            assert mapping.state is not MappingState.GONE, "a gone mapping is kept"
+            current = mapping.session.mapping is mapping
+            assert current == (mapping.state is MappingState.MAPPED), f"a session's: {mapping.describe()}"
+            for number, part in mapping.parts.items():
+                assert books.parts.get(number) is part, "a mapping holds a part that is over"
+                assert part.mapping is mapping
+                assert part.state is (PartState.LOST if lost else PartState.POSTED), part.describe()
+    mappings = [mapping for worker in books.workers.values() for mapping in worker.mappings.values()]
+    parts = sum(len(mapping.parts) for mapping in mappings)
+    assert parts == len(books.parts), f"{len(books.parts)} parts are open, workers hold {parts}"
+
+
+def _check_sessions(books: Books) -> None:
+    for name, session in books.sessions.items():
+        assert session.session == name
+        assert session.instance.sessions.get(name) is session, "a session's instance does not know it"
+        assert books.instances.get(session.instance.epoch) is session.instance, "a session without instance"
+        if session.mapping is not None:
+            assert not session.instance.over, "a session of an ended epoch has a mapping"
+        assert not (session.lost and session.registered), "a registered session counts as lost"
+    attached = sum(len(instance.sessions) for instance in books.instances.values())
+    assert attached == len(books.sessions), "a session was lost"
+
+
+def _check_instance(books: Books, instance: Instance) -> None:
+    over = instance.state is InstanceState.FENCING
+    assert instance.state is not InstanceState.GONE, "a gone instance is kept"
+    assert books.instances.get(instance.epoch) is instance
+    assert (books.names.get(instance.name) is instance) == (not over), f"names: {instance.describe()}"
+    if over:
+        assert instance.mappings, "an ended instance without mappings is kept"
+        assert not instance.leases, "leases outlived their epoch"
+    complete = len(instance.ranks) == instance.world_size
+    assert (instance.digest is not None) == complete
+    ready = complete and all(session.registered for session in instance.ranks.values())
+    assert over or instance.live == ready, f"ready is {ready}: {instance.describe()}"
+    for rank, session in instance.ranks.items():
+        assert (session.rank, instance.sessions.get(session.session)) == (rank, session)
+    for mapping in instance.mappings:
+        assert mapping.worker.mappings.get(mapping.session.session) is mapping, "a mapping without worker"
+    plan_of = [instance.plans[lease.group] for lease in instance.leases.values()]
+    sizes = [len(lease.entries) for lease in instance.leases.values()]
+    leased = sum(count * plan.domain.block_bytes for count, plan in zip(sizes, plan_of, strict=True))
+    assert (instance.leased_blocks, instance.leased_bytes) == (sum(sizes), leased), "leases are miscounted"
+    assert instance.leased_bytes <= books.limits.leased_fraction_max * books.blocks.geometry.capacity_bytes
+    assert len(instance.leases) <= books.limits.leases_max
+    assert len(instance.transfers) <= books.limits.transfers_max
+    assert len(instance.ended) <= books.limits.terminal_kept
+    assert len(instance.expired) <= EXPIRED_KEPT
+    words = [transfer.part_word for transfer in instance.transfers.values()]
+    assert len(words) == len(set(words)), "two transfers share a part word"
+    assert set(words) == instance.words_in_use, "part words are not what transfers use"
+    assert all(0 < ticket <= instance.last_ticket for ticket in (*instance.transfers, *instance.ended))
+    assert not instance.transfers.keys() & instance.ended.keys(), "a transfer is active and has ended"
+
+
+# --- leases and transfers ---
+
+
+def _check_leases(books: Books) -> None:
+    for name, lease in books.leases.items():
+        assert lease.lease == name
+        assert lease.state is LeaseState.HELD, f"kept: {lease.describe()}"
+        assert lease.instance.leases.get(name) is lease
+    assert sum(len(instance.leases) for instance in books.instances.values()) == len(books.leases)
+
+
+def _check_transfer(books: Books, transfer: Transfer) -> None:
+    instance = transfer.instance
+    assert transfer.state in (TransferState.ACTIVE, TransferState.CLOSING), f"kept: {transfer.describe()}"
+    assert instance.transfers.get(transfer.ticket) is transfer
+    assert len(transfer.parts) == instance.world_size, "a rank has no part"
+    open_parts = [part for part in transfer.parts if part.state in OPEN_PARTS]
+    assert transfer.open_parts == len(open_parts), f"{transfer.open_parts} parts counted"
+    assert open_parts, f"all parts have ended: {transfer.describe()}"
+    for part in open_parts:
+        assert books.parts.get(part.part) is part, "an open part was forgotten"
+    spoiled = transfer.cause is not None
+    assert spoiled == (transfer.state is TransferState.CLOSING), transfer.describe()
+    bad = [part for part in transfer.parts if part.state in (PartState.FAILED, PartState.REVOKED)]
+    assert spoiled or not bad, "a part has failed and the transfer does not know"
+    assert (transfer.failed is not None) == bool(bad), "which blocks have failed is not known, or made up"
+    assert transfer.abandoned == instance.over, "abandoned exactly with its epoch"
+    asked = transfer.revoked or transfer.abandoned
+    assert (transfer.transfer in books.deadlines) != asked, "a deadline is watched in vain, or not at all"
+
+
+def _check_transfers_together(books: Books) -> None:
+    assert set(books.deadlines) <= set(books.transfers)
+    deadlines = [transfer.deadline_s for transfer in books.deadlines.values()]
+    assert deadlines == sorted(deadlines), "deadlines are out of order"
+    assert sum(len(instance.transfers) for instance in books.instances.values()) == len(books.transfers)
+    open_parts = sum(transfer.open_parts for transfer in books.transfers.values())
+    assert open_parts == len(books.parts), f"{len(books.parts)} parts open, transfers count {open_parts}"
