@@ -35,7 +35,6 @@ OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
 """Requests that wait for an answer; more are refused."""
-IDLE_TICK_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -169,14 +168,12 @@ class Session:
     def tick(self) -> float:
         """Sends a heartbeat if one is due. Returns the seconds until the next call must come.
 
-        Raises ConnectionLostError if the connection is known to be over.
+        Raises ConnectionLostError if there is no session, or the connection is known to be over.
         """
-        if self.ended is not None:
-            raise ConnectionLostError(self.ended)
-        self.words.reap()
         attachment = self._attachment
-        if attachment is None:
-            return IDLE_TICK_S
+        if self.ended is not None or attachment is None:
+            raise ConnectionLostError(self.ended or "the session is over")
+        self.words.reap()
         if attachment.heartbeat_due(self._clock()):
             self._send(_Heartbeat(), heartbeat=cache_pb2.Heartbeat())
         return attachment.next_heartbeat_in_s(self._clock())
