@@ -84,7 +84,7 @@ class HostPool:
         self.recovered = found.recovered
         self._quarantined = found.recovered.quarantined
         self._quarantined_writers = found.quarantined_writers
-        self._writers.sweep()
+        self._writers.sweep(np.unique(found.quarantined_writers).tolist())
         self.records.start_boot(self.boot_nonce)
         self.start = PoolStart(
             warm=not cold_reason,

@@ -157,7 +157,8 @@ def _same(
     for name in scalars:
         equal &= found[name][left] == found[name][right]
     for name in digests:
-        equal &= (found[name][left] == found[name][right]).all(axis=1)
+        words = found[name].view(np.uint64)
+        equal &= (words[left] == words[right]).all(axis=1)
     return equal
 
 

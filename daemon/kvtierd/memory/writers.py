@@ -87,9 +87,9 @@ class WriterTable:
         name = _read(self._entries, writer) if OWNER < writer < self.capacity else None
         return self._kernel_rebooted if name is None else proved_gone(name)
 
-    def sweep(self) -> None:
-        """Forget writers that are gone and that no slot in WRITING names."""
-        kept = {OWNER, *self._named_by_slots()}
+    def sweep(self, named: Iterable[int]) -> None:
+        """Forget writers that are gone, but those that slots in WRITING still name."""
+        kept = {OWNER, *named}
         for writer in np.flatnonzero(self._entries["pid"]).tolist():
             name = _read(self._entries, writer)
             if writer not in kept and (name is None or proved_gone(name)):

@@ -27,10 +27,10 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-def new_table(*named: int) -> tuple[npt.NDArray[np.uint8], WriterTable]:
-    """The bytes of an empty table, and the table; slots in WRITING name these writers."""
+def new_table() -> tuple[npt.NDArray[np.uint8], WriterTable]:
+    """The bytes of an empty table, and the table; no slot names a writer."""
     pool = np.zeros(HEADER_AREA, np.uint8)
-    return pool, WriterTable(pool, lambda: named)
+    return pool, WriterTable(pool, set)
 
 
 def stat_after_name(pid: int) -> list[str]:
@@ -70,13 +70,13 @@ def test_a_process_that_is_not_there_gets_no_id(process: subprocess.Popen[bytes]
 
 
 def test_sweeping_forgets_who_is_gone_and_keeps_who_is_named(process: subprocess.Popen[bytes]) -> None:
-    pool, table = new_table(2)
+    pool, table = new_table()
     table.set_owner(MINE)
     for pid in (process.pid, process.pid, MINE):
         table.register(pid)
     process.kill()
     process.wait()
-    table.sweep()
+    table.sweep({2})
     assert [entry(pool, writer)[:4] != bytes(4) for writer in range(4)] == [True, False, True, True]
 
 
