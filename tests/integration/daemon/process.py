@@ -1,6 +1,7 @@
 """A real kvtierd, as an operator starts it: its own process, sockets, pool and metrics."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -33,7 +34,7 @@ class Daemon:
             "log.format": "json",
             "server.drain_s": 10,
         } | {key.replace("__", "."): value for key, value in settings.items()}
-        flags = [f"--{key}={value}".replace(".", "-", 1).replace("_", "-") for key, value in _flags(given)]
+        flags = [f"--{re.sub('[._]', '-', key)}={value}" for key, value in _flags(given)]
         self._log = (run / f"log-{time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvtierd.cli", "serve", *flags],
