@@ -1,7 +1,6 @@
 #include "copy_plan.hpp"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "checksum.hpp"
@@ -65,6 +64,7 @@ CopyPlan::CopyPlan(std::byte* mapping, std::size_t mapping_bytes, std::vector<Pl
         // largest there are; checked all the same.
         if (add_overflows(slot_bytes_, plane.fragment_bytes, &slot_bytes_))
             refuse("fragment_bytes[", p, "] is ", plane.fragment_bytes, ": a slot would have more than 2^64 bytes");
+        whole_lines_ &= plane.fragment_bytes % kLineBytes == 0 && plane.fragment_bytes >= kStreamBytesMin;
     }
 }
 
@@ -91,8 +91,25 @@ void CopyPlan::check_blocks(Numbers block_ids, Numbers slots, Pool pool) const {
 void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums) const {
     check_blocks(block_ids, slots, pool);
     require_apart(slots, (slot_bytes_ + kPageBytes - 1) / kPageBytes, "slots", "overlaps");
-    StreamCopier copier(ops_);
-    if (checksums != nullptr) return gather_summed(block_ids, pool, slots, checksums, copier);
+    // A checksum can wait for one place in memory at a time, the copy for eight: so the copy comes first, and the checksum
+    // reads what it has left in the cache. Should the engine write in between, the checksum does not fit, and the block is
+    // never loaded.
+    Checksum checksum;
+    std::uint64_t summed_bytes = 0;
+    const auto sum = [&](const Piece* pieces, std::size_t count) {
+        for (std::size_t k = 0; k < count; ++k) {
+            checksum.update(pieces[k].from, pieces[k].bytes);
+            summed_bytes += pieces[k].bytes;
+            if (summed_bytes < slot_bytes_) continue;
+            *checksums++ = checksum.digest();
+            checksum.reset();
+            summed_bytes = 0;
+        }
+    };
+    // Of other fragments, or in a pool that is not aligned to lines, the pieces are not all there is.
+    const bool whole = whole_lines_ && reinterpret_cast<std::uintptr_t>(pool.data) % kLineBytes == 0;
+    const bool sum_pieces = checksums != nullptr && whole;
+    StreamCopier copier(ops_, sum_pieces ? StreamCopier::After(sum) : StreamCopier::After());
     for (std::size_t i = 0; i < block_ids.size(); ++i) {
         std::byte* to = pool.data + std::uint64_t{slots[i]} * kPageBytes;
         for (const Plane& plane : planes_) {
@@ -101,46 +118,7 @@ void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t
         }
     }
     copier.finish();
-}
-
-// A group of pieces is copied, and then read again for the checksums while it is still in the cache: the copy knows how to
-// wait for eight places in memory at once, the checksum only for one. Should the engine write in between, the checksum does
-// not fit, and the block is never loaded.
-void CopyPlan::gather_summed(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums,
-                             StreamCopier& copier) const {
-    struct Copied {
-        const std::byte* from;
-        std::size_t bytes;
-        bool ends_block;
-    };
-    std::array<Copied, kStreams> group;
-    std::size_t count = 0;
-    Checksum checksum;
-    const auto sum_group = [&] {
-        copier.drain();
-        for (std::size_t k = 0; k < count; ++k) {
-            checksum.update(group[k].from, group[k].bytes);
-            if (!group[k].ends_block) continue;
-            *checksums++ = checksum.digest();
-            checksum.reset();
-        }
-        count = 0;
-    };
-    for (std::size_t i = 0; i < block_ids.size(); ++i) {
-        std::byte* to = pool.data + std::uint64_t{slots[i]} * kPageBytes;
-        for (const Plane& plane : planes_) {
-            const std::byte* const from = mapping_ + plane.base_offset + block_ids[i] * plane.block_stride;
-            for (std::uint64_t done = 0; done < plane.fragment_bytes; done += kPieceBytes) {
-                const std::uint64_t bytes = std::min<std::uint64_t>(kPieceBytes, plane.fragment_bytes - done);
-                copier.add(to + done, from + done, bytes);
-                group[count++] = {from + done, bytes, &plane == &planes_.back() && done + bytes == plane.fragment_bytes};
-                if (count == kStreams) sum_group();
-            }
-            to += plane.fragment_bytes;
-        }
-    }
-    sum_group();
-    copier.finish();
+    if (checksums != nullptr && !sum_pieces) this->checksums(pool, slots, checksums);
 }
 
 void CopyPlan::scatter(Numbers block_ids, Pool pool, Numbers slots) const {

@@ -46,7 +46,6 @@ class CopyPlan {
     void checksums(Pool pool, Numbers slots, std::uint64_t* out) const;
 
    private:
-    void gather_summed(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums, StreamCopier& copier) const;
     void check_blocks(Numbers block_ids, Numbers slots, Pool pool) const;
     void check_slots(Pool pool, Numbers slots) const;
 
@@ -56,6 +55,7 @@ class CopyPlan {
     std::uint64_t num_blocks_;
     const StreamOps& ops_;
     std::uint64_t slot_bytes_ = 0;
+    bool whole_lines_ = true;  // every fragment consists of whole cache lines, and enough of them to be streamed
 };
 
 }  // namespace kvtier

@@ -7,9 +7,7 @@ namespace kvtier {
 
 namespace {
 
-// Below this a fragment's lines are written the usual way: there is not enough of it to pay for the unaligned ends.
-constexpr std::size_t kStreamBytesMin = 512;
-// Of each piece, fetched when it is added; by the time its group is copied, its address is translated and data has come.
+// Of each piece, fetched when it is added.
 constexpr std::size_t kFetchBytes = 256;
 
 }  // namespace
@@ -40,8 +38,21 @@ void StreamCopier::add(std::byte* to, const std::byte* from, std::size_t bytes) 
         const std::size_t piece = std::min(kPieceBytes, end - start);
         for (std::size_t i = 0; i < std::min(kFetchBytes, piece); i += kLineBytes) __builtin_prefetch(from + start + i);
         pieces_[count_++] = {to + start, from + start, piece};
-        if (count_ == kStreams) flush();
+        if (count_ == pieces_.size()) copy_first(kStreams);
     }
+}
+
+void StreamCopier::copy_first(std::size_t count) {
+    ops_.copy(pieces_.data(), count);
+    if (after_) after_(pieces_.data(), count);
+    std::copy(pieces_.begin() + static_cast<std::ptrdiff_t>(count), pieces_.begin() + static_cast<std::ptrdiff_t>(count_),
+              pieces_.begin());
+    count_ -= count;
+}
+
+void StreamCopier::finish() {
+    while (count_ != 0) copy_first(std::min(count_, kStreams));
+    ops_.fence();
 }
 
 }  // namespace kvtier

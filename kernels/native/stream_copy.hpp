@@ -9,6 +9,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 namespace kvtier {
@@ -41,33 +43,31 @@ const StreamOps& stream_ops_avx512();
 // The variants that this processor can run, fastest first.
 const std::vector<const StreamOps*>& stream_variants();
 
-// Collects fragments and copies them in groups. Nothing is promised to be copied before finish().
+// Fragments shorter than this are written the usual way: there is not enough of them to pay for the unaligned ends.
+constexpr std::size_t kStreamBytesMin = 512;
+
+// Collects fragments and copies them in groups. One group waits while the next is collected: by the time it is copied, the
+// addresses of its pieces are translated and their first lines have come. Nothing is promised to be copied before finish().
 class StreamCopier {
    public:
-    explicit StreamCopier(const StreamOps& ops) : ops_(ops) {}
+    // `after`, if not empty, sees each group's pieces when they have just been copied and their sources are in the cache.
+    using After = std::function<void(const Piece* pieces, std::size_t count)>;
+
+    explicit StreamCopier(const StreamOps& ops, After after = {}) : ops_(ops), after_(std::move(after)) {}
     StreamCopier(const StreamCopier&) = delete;
     StreamCopier& operator=(const StreamCopier&) = delete;
 
     // The two must not overlap each other, nor the target any other fragment added before finish().
     void add(std::byte* to, const std::byte* from, std::size_t bytes);
-    // Copies what is left.
-    void drain() {
-        if (count_ != 0) flush();
-    }
     // Copies what is left; all stores are ordered before any store that follows.
-    void finish() {
-        drain();
-        ops_.fence();
-    }
+    void finish();
 
    private:
-    void flush() {
-        ops_.copy(pieces_.data(), count_);
-        count_ = 0;
-    }
+    void copy_first(std::size_t count);
 
     const StreamOps& ops_;
-    std::array<Piece, kStreams> pieces_;
+    After after_;
+    std::array<Piece, 2 * kStreams> pieces_;
     std::size_t count_ = 0;
 };
 

@@ -72,12 +72,24 @@ sizes = st.one_of(
     st.integers(1, 700),
     st.sampled_from([511, 512, 513, 1024, 4095, 4096, 4097, 4352, 8192, 9000, 18432, 40000]),
 )
+# Whole cache lines: what engines have, and what is copied and summed piece by piece.
+line_sizes = st.one_of(
+    st.integers(8, 80).map(lambda lines: 64 * lines), st.sampled_from([8192, 18432, 65536])
+)
+
+
+def at_offset(offset: int, content: U8) -> U8:
+    """The same content at an address this far from a page: 0 is how a real pool lies."""
+    room = np.zeros(len(content) + 2 * PAGE_BYTES, np.uint8)
+    start = -room.ctypes.data % PAGE_BYTES + offset
+    room[start : start + len(content)] = content
+    return room[start : start + len(content)]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Planes one after the other or interleaved block by block, with gaps, at any alignment."""
-    planes = draw(st.lists(sizes, min_size=1, max_size=6))
+    planes = draw(st.lists(draw(st.sampled_from([sizes, line_sizes])), min_size=1, max_size=6))
     num_blocks = draw(st.integers(1, 5))
     offset = draw(st.integers(0, 130))
     gap = draw(st.sampled_from([0, 0, 1, 64, 77]))
@@ -93,6 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     pages = -(-sum(planes) // PAGE_BYTES)
     chosen = draw(st.permutations(range(num_blocks)))[: draw(st.integers(0, num_blocks))]
     places = draw(st.permutations(range(num_blocks)))[: len(chosen)]
+    pool_bytes = PAGE_BYTES * (1 + pages * num_blocks)
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     return Case(
         mapping=random.integers(0, 256, mapping_bytes, dtype=np.uint8),
@@ -100,7 +113,9 @@ def cases(draw: st.DrawFn) -> Case:
         strides=strides,
         sizes=planes,
         num_blocks=num_blocks,
-        pool=random.integers(0, 256, PAGE_BYTES * (1 + pages * num_blocks), dtype=np.uint8),
+        pool=at_offset(
+            draw(st.sampled_from([0, 0, 1, 32])), random.integers(0, 256, pool_bytes, dtype=np.uint8)
+        ),
         block_ids=u32(*chosen),
         slots=u32(*(1 + pages * place for place in places)),
     )
