@@ -1,0 +1,79 @@
+"""A real daemon and a plain client for the benchmarks that go end to end."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvtier import Client, Group, Namespace, Plane, SharedBuffer
+
+from tests.integration.daemon.process import Daemon
+
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Rig:
+    """One daemon with one client, ready."""
+
+    daemon: Daemon
+    client: Client
+    memory: SharedBuffer
+
+
+@contextmanager
+def rig(*, num_blocks: int, planes: int, fragment_bytes: int, pool_size: str) -> Iterator[Rig]:
+    """Starts both; the engine's cache has `planes` planes with `fragment_bytes` of each block."""
+    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    shm = Path(tempfile.mkdtemp(prefix="kvtier-test-bench-", dir="/dev/shm"))
+    daemon = Daemon(run, shm / "pool", pool__size=pool_size, pool__extent_size="16MiB")
+    try:
+        with SharedBuffer.create(num_blocks * planes * fragment_bytes) as memory:
+            group = Group(
+                block_tokens=16,
+                num_blocks=num_blocks,
+                planes=tuple(
+                    Plane(
+                        fragment_bytes=fragment_bytes,
+                        base_offset=plane * num_blocks * fragment_bytes,
+                        block_stride_bytes=fragment_bytes,
+                    )
+                    for plane in range(planes)
+                ),
+            )
+            namespace = Namespace(model="bench", kv_dtype="uint8", hash_scheme="sha256")
+            client = Client(
+                instance="bench", namespace=namespace, groups=[group], memory=memory, socket=daemon.socket
+            )
+            with client:
+                if not client.wait_ready(DEADLINE_S):
+                    raise RuntimeError(f"the client did not become ready: {client.status.why}")
+                yield Rig(daemon, client, memory)
+    finally:
+        daemon.kill()
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(shm, ignore_errors=True)
+
+
+def hashes_of(family: str, count: int) -> list[bytes]:
+    return [hashlib.sha256(f"{family}/{i}".encode()).digest() for i in range(count)]
+
+
+def microseconds(call: Callable[[], object], times: int, warm_up: int = 20) -> npt.NDArray[np.float64]:
+    """How long each of `times` calls took."""
+    for _ in range(min(warm_up, times)):
+        call()
+    taken = np.empty(times)
+    for i in range(times):
+        start = time.perf_counter_ns()
+        call()
+        taken[i] = time.perf_counter_ns() - start
+    return taken / 1e3

@@ -1,0 +1,119 @@
+"""Lookups over gRPC: unary and on the session stream, p50 and p99, and a small one behind a large one.
+
+    python -m tests.benchmarks.rpc [--json]
+
+`stream` is what the client library does; `unary` is the public API through a bare stub. All hashes hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+
+import numpy as np
+
+from tests.benchmarks.rig import DEADLINE_S, Rig, hashes_of, microseconds, rig
+from tests.integration.daemon.raw import RawSession
+
+SIZES = (1, 64, 1_024, 8_192)
+CALLS = {1: 1_500, 64: 1_000, 1_024: 600, 8_192: 150}
+PAGE = 4_096
+STORED = max(SIZES)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Lookups over gRPC.")
+    parser.add_argument("--json", action="store_true", help="only one JSON object")
+    arguments = parser.parse_args()
+    with rig(num_blocks=STORED, planes=1, fragment_bytes=PAGE, pool_size="128MiB") as running:
+        figures = measure(running)
+    if not arguments.json:
+        for name, value in figures.items():
+            print(f"{name:<44} {value:>12,.1f}")
+    print(json.dumps(figures))
+    return 0
+
+
+def measure(running: Rig) -> dict[str, float]:
+    """Every figure, in one run."""
+    hashes = hashes_of("bench", STORED)
+    for first in range(0, STORED, 1_024):
+        batch = slice(first, first + 1_024)
+        if not running.client.store(hashes[batch], list(range(STORED))[batch]).wait(DEADLINE_S).done:
+            raise RuntimeError("a store failed")
+    joined = b"".join(hashes)
+    figures: dict[str, float] = {}
+    for size in SIZES:
+        wanted = joined[: size * 32]
+        check_hits(running, wanted, size)
+        taken = microseconds(
+            lambda wanted=wanted: running.client.lookup(wanted, timeout_s=DEADLINE_S),  # type: ignore[misc]
+            CALLS[size],
+        )
+        report(figures, f"lookup_grpc_stream_{size}", taken)
+    with Unary(running, joined) as unary:
+        for size in SIZES:
+            wanted = joined[: size * 32]
+            if unary.lookup(wanted) != size:
+                raise RuntimeError("not all hashes hit")
+            taken = microseconds(lambda wanted=wanted: unary.lookup(wanted), CALLS[size])  # type: ignore[misc]
+            report(figures, f"lookup_grpc_unary_{size}", taken)
+        behind(figures, running, unary, joined)
+    return figures
+
+
+def check_hits(running: Rig, wanted: bytes, size: int) -> None:
+    """So that no figure is that of a miss."""
+    hits = running.client.lookup(wanted, timeout_s=DEADLINE_S).hits
+    if hits != size:
+        raise RuntimeError(f"{hits} of {size} hashes hit")
+
+
+def report(figures: dict[str, float], name: str, taken: np.ndarray) -> None:
+    figures[f"{name}_p50_us"] = float(np.percentile(taken, 50))
+    figures[f"{name}_p99_us"] = float(np.percentile(taken, 99))
+
+
+class Unary:
+    """The public API: a session of its own, made of generated stubs, with as many blocks stored."""
+
+    def __init__(self, running: Rig, joined: bytes) -> None:
+        self._session = RawSession(running.daemon.socket, fragments=(PAGE,), num_blocks=STORED)
+        self._session.ready(instance="bench-unary")
+        for first in range(0, STORED, 1_024):
+            ids = list(range(first, first + 1_024))
+            self._session.store(joined[first * 32 : (first + 1_024) * 32], ids)
+
+    def lookup(self, hashes: bytes) -> int:
+        request = self._session.lookup_request(hashes, session=self._session.ref())
+        return self._session.stub.Lookup(request, timeout=DEADLINE_S).answers[0].hits
+
+    def __enter__(self) -> Unary:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._session.close()
+
+
+def behind(figures: dict[str, float], running: Rig, unary: Unary, joined: bytes) -> None:
+    """One-hash calls while another connection keeps looking up 8,192 hashes, one call after another."""
+    over = threading.Event()
+
+    def keep_busy() -> None:
+        while not over.is_set():
+            running.client.lookup(joined, timeout_s=DEADLINE_S)
+
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    try:
+        taken = microseconds(lambda: unary.lookup(joined[:32]), CALLS[1])
+    finally:
+        over.set()
+        thread.join()
+    report(figures, "lookup_one_behind_8192", taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
