@@ -101,6 +101,11 @@ class ClientBase(ABC):
         self._lock = threading.Lock()
         self._session = Session(spec, clock=time.monotonic, make_event=make_event, release=self._release)
 
+    @property
+    def instance(self) -> str:
+        """Name of the engine instance."""
+        return self._session.spec.instance
+
     # --- observing
     # ----------------------------------------------------------------------------------------------------
 

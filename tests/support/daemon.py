@@ -1,0 +1,86 @@
+"""One place (sockets, pool) and the daemons that live there one after another: killed, stopped, restarted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from kvtier.v1 import admin_pb2
+
+from tests.integration.daemon.process import Daemon, until
+
+__all__ = ["DaemonHost", "until"]
+
+
+class DaemonHost:
+    """Starts `kvtierd serve` on the same sockets and the same pool as often as wanted."""
+
+    def __init__(self, run: Path, pool: Path, **settings: object) -> None:
+        """`settings` as `pool__size="1GiB"`. Nothing is started yet."""
+        self._run = run
+        self._pool = pool
+        self._settings = settings
+        self._daemon: Daemon | None = None
+        self._frozen: list[int] = []
+
+    @property
+    def socket(self) -> Path:
+        """What a client is given."""
+        return self._run / "kvtierd.sock"
+
+    @property
+    def daemon(self) -> Daemon:
+        """The one that runs."""
+        assert self._daemon is not None, "no daemon was started"
+        return self._daemon
+
+    def start(self) -> None:
+        """Returns when it serves; fails after a deadline with its log."""
+        assert self._daemon is None, "the daemon runs already"
+        self._daemon = Daemon(self._run, self._pool, **self._settings)
+
+    def kill9(self) -> None:
+        """SIGKILL to the front, which is gone when this returns; its copy workers end by themselves."""
+        self.thaw()
+        self.daemon.kill()
+        self._daemon = None
+
+    def restart(self) -> None:
+        """kill -9, and a new one on the same pool."""
+        self.kill9()
+        self.start()
+
+    def stop(self) -> None:
+        """SIGTERM, if it runs."""
+        self.thaw()
+        if self._daemon is not None:
+            self._daemon.stop()
+            self._daemon = None
+
+    def freeze(self, *, workers: bool = False) -> None:
+        """SIGSTOP to the front, and to its copy workers if asked."""
+        pids = [self.daemon.pid, *([worker.pid for worker in self.status().workers] if workers else [])]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        self._frozen = pids
+
+    def thaw(self) -> None:
+        """SIGCONT to what was frozen."""
+        for pid in self._frozen:
+            os.kill(pid, signal.SIGCONT)
+        self._frozen = []
+
+    def kill_worker(self) -> int:
+        """SIGKILL to the live copy worker; returns its pid."""
+        [worker] = [worker for worker in self.status().workers if worker.state == "live"]
+        os.kill(worker.pid, signal.SIGKILL)
+        return int(worker.pid)
+
+    def status(self) -> admin_pb2.StatusResponse:
+        """Admin.Status."""
+        return self.daemon.status()
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by name, with its labels' values after a dot."""
+        return self.daemon.metrics()
