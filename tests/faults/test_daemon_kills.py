@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from kvtier import Transfer
 
 from tests.faults.campaigns.content import hashes_of, wrong_blocks
 from tests.faults.campaigns.engine import PlainEngine
@@ -27,8 +28,8 @@ def store_until_killed(
     engine: PlainEngine, daemon: Daemon, chance: random.Random, family: str
 ) -> tuple[list[list[bytes]], list[list[bytes]]]:
     """Submits stores, kills the daemon at a random moment. Returns batches seen DONE, and all the others."""
-    batches = []
-    transfers = []
+    batches: list[list[bytes]] = []
+    transfers: list[Transfer] = []
     kill_after = chance.randrange(1, IN_FLIGHT * 4)
     pause_s = chance.random() * 0.004
     for number in range(kill_after):
