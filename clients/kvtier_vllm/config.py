@@ -1,0 +1,64 @@
+"""What a user may set in `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ConnectorConfigError(ValueError):
+    """A setting that cannot be used; the message names it, what was found, and what to write instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one engine's connector, the same in all its processes."""
+
+    socket: str = ""
+    """The daemon's socket. Empty: KVTIER_SOCKET, else where kvtierd listens by default."""
+    tenant: str = ""
+    """Blocks are never shared between tenants."""
+    salt: str = ""
+    """Free text that must be equal for blocks to be shared."""
+    weights_revision: str = ""
+    """Name of the weights, changed whenever they change. Empty: found out, from the files or the hub."""
+    store: bool = True
+    """Whether this engine's blocks are stored."""
+    load: bool = True
+    """Whether stored blocks are looked up and loaded."""
+    lookup_budget_ms: float = 2.0
+    """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
+    in the next step."""
+    load_start_deadline_s: float = 2.0
+    """A load that has not started this long after it may is given up, and its tokens are computed. The same
+    goes for stores that keep a finished request's blocks."""
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
+        """Raises ConnectorConfigError for the first key or value that cannot be used."""
+        fields = {field.name: field.default for field in dataclasses.fields(cls)}
+        for name, value in extra_config.items():
+            if name not in fields:
+                nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)[0]
+                raise ConnectorConfigError(
+                    f"kv_connector_extra_config: unknown setting {name!r}; the nearest one is {nearest!r}"
+                )
+            _check(name, value, fields[name])
+        return cls(**extra_config)
+
+
+def _check(name: str, value: object, default: object) -> None:
+    if isinstance(default, bool):
+        expected, good = "true or false", isinstance(value, bool)
+    elif isinstance(default, str):
+        expected, good = "text", isinstance(value, str)
+    else:
+        expected = "a number that is not negative"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        good = is_number and math.isfinite(value) and value >= 0  # type: ignore[arg-type,operator]
+    if not good:
+        raise ConnectorConfigError(f"kv_connector_extra_config: {name}={value!r}: write {expected}")

@@ -1,0 +1,304 @@
+"""The vLLM connector: `--kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path":
+"kvtier_vllm.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'`.
+
+A thin shell around `scheduler.SchedulerSide` and `worker.WorkerSide`. An engine never fails because of it:
+what goes wrong here disables the connector for the rest of the engine's life, with one warning, and the
+engine serves on without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import vllm
+from kvtier import Client, Group, Namespace, Role
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
+from kvtier_vllm.link import Link
+from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
+from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive
+from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+# A child of vLLM's own logger: its handlers and format apply.
+log = init_logger("vllm.kvtier")
+
+ATTACH_WAIT_S = 1.0
+"""How long the start of an engine may wait for the daemon, so that its first requests can hit already."""
+
+_Result = TypeVar("_Result")
+_Other = TypeVar("_Other")
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """One process's share of an engine's connection to kvtierd."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ConnectorConfigError, and nothing else of ours, for settings that cannot be used."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        self._off: str | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._step_without_us = 0
+        try:
+            self._identity = _Identity(vllm_config, self._config)
+            if role is KVConnectorRole.SCHEDULER:
+                _warn_of_failure_policy(transfer)
+                block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                self._scheduler = SchedulerSide(self._config, block_tokens, self._connect_scheduler, log)
+                self._scheduler.link.wait_ready(ATTACH_WAIT_S)
+            else:
+                self._worker = WorkerSide(self._config, self._connect_rank, log)
+        except Exception as error:
+            self._disable(error)
+        if self._is_off:  # found out in the background, while this was being made
+            self._stop_sides()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost is a miss later, nothing more."""
+        return False
+
+    # --- the scheduler's hooks
+    # ------------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        side = self._scheduler
+        if side is None or self._is_off:
+            return 0, False
+        tokens: int | None = self._guard(lambda: side.match(request, num_computed_tokens), 0)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        side = self._scheduler
+        if side is None:
+            return
+        if not self._is_off:
+            failed = object()
+            if (
+                self._guard(
+                    lambda: side.allocated(request, blocks.get_block_ids()[0], num_external_tokens), failed
+                )
+                is not failed
+            ):
+                return
+        if num_external_tokens:
+            side.promise_failed(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        side = self._scheduler
+        if side is None:
+            self._step_without_us += 1
+            return KvtierMetadata(step=self._step_without_us, stopped=True)
+        self._guard(lambda: side.plan_step(scheduler_output), None)
+        return side.take_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        side = self._scheduler
+        if side is not None:
+            self._guard(lambda: side.results(connector_output), None)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        side = self._scheduler
+        return side is not None and self._guard(lambda: side.finished(request.request_id), False), None
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        side = self._scheduler
+        if side is None or self._is_off:
+            return True  # nothing of ours is ever served again
+        self._guard(side.reset, None)
+        return True
+
+    # --- the worker's hooks
+    # ------------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        side = self._worker
+        if side is None or self._is_off:
+            return None
+        return self._guard(lambda: side.memory_context(self._kv_cache_config), None)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        side = self._worker
+        if side is not None and not self._is_off:
+            self._guard(lambda: side.register(kv_caches, self._kv_cache_config), None)
+            if side.link is not None:
+                side.link.wait_ready(ATTACH_WAIT_S)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        side = self._worker
+        if side is not None and isinstance(kv_connector_metadata, KvtierMetadata):
+            self._guard(lambda: side.fence(kv_connector_metadata), None)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        side = self._worker
+        if side is not None and isinstance(connector_metadata, KvtierMetadata):
+            self._guard(lambda: side.begin(connector_metadata), None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads were let go when the metadata was bound, before the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No request computes before all of its blocks are loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        side = self._worker
+        if side is not None:
+            self._guard(side.end, None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        side = self._worker
+        results = None if side is None else self._guard(side.poll, None)
+        if results is None:
+            return KVConnectorTransferResults()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        side = self._worker
+        return set() if side is None else side.take_errors()
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                self._guard(side.close, None)
+
+    # --- inside
+    # ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_off(self) -> bool:
+        return self._off is not None
+
+    def _guard(self, call: Callable[[], _Result], otherwise: _Other) -> _Result | _Other:
+        """What `call` returns; if it fails, the connector is disabled, and this is `otherwise`."""
+        try:
+            return call()
+        except Exception as error:
+            self._disable(error)
+            return otherwise
+
+    def _disable(self, error: Exception) -> None:
+        first = self._off is None
+        self._off = f"{type(error).__name__}: {error}"
+        if first:
+            expected = isinstance(error, (UnsupportedConfiguration, NotShareable))
+            log.warning(
+                "kvtier is off for this engine, which serves on without it: %s",
+                error if expected else self._off,
+                exc_info=None if expected else error,
+            )
+        self._stop_sides()
+
+    def _stop_sides(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                try:
+                    side.stop()
+                except Exception:
+                    log.exception("kvtier: the connection could not be ended")
+
+    def _connect_scheduler(self, generation: int) -> Link:
+        return Link(lambda: self._identity.client(generation, Role.SCHEDULER), self._disable)
+
+    def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: SharedKVMemory) -> Link:
+        return Link(lambda: self._identity.client(generation, Role.RANK, groups, memory), self._disable)
+
+
+class _Identity:
+    """Who this engine is for the daemon."""
+
+    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._derived: EngineNamespace | None = None
+
+    def client(
+        self,
+        generation: int,
+        role: Role,
+        groups: tuple[Group, ...] = (),
+        memory: SharedKVMemory | None = None,
+    ) -> Client:
+        """A client of this process. Slow: may read the model's weights. Raises UnsupportedConfiguration."""
+        parallel = self._vllm_config.parallel_config
+        engine = self._vllm_config.kv_transfer_config.engine_id
+        return Client(
+            # A generation is an instance of its own, so that its processes never meet those of the one
+            # before.
+            instance=f"{engine}-dp{parallel.data_parallel_rank}" + (f"-g{generation}" if generation else ""),
+            namespace=self._namespace(generation),
+            role=role,
+            rank=parallel.rank if role is Role.RANK else 0,
+            world_size=parallel.world_size,
+            groups=groups,
+            memory=memory,
+            socket=self._config.socket or None,
+            doorbells=DOORBELLS,
+            program=f"kvtier-vllm {importlib.metadata.version('kvtier')} (vLLM {vllm.__version__})",
+        )
+
+    def _namespace(self, generation: int) -> Namespace:
+        if self._derived is None:
+            config = self._config
+            self._derived = derive(
+                self._vllm_config, vllm.__version__, config.tenant, config.salt, config.weights_revision
+            )
+        fields = dataclasses.asdict(self._derived) | {"generation": generation}
+        return Namespace(**fields)
+
+
+def _warn_of_failure_policy(transfer: Any) -> None:
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        log.warning(
+            "kvtier: kv_load_failure_policy is %r: a request whose blocks cannot be loaded fails instead of "
+            'being computed; set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+            policy,
+        )

@@ -1,0 +1,63 @@
+"""A kvtier client that is made in the background: finding out a namespace may read all of a model's
+weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvtier import Client
+
+CLOSE_TIMEOUT_S = 1.0
+POLL_S = 0.02
+
+
+class Link:
+    """Makes one client in a thread of its own, and owns it. No call waits unless it says so."""
+
+    def __init__(self, make: Callable[[], Client], on_refused: Callable[[Exception], None]) -> None:
+        """Starts at once. `make` runs in the thread; what it raises goes to `on_refused`, also there."""
+        self._make = make
+        self._on_refused = on_refused
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def client(self) -> Client | None:
+        """None until it is made, and if it cannot be."""
+        return self._client
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Waits until the client works, at most `timeout_s`; not at all for a daemon that is not there."""
+        deadline_s = time.monotonic() + timeout_s
+        self._thread.join(timeout_s)
+        client = self._client
+        while client is not None and time.monotonic() < deadline_s:
+            if client.wait_ready(POLL_S):
+                return True
+            if client.status.last_error:
+                break
+        return False
+
+    def close(self, timeout_s: float) -> bool:
+        """Closes the client, now or as soon as it is made. True if no copy touches our memory any more."""
+        with self._lock:
+            self._closed = True
+            client = self._client
+        return client is None or client.close(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            client = self._make()
+        except Exception as error:
+            self._on_refused(error)
+            return
+        with self._lock:
+            self._client = client
+            closed = self._closed
+        if closed:
+            client.close(CLOSE_TIMEOUT_S)

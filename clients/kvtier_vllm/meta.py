@@ -1,0 +1,53 @@
+"""What the scheduler's side tells the workers' side, once per step. Plain values: they are pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier import PartRef
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+LOAD_DOORBELL = 0
+"""Rung with the step's number when the step's new blocks may be written."""
+STORE_DOORBELL = 1
+"""Rung with the step's number when what the step computes is in place."""
+DOORBELLS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A load to follow, and to report once as finished."""
+
+    request: str
+    part: PartRef | None
+    """None: it was refused; report it as failed."""
+    block_ids: tuple[int, ...]
+    """Where it goes. Empty if unknown: then all of the request's blocks count as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """A store to follow: the request's blocks are being read until its part is over."""
+
+    request: str
+    part: PartRef
+
+
+@dataclass(slots=True)
+class KvtierMetadata(KVConnectorMetadata):
+    """One step."""
+
+    step: int
+    """Rises by one with every step."""
+    generation: int = 0
+    """Of the namespace: another one means that workers attach anew."""
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+    revoke: list[PartRef] = field(default_factory=list)
+    """Parts nobody waits for any more: refused by the daemon, or their request was aborted."""
+    fence: list[PartRef] = field(default_factory=list)
+    """Stores whose blocks are given to others in this step: nothing may read them when it begins."""
+    held: list[str] = field(default_factory=list)
+    """Finished requests whose blocks vLLM keeps until they are reported as sent."""
+    stopped: bool = False
+    """The scheduler's side was disabled: end what has not started, report what is open."""

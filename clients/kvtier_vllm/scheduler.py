@@ -1,0 +1,303 @@
+"""The scheduler's side: looks up, submits loads and stores, and tells the workers which parts to follow.
+
+Whatever happens, every load that was promised to vLLM reaches the workers in the next metadata, so that its
+request is reported and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier import Client, Doorbell, KvtierError, Transfer
+
+from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.link import Link
+from kvtier_vllm.matching import Grant, Matcher
+from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
+from kvtier_vllm.storing import Storer, StoreState
+
+BLOCKS_LOADED_MAX = 8_192
+"""Of one request: what the daemon takes in one transfer by default. The rest is computed."""
+LOOKUPS_WITHOUT_HIT = 100
+"""After as many the log says once what this engine's namespace is."""
+CLOSE_TIMEOUT_S = 1.0
+
+Connect = Callable[[int], Link]
+"""Makes the client's link for a generation of the namespace."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    transfer: Transfer | None
+    block_ids: frozenset[int]
+    hashes: Sequence[bytes]
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request that vLLM has not finished."""
+
+    request: Any
+    stores: StoreState = field(default_factory=StoreState)
+    preemptions: int = 0
+    load: _Load | None = None
+    may_load: bool = True
+    """False from the submission of a load until its success is reported, so for ever after a failure."""
+    matched_at: int = 0
+    """Blocks of the engine's own, when it was last asked about."""
+
+
+class SchedulerSide:
+    """Called by vLLM's scheduler, from one thread. Nothing here waits longer than the lookup budget."""
+
+    def __init__(
+        self, config: ConnectorConfig, block_tokens: int, connect: Connect, log: logging.Logger
+    ) -> None:
+        """Attaches in the background."""
+        self._config = config
+        self._block_tokens = block_tokens
+        self._connect = connect
+        self._log = log
+        self._generation = 0
+        self._link = connect(0)
+        self._matcher = Matcher(config.lookup_budget_ms / 1e3)
+        self._storer = Storer()
+        self._requests: dict[str, _Request] = {}
+        self._epoch: int | None = None
+        self._step = 1
+        self._out = KvtierMetadata(step=1)
+        self._stopped = False
+        self._told = False
+
+    @property
+    def link(self) -> Link:
+        """The client in use."""
+        return self._link
+
+    # --- what vLLM asks
+    # ------------------------------------------------------------------------------------------------------
+
+    def match(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
+        tracked = self._track(request)
+        client = self._ready_client()
+        if client is None or not self._config.load or not tracked.may_load:
+            self._matcher.drop(request.request_id)
+            return 0
+        local, rest = divmod(num_computed_tokens, self._block_tokens)
+        if rest:
+            return 0
+        tracked.matched_at = local
+        # The last token is always computed, and never into a loaded block, as with the engine's own hits.
+        total = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+        total = min(total, local + BLOCKS_LOADED_MAX)
+        blocks = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
+        return None if blocks is None else blocks * self._block_tokens
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """vLLM made room for what `match` promised, or (0) goes on without."""
+        tracked = self._track(request)
+        grant = self._matcher.take(request.request_id)
+        if num_external_tokens == 0:
+            self._give_back(grant)
+            return
+        tracked.may_load = False
+        count = num_external_tokens // self._block_tokens
+        first = tracked.matched_at
+        targets = tuple(block_ids[first : first + count])
+        if len(targets) != count or num_external_tokens % self._block_tokens or 0 in targets:
+            raise RuntimeError(f"{count} blocks to load, but {len(targets)} of {len(block_ids)} are for them")
+        transfer = self._submit_load(grant, targets, first)
+        tracked.load = _Load(transfer, frozenset(targets), request.block_hashes[first : first + count])
+        part = None if transfer is None else transfer.part
+        self._out.loads.append(LoadOrder(request.request_id, part, targets))
+
+    def promise_failed(self, request_id: str) -> None:
+        """A load was promised to vLLM and could not be submitted: have it reported as failed."""
+        if not any(order.request == request_id for order in self._out.loads):
+            self._out.loads.append(LoadOrder(request_id, None, ()))
+
+    def plan_step(self, output: Any) -> None:
+        """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
+        self._forget_preempted()
+        if self._stopped:
+            return
+        client = self._ready_client()
+        self._out.revoke += self._storer.poll()
+        self._take_in_loads()
+        if client is not None and self._config.store:
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None:
+                    self._store_full_blocks(client, tracked, scheduled, output)
+        if not self._told:
+            self._tell_why_nothing_hits(client)
+
+    def take_metadata(self) -> KvtierMetadata:
+        """What the workers are to know in this step; the next one begins. Never fails."""
+        out = self._out
+        out.stopped, out.generation = self._stopped, self._generation
+        self._step += 1
+        self._out = KvtierMetadata(step=self._step)
+        self._matcher.next_step()
+        return out
+
+    def results(self, output: Any) -> None:
+        """What the workers reported for a step."""
+        invalid = output.invalid_block_ids or ()
+        if invalid:
+            for tracked in self._requests.values():
+                if tracked.load is not None and not tracked.load.block_ids.isdisjoint(invalid):
+                    tracked.load.failed = True
+        for request_id in getattr(output, "failed_recving", None) or ():
+            tracked_or_none = self._requests.get(request_id)
+            if tracked_or_none is not None and tracked_or_none.load is not None:
+                tracked_or_none.load.failed = True
+        for request_id in output.finished_recving or ():
+            tracked_or_none = self._requests.get(request_id)
+            if tracked_or_none is None or tracked_or_none.load is None:
+                continue
+            load, tracked_or_none.load = tracked_or_none.load, None
+            if not load.failed:
+                tracked_or_none.may_load = True
+                self._storer.known.add(load.hashes)
+
+    def finished(self, request_id: str) -> bool:
+        """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
+        self._matcher.drop(request_id)
+        tracked = self._requests.pop(request_id, None)
+        if tracked is None:
+            return False
+        if tracked.load is not None:
+            # vLLM keeps the blocks until the load is reported as finished.
+            if tracked.load.transfer is not None and tracked.load.transfer.part is not None:
+                self._out.revoke.append(tracked.load.transfer.part)
+            return False
+        self._out.revoke += self._storer.poll()
+        if tracked.preemptions != tracked.request.num_preemptions:
+            self._out.fence += self._storer.forget_open(tracked.stores)
+        if not tracked.stores.open:
+            return False
+        self._out.held.append(request_id)
+        return True
+
+    def reset(self) -> None:
+        """What is stored no longer fits what this engine computes: it gets a namespace that nobody else
+        has."""
+        self._matcher.drop_all()
+        self._start_over()
+        self._link.close(CLOSE_TIMEOUT_S)
+        self._generation = secrets.randbits(63) | 1
+        if not self._stopped:
+            self._link = self._connect(self._generation)
+        self._log.info(
+            "kvtier: cache reset; this engine goes on in namespace generation %d", self._generation
+        )
+
+    def stop(self) -> None:
+        """Disables this side for good; `take_metadata` and `finished` go on."""
+        self._stopped = True
+        self._link.close(0)
+
+    def close(self) -> None:
+        """The engine shuts down."""
+        self._stopped = True
+        self._link.close(CLOSE_TIMEOUT_S)
+
+    # --- inside
+    # ------------------------------------------------------------------------------------------------------
+
+    def _track(self, request: Any) -> _Request:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = _Request(request, preemptions=request.num_preemptions)
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _ready_client(self) -> Client | None:
+        client = self._link.client
+        if client is None or self._stopped or not client.ready:
+            return None
+        epoch = client.epoch
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._start_over()
+        return client
+
+    def _start_over(self) -> None:
+        self._matcher.drop_all()
+        self._storer.start_over()
+        for tracked in self._requests.values():
+            tracked.stores.next_block = tracked.stores.failures = 0
+
+    def _submit_load(self, grant: Grant | None, targets: Sequence[int], first: int) -> Transfer | None:
+        client = self._link.client
+        if grant is None or client is None:
+            return None
+        try:
+            return client.load(
+                grant.lookup, targets, first=first - grant.first, doorbell=Doorbell(LOAD_DOORBELL, self._step)
+            )
+        except KvtierError as error:
+            self._log.warning("kvtier: a load was refused: %s", error)
+            self._give_back(grant)
+            return None
+
+    def _give_back(self, grant: Grant | None) -> None:
+        if grant is not None:
+            grant.lookup.release()
+
+    def _take_in_loads(self) -> None:
+        """Loads that the daemon refused after they were submitted: no worker will ever start them."""
+        for tracked in self._requests.values():
+            load = tracked.load
+            if load is None or load.transfer is None or load.failed:
+                continue
+            part = load.transfer.part
+            if part is not None and load.transfer.ended and not load.transfer.outcome.done:
+                load.failed = True
+                self._out.revoke.append(part)
+
+    def _forget_preempted(self) -> None:
+        for tracked in self._requests.values():
+            if tracked.preemptions != tracked.request.num_preemptions:
+                tracked.preemptions = tracked.request.num_preemptions
+                self._out.fence += self._storer.forget_open(tracked.stores)
+
+    def _store_full_blocks(self, client: Client, tracked: _Request, scheduled: int, output: Any) -> None:
+        request = tracked.request
+        full = min((request.num_computed_tokens + scheduled) // self._block_tokens, len(request.block_hashes))
+        if full <= tracked.stores.next_block or not self._storer.has_room:
+            return
+        table = output.kv_connector_block_state.get_block_ids(request.request_id)
+        if table is None or len(table[0]) < full or 0 in table[0][:full]:
+            return
+        order = self._storer.submit(
+            client, request.request_id, tracked.stores, request.block_hashes, table[0][:full], self._step
+        )
+        if order is not None:
+            self._out.stores.append(order)
+
+    def _tell_why_nothing_hits(self, client: Client | None) -> None:
+        """Once: a cache that never hits should not be silent."""
+        counters = self._matcher.counters
+        if counters.hits:
+            self._told = True
+        elif client is not None and counters.lookups >= LOOKUPS_WITHOUT_HIT:
+            self._told = True
+            status, stored = client.status, self._storer.counters
+            self._log.warning(
+                "kvtier: none of %d lookups found a block. Namespace %s holds blocks of engines with the same "
+                "model, weights, dtype, layout and hash scheme only; this engine stored %d blocks, %d stores "
+                "were refused. Last error: %s",
+                counters.lookups,
+                status.namespace_digest[:16],
+                stored.blocks,
+                stored.refused,
+                status.last_error or "none",
+            )
