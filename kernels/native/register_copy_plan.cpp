@@ -119,7 +119,7 @@ void register_copy_plan(nb::module_& module) {
         .def_prop_ro("planes", [](const BufferPlan& plan) { return plan.planes(); }, "Fragments per block.")
         .def("gather", &gather, "block_ids"_a, "pool"_a, "slots"_a, "checksums"_a = nb::none(),
              "Copies blocks to slots, uint32 of shape (n,) each; slots must not overlap. `checksums`, uint64 of shape (n,),\n"
-             "receives xxh3_64 of each slot's bytes at a few percent of the cost of reading them again.")
+             "receives xxh3_64 of each slot's bytes; that takes about half as long again, less than reading them later.")
         .def("scatter", &scatter, "block_ids"_a, "pool"_a, "slots"_a,
              "Copies slots to blocks; a block may come only once, a slot several times.")
         .def("checksums", &checksums, "pool"_a, "slots"_a, "xxh3_64 of each slot's bytes, uint64 of shape (n,).");

@@ -125,6 +125,15 @@ def test_a_condemned_block_is_not_found_ready_and_goes_with_its_last_pin(table: 
     assert table.owners(u32(5, 6)).tolist() == [NO_ENTRY, NO_ENTRY]
 
 
+def test_a_block_pinned_while_it_is_written_becomes_a_victim_only_when_unpinned(table: BlockTable) -> None:
+    table.pin(u32(3))
+    table.commit(u32(3))
+    assert table.victims(0, 9).tolist() == [0, 1]
+    table.check()
+    table.unpin(u32(3))
+    assert table.victims(0, 9).tolist() == [0, 1, 3]
+
+
 def test_a_removed_entry_returns_under_a_new_generation(table: BlockTable) -> None:
     before = int(table.generations(u32(5))[0])
     table.remove(u32(5))

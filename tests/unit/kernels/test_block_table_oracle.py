@@ -110,9 +110,9 @@ class Tables(RuleBasedStateMachine):
     def remove(self, picked: list[int], state: int) -> None:
         self.both("remove", self.fitting(picked, state, pins=0))
 
-    @rule(picked=picks, times=st.integers(1, 3))
-    def pin_and_maybe_more_than_once(self, picked: list[int], times: int) -> None:
-        entries = self.fitting(picked, oracle.READY)
+    @rule(picked=picks, times=st.integers(1, 3), state=st.sampled_from(list(oracle.NAMES)))
+    def pin_and_maybe_more_than_once(self, picked: list[int], times: int, state: int) -> None:
+        entries = self.fitting(picked, state)
         self.both("pin", np.tile(entries, times))
 
     @rule(order=st.randoms(use_true_random=False))
