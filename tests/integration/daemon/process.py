@@ -82,9 +82,23 @@ class Daemon:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
             return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
 
-    def descriptors(self) -> int:
-        """Open descriptors of the daemon's front."""
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+    def descriptors_of_clients(self) -> int:
+        """Descriptors of clients' memory that the daemon's front holds open."""
+        return sum(name.startswith("/memfd:kvtier-test-client") for name in self._descriptors())
+
+    def sockets(self) -> int:
+        """Sockets and pidfds that the daemon's front holds open."""
+        return sum(name.startswith(("socket:", "anon_inode:[pidfd]")) for name in self._descriptors())
+
+    def _descriptors(self) -> list[str]:
+        folder = Path(f"/proc/{self.pid}/fd")
+        names = []
+        for entry in list(folder.iterdir()):
+            try:
+                names.append(os.readlink(entry))
+            except FileNotFoundError:
+                pass  # closed meanwhile
+        return names
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -129,10 +129,11 @@ class AttachStream:
         return self.answer(self.post(**body))
 
     def event(self, kind: str) -> Any:
-        """The next event, which must be of this kind."""
-        response = self.events.get(timeout=DEADLINE_S)
-        assert response.WhichOneof("body") == kind, response
-        return getattr(response, kind)
+        """The next event of this kind; others before it are passed over."""
+        while True:
+            response = self.events.get(timeout=DEADLINE_S)
+            if response.WhichOneof("body") == kind:
+                return getattr(response, kind)
 
     def goodbye(self) -> str:
         """The reason in Goodbye, whatever comes before it."""

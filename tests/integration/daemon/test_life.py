@@ -9,8 +9,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from kvtier.v1 import cache_pb2, types_pb2
+from kvtier_kernels import PoolRecords
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.process import DEADLINE_S, Daemon, refused_start, until
@@ -50,7 +52,7 @@ class TestStart:
     @pytest.mark.parametrize(
         ("flag", "status", "parts"),
         [
-            ("--pool-size=8000TiB", 78, ["pool.size", "7.812 PiB", "file system"]),
+            ("--pool-size=8000TiB", 78, ["pool.size", "8000 TiB", "file system"]),
             ("--pool-size=100KiB", 78, ["pool.size", "100KiB", "at least"]),
             ("--server-group=nosuchgroup", 78, ["server.group", "nosuchgroup"]),
             ("--metrics-listen=127.0.0.1:99999", 78, ["metrics.listen"]),
@@ -112,27 +114,35 @@ class TestStop:
         session.attached.call(store=session.store_request(hashes(1), [0], **GATED))
         assert daemon.stop() == 0
 
-    def test_an_internal_error_poisons_it(self, daemon: Daemon, session: RawSession) -> None:
-        request = session.store_request(hashes(1), [0], **GATED)
-        session.attached.call(store=request)
-        _scribble_over_writing_slots(daemon.pool)
-        session.ring(0, 1)
+    def test_a_pool_changed_behind_its_back_poisons_it_and_the_next_one_is_warm(
+        self, start: Start, connect: Connect
+    ) -> None:
+        daemon, session = start(), connect().ready()
+        session.store(hashes(2), [0, 1])
+        take_free_slots_away(daemon.pool)
+        with pytest.raises(Refused) as refused:
+            session.attached.call(store=session.store_request(hashes(1, seed=2), [2]))
+        assert refused.value.reason == "INTERNAL"
         assert session.attached.goodbye() == "INTERNAL"
         assert daemon.wait() == 70
         assert "internal error" in daemon.log()
+        session.close()
+        start()
+        assert connect().ready().lookup(hashes(2)).answers[0].hits == 2
 
 
-def _scribble_over_writing_slots(pool: Path) -> None:
-    """What no process of ours does: frees the slots being written behind the daemon's back."""
-    import numpy as np
-    from kvtier_kernels import PoolRecords
-
-    memory = np.memmap(pool, np.uint8, "r+")
-    records = PoolRecords(np.asarray(memory))
-    found = records.scan()
-    writing = found["slots"][found["states"] == 1]
-    assert len(writing) > 0
-    records.free(writing)
+def take_free_slots_away(pool: Path) -> None:
+    """What no process of ours does: marks the free slots of extents in use as being written."""
+    memory = np.asarray(np.memmap(pool, np.uint8, "r+"))
+    records = PoolRecords(memory)
+    taken = set(records.scan()["slots"].tolist())
+    for extent in range(records.extents):
+        if (info := records.extent_info(extent)) is not None:
+            _, stride, count, offset = info
+            slots = np.array([(offset + i * stride) // 4096 for i in range(count)], np.uint32)
+            free = slots[[slot not in taken for slot in slots.tolist()]]
+            keys = np.zeros((len(free), 32), np.uint8)
+            records.open(free, 1, 1, 1, bytes(16), 0, 0, 1, keys, 1)
 
 
 class TestRestart:
