@@ -116,6 +116,8 @@ def test_pins_have_an_upper_bound_that_a_batch_cannot_slip_past(table: BlockTabl
 def test_a_condemned_block_is_not_found_ready_and_goes_with_its_last_pin(table: BlockTable) -> None:
     table.condemn(u32(2))
     assert table.lookup(1, hashes_of(1, start=2))[1].tolist() == [EVICTING]
+    assert table.victims(0, 9).tolist() == [0, 1]
+    table.check()
     with pytest.raises(ValueError, match="which has 1 pins"):
         table.remove(u32(2))
     table.unpin(u32(2))

@@ -106,6 +106,10 @@ class Tables(RuleBasedStateMachine):
     def begin_evict(self, picked: list[int]) -> None:
         self.both("begin_evict", self.fitting(picked, oracle.READY, pins=0))
 
+    @rule(picked=picks)
+    def condemn(self, picked: list[int]) -> None:
+        self.both("condemn", self.fitting(picked[:2], oracle.READY))
+
     @rule(picked=picks, state=st.sampled_from([oracle.WRITING, oracle.EVICTING]))
     def remove(self, picked: list[int], state: int) -> None:
         self.both("remove", self.fitting(picked, state, pins=0))
