@@ -292,9 +292,9 @@ class SchedulerSide:
             self._told = True
             status, stored = client.status, self._storer.counters
             self._log.warning(
-                "kvtier: none of %d lookups found a block. Namespace %s holds blocks of engines with the same "
-                "model, weights, dtype, layout and hash scheme only; this engine stored %d blocks, %d stores "
-                "were refused. Last error: %s",
+                "kvtier: none of %d lookups found a block. Namespace %s holds blocks of engines with the "
+                "same model, weights, dtype, layout and hash scheme only; this engine stored %d blocks, %d "
+                "stores were refused. Last error: %s",
                 counters.lookups,
                 status.namespace_digest[:16],
                 stored.blocks,
