@@ -188,8 +188,7 @@ class Client(ClientBase):
     ) -> None:
         await self.close()
 
-    # --- the session task
-    # ---------------------------------------------------------------------------------------------
+    # --- the session task ---
 
     async def _run(self) -> None:
         backoff = Backoff()
@@ -311,8 +310,7 @@ class Client(ClientBase):
         if self._side is not None:
             self._side.close()
 
-    # --- the stream's tasks
-    # -------------------------------------------------------------------------------------------
+    # --- the stream's tasks ---
 
     async def _write(self, stream: _Stream) -> None:
         try:

@@ -53,8 +53,7 @@ class Attachment:
         """Seconds until `heartbeat_due` must be asked again."""
         return max(0.0, self._next_heartbeat_s - now_s)
 
-    # --- registration
-    # -------------------------------------------------------------------------------------------------
+    # --- registration ---
 
     @property
     def registered(self) -> bool:
@@ -76,8 +75,7 @@ class Attachment:
         elif not self._stale_requests:
             self._registered = False
 
-    # --- limits
-    # -------------------------------------------------------------------------------------------------------
+    # --- limits ---
 
     @property
     def lookup_hashes_max(self) -> int:

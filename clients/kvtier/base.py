@@ -106,8 +106,7 @@ class ClientBase(ABC):
         """Name of the engine instance."""
         return self._session.spec.instance
 
-    # --- observing
-    # ----------------------------------------------------------------------------------------------------
+    # --- observing ---
 
     @property
     def status(self) -> ClientStatus:
@@ -127,8 +126,7 @@ class ClientBase(ABC):
         with self._lock:
             return self._session.epoch
 
-    # --- the submitter's side
-    # -----------------------------------------------------------------------------------------
+    # --- the submitter's side ---
 
     def _start_lookup(self, hashes: Hashes, group: int, mode: LookupMode, lease: bool) -> LookupRecord:
         spec = self._submitting()
@@ -179,8 +177,7 @@ class ClientBase(ABC):
             self._wake_writer()
         return record
 
-    # --- the rank's side
-    # ----------------------------------------------------------------------------------------------
+    # --- the rank's side ---
 
     def ring(self, doorbell: int, value: int) -> None:
         """Raises a doorbell word to `value`: gated parts up to it may start. A lower value changes nothing.
@@ -205,8 +202,7 @@ class ClientBase(ABC):
         with self._lock:
             return self._session.words.revoke(ref)
 
-    # --- inside
-    # -------------------------------------------------------------------------------------------------------
+    # --- inside ---
 
     def _submitting(self) -> AttachSpec:
         spec = self._session.spec

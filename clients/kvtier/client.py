@@ -223,8 +223,7 @@ class Client(ClientBase):
     ) -> None:
         self.close()
 
-    # --- the session thread
-    # -------------------------------------------------------------------------------------------
+    # --- the session thread ---
 
     def _run(self) -> None:
         backoff = Backoff()
@@ -326,8 +325,7 @@ class Client(ClientBase):
         if self._side is not None:
             self._side.close()
 
-    # --- the stream's threads
-    # -----------------------------------------------------------------------------------------
+    # --- the stream's threads ---
 
     def _requests(self, stream: _Stream) -> Iterator[cache_pb2.AttachRequest]:
         """What gRPC sends; runs in a thread of gRPC's, which ends with it."""

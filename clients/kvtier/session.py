@@ -31,6 +31,9 @@ from kvtier.words import Direction, PartRef, PartState, RankWords, WordsPage
 
 SILENCE_S = 1.0
 """A daemon that owes an answer for this long is unresponsive: nothing waits for it until it speaks again."""
+PATIENCE_S = 0.02
+"""A lookup given up after this long without a word from the daemon makes it unresponsive at once; it usually
+answers within a millisecond."""
 OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
@@ -105,7 +108,7 @@ class Session:
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
 
-    # --- what the shell does for the connection ----------------------------------------------------------
+    # --- what the shell does for the connection ---
 
     def say_hello(self, token: bytes, daemon_pid: int) -> HelloRecord:
         """Starts a new connection with its first message."""
@@ -226,7 +229,7 @@ class Session:
         self._closed = True
         self.lost(why)
 
-    # --- what callers want -------------------------------------------------------------------------------
+    # --- what callers want ---
 
     @property
     def epoch(self) -> int | None:
@@ -300,7 +303,8 @@ class Session:
             return record.answer
         record.abandoned = True
         self.counters.lookups_unanswered += 1
-        if self._silent_since_s is not None and self._silent_since_s <= record.sent_s:
+        silent = self._silent_since_s is not None and self._silent_since_s <= record.sent_s
+        if silent and self._clock() - record.sent_s >= PATIENCE_S:
             self._suspect = True
         answer = unanswered(Reason.DEADLINE, "the daemon did not answer in time")
         record.end(answer)
@@ -384,7 +388,7 @@ class Session:
             return Outcome(TransferState.ACTIVE, fenced=True)
         return record.outcome
 
-    # --- inside ------------------------------------------------------------------------------------------
+    # --- inside ---
 
     def _send(self, pending: _Pending, **body: object) -> None:
         message = cache_pb2.AttachRequest(id=self._next_id, **body)  # type: ignore[arg-type]
