@@ -1,0 +1,115 @@
+"""A model, daemons and engines. Engines take seconds to start, so files share them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import DaemonHost, until
+from tests.support.leaks import SHM, SHM_PREFIX
+from tests.vllm.engine import Engine, EngineOptions, Generated
+from tests.vllm.rig import Rig, kv_transfer_config, prompt, start_rig
+from tools import tiny_llama
+
+QUICK = {"server__heartbeat_interval_s": "0.2"}
+STORY_TOKENS = 1000
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Tests restart daemons and engines that live as long as the session, which checks that nothing is left."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests' Llama."""
+    return tiny_llama.ensure(tmp_path_factory.mktemp("model") / "tiny", tiny_llama.PRESETS["tiny"])
+
+
+@pytest.fixture(scope="session")
+def place() -> Iterator[tuple[Path, Path]]:
+    """A folder for sockets and one for a pool, for as long as the tests run."""
+    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
+    yield run, pool / "pool"
+    shutil.rmtree(run)
+    shutil.rmtree(pool)
+
+
+@pytest.fixture(scope="session")
+def session_host(place: tuple[Path, Path]) -> Iterator[DaemonHost]:
+    """The daemon of the shared engine."""
+    host = DaemonHost(*place, pool__size="258MiB", **QUICK)
+    host.start()
+    yield host
+    host.stop()
+
+
+@dataclass(frozen=True)
+class FirstLife:
+    """What an engine that is no more has left behind."""
+
+    cold: Generated
+    hit: Generated
+    """A hit in its own cache."""
+
+
+@pytest.fixture(scope="session")
+def options(model: Path, session_host: DaemonHost) -> EngineOptions:
+    """Of both engines of the story. Prefills are chunked."""
+    config = kv_transfer_config(session_host.socket, load_start_deadline_s=1.0)
+    return EngineOptions(model, kv_transfer_config=config, max_num_batched_tokens=256)
+
+
+@pytest.fixture(scope="session")
+def first_life(
+    options: EngineOptions, session_host: DaemonHost, tmp_path_factory: pytest.TempPathFactory
+) -> FirstLife:
+    """An engine that computed the story's prompt, and was killed with -9."""
+    engine = Engine.start(options, tmp_path_factory.mktemp("first") / "log")
+    try:
+        rig = Rig(session_host, engine)
+        rig.wait_ready()
+        cold = rig.generate(prompt(STORY_TOKENS))
+        hit = rig.generate(prompt(STORY_TOKENS))
+        rig.wait_stored()
+    finally:
+        engine.kill()
+    until(lambda: not session_host.status().instances, "the daemon noticed the engine's death")
+    return FirstLife(cold, hit)
+
+
+@dataclass(frozen=True)
+class SecondLife:
+    """The engine that came after it, with its first answer."""
+
+    rig: Rig
+    restored: Generated
+
+
+@pytest.fixture(scope="session")
+def second_life(
+    first_life: FirstLife,
+    options: EngineOptions,
+    session_host: DaemonHost,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SecondLife]:
+    """The engine that most tests share."""
+    rig = start_rig(session_host, options, tmp_path_factory.mktemp("second") / "log")
+    with rig.engine:
+        yield SecondLife(rig, rig.generate(prompt(STORY_TOKENS)))
+
+
+@pytest.fixture
+def rig(second_life: SecondLife) -> Iterator[Rig]:
+    """The shared engine, idle and attached, its own cache empty."""
+    rig = second_life.rig
+    rig.wait_ready()
+    rig.forget()
+    yield rig
+    rig.host.thaw()

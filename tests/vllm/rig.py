@@ -1,0 +1,108 @@
+"""A daemon and an engine that uses it, as the tests of the connector want them."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvtier_kernels import PoolRecords
+
+from tests.support.daemon import DaemonHost, until
+from tests.vllm.engine import Engine, EngineOptions, Generated
+
+PAGE_BYTES = 4096
+BLOCK = 32
+
+
+def kv_transfer_config(socket: Path, **extra: object) -> dict[str, Any]:
+    """As a user writes it."""
+    return {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket": str(socket), **extra},
+    }
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids without repetition worth the name."""
+    return [(7 * i * i + 11 * i + 131 * seed + seed * i) % 1000 for i in range(length)]
+
+
+def full_blocks(tokens: int) -> int:
+    """Tokens of a prompt that can be cached: whole blocks, the last token always computed."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+def same(one: Generated, other: Generated) -> bool:
+    """Bit for bit."""
+    return one.tokens == other.tokens and one.logprobs == other.logprobs
+
+
+class Rig:
+    """One engine, and the place where its daemon is."""
+
+    def __init__(self, host: DaemonHost, engine: Engine) -> None:
+        self.host = host
+        self.engine = engine
+
+    def look(self, expression: str) -> Any:
+        """Evaluated inside the engine's process; `side`: the connector's scheduler side, `client`: its client,
+        `worker`: its worker side."""
+        expression = expression.replace("worker.", f"{_WORKER}.").replace("client.", f"{_SIDE}.link.client.")
+        return self.engine.call("evaluate", expression=expression.replace("side.", f"{_SIDE}."))["value"]
+
+    def wait_ready(self) -> None:
+        """Until lookups, stores and loads work."""
+        until(lambda: self.look("client.ready"), "the engine is attached and registered")
+
+    def wait_away(self) -> None:
+        """Until the engine has noticed that its daemon is not there, or does not answer."""
+        until(lambda: not self.look("client.ready"), "the engine misses its daemon")
+
+    def wait_stored(self) -> None:
+        """Until every submitted store has ended."""
+        until(lambda: self.look("client.status.transfers_active") == 0, "all transfers have ended")
+
+    def generate(self, tokens: list[int], max_tokens: int = 16) -> Generated:
+        """One request, alone."""
+        return self.engine.generate([tokens], max_tokens=max_tokens)[0]
+
+    def forget(self) -> None:
+        """The engine loses every KV byte it has, and what it knows of them."""
+        self.engine.drain()
+        self.engine.reset_prefix_cache()
+        self.engine.overwrite_cache()
+
+    def compute_and_hit(self, tokens: list[int]) -> Generated:
+        """Computes a prompt, stores it; returns what a hit in the engine's own cache gives."""
+        self.generate(tokens)
+        hit = self.generate(tokens)
+        assert hit.num_cached_tokens == full_blocks(len(tokens))
+        self.wait_stored()
+        return hit
+
+
+_SIDE = "scheduler.connector._scheduler"
+_WORKER = "__import__('vllm.distributed.kv_transfer', fromlist=['_']).get_kv_transfer_group()._worker"
+
+
+def flip_a_byte_of_every_block(pool: Path) -> int:
+    """In the pool file, whoever has it open. Returns the number of blocks."""
+    with pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        found = PoolRecords(np.frombuffer(mapping, np.uint8)).scan()
+        slots = [int(slot) for slot, intact in zip(found["slots"], found["intact"], strict=True) if intact]
+        del found
+        for slot in slots:
+            mapping[slot * PAGE_BYTES + 1] ^= 0xFF
+    return len(slots)
+
+
+def start_rig(host: DaemonHost, options: EngineOptions, log: Path) -> Rig:
+    """An engine that is attached to its daemon."""
+    rig = Rig(host, Engine.start(options, log))
+    rig.wait_ready()
+    return rig
