@@ -26,6 +26,9 @@ def start(socket_dir: Path, shm_dir: Path) -> Iterator[Start]:
     for daemon in started:
         if daemon.process.poll() is None:
             daemon.kill()
+    for daemon in started:
+        if not daemon.may_complain:
+            assert daemon.complaints() == []
 
 
 @pytest.fixture

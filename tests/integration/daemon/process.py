@@ -1,5 +1,6 @@
 """A real kvtierd, as an operator starts it: its own process, sockets, pool and metrics."""
 
+import json
 import os
 import re
 import select
@@ -45,6 +46,8 @@ class Daemon:
         )
         self.pid = self.process.pid
         self.greeting = ""
+        self.may_complain = False
+        """Set by tests that break something."""
         self._read_greeting()
 
     def _read_greeting(self) -> None:
@@ -63,6 +66,14 @@ class Daemon:
     def log(self) -> str:
         self._log.seek(0)
         return self._log.read()
+
+    def complaints(self) -> list[str]:
+        """What is in the log that a healthy daemon with well-behaved clients does not say."""
+        return [
+            line
+            for line in self.log().splitlines()
+            if not line.startswith("{") or json.loads(line)["level"] in ("warning", "error", "critical")
+        ]
 
     @property
     def metrics_url(self) -> str:

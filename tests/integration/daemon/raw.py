@@ -168,7 +168,11 @@ class RawSession:
         self.side = SideSocket(socket_path.with_name("kvtierd.side.sock"))
         self.channel = grpc.insecure_channel(
             f"unix:{socket_path}",
-            options=[("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)],
+            options=[
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.http2.bdp_probe", 0),  # a window that does not grow: what is not read is soon held back
+            ],
         )
         self.stub = cache_pb2_grpc.CacheStub(self.channel)
         self.token = b""
