@@ -69,6 +69,12 @@ class LookupCall(LookupCallBase):
             raise
         return self.abandon()
 
+    async def wait_for_answer(self, timeout_s: float) -> Lookup | None:
+        """The answer, or None if it has not come in time; the lookup stays on its way."""
+        if self._record.answer is None:
+            await _until(self._record.event, timeout_s)
+        return self._record.answer
+
 
 class Transfer(TransferBase):
     """A submitted store or load."""

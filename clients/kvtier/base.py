@@ -278,8 +278,12 @@ class TransferBase:
 
     @property
     def part(self) -> PartRef | None:
-        """What the ranks must be told to follow their parts. None if it was refused at once or had nothing to
-        do."""
+        """What the ranks must be told to follow their parts. None if it was refused at once, or there was
+        nothing to do.
+
+        If the daemon refuses it later (`outcome.refused`), its parts stay ARMED, because nobody has posted
+        them: tell the ranks, or let them revoke what stays ARMED for too long.
+        """
         return self._record.part
 
     @property

@@ -292,6 +292,8 @@ class Client(ClientBase):
         while True:
             with self._lock:
                 if self._closing.is_set():
+                    for fd in reply.fds if reply else ():
+                        os.close(fd)
                     raise ConnectionLostError("the client is closing")
                 try:
                     step = steps.send(reply)

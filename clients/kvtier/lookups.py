@@ -53,7 +53,7 @@ class Lookup:
 
     hits: int = 0
     """Prefix mode: length of the leading run of hits. Exact mode: number of hits."""
-    states: bytes = b""
+    states: bytes = field(default=b"", repr=False)
     """MISS, PENDING or HIT for each hash. Prefix mode: up to and including the first that is not a hit."""
     lease: Lease | None = None
     answered: bool = False

@@ -18,6 +18,7 @@ from kvtier.v1 import side_pb2
 
 PACKET_BYTES_MAX = 65_536
 FDS_MAX = 4
+FD_BYTES = array.array("i").itemsize
 
 
 class SideSocket:
@@ -66,13 +67,15 @@ class SideSocket:
         Raises what the daemon refused as KvtierError, and ConnectionLostError for everything unexpected.
         """
         try:
-            data, fds, flags, _ = socket.recv_fds(
-                self._socket, PACKET_BYTES_MAX, FDS_MAX, socket.MSG_CMSG_CLOEXEC
+            # Not socket.recv_fds: in Python 3.11 it drops the flags; the descriptors would survive exec.
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                PACKET_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * FD_BYTES), socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return None
         except OSError as error:
             raise ConnectionLostError(f"the daemon closed the side socket: {error.strerror}") from None
+        fds = _descriptors(ancillary)
         try:
             if not data:
                 raise ConnectionLostError("the daemon closed the side socket")
@@ -95,6 +98,14 @@ class SideSocket:
     def close(self) -> None:
         """Ends the session. Safe to call twice."""
         self._socket.close()
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % FD_BYTES])
+    return fds.tolist()
 
 
 def call_blocking(side: SideSocket, call: SideCall, interrupt: int) -> SideReply:

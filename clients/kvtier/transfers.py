@@ -1,7 +1,7 @@
 """Transfers as their submitter sees them, and the part words and tickets they are submitted under."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -51,7 +51,7 @@ class Outcome:
     transfer that was refused or whose end the daemon reported. False while it runs, and for one whose daemon
     went away while a copy was running; of the latter a client without a rank never learns more: its ranks do
     (`part_state`)."""
-    succeeded: bytes = b""
+    succeeded: bytes = field(default=b"", repr=False)
     """One byte per submitted key: 1 if it is committed (store) or in place (load). Empty if nothing did or is
     known."""
     error: KvtierError | None = None

@@ -19,7 +19,7 @@ class DaemonHost:
     def __init__(self, run: Path, pool: Path, **settings: object) -> None:
         """`settings` as `pool__size="1GiB"`. Nothing is started yet."""
         self._run = run
-        self._pool = pool
+        self.pool = pool
         self._settings = settings
         self._daemon: Daemon | None = None
         self._frozen: list[int] = []
@@ -38,7 +38,7 @@ class DaemonHost:
     def start(self) -> None:
         """Returns when it serves; fails after a deadline with its log."""
         assert self._daemon is None, "the daemon runs already"
-        self._daemon = Daemon(self._run, self._pool, **self._settings)
+        self._daemon = Daemon(self._run, self.pool, **self._settings)
 
     def kill9(self) -> None:
         """SIGKILL to the front, which is gone when this returns; its copy workers end by themselves."""
@@ -64,6 +64,12 @@ class DaemonHost:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         self._frozen = pids
+
+    def freeze_workers(self) -> None:
+        """SIGSTOP to the copy workers only."""
+        self._frozen = [worker.pid for worker in self.status().workers]
+        for pid in self._frozen:
+            os.kill(pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         """SIGCONT to what was frozen."""

@@ -164,6 +164,38 @@ def test_a_client_of_a_stopped_daemon_closes_in_time(host: DaemonHost, connect: 
     until(lambda: not host.status().instances, "the session is gone")
 
 
+def test_a_client_that_comes_to_a_stopped_daemon_misses_until_it_goes_on(
+    host: DaemonHost, connect: Connect
+) -> None:
+    host.freeze()
+    plain, other = connect("one", ready=False), connect("two", ready=False)
+    assert not plain.client.wait_ready(0.3)
+    assert not plain.client.lookup(HASHES).answered
+    assert other.client.close(20)
+    host.thaw()
+    plain.ready()
+    assert plain.store(HASHES).done
+
+
+def test_a_session_that_the_daemon_gave_up_is_made_again(idle_host: DaemonHost, connect_to: Connect) -> None:
+    impatient = DaemonHost(
+        idle_host.socket.parent,
+        idle_host.pool,
+        server__session_silence_s="0.5",
+        server__heartbeat_interval_s="4",
+    )
+    impatient.start()
+    try:
+        plain = connect_to(impatient)
+        epoch = plain.client.epoch
+        until(lambda: plain.client.epoch not in (None, epoch), "it has attached again")
+        assert "silent" in plain.client.status.last_error
+        plain.ready()
+        plain.close()
+    finally:
+        impatient.stop()
+
+
 def test_a_lost_copy_worker_is_registered_with_again(host: DaemonHost, connect: Connect) -> None:
     plain = connect()
     assert plain.store(HASHES).done
