@@ -4,10 +4,12 @@ afterwards."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from kvtier import ClientState, Doorbell, PartState, Reason, TransferState
@@ -177,23 +179,28 @@ def test_a_client_that_comes_to_a_stopped_daemon_misses_until_it_goes_on(
     assert plain.store(HASHES).done
 
 
-def test_a_session_that_the_daemon_gave_up_is_made_again(idle_host: DaemonHost, connect_to: Connect) -> None:
-    impatient = DaemonHost(
-        idle_host.socket.parent,
-        idle_host.pool,
-        server__session_silence_s="0.5",
-        server__heartbeat_interval_s="4",
+def test_a_client_that_was_stopped_for_too_long_attaches_again_by_itself(
+    socket_dir: Path, shm_dir: Path
+) -> None:
+    host = DaemonHost(
+        socket_dir, shm_dir / "pool", server__session_silence_s="1", server__heartbeat_interval_s="0.2"
     )
-    impatient.start()
+    host.start()
+    client = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.plain_client", str(host.socket), "sleepy"],
+        stdout=subprocess.DEVNULL,
+    )
     try:
-        plain = connect_to(impatient)
-        epoch = plain.client.epoch
-        until(lambda: plain.client.epoch not in (None, epoch), "it has attached again")
-        assert "silent" in plain.client.status.last_error
-        plain.ready()
-        plain.close()
+        until(lambda: host.status().counters.stored_blocks > 0, "it stores")
+        client.send_signal(signal.SIGSTOP)
+        until(lambda: not host.status().instances, "the daemon has given it up")
+        stored = host.status().counters.stored_blocks
+        client.send_signal(signal.SIGCONT)
+        until(lambda: host.status().counters.stored_blocks > stored, "it stores again")
     finally:
-        impatient.stop()
+        client.kill()
+        client.wait(60)
+        host.stop()
 
 
 def test_a_lost_copy_worker_is_registered_with_again(host: DaemonHost, connect: Connect) -> None:
