@@ -1,0 +1,180 @@
+"""Everything that can go wrong, at any moment."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from kvtierd.core.errors import Reason
+from kvtierd.core.ids import Ticket
+from kvtierd.core.stimuli import (
+    CancelTransfers,
+    Drain,
+    PartFinished,
+    SessionReleased,
+    SlotsProven,
+    Tick,
+    UnregisterMemory,
+    WorkerLost,
+)
+from kvtierd.core.transitions import MappingState
+
+from tests.simulation.engine import (
+    REVOKED,
+    SCHEDULER,
+)
+from tests.simulation.world import World
+
+
+def engine_dies(world: World) -> None:
+    engine = world.some_engine(lambda engine: bool(engine.sessions))
+    if engine is not None:
+        world.end_engine(engine)
+
+
+def cancel(world: World) -> None:
+    engine = world.some_engine(lambda engine: bool(engine.pending))
+    if engine is None:
+        return
+    ticket = world.random.choice(list(engine.pending))
+    scheduler = engine.scheduler
+    assert scheduler is not None
+    world.note("cancel", world.machine.books.sessions[scheduler].instance.transfers[Ticket(ticket)])
+    world.do(CancelTransfers(scheduler, engine.epoch, (Ticket(ticket), Ticket(1 << 55))))
+
+
+def client_revokes(world: World) -> None:
+    """By compare-and-swap on one rank's word; the daemon hears of it from the worker."""
+    engine = world.some_engine(lambda engine: bool(engine.pending))
+    if engine is None:
+        return
+    pending = world.random.choice(list(engine.pending.values()))
+    rank = world.random.randrange(engine.kind.world)
+    ticket, state = engine.words[rank][pending.part_word]
+    armed = ticket < pending.ticket
+    world.faults["client revokes", "armed" if armed else f"word in state {state}"] += 1
+    if armed:
+        engine.words[rank][pending.part_word] = (pending.ticket, REVOKED)
+
+
+def time_jumps(world: World) -> None:
+    jump = world.random.choice((5.0, 11.0, 25.0, 60.0))
+    world.now_s += jump
+    books = world.machine.books
+    for transfer in books.transfers.values():
+        if transfer.deadline_s <= world.now_s:
+            world.note("deadline", transfer)
+    if books.leases:
+        world.faults["time jumps", f"{jump:g} s, leases held"] += 1
+    world.do(Tick())
+
+
+def tick(world: World) -> None:
+    world.do(Tick())
+
+
+def worker_lost(world: World) -> None:
+    workers = [worker for worker in world.current if worker is not None]
+    if not workers:
+        return
+    worker = world.random.choice(workers)
+    sudden = world.random.random() < 0.3
+    for mapping in world.machine.books.workers[worker.worker].mappings.values():
+        world.faults["worker lost", f"mapping {mapping.state.name}"] += 1
+        for part in mapping.parts.values():
+            world.note("worker lost", part.transfer)
+            world.faults["worker lost", f"part {worker.phase(part.part)}"] += 1
+    world.current[worker.device] = None
+    worker.lost = True
+    world.lost.append(worker)
+    if sudden:
+        world.faults["worker exits", "without being lost"] += 1
+        world.exit_worker(worker)
+    else:
+        world.do(WorkerLost(worker.worker, "stuck"))
+
+
+def worker_exits(world: World) -> None:
+    if world.lost:
+        worker = world.random.choice(world.lost)
+        copying = bool(worker.started)
+        world.faults["worker exits", "while copying" if copying else "not copying"] += 1
+        world.exit_worker(worker)
+
+
+def told_again(world: World) -> None:
+    if world.told:
+        _repeat(world, world.random.choice(world.told))
+
+
+def _repeat(world: World, message: PartFinished | SessionReleased) -> None:
+    if isinstance(message, SessionReleased):
+        worker = world.machine.books.workers.get(message.worker)
+        mapping = None if worker is None else worker.mappings.get(message.session)
+        if mapping is not None:
+            return  # it would be believed: the channel between front and worker says things once
+    world.late(message, "told again")
+
+
+def part_is_silent(world: World) -> None:
+    """A worker lets go of a session without having said how its parts ended."""
+    for worker in world.current:
+        if worker is None:
+            continue
+        for session, mapping in world.machine.books.workers[worker.worker].mappings.items():
+            if mapping.state is MappingState.RELEASING and mapping.parts:
+                worker.read_all()
+                silent = [m for m in worker.outbox if isinstance(m, PartFinished) and m.part in mapping.parts]
+                others = [m for m in worker.outbox if m not in silent]
+                worker.outbox = deque(others)
+                world.faults["part is silent", "session released"] += 1
+                while SessionReleased(worker.worker, session) in worker.outbox:
+                    world.deliver(worker)
+                for message in silent:
+                    world.late(message, "after its session's release")
+                return
+
+
+def takes_memory_back(world: World) -> None:
+    engine = world.some_engine(lambda engine: bool(engine.sessions))
+    if engine is None:
+        return
+    process, session = world.random.choice(list(engine.sessions.items()))
+    known = world.machine.books.sessions[session]
+    if process == SCHEDULER or known.mapping is None:
+        world.refused(UnregisterMemory(session), Reason.NOT_ATTACHED)
+        return
+    world.faults["takes memory back", known.instance.state.name] += 1
+    for transfer in known.instance.transfers.values():
+        world.note("takes memory back", transfer)
+    world.do(UnregisterMemory(session))
+
+
+def record_rots(world: World) -> None:
+    if world.pool.rot(world.random, "record"):
+        world.faults["record rots", "READY"] += 1
+
+
+def drain(world: World) -> None:
+    if world.draining:
+        world.restart()
+    elif world.random.random() < 0.1:
+        world.draining = True
+        world.faults["drain", "transfers open" if world.machine.books.transfers else "idle"] += 1
+        world.do(Drain())
+
+
+def daemon_dies(world: World) -> None:
+    if world.random.random() < 0.3:
+        world.restart()
+    else:
+        world.crash_after = world.random.randrange(6)
+
+
+def writers_proven(world: World) -> None:
+    if world.quarantined:
+        some = world.random.sample(sorted(world.quarantined), world.random.randint(1, len(world.quarantined)))
+        world.zombies = []
+        world.faults["writers proven gone", "all" if len(some) == len(world.quarantined) else "some"] += 1
+        world.quarantined -= set(some)
+        world.do(SlotsProven(np.array([*some, *some[:1]], np.uint32)))

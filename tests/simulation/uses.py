@@ -1,0 +1,247 @@
+"""What engines do while they live: look up, store, load, ring, release; and how they check answers."""
+
+from __future__ import annotations
+
+import numpy as np
+from kvtierd.core.actions import (
+    LookupReply,
+    SubmitReply,
+)
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import LeaseId, Ticket
+from kvtierd.core.stimuli import (
+    LookupBlocks,
+    LookupMode,
+    ReleaseLeases,
+    RenewSession,
+    Signals,
+    SubmitLoad,
+    SubmitStore,
+)
+
+from tests.simulation.engine import (
+    BLOCKS,
+    CHAIN_LENGTH,
+    CHAINS,
+    DOORBELLS,
+    Engine,
+    HeldLease,
+    Pending,
+    as_hashes,
+)
+from tests.simulation.world import (
+    ACCEPTED,
+    EXISTS,
+    HIT,
+    LIMITS,
+    MISS,
+    PENDING,
+    STILL_PENDING,
+    THROTTLED,
+    World,
+    snapshot,
+)
+
+
+def _hashes(world: World, engine: Engine, longest: int) -> tuple[int, list[bytes]]:
+    """A group, and a run of keys from one sequence, mostly from its start."""
+    group = world.random.randrange(len(engine.kind.sizes))
+    first = world.random.choice((0, 0, 0, world.random.randrange(CHAIN_LENGTH)))
+    end = world.random.randint(first, min(CHAIN_LENGTH, first + longest))
+    return group, engine.run(world.random.randrange(CHAINS), first, end)
+
+
+def lookup(world: World, engine: Engine) -> None:
+    group, keys = _hashes(world, engine, 9)
+    mode = world.random.choice((LookupMode.PREFIX, LookupMode.PREFIX, LookupMode.EXACT))
+    lease = world.random.random() < 0.7
+    assert engine.scheduler is not None
+    reply = world.do(LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease))
+    assert isinstance(reply, LookupReply)
+    ready = engine.view is not None and engine.view.ready
+    states = [world.expected(engine, group, key) if ready else MISS for key in keys]
+    hits = [key for key, state in zip(keys, states, strict=True) if state == HIT]
+    if mode is LookupMode.PREFIX:
+        run = next((i for i, state in enumerate(states) if state != HIT), len(states))
+        states, hits = states[: run + 1], keys[:run]
+    assert (reply.hits, reply.states.tolist()) == (len(hits), states)
+    if reply.lease is not None:
+        engine.leases.append(HeldLease(reply.lease, group, hits))
+    elif lease and hits:
+        assert reply.lease_refused is not None
+        assert reply.lease_refused.reason is Reason.LEASE_LIMIT
+
+
+def _signals(world: World, engine: Engine, word: int) -> Signals:
+    gated = world.random.random() < 0.4
+    doorbell = world.random.randrange(DOORBELLS)
+    value = max(bells[doorbell] for bells in engine.doorbells) + 1 if gated else 0
+    return Signals(Ticket(next(engine.tickets)), word, gated, doorbell, value)
+
+
+def store(world: World, engine: Engine) -> None:
+    words = engine.free_part_words()
+    group, keys = _hashes(world, engine, 8)
+    if world.random.random() < 0.05 and keys:
+        keys = (keys + keys[:1])[:8]
+    loading = engine.blocks_in_use(group, loads_only=True)
+    free = [block for block in range(BLOCKS) if block not in engine.blocks_in_use(group, loads_only=False)]
+    if not words or len(free) < len(keys) or loading & set(free):
+        return
+    blocks = world.random.sample(free, len(keys))
+    signals = _signals(world, engine, world.random.choice(words))
+    before = [world.expected(engine, group, key) for key in keys]
+    condemned = [(engine.digest, group, key) in world.condemned for key in keys]
+    assert engine.scheduler is not None
+    stimulus = SubmitStore(
+        engine.scheduler, engine.epoch, signals, group, as_hashes(keys), np.array(blocks, np.uint32)
+    )
+    # The daemon may post and the engine's memory must be right before anything can be copied.
+    engine.fill(group, keys, blocks)
+    reply = _submit(world, engine, stimulus)
+    if reply is None:
+        return
+    results = reply.results.tolist()
+    _check_results(world, engine, group, keys, before, condemned, results)
+    accepted = [i for i, result in enumerate(results) if result == ACCEPTED]
+    engine.pending[signals.ticket] = Pending(
+        ticket=signals.ticket,
+        store=True,
+        group=group,
+        hashes=[keys[i] for i in accepted],
+        block_ids=[blocks[i] for i in accepted],
+        part_word=signals.part_word,
+        doorbell=signals.doorbell,
+        doorbell_value=signals.doorbell_value if signals.gated else 0,
+        keys=len(keys),
+        results=results,
+    )
+
+
+def _check_results(
+    world: World,
+    engine: Engine,
+    group: int,
+    keys: list[bytes],
+    before: list[int],
+    condemned: list[bool],
+    results: list[int],
+) -> None:
+    seen: dict[bytes, int] = {}
+    throttled = False
+    for key, state, doomed, result in zip(keys, before, condemned, results, strict=True):
+        if doomed:
+            assert result == THROTTLED, "a condemned block was stored over"
+        elif key in seen:
+            assert result == (STILL_PENDING if seen[key] == ACCEPTED else seen[key])
+        elif state != MISS:
+            assert result == {HIT: EXISTS, PENDING: STILL_PENDING}[state], f"{state} → {result}"
+        else:
+            assert result == (THROTTLED if throttled else result)
+            assert result in (ACCEPTED, THROTTLED)
+            throttled = throttled or result == THROTTLED
+        seen[key] = result
+    if throttled:
+        _check_throttled(world, engine, group)
+
+
+def _check_throttled(world: World, engine: Engine, group: int) -> None:
+    """Nothing that could have made room was left."""
+    blocks = world.machine.books.blocks
+    domain = blocks.domains.of(tuple(engine.kind.sizes[group]))
+    short = [size for size, count in domain.per_size if blocks.slots.free(size) < count]
+    full = blocks.live == blocks.capacity
+    assert full or (short and blocks.slots.extents_free == 0), "throttled although there is room"
+    for other in blocks.domains.by_id.values():
+        if full or other is domain or set(other.sizes) & set(short):
+            victims = blocks.table.victims(other.domain, 1)
+            assert len(victims) == 0, "throttled although a block could have been evicted"
+    world.outcomes["store throttled"] += 1
+
+
+def load(world: World, engine: Engine) -> None:
+    words = engine.free_part_words()
+    if not words or not engine.leases:
+        return
+    held = world.random.choice(engine.leases)
+    in_use = engine.blocks_in_use(held.group, loads_only=False)
+    free = [block for block in range(BLOCKS) if block not in in_use]
+    first = world.random.choice((0, world.random.randint(0, len(held.hashes))))
+    count = min(len(free), world.random.randint(0, len(held.hashes) - first), LIMITS.transfer_blocks_max)
+    blocks = world.random.sample(free, count)
+    keep = world.random.random() < 0.3
+    signals = _signals(world, engine, world.random.choice(words))
+    assert engine.scheduler is not None
+    stimulus = SubmitLoad(
+        engine.scheduler,
+        engine.epoch,
+        signals,
+        held.group,
+        held.lease,
+        first,
+        np.array(blocks, np.uint32),
+        keep,
+    )
+    engine.pending[signals.ticket] = Pending(
+        ticket=signals.ticket,
+        store=False,
+        group=held.group,
+        hashes=held.hashes[first : first + count],
+        block_ids=blocks,
+        part_word=signals.part_word,
+        doorbell=signals.doorbell,
+        doorbell_value=signals.doorbell_value if signals.gated else 0,
+        keys=count,
+        results=[],
+    )
+    reply = _submit(world, engine, stimulus, held)
+    if reply is None:
+        del engine.pending[signals.ticket]
+    elif not keep:
+        engine.leases.remove(held)
+
+
+def _submit(
+    world: World, engine: Engine, stimulus: SubmitStore | SubmitLoad, held: HeldLease | None = None
+) -> SubmitReply | None:
+    before = snapshot(world.machine)
+    reply = world.try_(stimulus)
+    if isinstance(reply, Refusal):
+        assert snapshot(world.machine) == before, f"{reply} changed something"
+        ready = engine.view is not None and engine.view.ready
+        expected = {Reason.DRAINING: world.draining, Reason.INSTANCE_INCOMPLETE: not ready}
+        expected[Reason.QUEUE_FULL] = len(engine.pending) >= LIMITS.transfers_max
+        if held is not None:
+            expected[Reason.LEASE_EXPIRED] = True
+        assert expected.get(reply.reason), reply
+        if reply.reason is Reason.LEASE_EXPIRED:
+            assert held is not None
+            engine.leases.remove(held)
+        return None
+    assert isinstance(reply, SubmitReply)
+    return reply
+
+
+def ring(world: World, engine: Engine) -> None:
+    """A rank's stream passes a point: all that was submitted before it may be copied."""
+    for rank in world.random.sample(range(engine.kind.world), world.random.randint(1, engine.kind.world)):
+        for pending in engine.pending.values():
+            bells = engine.doorbells[rank]
+            bells[pending.doorbell] = max(bells[pending.doorbell], pending.doorbell_value)
+
+
+def release(world: World, engine: Engine) -> None:
+    if engine.leases and engine.scheduler is not None:
+        held = engine.leases.pop(world.random.randrange(len(engine.leases)))
+        world.do(ReleaseLeases(engine.scheduler, engine.epoch, (held.lease, LeaseId(1 << 40))))
+
+
+def renew(world: World, engine: Engine) -> None:
+    world.do(RenewSession(world.random.choice(list(engine.sessions.values()))))
+
+
+def wait(world: World, engine: Engine) -> None:
+    """What Wait asks: every ticket the engine has is answered, or was long ago."""
+    assert engine.scheduler is not None
+    for ticket in engine.pending:
+        assert world.machine.transfer(engine.scheduler, engine.epoch, Ticket(ticket)) is None

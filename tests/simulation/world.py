@@ -1,0 +1,345 @@
+"""The world: one daemon after another over one pool, engines that come and go, and everything that can go
+wrong.
+
+After every stimulus the core is validated, its table is compared with the pool's records, and answers are
+compared with what the records say. No load may ever put bytes of another key in place, no store that is told
+DONE may be lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+from kvtier_kernels import BlockTable as NativeTable
+from kvtierd.core.actions import (
+    Action,
+    AssignExtent,
+    CommitSlots,
+    FreeSlots,
+    InstanceView,
+    Notify,
+    OpenSlots,
+    PostPart,
+    ReleaseSession,
+    Reply,
+    RevokePart,
+    SessionEnded,
+    TransferEnd,
+    TransferEnded,
+)
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import PAGE_BYTES, SessionId, WorkerId
+from kvtierd.core.machine import Machine
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.stimuli import (
+    CoreLimits,
+    EndSession,
+    PartFinished,
+    SessionReleased,
+    Stimulus,
+    WorkerExited,
+)
+from kvtierd.core.transitions import Event, State
+from kvtierd.core.validate import validate
+
+from tests.oracles.block_table import BlockTable as OracleTable
+from tests.simulation.engine import (
+    Engine,
+    Pending,
+)
+from tests.simulation.pool import READY, WRITING, FakePool, Key, generation_of
+from tests.simulation.worker import FakeWorker
+
+GEOMETRY = PoolGeometry(extents=6, extent_bytes=1 << 15, first_extent_offset=2 << 20)
+LIMITS = CoreLimits(
+    lookup_hashes_max=16,
+    transfer_blocks_max=8,
+    transfers_max=3,
+    leases_max=4,
+    leased_fraction_max=0.5,
+    lease_ttl_s=10.0,
+    lease_lifetime_s=40.0,
+    transfer_deadline_s=20.0,
+    terminal_kept=4,
+)
+DEVICES = 2
+ENGINES = 3
+MISS, PENDING, HIT = 0, 1, 2
+ACCEPTED, EXISTS, STILL_PENDING, THROTTLED = 0, 1, 2, 3
+
+
+class Crash(Exception):
+    """The daemon is killed while it performs actions."""
+
+
+class World:
+    """Everything, driven by one seed. `oracle`: with the plain-Python table instead of the native one."""
+
+    def __init__(self, seed: int, *, oracle: bool = False) -> None:
+        self.random = Random(seed)
+        self.oracle = oracle
+        self.now_s = 1_000.0
+        self.stimuli = 0
+        self.faults: Counter[tuple[str, str]] = Counter()
+        self.transitions: Counter[tuple[State, Event]] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.pool = FakePool(GEOMETRY)
+        self.sessions = itertools.count(1)
+        self.worker_ids = itertools.count(1)
+        self.registrations = itertools.count(1)
+        self.zombies: list[FakeWorker] = []
+        """Writers of slots that a new daemon could not prove gone."""
+        self.machine: Machine
+        self._start()
+
+    def _start(self) -> None:
+        """A daemon starts on the pool as it is."""
+        pages = (GEOMETRY.first_extent_offset + GEOMETRY.capacity_bytes) // PAGE_BYTES
+        capacity = self.random.choice((64, 64, 14))
+        table = OracleTable(capacity, pages) if self.oracle else NativeTable(capacity, pages, 1)
+        self.machine = Machine(table, lambda: self.now_s, LIMITS, GEOMETRY)
+        self.fault_rate = self.random.choice((0.0, 0.02, 0.1))
+        self.draining = False
+        self.engines: list[Engine] = []
+        self.of_session: dict[SessionId, Engine] = {}
+        self.dying: list[SessionId] = []
+        self.current: list[FakeWorker | None] = [None] * DEVICES
+        self.lost: list[FakeWorker] = []
+        self.condemned: set[Key] = set()
+        self.told: list[PartFinished | SessionReleased] = []
+        """What workers have said lately; some of it is said again."""
+        self.crash_after: int | None = None
+        if self.pool.boot or self.pool.extents:
+            found = self.pool.recover(self.random)
+            self.quarantined = set(found.quarantined.tolist())
+            self.do(found)
+            assert self.machine.books.blocks.live == min(capacity, len(found.hashes))
+        else:
+            self.quarantined = set()
+
+    def restart(self, *, crash: bool = False) -> None:
+        """kill -9. `crash`: while the actions of the last stimulus were being performed."""
+        self.faults["daemon restart", "in the middle of actions" if crash else "between stimuli"] += 1
+        self.transitions.update(self.machine.books.transitions.counts)
+        workers = [worker for worker in self.current if worker is not None] + self.lost
+        if self.random.random() < 0.3 and self.pool.rot(self.random, "data"):
+            self.faults["data rots", "while the daemon is down"] += 1
+        self.zombies = []
+        self._start()
+        for worker in workers:
+            worker.become_zombie(self.quarantined)
+        self.zombies = [worker for worker in workers if worker.queued or worker.started]
+
+    def do(self, stimulus: Stimulus) -> Reply:
+        """Hands a stimulus in, performs, checks. Raises Refusal as the core does."""
+        self.stimuli += 1
+        try:
+            reply, actions = self.machine.handle(stimulus)
+        except Refusal as refusal:
+            self.refusals[refusal.reason.name] += 1
+            raise
+        if self.crash_after is not None and self.crash_after < len(actions):
+            for action in actions[: self.crash_after]:
+                self._perform(action)
+            last = actions[self.crash_after]
+            if isinstance(last, CommitSlots):
+                self.pool.commit(last, only=self.random.randrange(last.slots.size))
+            raise Crash
+        for action in actions:
+            self._perform(action)
+        self._check()
+        return reply
+
+    def try_(self, stimulus: Stimulus) -> Reply | Refusal:
+        try:
+            return self.do(stimulus)
+        except Refusal as refusal:
+            return refusal
+
+    def refused(self, stimulus: Stimulus, *reasons: Reason) -> None:
+        """A stimulus that has to be refused, and must not leave a trace."""
+        before = snapshot(self.machine)
+        refusal = self.try_(stimulus)
+        assert isinstance(refusal, Refusal), f"accepted: {stimulus}"
+        assert refusal.reason in reasons, f"{refusal}; expected {reasons}"
+        assert snapshot(self.machine) == before, f"{refusal} changed something"
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case AssignExtent():
+                self.pool.assign(action)
+            case OpenSlots():
+                self.pool.open(action)
+            case CommitSlots():
+                self.pool.commit(action)
+            case FreeSlots():
+                for number in action.slots.tolist():
+                    if (key := self.pool.slots[number].key) is not None:
+                        self.condemned.discard(key)
+                self.pool.free(action)
+            case PostPart():
+                worker = self._worker(action.worker)
+                if worker is not None:
+                    worker.inbox.append((action, generation_of(self.pool, action.slots)))
+            case RevokePart() | ReleaseSession():
+                worker = self._worker(action.worker)
+                if worker is not None:
+                    worker.inbox.append(action)
+            case Notify():
+                self._notify(action)
+
+    def _worker(self, name: WorkerId) -> FakeWorker | None:
+        found = [worker for worker in self.current if worker is not None and worker.worker == name]
+        return found[0] if found else None
+
+    def _notify(self, action: Notify) -> None:
+        engine = self.of_session.get(action.session)
+        if engine is None:
+            return
+        event = action.event
+        if isinstance(event, InstanceView):
+            engine.view = event
+        elif isinstance(event, SessionEnded):
+            engine.ended = True
+            self.dying.append(action.session)
+        else:
+            self._transfer_ended(engine, event)
+
+    def _transfer_ended(self, engine: Engine, event: TransferEnded) -> None:
+        pending = engine.pending.pop(event.ticket)
+        self.outcomes[f"{'store' if pending.store else 'load'} {event.end.name}"] += 1
+        assert len(event.succeeded) == pending.keys
+        assert (event.error is None) == (event.end is TransferEnd.DONE)
+        if pending.store:
+            self._store_ended(engine, pending, event)
+        else:
+            self._load_ended(engine, pending, event)
+
+    def _store_ended(self, engine: Engine, pending: Pending, event: TransferEnded) -> None:
+        accepted = 0
+        for i, (result, good) in enumerate(zip(pending.results, event.succeeded.tolist(), strict=True)):
+            if result == ACCEPTED:
+                state = self.pool.state_of((engine.digest, pending.group, pending.hashes[accepted]))
+                accepted += 1
+                assert (state == READY) == bool(good), f"key {i}: told {good}, its records say {state}"
+                assert good or event.end is not TransferEnd.DONE, "DONE, but a block is not committed"
+            elif result != EXISTS:
+                assert not good, f"key {i} was not accepted, and is told to be committed"
+        for rank in range(engine.kind.world):  # the source is free to be used again, and is
+            for block in pending.block_ids:
+                if block not in engine.blocks_in_use(pending.group, loads_only=False):
+                    engine.memory[rank][pending.group][block] = "used again"
+
+    def _load_ended(self, engine: Engine, pending: Pending, event: TransferEnded) -> None:
+        for key, block, good in zip(pending.hashes, pending.block_ids, event.succeeded.tolist(), strict=True):
+            for rank in range(engine.kind.world):
+                there = engine.memory[rank][pending.group][block]
+                wanted = engine.content(rank, pending.group, key)
+                assert not good or there == wanted, (
+                    f"wrong bytes in rank {rank}, block {block}: {there}, not {wanted}"
+                )
+            assert good or event.end is not TransferEnd.DONE, "DONE, but a block is not in place"
+
+    def _check(self) -> None:
+        validate(self.machine)
+        dump = self.machine.books.blocks.table.dump()
+        told = np.zeros_like(self.pool.states)
+        as_record = np.array([0, WRITING, READY, READY], np.uint8)[dump["states"]]
+        told[dump["slots"]] = np.repeat(as_record, dump["slot_counts"])
+        quarantined = self.machine.books.blocks.slots.quarantined
+        assert quarantined == self.quarantined
+        told[list(quarantined)] = WRITING
+        wrong = np.flatnonzero(told != self.pool.states)
+        assert len(wrong) == 0, (
+            f"slot {wrong[0]}: the table says {told[wrong[0]]}, its record {self.pool.states[wrong[0]]}"
+        )
+
+    def idle(self) -> None:
+        """Nothing is left of what has ended."""
+        status = self.machine.status()
+        assert (status.leases, status.transfers_active, status.instances) == (0, 0, ())
+        assert (status.blocks.writing, status.blocks.evicting) == (0, 0)
+        assert not self.machine.books.sessions
+        assert not self.machine.books.parts
+
+    def expected(self, engine: Engine, group: int, key: bytes) -> int:
+        name = (engine.digest, group, key)
+        if name in self.condemned:
+            return MISS
+        return {WRITING: PENDING, READY: HIT}.get(self.pool.state_of(name), MISS)
+
+    def late(self, message: PartFinished | SessionReleased, state: str) -> None:
+        self.faults["late message", f"{type(message).__name__} {state}"] += 1
+        before = snapshot(self.machine, counters=False)
+        self.do(message)
+        assert snapshot(self.machine, counters=False) == before, "a late message changed something"
+
+    def exit_worker(self, worker: FakeWorker) -> None:
+        """The process is gone: it copies no more."""
+        self.lost.remove(worker)
+        self.do(WorkerExited(worker.worker))
+
+    def end_engine(self, engine: Engine) -> None:
+        self.engines.remove(engine)
+        if engine.ended or not engine.sessions:
+            return
+        instance = self.machine.books.sessions[next(iter(engine.sessions.values()))].instance
+        self.faults["engine dies", instance.state.name] += 1
+        for transfer in instance.transfers.values():
+            self.note("engine dies", transfer)
+        victim = self.random.choice(list(engine.sessions.values()))
+        self.do(EndSession(victim, "killed"))
+        engine.ended = True
+
+    def deliver(self, worker: FakeWorker) -> None:
+        """The front reads what a worker has said; of a lost one, nothing counts any more."""
+        if not worker.outbox:
+            return
+        message = worker.outbox.popleft()
+        if worker.lost:
+            if self.random.random() < 0.1:
+                self.late(message, "from a lost worker")
+            return
+        self.told.append(message)
+        del self.told[:-20]
+        late = self.machine.books.tally.late_messages
+        if isinstance(message, PartFinished) and message.corrupt:
+            part = self.machine.books.parts[message.part]
+            entries = part.transfer.entries
+            bad = entries[message.failed] if len(message.failed) else entries
+            group, digest = part.transfer.group, part.transfer.instance.digest
+            assert digest is not None
+            hashes = self.machine.books.blocks.table.hashes(np.ascontiguousarray(bad))
+            self.condemned |= {(digest, group, row.tobytes()) for row in hashes}
+        self.do(message)
+        assert self.machine.books.tally.late_messages == late, "a message in time was taken for a late one"
+
+    def note(self, fault: str, transfer: Any) -> None:
+        """Counts a fault by what transfer it struck."""
+        self.faults[fault, f"{transfer.direction.name.lower()} {transfer.state.name}"] += 1
+
+    def some_engine(self, wanted: Callable[[Engine], bool]) -> Engine | None:
+        found = [engine for engine in self.engines if not engine.ended and wanted(engine)]
+        return self.random.choice(found) if found else None
+
+
+def snapshot(machine: Machine, *, counters: bool = True) -> tuple[Any, ...]:
+    """Everything that a refusal must not change."""
+    books = machine.books
+    slots = books.blocks.slots
+    return (
+        {name: array.tobytes() for name, array in books.blocks.table.dump().items()},
+        [slots.free_slots(size).tobytes() for size, *_ in slots.sizes()],
+        slots.extent_size.tobytes(),
+        {
+            name: (i.state, i.last_ticket, i.alive_at_s, list(i.leases), list(i.transfers),
+            sorted(i.words_in_use), list(i.sessions), list(i.ended), i.leased_bytes, len(i.mappings)) for
+            name, i in books.instances.items() }, {n: (t.state, t.open_parts, t.revoked) for n, t in
+            books.transfers.items()}, list(books.parts), list(books.names), list(books.workers),
+            books.draining, repr(books.tally) if counters else None, )  # fmt: skip
