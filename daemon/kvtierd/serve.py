@@ -34,6 +34,7 @@ from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerStim
 
 EXIT_INTERNAL = 70
 """An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
+EPOCH_BITS = 20
 DRAIN_POLL_S = 0.05
 SILENCE_CHECK_S = 0.5
 STREAMS_GRACE_S = 2.0
@@ -69,6 +70,11 @@ def run(config: Config) -> int:
         stack.callback(pool.close)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Daemon(config, sockets, pool, gid).run())
+
+
+def first_epoch(boot_nonce: int) -> int:
+    """Where this boot counts its epochs from: the nonce's upper 40 bits, and room for a million."""
+    return (boot_nonce >> 24 << EPOCH_BITS) + 1
 
 
 def group_id(name: str) -> int | None:
@@ -139,7 +145,13 @@ class _Daemon:
         limits = config.limits.to_core()
         metrics = Metrics(CollectorRegistry(), version())
         async with AsyncExitStack() as stack:
-            machine = Machine(self._block_table(), time.monotonic, limits, self._pool.geometry)
+            machine = Machine(
+                self._block_table(),
+                time.monotonic,
+                limits,
+                self._pool.geometry,
+                first_epoch=first_epoch(self._pool.boot_nonce),
+            )
             workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
             cache = Cache(
                 machine,

@@ -1,6 +1,7 @@
 """The state machine: one stimulus in, a reply and actions out."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,10 +54,21 @@ class Machine:
     Any other exception is a bug: the machine must not be used any more.
     """
 
-    def __init__(self, table: BlockTable, clock: Clock, limits: CoreLimits, geometry: PoolGeometry) -> None:
-        """`table` is empty and from now on the machine's own. `clock` gives monotonic seconds."""
+    def __init__(
+        self,
+        table: BlockTable,
+        clock: Clock,
+        limits: CoreLimits,
+        geometry: PoolGeometry,
+        *,
+        first_epoch: int = 1,
+    ) -> None:
+        """`table` is empty and from now on the machine's own. `clock` gives monotonic seconds. `first_epoch`:
+        epochs are counted from here; no earlier daemon may have issued them, because clients outlive daemons
+        and tell by the epoch alone what their leases and parts still mean.
+        """
         self._clock = clock
-        self.books = Books(Blocks(table, geometry), limits)
+        self.books = Books(Blocks(table, geometry), limits, epoch_ids=itertools.count(first_epoch))
         """For the validator, and for looking; nobody else changes anything in it."""
         self._leases = Leases(self.books)
         self._transfers = Transfers(self.books, self._leases)
