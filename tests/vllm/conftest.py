@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import Rig, kv_transfer_config, prompt, start_rig
 from tools import tiny_llama
 
-QUICK = {"server__heartbeat_interval_s": "0.2"}
+QUICK = {"server__heartbeat_interval_s": "0.2", "workers__copy_deadline_s": "3"}
 STORY_TOKENS = 1000
 
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Tests restart daemons and engines that live as long as the session, which checks that nothing is left."""
+    """Tests restart daemons and engines that live as long as the session, which checks that nothing is
+    left."""
 
 
 @pytest.fixture(scope="session")
@@ -113,3 +115,25 @@ def rig(second_life: SecondLife) -> Iterator[Rig]:
     rig.forget()
     yield rig
     rig.host.thaw()
+
+
+@pytest.fixture(scope="session")
+def plain(options: EngineOptions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine like the shared one, without a connector."""
+    bare = dataclasses.replace(options, kv_transfer_config=None)
+    with Engine.start(bare, tmp_path_factory.mktemp("plain") / "log") as engine:
+        yield engine
+
+
+@pytest.fixture
+def with_fault(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """`with_fault("slow-copy:100")` restarts the daemon with copy workers that do that."""
+
+    def restart(fault: str) -> None:
+        monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", fault)
+        rig.host.restart()
+        rig.wait_ready()
+
+    yield restart
+    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT", raising=False)
+    rig.host.restart()

@@ -139,9 +139,16 @@ class Runner:
         return self._scheduler_state()
 
     def do_evaluate(self, expression: str) -> Answer:
-        """Value of a Python expression over `llm`, `core` and `scheduler`, for a look inside that no other
-        command offers. The result must be JSON."""
+        """Value of a Python expression over `llm`, `core` and `scheduler`, and over the connector's `side`
+        and `worker` and their clients `client` and `rank`, for a look inside that no other command offers.
+        The result must be JSON."""
         names = {"llm": self._llm, "core": self._core, "scheduler": self._core.scheduler}
+        connector = self._core.scheduler.connector
+        if connector is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            side, worker = connector._scheduler, get_kv_transfer_group()._worker
+            names |= {"side": side, "worker": worker, "client": side.link.client, "rank": worker.link.client}
         return {"value": eval(expression, names)}
 
     def _kv_layers(self) -> list[Any]:

@@ -50,14 +50,17 @@ class Rig:
         self.engine = engine
 
     def look(self, expression: str) -> Any:
-        """Evaluated inside the engine's process; `side`: the connector's scheduler side, `client`: its client,
-        `worker`: its worker side."""
-        expression = expression.replace("worker.", f"{_WORKER}.").replace("client.", f"{_SIDE}.link.client.")
-        return self.engine.call("evaluate", expression=expression.replace("side.", f"{_SIDE}."))["value"]
+        """Evaluated inside the engine's process: `side` and `worker` are the connector's halves, `client` and
+        `rank` their clients."""
+        return self.engine.call("evaluate", expression=expression)["value"]
 
     def wait_ready(self) -> None:
-        """Until lookups, stores and loads work."""
-        until(lambda: self.look("client.ready"), "the engine is attached and registered")
+        """Until lookups, stores and loads work, with the daemon that runs now."""
+        nonce = self.host.status().boot_nonce
+        until(
+            lambda: self.look("client.ready and client.status.boot_nonce") == nonce,
+            "the engine is attached and registered",
+        )
 
     def wait_away(self) -> None:
         """Until the engine has noticed that its daemon is not there, or does not answer."""
@@ -79,15 +82,16 @@ class Rig:
 
     def compute_and_hit(self, tokens: list[int]) -> Generated:
         """Computes a prompt, stores it; returns what a hit in the engine's own cache gives."""
-        self.generate(tokens)
+        return self.both(tokens)[1]
+
+    def both(self, tokens: list[int]) -> tuple[Generated, Generated]:
+        """Computes a prompt and stores it: the answer then, and that of a hit in the engine's own cache. The
+        two may differ, because a prefill in one piece rounds otherwise than one in two."""
+        cold = self.generate(tokens)
         hit = self.generate(tokens)
-        assert hit.num_cached_tokens == full_blocks(len(tokens))
+        assert (cold.num_cached_tokens, hit.num_cached_tokens) == (0, full_blocks(len(tokens)))
         self.wait_stored()
-        return hit
-
-
-_SIDE = "scheduler.connector._scheduler"
-_WORKER = "__import__('vllm.distributed.kv_transfer', fromlist=['_']).get_kv_transfer_group()._worker"
+        return cold, hit
 
 
 def flip_a_byte_of_every_block(pool: Path) -> int:

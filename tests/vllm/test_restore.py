@@ -22,8 +22,8 @@ def test_a_second_engine_continues_where_a_killed_one_was(
     assert restored.tokens == hit.tokens
     assert restored.logprobs == hit.logprobs
     proved(
-        f"An engine that never saw a prompt loaded {restored.num_cached_tokens} of its {STORY_TOKENS} tokens from a "
-        "killed engine's store, and answered bit for bit as that one did."
+        f"An engine that never saw a prompt loaded {restored.num_cached_tokens} of its {STORY_TOKENS} tokens "
+        "from a killed engine's store, and answered bit for bit as that one did."
     )
 
 
@@ -103,9 +103,7 @@ def test_bytes_that_went_wrong_while_the_daemon_was_away_are_computed_again(rig:
     rig.wait_ready()
     computed = rig.generate(tokens)
     assert computed.tokens == hit.tokens
-    assert rig.look("worker.poll().received == set()")
-    corrupt = rig.host.status().counters
-    assert corrupt.loaded_blocks == 0
+    assert rig.host.status().counters.loaded_blocks == 0
     rig.wait_stored()
     rig.forget()
     restored = rig.generate(tokens)
