@@ -307,14 +307,14 @@ class Client(ClientBase):
         return stream
 
     async def _tear_down(self, streams: list[_Stream]) -> None:
+        if self._side is not None:  # before anything that waits: this is what ends the session
+            self._side.close()
         for stream in streams:
             stream.call.cancel()
             for task in stream.tasks:
                 task.cancel()
             await asyncio.wait(stream.tasks, timeout=STREAM_JOIN_S)
             await stream.channel.close()
-        if self._side is not None:
-            self._side.close()
 
     # --- the stream's tasks ---
 

@@ -306,7 +306,7 @@ class TransferBase:
         """What an accepted store did with each key; None until it was accepted."""
         if not self._record.accepted:
             return None
-        return tuple(StoreResult(value) for value in self._record.results)
+        return tuple(StoreResult.of(value) for value in self._record.results)
 
     @property
     def transfer_id(self) -> tuple[int, int] | None:

@@ -43,6 +43,7 @@ from kvtier.errors import ConnectionLostError, KvtierError, explain_rpc_error
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket, call_blocking
+from kvtier.status import ClientState
 from kvtier.transfers import Outcome, TransferState
 from kvtier.v1 import cache_pb2, cache_pb2_grpc
 
@@ -115,6 +116,7 @@ class Client(ClientBase):
     def __init__(self, **options: Unpack[ClientOptions]) -> None:
         super().__init__(options, threading.Event)
         self._writable = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -127,12 +129,12 @@ class Client(ClientBase):
     def wait_ready(self, timeout_s: float) -> bool:
         """Waits until everything works, at most `timeout_s`. False: see `status.why`."""
         deadline_s = time.monotonic() + timeout_s
-        with self._writable:
-            while self._session.state.value != "ready":
+        with self._changed:
+            while self._session.state is not ClientState.READY:
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0 or self._closing.is_set():
                     return False
-                self._writable.wait(min(remaining_s, EVENT_POLL_S))
+                self._changed.wait(min(remaining_s, EVENT_POLL_S))
         return True
 
     def start_lookup(
@@ -274,9 +276,10 @@ class Client(ClientBase):
                     if not may_register_later(error):
                         raise
                     wait_s = REGISTER_RETRY_S
-            with self._writable:
+            with self._lock:
                 wait_s = min(wait_s, self._session.tick())
-                self._writable.notify_all()
+                self._wake_writer()
+                self._changed.notify_all()
             for fd, _ in poll.poll(wait_s * 1_000):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
@@ -344,17 +347,18 @@ class Client(ClientBase):
         why = "the daemon closed the stream"
         try:
             for message in stream.call:
-                with self._writable:
+                with self._lock:
                     if stream.over:
                         return
                     self._session.receive(message)
-                    self._writable.notify_all()
+                    self._wake_writer()
+                    self._changed.notify_all()
                     if self._session.ended is not None or self._session.wants_registration:
                         self._wake_session()
         except grpc.RpcError as error:
             why = explain_rpc_error(error)
         finally:
-            with self._writable:
+            with self._lock:
                 if not stream.over:
                     self._session.end(why)
                     self._wake_session()
@@ -376,6 +380,7 @@ def _after_fork_in_child() -> None:
     for client in _clients:
         client._lock = threading.Lock()
         client._writable = threading.Condition(client._lock)
+        client._changed = threading.Condition(client._lock)
         client._closing.set()
         client._session.words.close()  # the pages are the parent's: do not seal them
         client._session.close("the process was forked: make a client of its own")

@@ -40,6 +40,11 @@ class StoreResult(Enum):
     PENDING = 2
     THROTTLED = 3
 
+    @classmethod
+    def of(cls, value: int) -> "StoreResult":
+        """What a byte of the wire means. One that this version does not know copies nothing either."""
+        return cls(value) if value <= cls.THROTTLED.value else cls.THROTTLED
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -461,3 +462,73 @@ def test_registers_again_when_its_worker_was_lost_but_not_for_an_old_request(pee
     assert state(peer) is ClientState.READY
     peer.say(instance=asking)
     assert wants_registration(peer), "and this one is new"
+
+
+BODIES = st.sampled_from(
+    [
+        {"welcome": cache_pb2.Welcome(epoch=9)},
+        {"heartbeat_ack": cache_pb2.HeartbeatAck()},
+        {"lookup": cache_pb2.LookupResponse()},
+        {"lookup": cache_pb2.LookupResponse(answers=[cache_pb2.GroupAnswer(hits=1)], lease_id=3)},
+        {"submit": cache_pb2.SubmitResponse(results=b"\x09")},
+        {"release": cache_pb2.ReleaseResponse()},
+        {"cancel": cache_pb2.CancelResponse()},
+        {"wait": cache_pb2.WaitResponse()},
+        {"error": types_pb2.Error(reason=types_pb2.REASON_INTERNAL, message="no")},
+        {"transfer": cache_pb2.TransferEvent(ticket=1, state=types_pb2.TransferState.ValueType(77))},
+        {"instance": cache_pb2.InstanceEvent(ready=True, reregister_ranks=[0])},
+        {"goodbye": cache_pb2.Goodbye()},
+        {},
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 12), BODIES),
+            st.sampled_from(["lookup", "store", "load", "release", "cancel", "tick", "lost", "hello"]),
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_the_daemon_says_nothing_is_raised_and_everything_ends_when_it_is_gone(
+    steps: list[Any],
+) -> None:
+    peer = Peer(parts=3)
+    session = peer.session
+    lookups: list[LookupRecord] = []
+    transfers: list[TransferRecord] = []
+    lease = Lease(3, 9, 1)
+    for step in steps:
+        if isinstance(step, tuple):
+            peer.say(step[0], **step[1])
+        elif step == "lookup":
+            lookups.append(ask(peer, 1, lease=True))
+        elif step == "store":
+            transfers.append(store(peer, 1, 2))
+        elif step == "load":
+            transfers.append(session.load(0, lease, 0, [1], None, keep_lease=False))
+        elif step == "release":
+            session.release(lease)
+        elif step == "cancel":
+            for transfer in transfers:
+                session.cancel(transfer)
+        elif step == "tick" and session.epoch is not None and session.ended is None:
+            session.tick()
+        elif step == "lost":
+            session.lost("gone")
+        elif step == "hello" and session.epoch is None:
+            session.lost("gone")
+            session.say_hello(b"t" * 16, 1)
+        if session.wants_registration:
+            peer.register()
+        session.status()
+        peer.sent()
+        peer.now_s += 0.3
+    session.lost("gone")
+    assert all(lookup.answer is not None and lookup.event.is_set() for lookup in lookups)
+    assert all(transfer.event.is_set() for transfer in transfers)
+    assert all(session.outcome(transfer).fenced for transfer in transfers), "nothing had started"
+    peer.close()
