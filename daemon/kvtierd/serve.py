@@ -29,6 +29,7 @@ from kvtierd.rpc.side import Channel, SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
 from kvtierd.settings import ConfigError, human_size
+from kvtierd.steady import SteadyClock
 from kvtierd.transfer.channel import PacketChannel
 from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
 
@@ -143,11 +144,12 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         limits = config.limits.to_core()
+        clock = SteadyClock()
         metrics = Metrics(CollectorRegistry(), version())
         async with AsyncExitStack() as stack:
             machine = Machine(
                 self._block_table(),
-                time.monotonic,
+                clock,
                 limits,
                 self._pool.geometry,
                 first_epoch=first_epoch(self._pool.boot_nonce),
@@ -159,6 +161,7 @@ class _Daemon:
                 workers,
                 limits,
                 pool_path=config.pool.file,
+                clock=clock,
                 observe_lag=metrics.observe_lag,
             )
             cache.handle(self._pool.recovered)
@@ -169,6 +172,7 @@ class _Daemon:
                 sessions_max=config.server.sessions_max,
                 hello_deadline_s=config.server.hello_deadline_s,
                 silence_s=config.server.session_silence_s,
+                clock=clock,
             )
             metrics_url = self._serve_metrics(metrics, cache, stack)
             rpc = RpcServer(

@@ -24,6 +24,8 @@ from kvtierd.rpc.sessions import Peer, Session, Sessions
 
 SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
+GETSOCKOPT_BYTES_MAX = 1_024
+"""What Python's getsockopt takes."""
 BACKLOG = 128
 WAITING_REQUESTS_MAX = 8
 """Requests that a client may send before the first is answered; it is asked to send one at a time."""
@@ -117,9 +119,9 @@ class SideServer:
 
 
 def groups_of(connection: socket.socket, gid: int) -> set[int]:
-    """All groups of the process that connected."""
+    """All groups of the process that connected; only its first one, `gid`, if it has more than 256 others."""
     try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 65_536 * 4)
+        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GETSOCKOPT_BYTES_MAX)
     except OSError:
         return {gid}
     return {gid, *struct.unpack(f"{len(raw) // 4}I", raw)}
@@ -177,11 +179,7 @@ class _Connection:
 
     async def _serve(self) -> None:
         while True:
-            packet, fds = await self._requests.get()
-            try:
-                await self._serve_one(packet, fds)
-            finally:
-                _close(fds)
+            await self._serve_one(*await self._requests.get())
 
     def _served(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -191,6 +189,7 @@ class _Connection:
             )
 
     async def _serve_one(self, packet: bytes, fds: list[int]) -> None:
+        """Answers one request; its descriptors are closed before the answer leaves."""
         self._sessions.heard(self._session)
         request = side_pb2.SideRequest()
         reply_fds: list[int] = []
@@ -202,6 +201,8 @@ class _Connection:
             response = await self._respond(request, fds, reply_fds)
         except Refusal as refusal:
             response = side_pb2.SideResponse(error=to_error(refusal))
+        finally:
+            _close(fds)
         response.id = request.id
         try:
             self._channel.send(response.SerializeToString(), reply_fds)

@@ -60,8 +60,11 @@ class Stream:
         self._boot_nonce = sessions.boot_nonce
         self._queue: deque[cache_pb2.AttachResponse] = deque()
         self._writing = asyncio.Lock()
+        self._replying = 0
+        self._closed = False
         self._more = asyncio.Event()
         self._finished: Refusal | None = None
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waits: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -69,18 +72,25 @@ class Stream:
         reader = asyncio.create_task(self._read())
         writer = asyncio.create_task(self._write())
         try:
-            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reader, writer, self._ending}, return_when=asyncio.FIRST_COMPLETED)
             if self._finished is not None:
                 await asyncio.wait({writer}, timeout=GOODBYE_DEADLINE_S)
         finally:
             self._end(Refusal(Reason.EPOCH_ENDED, "its stream has ended"))
+            self._closed = True
             tasks = {reader, writer, *self._waits}
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                # gRPC ends no call while a message of it is on its way. To a client that does not read, that
+                # may be when its connection ends, which pings see to; the session is over all the same.
+                async with self._writing:
+                    pass
+            finally:
+                for task in tasks:
+                    task.cancel()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             # Anything but the end of the connection is a bug: let gRPC log it.
-            if isinstance(result, Exception) and not isinstance(result, (grpc.RpcError, grpc.aio.UsageError)):
+            if isinstance(result, Exception) and not isinstance(result, grpc.aio.BaseError):
                 raise result
 
     # --- outgoing ---
@@ -103,9 +113,15 @@ class Stream:
 
     async def _send(self, message: cache_pb2.AttachResponse) -> None:
         """For replies: returns when it is sent, so a client that does not read is not read from either."""
-        async with self._writing:
-            if self._finished is None:
-                await self._context.write(message)
+        self._replying += 1
+        try:
+            async with self._writing:
+                if not self._closed:
+                    await self._context.write(message)
+        finally:
+            self._replying -= 1
+            if self._finished is not None:
+                self._more.set()
 
     async def _write(self) -> None:
         """Writes what is queued; returns after Goodbye."""
@@ -115,7 +131,8 @@ class Stream:
             async with self._writing:
                 while self._queue:
                     await self._context.write(self._queue.popleft())
-                if self._finished is not None:
+                if self._finished is not None and not self._replying:
+                    self._closed = True
                     goodbye = cache_pb2.Goodbye(why=to_error(self._finished))
                     await self._context.write(cache_pb2.AttachResponse(goodbye=goodbye))
                     return
@@ -124,6 +141,7 @@ class Stream:
         """Sends what waits, then Goodbye, then ends the stream."""
         if self._finished is None:
             self._finished = why
+            self._ending.set_result(None)
             self._more.set()
 
     def _end(self, why: Refusal) -> None:

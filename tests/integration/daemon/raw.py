@@ -171,7 +171,10 @@ class RawSession:
             options=[
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", -1),
-                ("grpc.http2.bdp_probe", 0),  # a window that does not grow: what is not read is soon held back
+                (
+                    "grpc.http2.bdp_probe",
+                    0,
+                ),  # a window that does not grow: what is not read is soon held back
             ],
         )
         self.stub = cache_pb2_grpc.CacheStub(self.channel)
@@ -235,6 +238,7 @@ class RawSession:
         assert len(fds) == 1
         self.words = SharedWords(mapped, DOORBELLS + PARTS)
         self.worker_pid = response.words_registered.worker_pid
+        self.worker_pidfd = fds[0]
         self._close.append(lambda: os.close(fds[0]))
         return fds[0]
 

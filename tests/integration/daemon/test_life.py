@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import stat
 import time
@@ -110,6 +111,7 @@ class TestStop:
 
     def test_a_transfer_that_never_ends_does_not_keep_it(self, start: Start, connect: Connect) -> None:
         daemon = start(server__drain_s=0.2)
+        daemon.may_complain = True
         session = connect().ready()
         session.attached.call(store=session.store_request(hashes(1), [0], **GATED))
         assert daemon.stop() == 0
@@ -118,6 +120,7 @@ class TestStop:
         self, start: Start, connect: Connect
     ) -> None:
         daemon, session = start(), connect().ready()
+        daemon.may_complain = True
         session.store(hashes(2), [0, 1])
         take_free_slots_away(daemon.pool)
         with pytest.raises(Refused) as refused:
@@ -224,6 +227,17 @@ def _client(socket_path: Path, ready: Connection, submit: bool) -> None:
     time.sleep(DEADLINE_S)
 
 
+def _forking_client(socket_path: Path, ready: Connection) -> None:
+    session = RawSession(socket_path)
+    session.attach()
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(DEADLINE_S)
+        os._exit(0)
+    ready.send(fork)
+    time.sleep(DEADLINE_S)
+
+
 @pytest.mark.faults
 class TestClientDeath:
     @pytest.mark.parametrize("submit", [False, True], ids=["idle", "mid-transfer"])
@@ -254,6 +268,24 @@ class TestClientDeath:
         assert metrics["kvtier_transfers_active"] == 0
         assert metrics["kvtier_blocks.writing"] == 0
         assert survivor.lookup(hashes(1)).answers[0].hits == 1
+
+    def test_a_fork_that_outlives_the_client_does_not_keep_its_session(self, daemon: Daemon) -> None:
+        """The fork holds both sockets open; it is the process that counts."""
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        client = context.Process(target=_forking_client, args=(daemon.socket, there))
+        client.start()
+        try:
+            assert here.poll(DEADLINE_S)
+            fork = here.recv()
+            try:
+                client.kill()
+                until(lambda: not daemon.status().instances, "instance gone")
+            finally:
+                os.kill(fork, signal.SIGKILL)
+        finally:
+            client.kill()
+            client.join(DEADLINE_S)
 
     def test_a_stopped_client_loses_its_leases_then_its_session(self, start: Start) -> None:
         daemon = start(
@@ -311,6 +343,10 @@ def _attaches(session: RawSession) -> bool:
     return True
 
 
+def readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
 @pytest.mark.faults
 class TestWorkerDeath:
     def test_a_killed_worker_is_replaced_and_clients_register_again(
@@ -321,9 +357,12 @@ class TestWorkerDeath:
         stored = session.block(0)
         session.attached.event("transfer")
         lost = session.store_request(hashes(1, seed=4), [1], **GATED)
+        assert not readable(session.worker_pidfd)
         session.attached.call(store=lost)
+        daemon.may_complain = True
         os.kill(session.worker_pid, signal.SIGKILL)
         assert session.wait(lost.signals.ticket).state == types_pb2.TRANSFER_STATE_FAILED
+        assert readable(session.worker_pidfd), "the fence a client can see for itself"
         until(lambda: daemon.metrics()["kvtier_worker_live.cpu"] == 1, "a new worker")
         assert daemon.status().workers[0].respawns == 1
         session.register_words()
@@ -334,6 +373,22 @@ class TestWorkerDeath:
 
 
 class TestQuiet:
+    def test_a_daemon_that_was_stopped_does_not_blame_its_clients(
+        self, start: Start, connect: Connect
+    ) -> None:
+        daemon = start(limits__lease_ttl_s=2, server__heartbeat_interval_s=0.5, server__session_silence_s=2)
+        session = connect().ready()
+        session.store(hashes(1), [0])
+        lease = session.lookup(hashes(1), lease=True).lease_id
+        daemon.process.send_signal(signal.SIGSTOP)
+        for _ in range(6):
+            session.attached.post(heartbeat=cache_pb2.Heartbeat())
+            time.sleep(0.5)
+        daemon.process.send_signal(signal.SIGCONT)
+        request = session.load_request(lease, [5])
+        session.attached.call(load=request)
+        assert session.wait(request.signals.ticket).state == types_pb2.TRANSFER_STATE_DONE
+
     def test_heartbeats_keep_a_session_and_its_leases(self, start: Start, connect: Connect) -> None:
         daemon = start(
             limits__lease_ttl_s=0.5, server__heartbeat_interval_s=0.1, server__session_silence_s=0.5

@@ -71,6 +71,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_falls_silent(
     assert daemon.status().counters.lookups < LOOKUPS, "the answers it did not read held back the rest"
     connect().ready().store(hashes(1), [0])
     assert "silent for 3 s" in daemon.log()
+    assert daemon.stop() == 0, "it does not hold up the end either"
 
 
 def test_events_that_pile_up_end_the_session_at_once(

@@ -1,0 +1,27 @@
+"""Time as the daemon has lived it."""
+
+import time
+from collections.abc import Callable
+
+GAP_S = 1.0
+"""Longest time between two readings that counts in full; the daemon reads its clock ten times a second."""
+
+
+class SteadyClock:
+    """A monotonic clock that stands still while the process does (SIGSTOP, a frozen host, a stuck loop).
+
+    For deadlines that others have to meet: when a stopped daemon goes on, the heartbeats that were sent to it
+    meanwhile are still to be read. Read it at least every second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = clock()
+        self._skipped_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds; never goes back."""
+        now_s = self._clock()
+        self._skipped_s += max(0.0, now_s - self._last_s - GAP_S)
+        self._last_s = now_s
+        return now_s - self._skipped_s
