@@ -213,11 +213,13 @@ class Client(ClientBase):
             except Exception as error:
                 log.exception("the session failed; it is tried again")
                 why = f"{type(error).__name__}: {error}"
-            finally:
+            except asyncio.CancelledError:  # by close, which has ended the session
                 await self._tear_down(streams)
+                raise
             known = self._session.status().last_error == why
-            self._session.lost(why)
+            self._session.lost(why)  # first of all nobody waits any more, and nothing can start
             self._changed.set()
+            await self._tear_down(streams)
             if not known:
                 log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
             if attached_s is not None and time.monotonic() - attached_s > LASTED_S:

@@ -244,13 +244,14 @@ class Client(ClientBase):
             except Exception as error:
                 log.exception("the session failed; it is tried again")
                 why = f"{type(error).__name__}: {error}"
-            finally:
-                self._tear_down(stream)
-            with self._lock:
-                if self._closing.is_set():
-                    break
-                known = self._session.status().last_error == why
-                self._session.lost(why)
+            with self._lock:  # first of all nobody waits any more, and nothing can start
+                for one in stream:
+                    one.over = True
+                closing = self._closing.is_set()
+                known = closing or self._session.status().last_error == why
+                if not closing:
+                    self._session.lost(why)
+            self._tear_down(stream)
             if not known:
                 log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
             if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
