@@ -1,0 +1,245 @@
+"""vLLM's own scheduler and block pool with the connector, around a model that only checks.
+
+The "KV" of a token is a digest of all tokens up to it, so every step can tell whether each block that vLLM
+counts as computed holds what it must. Steps take about a millisecond; nothing is loaded but vLLM's Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TOKENS, HEADS, HEAD_SIZE, LAYERS = 16, 2, 32, 3
+ROW_WORDS = 2 * HEAD_SIZE * 2 // 8
+PAGE_BYTES = HEADS * TOKENS * ROW_WORDS * 8
+
+Digests = npt.NDArray[np.uint64]
+
+
+class WrongKV(AssertionError):
+    """A block that counts as computed holds something else."""
+
+
+def engine_config(model: Path, kv_transfer_config: dict[str, Any] | None, **changes: Any) -> Any:
+    """A real VllmConfig."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "block_size": TOKENS,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "kv_transfer_config": kv_transfer_config,
+    }
+    return EngineArgs(**arguments | changes).create_engine_config()
+
+
+def _kv_cache_config(blocks: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+
+    names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+    tensor = KVCacheTensor(
+        size=blocks * LAYERS * PAGE_BYTES,
+        layers=names,
+        layer_stride=PAGE_BYTES * blocks,
+        block_stride=PAGE_BYTES,
+    )
+    return KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+    )
+
+
+def _digests(tokens: Sequence[int]) -> Digests:
+    """One per token, of it and all before it."""
+    running = hashlib.blake2b(digest_size=8)
+    found = []
+    for token in tokens:
+        running.update(int(token).to_bytes(4, "little"))
+        found.append(int.from_bytes(running.digest(), "little"))
+    return np.array(found, np.uint64)
+
+
+class MiniEngine:
+    """One engine in this process. Step it; every step checks all KV that it relies on."""
+
+    def __init__(self, config: Any, blocks: int = 64) -> None:
+        import torch
+        from kvtier_vllm.connector import KvtierConnector
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+        from vllm.v1.structured_output import StructuredOutputManager
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        kv_cache_config = _kv_cache_config(blocks)
+        config.cache_config.num_gpu_blocks = blocks
+        self.worker: Any = None
+        self.finished: dict[str, list[int]] = {}
+        """Output tokens by request."""
+        self.cached: dict[str, int] = {}
+        """Tokens that a request began with, computed by nobody here."""
+        self.preemptions = 0
+        self._hasher = get_request_block_hasher(TOKENS, sha256)
+        init_none_hash(sha256)
+        context = None
+        if config.kv_transfer_config is not None:
+            self.worker = KvtierConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+            context = self.worker.get_mem_pool_context()
+        if context is None:
+            caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
+        else:
+            with context:
+                caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
+        self.pages = [
+            tensor.view(torch.int8).numpy().view(np.uint64) for tensor in dict(caches).values()
+        ]  # [blocks, heads, tokens, words]
+        if self.worker is not None:
+            self.worker.register_kv_caches(dict(caches))
+        self.scheduler: Any = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=TOKENS,
+            hash_block_size=TOKENS,
+        )
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half of the connector."""
+        return self.scheduler.connector
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 8) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self.scheduler.add_request(Request(name, list(tokens), sampling, None, block_hasher=self._hasher))
+
+    def abort(self, names: Iterable[str]) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        """One step, in the order of vLLM's model runner."""
+        requests = dict(self.scheduler.requests)
+        output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        meta, worker = output.kv_connector_metadata, self.worker
+        if worker is not None:
+            worker.handle_preemptions(meta)
+            worker.bind_connector_metadata(meta)
+        sampled = self._forward(output, requests)
+        connector_output = None
+        if worker is not None:
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            connector_output = self._connector_output(output)
+            worker.clear_connector_metadata()
+        self._finish_step(output, requests, sampled, connector_output)
+
+    def run(self, steps_max: int = 20_000) -> None:
+        """Until the scheduler holds nothing, blocks that are still stored included."""
+        for _ in range(steps_max):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests hang: {self.states()}")
+
+    def states(self) -> dict[str, str]:
+        return {name: request.status.name for name, request in self.scheduler.requests.items()}
+
+    def forget(self) -> None:
+        """Loses all KV."""
+        assert self.scheduler.reset_prefix_cache()
+        for pages in self.pages:
+            pages[1:] = 0x3F3F3F3F3F3F3F3F
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def _connector_output(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput
+
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+        )
+
+    def _forward(self, output: Any, requests: dict[str, Any]) -> dict[str, list[int]]:
+        """Checks what the step relies on, writes what it computes, samples."""
+        sampled: dict[str, list[int]] = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request = requests[name]
+            start = request.num_computed_tokens - count  # vLLM has counted the step already
+            [table] = self.scheduler.kv_cache_manager.get_block_ids(name)
+            digests = _digests(request.all_token_ids)
+            self._check(name, table, digests[:start])
+            self._write(table, digests[: start + count], start)
+            self.cached.setdefault(name, start)
+            done = start + count >= request.num_tokens
+            sampled[name] = [int(digests[-1] % np.uint64(1000))] if done else []
+        return sampled
+
+    def _at(self, table: Sequence[int], first: int, end: int) -> tuple[Any, Any]:
+        positions = np.arange(first, end)
+        return np.array(table, np.int64)[positions // TOKENS], positions % TOKENS
+
+    def _check(self, name: str, table: Sequence[int], digests: Digests) -> None:
+        blocks, offsets = self._at(table, 0, len(digests))
+        for layer, pages in enumerate(self.pages):
+            good = pages[blocks, :, offsets, :] == (digests + np.uint64(layer))[:, None, None]
+            if not good.all():
+                position = int(np.flatnonzero(~good.all(axis=(1, 2)))[0])
+                raise WrongKV(f"{name}: token {position} of {len(digests)} in block {blocks[position]}")
+
+    def _write(self, table: Sequence[int], digests: Digests, first: int) -> None:
+        blocks, offsets = self._at(table, first, len(digests))
+        for layer, pages in enumerate(self.pages):
+            pages[blocks, :, offsets, :] = (digests[first:] + np.uint64(layer))[:, None, None]
+
+    def _finish_step(
+        self, output: Any, requests: dict[str, Any], sampled: dict[str, list[int]], connector_output: Any
+    ) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        names = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=connector_output,
+        )
+        self.scheduler.update_from_output(output, result)
+        for name, request in requests.items():
+            if request.is_finished():
+                self.finished[name] = list(request.output_token_ids)

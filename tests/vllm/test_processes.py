@@ -1,0 +1,113 @@
+"""Engines as processes: several of one engine, and engines that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import DaemonHost, until
+from tests.vllm.engine import REPOSITORY, Engine, EngineOptions
+from tests.vllm.rig import BLOCK, Rig, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def copies_mapped(host: DaemonHost) -> int:
+    """Mappings of engines' KV caches in the daemon's copy workers."""
+    return sum(
+        Path(f"/proc/{worker.pid}/maps").read_text().count("memfd:kvtier-kv")
+        for worker in host.status().workers
+    )
+
+
+@pytest.mark.parametrize("moment", ["while it starts", "while it computes", "idle"])
+def test_a_killed_engine_leaves_nothing_behind(
+    moment: str,
+    options: EngineOptions,
+    session_host: DaemonHost,
+    tmp_path: Path,
+    proved: Callable[[str], None],
+) -> None:
+    sessions, mapped = len(session_host.status().instances), copies_mapped(session_host)
+    engine = Engine.launch(options, tmp_path / "log")
+    try:
+        if moment == "while it starts":
+            until(lambda: len(session_host.status().instances) > sessions, "the engine attaches")
+        else:
+            engine.wait_ready()
+            rig = Rig(session_host, engine)
+            rig.wait_ready()
+            assert copies_mapped(session_host) > mapped
+        if moment == "while it computes":
+            stored = session_host.status().counters.stored_blocks
+            engine.send(
+                "generate",
+                prompts=[prompt(600, seed=70 + index) for index in range(6)],
+                max_tokens=200,
+                logprobs=1,
+                engine_timeout_s=60,
+            )
+            until(lambda: session_host.status().counters.stored_blocks > stored, "blocks are stored")
+    finally:
+        engine.kill()
+    killed_s = time.monotonic()
+    until(
+        lambda: len(session_host.status().instances) == sessions and copies_mapped(session_host) == mapped,
+        "sessions and mappings of the killed engine are gone",
+    )
+    took_s = time.monotonic() - killed_s
+    assert took_s < 10  # under a second on a quiet machine
+    proved(f"The daemon let go of an engine killed {moment} within {took_s:.2f} s.")
+    assert session_host.status().state == "serving"
+
+
+def test_blocks_of_a_killed_engine_are_whole(rig: Rig) -> None:
+    """What the engine killed while it computed had stored is right, as far as it got."""
+    for index in range(6):
+        tokens = prompt(600, seed=70 + index)
+        restored = rig.generate(tokens)
+        rig.engine.drain()
+        rig.engine.reset_prefix_cache()
+        with_rest = rig.generate(tokens)
+        assert with_rest.tokens == restored.tokens
+
+
+def test_scheduler_and_worker_in_processes_of_their_own(
+    options: EngineOptions, session_host: DaemonHost, tmp_path: Path
+) -> None:
+    tokens = prompt(11 * BLOCK + 5, seed=80)
+    log = (tmp_path / "log").open("w")
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.vllm.separate_processes"),
+            json.dumps(options.llm_arguments()),
+            json.dumps(tokens),
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        line, _ = process.communicate(timeout=300)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # all of it ended before
+    assert line, (tmp_path / "log").read_text()[-4000:]
+    results = json.loads(line)
+    assert [results[name]["cached"] for name in ("cold", "hit", "restored")] == [0, 11 * BLOCK, 11 * BLOCK]
+    assert results["restored"]["tokens"] == results["hit"]["tokens"]
+    assert results["restored"]["logprobs"] == results["hit"]["logprobs"]
