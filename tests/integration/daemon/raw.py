@@ -256,7 +256,9 @@ class RawSession:
         fd = memfd(request.mapping_bytes)
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, request.mapping_bytes), np.uint8)
         try:
-            return self.side.call([fd], register_memory=request)[0].memory_registered.registration_id
+            response, _ = self.side.call([fd], register_memory=request)
+            self.registration = response.memory_registered.registration_id
+            return self.registration
         finally:
             os.close(fd)
 
@@ -269,12 +271,13 @@ class RawSession:
 
     # --- data ---
 
-    def planes(self) -> list[npt.NDArray[np.uint8]]:
-        """The cache, one (num_blocks, fragment) array per plane."""
+    def planes(self, memory: npt.NDArray[np.uint8] | None = None) -> list[npt.NDArray[np.uint8]]:
+        """The cache, or a copy of it, one (num_blocks, fragment) array per plane."""
         found, offset = [], 0
+        whole = self.memory if memory is None else memory
         for size in self.fragments:
             length = size * self.num_blocks
-            found.append(self.memory[offset : offset + length].reshape(self.num_blocks, size))
+            found.append(whole[offset : offset + length].reshape(self.num_blocks, size))
             offset += length
         return found
 
@@ -291,7 +294,8 @@ class RawSession:
     # --- calls on the stream ---
 
     def ref(self, **changes: Any) -> cache_pb2.SessionRef:
-        return cache_pb2.SessionRef(**({"token": self.token, "epoch": self.epoch} | changes))
+        fields: dict[str, Any] = {"token": self.token, "epoch": self.epoch}
+        return cache_pb2.SessionRef(**(fields | changes))
 
     def lookup_request(self, hashes: bytes, **changes: Any) -> cache_pb2.LookupRequest:
         query = cache_pb2.GroupQuery(mode=cache_pb2.LOOKUP_MODE_PREFIX, hashes=hashes)
@@ -302,7 +306,8 @@ class RawSession:
 
     def signals(self, **changes: Any) -> cache_pb2.Signals:
         ticket = changes.pop("ticket", None) or next(self._tickets)
-        return cache_pb2.Signals(**({"ticket": ticket, "part_word": ticket % PARTS} | changes))
+        fields: dict[str, Any] = {"ticket": ticket, "part_word": ticket % PARTS}
+        return cache_pb2.Signals(**(fields | changes))
 
     def store_request(
         self, hashes: bytes, block_ids: Sequence[int], **signals: Any

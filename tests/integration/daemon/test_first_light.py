@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from kvtier.v1 import cache_pb2, types_pb2
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PART_DONE
 
 from tests.integration.daemon.conftest import Connect
@@ -48,18 +48,10 @@ def test_a_load_touches_only_its_target_blocks(session: RawSession) -> None:
     session.load(keys, [7, 30])
     changed = {
         block
-        for plane, old in zip(session.planes(), _planes_of(session, before), strict=True)
+        for plane, old in zip(session.planes(), session.planes(before), strict=True)
         for block in np.flatnonzero((plane != old).any(axis=1)).tolist()
     }
     assert changed == {7, 30}
-
-
-def _planes_of(session: RawSession, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> list[np.ndarray]:  # type: ignore[type-arg]
-    now, session.memory = session.memory, memory
-    try:
-        return session.planes()
-    finally:
-        session.memory = now
 
 
 def test_the_unary_calls_do_what_the_stream_does(session: RawSession) -> None:
@@ -194,8 +186,7 @@ def test_memory_can_be_taken_back_and_registered_again(session: RawSession) -> N
     keys = hashes(1)
     session.store(keys, [0])
     stored = session.block(0)
-    registration = session.side.call  # the id is told by register_memory; here it is this daemon's first
-    registration(unregister_memory={"registration_id": 1})
+    session.side.call(unregister_memory=side_pb2.UnregisterMemory(registration_id=session.registration))
     session.register_words()
     session.register_memory()
     session.load(keys, [2])

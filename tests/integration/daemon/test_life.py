@@ -12,12 +12,12 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from kvtier.v1 import cache_pb2, types_pb2
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PoolRecords
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.process import DEADLINE_S, Daemon, refused_start, until
-from tests.integration.daemon.raw import RawSession, Refused, hashes
+from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd
 
 GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
 
@@ -370,6 +370,55 @@ class TestWorkerDeath:
         session.load(keys, [6])
         assert session.block(6) == stored
         assert daemon.metrics()["kvtier_worker_respawns_total.cpu"] == 1
+
+
+def maps_of_clients(worker_pid: int) -> int:
+    """Mappings of clients' memory in a copy worker."""
+    return Path(f"/proc/{worker_pid}/maps").read_text().count("/memfd:kvtier-test-client")
+
+
+@pytest.mark.faults
+class TestMappings:
+    """Nothing of a client stays mapped, whenever it goes."""
+
+    @pytest.mark.parametrize("kind", ["words", "memory"])
+    def test_a_client_that_goes_while_it_is_being_mapped(
+        self, daemon: Daemon, connect: Connect, kind: str
+    ) -> None:
+        session = connect()
+        session.attach()
+        worker_pid = daemon.status().workers[0].pid
+        if kind == "memory":
+            session.register_words()
+        os.kill(worker_pid, signal.SIGSTOP)
+        try:
+            fd = memfd(1 << 20)
+            words = side_pb2.RegisterWords(doorbells=1, parts=1)
+            body = {"register_words": words} if kind == "words" else {"register_memory": session.places()}
+            session.side.send(side_pb2.SideRequest(id=99, **body).SerializeToString(), [fd])
+            until(lambda: daemon.descriptors_of_clients() == 1, "the request has arrived")
+            os.close(fd)
+            session.close()
+            until(lambda: daemon.descriptors_of_clients() == 0, "the front has let go")
+        finally:
+            os.kill(worker_pid, signal.SIGCONT)
+        until(lambda: maps_of_clients(worker_pid) == 0 and not daemon.status().instances, "unmapped")
+        connect().ready().store(hashes(1), [0])
+        assert daemon.status().workers[0].pid == worker_pid, "by the same worker"
+
+    def test_memory_taken_back_is_unmapped_before_the_answer(
+        self, daemon: Daemon, session: RawSession
+    ) -> None:
+        running = session.store_request(hashes(1), [0], **GATED)
+        session.attached.call(store=running)
+        assert maps_of_clients(session.worker_pid) == 2
+        session.side.call(unregister_memory=side_pb2.UnregisterMemory(registration_id=session.registration))
+        assert maps_of_clients(session.worker_pid) == 0
+        assert session.wait(running.signals.ticket).state == types_pb2.TRANSFER_STATE_CANCELLED
+        assert daemon.metrics()["kvtier_client_mapped_bytes"] == 0
+        with pytest.raises(Refused) as refused:
+            session.attached.call(store=session.store_request(hashes(1), [0]))
+        assert refused.value.reason == "INSTANCE_INCOMPLETE"
 
 
 class TestQuiet:

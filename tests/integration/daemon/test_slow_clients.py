@@ -4,7 +4,7 @@ import queue
 from collections.abc import Iterator
 
 import pytest
-from kvtier.v1 import cache_pb2
+from kvtier.v1 import admin_pb2, cache_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.process import DEADLINE_S, Daemon, until
@@ -45,7 +45,7 @@ class Deaf:
         self._call.cancel()
 
 
-def deaf_instance(daemon: Daemon) -> object:
+def deaf_instance(daemon: Daemon) -> admin_pb2.InstanceStatus | None:
     return next((found for found in daemon.status().instances if found.instance == "deaf"), None)
 
 

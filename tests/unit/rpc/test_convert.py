@@ -1,5 +1,7 @@
 """Messages become stimuli only if they are sound; nothing is copied that need not be."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,13 +25,14 @@ def hashes(count: int, size: int = 32) -> bytes:
 
 
 def lookup(**changes: object) -> cache_pb2.LookupRequest:
-    query = {"group": 0, "mode": cache_pb2.LOOKUP_MODE_PREFIX, "hashes": hashes(2)} | changes
+    query: dict[str, Any] = {"group": 0, "mode": cache_pb2.LOOKUP_MODE_PREFIX, "hashes": hashes(2)} | changes
     return cache_pb2.LookupRequest(queries=[cache_pb2.GroupQuery(**query)])
 
 
 def store(count: int = 2, ids: list[int] | None = None, **signals: int) -> cache_pb2.StoreRequest:
+    fields: dict[str, Any] = {"ticket": 1} | signals
     return cache_pb2.StoreRequest(
-        signals=cache_pb2.Signals(**({"ticket": 1} | signals)),
+        signals=cache_pb2.Signals(**fields),
         hashes=hashes(count),
         block_ids=list(range(count)) if ids is None else ids,
     )

@@ -1,6 +1,7 @@
 """A Hello is refused whole, with the field at fault; a sound one becomes exactly what the core is told."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from kvtier.v1 import cache_pb2, types_pb2
@@ -11,8 +12,8 @@ from kvtierd.rpc.hello import greeting_of, namespace_fields
 
 
 def namespace(**changes: object) -> types_pb2.Namespace:
-    fields = {"model": "m", "kv_dtype": "bfloat16", "hash_scheme": "test:1", "hash_bytes": 32} | changes
-    return types_pb2.Namespace(**fields)
+    fields: dict[str, Any] = {"model": "m", "kv_dtype": "bfloat16", "hash_scheme": "test:1", "hash_bytes": 32}
+    return types_pb2.Namespace(**(fields | changes))
 
 
 def hello() -> cache_pb2.Hello:
@@ -49,12 +50,12 @@ def test_a_sound_hello() -> None:
 def change(field: str, value: object) -> Callable[[cache_pb2.Hello], None]:
     def apply(message: cache_pb2.Hello) -> None:
         *path, last = field.split(".")
-        target = message
+        target: Any = message
         for step in path:
             name, _, index = step.partition("[")
             target = getattr(target, name)
             if index:
-                target = target[int(index[:-1])]  # type: ignore[index]
+                target = target[int(index[:-1])]
         if isinstance(value, list):
             del getattr(target, last)[:]
             getattr(target, last).extend(value)
