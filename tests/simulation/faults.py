@@ -17,13 +17,13 @@ from kvtierd.core.stimuli import (
     UnregisterMemory,
     WorkerLost,
 )
-from kvtierd.core.transitions import MappingState
+from kvtierd.core.transitions import MappingState, TransferState
 
 from tests.simulation.engine import (
     REVOKED,
     SCHEDULER,
 )
-from tests.simulation.world import World
+from tests.simulation.world import LIMITS, World
 
 
 def engine_dies(world: World) -> None:
@@ -67,6 +67,9 @@ def time_jumps(world: World) -> None:
     if books.leases:
         world.faults["time jumps", f"{jump:g} s, leases held"] += 1
     world.do(Tick())
+    assert not books.leases or jump <= LIMITS.lease_ttl_s, "a lease outlived its instance's silence"
+    overdue = [transfer for transfer in books.transfers.values() if transfer.deadline_s <= world.now_s]
+    assert all(transfer.state is TransferState.CLOSING for transfer in overdue), "a deadline passed unseen"
 
 
 def tick(world: World) -> None:

@@ -103,6 +103,9 @@ def store(world: World, engine: Engine) -> None:
         return
     results = reply.results.tolist()
     _check_results(world, engine, group, keys, before, condemned, results)
+    for key, result in zip(keys, results, strict=True):
+        kept = world.expected(engine, group, key)
+        assert result != EXISTS or kept == HIT, "a store evicted a block of its own batch"
     accepted = [i for i, result in enumerate(results) if result == ACCEPTED]
     engine.pending[signals.ticket] = Pending(
         ticket=signals.ticket,

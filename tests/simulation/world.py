@@ -20,6 +20,7 @@ from kvtierd.core.actions import (
     Action,
     AssignExtent,
     CommitSlots,
+    Direction,
     FreeSlots,
     InstanceView,
     Notify,
@@ -112,6 +113,8 @@ class World:
         self.current: list[FakeWorker | None] = [None] * DEVICES
         self.lost: list[FakeWorker] = []
         self.condemned: set[Key] = set()
+        self.writing: dict[int, Engine] = {}
+        """Who last had a slot written."""
         self.told: list[PartFinished | SessionReleased] = []
         """What workers have said lately; some of it is said again."""
         self.crash_after: int | None = None
@@ -128,8 +131,8 @@ class World:
         self.faults["daemon restart", "in the middle of actions" if crash else "between stimuli"] += 1
         self.transitions.update(self.machine.books.transitions.counts)
         workers = [worker for worker in self.current if worker is not None] + self.lost
-        if self.random.random() < 0.3 and self.pool.rot(self.random, "data"):
-            self.faults["data rots", "while the daemon is down"] += 1
+        for _ in range(self.random.choice((0, 1, 5))):
+            self.faults["data rots", "while the daemon is down"] += self.pool.rot(self.random, "data")
         self.zombies = []
         self._start()
         for worker in workers:
@@ -177,6 +180,8 @@ class World:
             case OpenSlots():
                 self.pool.open(action)
             case CommitSlots():
+                writers = [self.writing[number] for number in action.slots.reshape(-1).tolist()]
+                assert not any(engine.ended for engine in writers), "a store outlived its epoch"
                 self.pool.commit(action)
             case FreeSlots():
                 for number in action.slots.tolist():
@@ -184,6 +189,8 @@ class World:
                         self.condemned.discard(key)
                 self.pool.free(action)
             case PostPart():
+                if action.direction is Direction.STORE:
+                    self.writing.update(dict.fromkeys(action.slots.tolist(), self.of_session[action.session]))
                 worker = self._worker(action.worker)
                 if worker is not None:
                     worker.inbox.append((action, generation_of(self.pool, action.slots)))
@@ -303,7 +310,7 @@ class World:
             return
         message = worker.outbox.popleft()
         if worker.lost:
-            if self.random.random() < 0.1:
+            if self.random.random() < 0.4:
                 self.late(message, "from a lost worker")
             return
         self.told.append(message)

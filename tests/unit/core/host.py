@@ -1,0 +1,343 @@
+"""A machine, a clock, and short ways to say what engines and workers do. Performs nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from kvtierd.core.actions import (
+    Action,
+    Attached,
+    InstanceView,
+    LookupReply,
+    Notify,
+    PostPart,
+    Reply,
+    SubmitReply,
+    TransferEnded,
+)
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import (
+    PAGE_BYTES,
+    Epoch,
+    LeaseId,
+    PartId,
+    Rank,
+    RegistrationId,
+    SessionId,
+    Ticket,
+    WorkerId,
+)
+from kvtierd.core.machine import Machine
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.stimuli import (
+    AttachSession,
+    CoreLimits,
+    GroupGeometry,
+    LookupBlocks,
+    LookupMode,
+    Outcome,
+    PartFinished,
+    RegisterMemory,
+    RegisterWords,
+    Role,
+    SessionReleased,
+    Signals,
+    Stimulus,
+    SubmitLoad,
+    SubmitStore,
+    WorkerLive,
+)
+from kvtierd.core.table import BlockState
+from kvtierd.core.validate import validate
+
+A = TypeVar("A")
+SCHEDULER = -1
+BOTH = Role.SCHEDULER | Role.RANK
+NONE = np.empty(0, np.uint32)
+GEOMETRY = PoolGeometry(extents=4, extent_bytes=1 << 16, first_extent_offset=2 << 20)
+"""14 slots of 4 KiB, 7 of 8 KiB or 4 of 12 KiB in each extent."""
+
+
+def keys(*numbers: int) -> np.ndarray:
+    """Block hashes that are easy to tell apart."""
+    rows = np.zeros((len(numbers), 32), np.uint8)
+    rows[:, 0] = [number % 256 for number in numbers]
+    rows[:, 1] = [number // 256 for number in numbers]
+    return rows
+
+
+class Host:
+    """One machine. Everything handled is validated."""
+
+    def __init__(
+        self, table: Any, limits: CoreLimits | None = None, geometry: PoolGeometry = GEOMETRY
+    ) -> None:
+        """`table`: the class of the block table, or a table."""
+        if isinstance(table, type):
+            pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
+            table = table(256, pages)
+        self.now_s = 100.0
+        self.machine = Machine(table, lambda: self.now_s, limits or CoreLimits(), geometry)
+        self.actions: list[Action] = []
+        """Of the last stimulus."""
+        self.ids = itertools.count(1)
+
+    def do(self, stimulus: Stimulus) -> Reply:
+        reply, self.actions = self.machine.handle(stimulus)
+        validate(self.machine)
+        return reply
+
+    def refused(self, stimulus: Stimulus) -> Refusal:
+        """The refusal of a stimulus that must be refused."""
+        try:
+            self.machine.handle(stimulus)
+        except Refusal as refusal:
+            validate(self.machine)
+            return refusal
+        raise AssertionError(f"accepted: {stimulus}")
+
+    def reason(self, stimulus: Stimulus) -> Reason:
+        return self.refused(stimulus).reason
+
+    def of(self, kind: type[A]) -> list[A]:
+        """The last actions of one kind."""
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def told(self, session: SessionId, kind: type[A]) -> list[A]:
+        """Events of one kind that the last actions tell a session."""
+        events = [action.event for action in self.of(Notify) if action.session == session]
+        return [event for event in events if isinstance(event, kind)]
+
+    @property
+    def counters(self) -> Any:
+        return self.machine.status().counters
+
+    def worker(self) -> WorkerId:
+        """A copy worker comes up."""
+        worker = WorkerId(next(self.ids))
+        self.do(WorkerLive(worker, "cpu"))
+        return worker
+
+    def instance(self, name: str = "engine", **options: Any) -> Instance:
+        """An instance that is ready, unless `worker=None`."""
+        return Instance(self, name, **options)
+
+
+class Instance:
+    """One engine: its processes, and what they ask."""
+
+    def __init__(
+        self,
+        host: Host,
+        name: str = "engine",
+        *,
+        sizes: Sequence[Sequence[int]] = ((4096,),),
+        together: bool = True,
+        fields: bytes = b"namespace",
+        blocks: int = 64,
+        part_words: int = 16,
+        worker: WorkerId | str | None = "new",
+        processes: Sequence[int] | None = None,
+    ) -> None:
+        """`sizes`: slot bytes by group and rank. `worker`: an own one, a given one, or None if nobody registers.
+
+        `processes`: those that attach, and then nobody registers; all if it is None.
+        """
+        self.host = host
+        self.name = name
+        self.sizes = sizes
+        self.together = together
+        self.fields = fields
+        self.blocks = blocks
+        self.part_words = part_words
+        self.sessions: dict[int, SessionId] = {}
+        self.epoch = Epoch(0)
+        self.words = itertools.cycle(range(part_words))
+        self.tickets = itertools.count(1)
+        self.worker = host.worker() if worker == "new" else worker
+        everyone = [*range(self.world), *([] if together else [SCHEDULER])]
+        for process in everyone if processes is None else processes:
+            self.attach(process)
+        if self.worker is not None and processes is None:
+            for rank in range(self.world):
+                self.register(rank)
+
+    @property
+    def world(self) -> int:
+        return len(self.sizes[0])
+
+    @property
+    def scheduler(self) -> SessionId:
+        return self.sessions[0 if self.together else SCHEDULER]
+
+    def hello(self, process: int, **changes: Any) -> AttachSession:
+        role = Role.SCHEDULER if process == SCHEDULER else Role.RANK
+        if self.together and process == 0:
+            role = BOTH
+        groups = tuple(GroupGeometry(1, 16, 0, ((sizes[process], "kv"),)) for sizes in self.sizes)
+        options: dict[str, Any] = {
+            "session": SessionId(next(self.host.ids)),
+            "instance": self.name,
+            "role": role,
+            "rank": Rank(max(process, 0)),
+            "world_size": self.world,
+            "namespace_fields": self.fields,
+            "hash_bytes": 32,
+            "model": "model",
+            "groups": () if process == SCHEDULER else groups,
+        }
+        return AttachSession(**options | changes)
+
+    def attach(self, process: int, **changes: Any) -> Attached:
+        stimulus = self.hello(process, **changes)
+        reply = self.host.do(stimulus)
+        assert isinstance(reply, Attached)
+        self.sessions[process] = stimulus.session
+        self.epoch = reply.epoch
+        return reply
+
+    def register(self, rank: int, worker: WorkerId | None = None) -> InstanceView:
+        worker = worker or self.worker
+        assert isinstance(worker, int)
+        session = self.sessions[rank]
+        self.host.do(RegisterWords(session, worker, 2, self.part_words))
+        counts = (self.blocks,) * len(self.sizes)
+        registration = RegistrationId(next(self.host.ids))
+        reply = self.host.do(RegisterMemory(session, worker, registration, counts, 1 << 20))
+        assert isinstance(reply, InstanceView)
+        return reply
+
+    # --- lookups ---
+
+    def lookup_of(self, hashes: np.ndarray, **changes: Any) -> LookupBlocks:
+        options: dict[str, Any] = {
+            "session": self.scheduler,
+            "epoch": self.epoch,
+            "group": 0,
+            "hashes": hashes,
+            "mode": LookupMode.PREFIX,
+            "lease": False,
+        }
+        return LookupBlocks(**options | changes)
+
+    def lookup(self, *numbers: int, **changes: Any) -> LookupReply:
+        reply = self.host.do(self.lookup_of(keys(*numbers), **changes))
+        assert isinstance(reply, LookupReply)
+        return reply
+
+    def hits(self, *numbers: int, group: int = 0) -> list[int]:
+        """Which of these keys are READY; looks without touching."""
+        books = self.host.machine.books
+        _, states = books.blocks.table.lookup(books.names[self.name].plans[group].space, keys(*numbers))
+        return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
+
+    def lease(self, *numbers: int) -> LeaseId:
+        reply = self.lookup(*numbers, lease=True)
+        assert reply.hits == len(numbers)
+        assert reply.lease is not None, reply.lease_refused
+        return reply.lease
+
+    # --- transfers ---
+
+    def signals(self, **changes: Any) -> Signals:
+        options: dict[str, Any] = {
+            "ticket": Ticket(next(self.tickets)),
+            "part_word": next(self.words),
+            "gated": False,
+        }
+        return Signals(**options | changes)
+
+    def store_of(self, *numbers: int, signals: Signals | None = None, **changes: Any) -> SubmitStore:
+        options: dict[str, Any] = {
+            "session": self.scheduler,
+            "epoch": self.epoch,
+            "signals": signals or self.signals(),
+            "group": 0,
+            "hashes": keys(*numbers),
+            "block_ids": np.arange(len(numbers), dtype=np.uint32),
+        }
+        return SubmitStore(**options | changes)
+
+    def load_of(
+        self, lease: int, blocks: Sequence[int], *, signals: Signals | None = None, **changes: Any
+    ) -> SubmitLoad:
+        options: dict[str, Any] = {
+            "session": self.scheduler,
+            "epoch": self.epoch,
+            "signals": signals or self.signals(),
+            "group": 0,
+            "lease": LeaseId(lease),
+            "first": 0,
+            "block_ids": np.array(blocks, np.uint32),
+            "keep_lease": False,
+        }
+        return SubmitLoad(**options | changes)
+
+    def submit(self, stimulus: SubmitStore | SubmitLoad) -> Running:
+        reply = self.host.do(stimulus)
+        assert isinstance(reply, SubmitReply)
+        return Running(self, reply, stimulus.signals.ticket, self.host.of(PostPart))
+
+    def store(self, *numbers: int, **changes: Any) -> Running:
+        return self.submit(self.store_of(*numbers, **changes))
+
+    def load(self, lease: int, blocks: Sequence[int], **changes: Any) -> Running:
+        return self.submit(self.load_of(lease, blocks, **changes))
+
+    def stored(self, *numbers: int) -> None:
+        """Stores these keys, wholly."""
+        ended = self.store(*numbers).finish()
+        assert ended.succeeded.all(), "not everything found room"
+
+
+class Running:
+    """A transfer that was accepted."""
+
+    def __init__(self, instance: Instance, reply: SubmitReply, ticket: Ticket, posts: list[PostPart]) -> None:
+        self.instance = instance
+        self.host = instance.host
+        self.reply = reply
+        self.results = reply.results.tolist()
+        self.ticket = ticket
+        self.posts = posts
+
+    def part(
+        self,
+        rank: int = 0,
+        outcome: Outcome = Outcome.DONE,
+        failed: Sequence[int] = (),
+        **options: Any,
+    ) -> TransferEnded | None:
+        """One rank's part ends; how the transfer ended, if it has."""
+        post = self.posts[rank]
+        self.host.do(finished(post.worker, post.part, outcome, failed, **options))
+        ended = self.host.told(self.instance.scheduler, TransferEnded)
+        return ended[0] if ended else None
+
+    def finish(self) -> TransferEnded:
+        """Every part is done."""
+        ended = [self.part(rank) for rank in range(len(self.posts))][-1]
+        assert ended is not None
+        return ended
+
+    def ended(self) -> TransferEnded | None:
+        """As Wait would tell it."""
+        return self.host.machine.transfer(self.instance.scheduler, self.instance.epoch, self.ticket)
+
+
+def finished(
+    worker: WorkerId,
+    part: PartId,
+    outcome: Outcome = Outcome.DONE,
+    failed: Sequence[int] = (),
+    **options: Any,
+) -> PartFinished:
+    return PartFinished(worker, part, outcome, np.array(failed, np.uint32), **options)
+
+
+def released(instance: Instance, rank: int = 0) -> SessionReleased:
+    assert isinstance(instance.worker, int)
+    return SessionReleased(WorkerId(instance.worker), instance.sessions[rank])
