@@ -186,8 +186,8 @@ class _Daemon:
             side = await self._listen(rpc, sessions, cache, stack)
             self._greet(metrics_url)
             background = [
-                asyncio.create_task(cache.run_ticks()),
-                asyncio.create_task(self._end_silent(sessions)),
+                asyncio.create_task(cache.run_ticks(), name="ticks"),
+                asyncio.create_task(self._end_silent(sessions), name="silence"),
             ]
             try:
                 await self._until_told(cache, background)
@@ -214,6 +214,8 @@ class _Daemon:
             register_writer=self._pool.register_writer,
             events=events,
             limits=SupervisorLimits(copy_deadline_s=self._config.workers.copy_deadline_s),
+            log_level=self._config.log.level,
+            log_format=self._config.log.format,
         )
 
     def _rpc_settings(self) -> RpcSettings:
@@ -291,17 +293,17 @@ class _Daemon:
         self._stop.set()
 
     async def _until_told(self, cache: Cache, background: list[asyncio.Task[None]]) -> None:
-        """Returns when the daemon is to stop. Raises what a background task raised."""
+        """Returns when the daemon is to stop. A background task that ends by itself is an internal error."""
         told = {asyncio.create_task(self._stop.wait()), asyncio.create_task(cache.poisoned.wait())}
         try:
             await asyncio.wait({*told, *background}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for waiting in told:
                 waiting.cancel()
-        if not self._stop.is_set() and not cache.poisoned.is_set():
-            for task in background:
-                if task.done():
-                    task.result()
+        for task in background:
+            if task.done() and not cache.poisoned.is_set():
+                error = task.exception() or RuntimeError("it ended")
+                cache.poison(error, f"background task {task.get_name()}")
 
     async def _end_silent(self, sessions: Sessions) -> None:
         while True:

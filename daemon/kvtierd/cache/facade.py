@@ -107,7 +107,7 @@ class Cache:
         except Refusal:
             raise
         except Exception as error:
-            self._poison(error, stimulus)
+            self.poison(error, type(stimulus).__name__)
             raise _stopping() from error
         finally:
             self._busy = False
@@ -128,10 +128,11 @@ class Cache:
             except Refusal as refusal:
                 log.warning("an event was refused", event=type(stimulus).__name__, why=str(refusal))
 
-    def _poison(self, error: Exception, stimulus: Stimulus) -> None:
+    def poison(self, error: BaseException, during: str) -> None:
+        """Handles nothing from now on: what is in memory cannot be trusted. The daemon stops itself."""
         log.critical(
             "internal error: stopping; the pool is kept and the next start is warm",
-            stimulus=type(stimulus).__name__,
+            during=during,
             error=repr(error),
             exc_info=error,
         )
