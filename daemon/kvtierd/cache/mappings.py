@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
-from kvtierd.logs import logger
 from kvtierd.transfer.supervisor import GroupMapping, Supervisor
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 RELEASE_DEADLINE_S = 60.0
 """For a worker to let go of a session; the supervisor has killed one that takes so long before that."""
-
-log = logger(__name__)
 
 
 @dataclass(slots=True)
