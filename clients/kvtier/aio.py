@@ -100,7 +100,7 @@ class Transfer(TransferBase):
 class _Stream:
     """One gRPC stream and its tasks."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
+    def __init__(self, channel: Any, call: Any) -> None:
         self.channel = channel
         self.call = call
         self.tasks: list[asyncio.Task[None]] = []
@@ -317,6 +317,10 @@ class Client(ClientBase):
                 task.cancel()
             await asyncio.wait(stream.tasks, timeout=STREAM_JOIN_S)
             await stream.channel.close()
+            # gRPC's objects must be gone before the interpreter ends, or some versions hang then: tracebacks
+            # of the ended tasks hold the stream, so the stream holds nothing.
+            stream.call = stream.channel = None
+            stream.tasks.clear()
 
     # --- the stream's tasks ---
 

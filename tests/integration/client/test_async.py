@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -163,3 +165,33 @@ async def test_closing_leaves_no_task_and_can_be_done_twice(
         assert not (await asyncio.wait(left, timeout=READY_S))[1]
     assert plain.client.status.state is ClientState.CLOSED
     assert not (await plain.client.lookup(HASHES)).answered
+
+
+@pytest.mark.parametrize("ending", ["assert await plain.client.close()", "pass", "raise SystemExit(0)"])
+def test_a_program_ends_without_hanging_and_without_grpcs_threads(
+    shared_host: DaemonHost, ending: str
+) -> None:
+    program = f"""
+import asyncio, sys, threading
+from tests.integration.client.test_async import Plain
+from tests.support.plain_client import NAMESPACE
+async def main():
+    plain = Plain(instance="program", namespace=NAMESPACE, socket=sys.argv[1])
+    assert await plain.client.wait_ready(60)
+    await plain.store()
+    assert await plain.load() == 20
+    {ending}
+try:
+    asyncio.run(main())
+finally:
+    assert threading.active_count() == 1, threading.enumerate()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(shared_host.socket)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
