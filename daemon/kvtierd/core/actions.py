@@ -104,6 +104,9 @@ class ReleaseSession:
 
 
 class TransferEnd(Enum):
+    """FAILED: a copy failed, a block was corrupt or a worker was lost. CANCELLED: called off, revoked, or too
+    late."""
+
     DONE = 2
     FAILED = 3
     CANCELLED = 4
@@ -115,7 +118,8 @@ class TransferEnded:
     ticket: Ticket
     end: TransferEnd
     succeeded: npt.NDArray[np.uint8]
-    """Per submitted key: 1 if committed (store) or in place (load)."""
+    """Per submitted key: 1 if committed (store; also by somebody before, if it is still there) or in place
+    (load)."""
     error: Refusal | None
 
 

@@ -142,9 +142,9 @@ class Instance:
         worker: WorkerId | str | None = "new",
         processes: Sequence[int] | None = None,
     ) -> None:
-        """`sizes`: slot bytes by group and rank. `worker`: an own one, a given one, or None if nobody registers.
+        """`sizes`: slot bytes by group and rank. `worker`: its own, a given one, or None if none registers.
 
-        `processes`: those that attach, and then nobody registers; all if it is None.
+        `processes`: only these attach, and nobody registers.
         """
         self.host = host
         self.name = name
@@ -200,8 +200,9 @@ class Instance:
         return reply
 
     def register(self, rank: int, worker: WorkerId | None = None) -> InstanceView:
-        worker = worker or self.worker
-        assert isinstance(worker, int)
+        if worker is None:
+            assert isinstance(self.worker, int)
+            worker = WorkerId(self.worker)
         session = self.sessions[rank]
         self.host.do(RegisterWords(session, worker, 2, self.part_words))
         counts = (self.blocks,) * len(self.sizes)

@@ -89,7 +89,8 @@ class TestLease:
         two = host.instance(sizes=((4096,), (4096,)))
         two.stored(1, 2)
         lease = two.lease(1, 2)
-        assert host.reason(two.load_of(**{"lease": lease, "blocks": blocks} | changes)) is reason
+        options: dict[str, Any] = {"lease": lease, "blocks": blocks} | changes
+        assert host.reason(two.load_of(**options)) is reason
         two.load(lease, [0, 1]).finish()
 
     def test_of_exact_hits_may_hold_one_block_twice(self, host: Host, one: Instance) -> None:

@@ -1,0 +1,233 @@
+"""The transition table, refusals, the validator and the picture that status gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvtierd.core import transitions
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.stimuli import EndSession, Outcome, WorkerLive, WorkerLost
+from kvtierd.core.transitions import (
+    TABLE,
+    Entity,
+    Event,
+    InvalidTransition,
+    PartState,
+    Transitions,
+    WorkerState,
+)
+from kvtierd.core.validate import validate
+
+from tests.unit.core.host import Host
+
+DAMAGES = (
+    "pins",
+    "writing",
+    "free_slot",
+    "double_free",
+    "condemned",
+    "live",
+    "part",
+    "words",
+    "leased",
+    "deadline",
+    "session",
+    "worker",
+    "transfer",
+    "instance",
+    "extent",
+)
+PROTO = Path(__file__).resolve().parents[3] / "proto/kvtier/v1/types.proto"
+
+
+class TestTransitions:
+    def test_states_and_events_of_the_table_stay_within_one_kind(self) -> None:
+        assert all(type(before) is type(after) for (before, _), after in TABLE.items())
+
+    def test_every_state_can_be_reached_and_every_event_is_used(self) -> None:
+        kinds = transitions.State.__subclasses__()
+        first = {next(iter(kind)) for kind in kinds}
+        everything = {state for kind in kinds for state in kind}
+        assert first | set(TABLE.values()) == everything
+        assert {event for _, event in TABLE} == set(Event)
+
+    def test_a_step_remembers_what_happened_lately(self) -> None:
+        part = Entity(state=PartState.POSTED)
+        steps = Transitions()
+        steps.step(part, Event.LOSE)
+        steps.step(part, Event.EXIT)
+        assert part.state is PartState.FAILED
+        assert part.story == (Event.LOSE, Event.EXIT)
+        assert steps.counts[PartState.POSTED, Event.LOSE] == 1
+
+    def test_stories_are_bounded(self) -> None:
+        transfer = Entity(state=transitions.TransferState.CLOSING)
+        steps = Transitions()
+        for _ in range(100):
+            steps.step(transfer, Event.SPOIL)
+        assert len(transfer.story) == transitions.STORY_LENGTH
+
+    def test_an_impossible_event_tells_the_story(self) -> None:
+        worker = Entity(state=WorkerState.LIVE)
+        steps = Transitions()
+        steps.step(worker, Event.LOSE)
+        with pytest.raises(
+            InvalidTransition, match="LOSE is impossible for a entity in state LOST, after: lose"
+        ):
+            steps.step(worker, Event.LOSE)
+
+
+def test_reasons_have_the_numbers_of_the_wire() -> None:
+    numbers = dict(re.findall(r"REASON_(\w+) = (\d+);", PROTO.read_text()))
+    del numbers["UNSPECIFIED"]
+    assert {reason.name: reason.value for reason in Reason} == {name: int(n) for name, n in numbers.items()}
+
+
+def test_a_refusal_names_field_and_value_and_shortens_it() -> None:
+    refusal = Refusal(Reason.MALFORMED, "do better", field="hashes", value="x" * 1000)
+    assert str(refusal).startswith("MALFORMED: do better [hashes=xxx")
+    assert len(str(refusal)) < 200
+
+
+class TestValidator:
+    """It has to notice: each case breaks one thing behind the machine's back."""
+
+    @staticmethod
+    def pins(host: Host) -> None:
+        table = host.machine.books.blocks.table
+        table.pin(table.dump()["entries"][:1])
+
+    @staticmethod
+    def writing(host: Host) -> None:
+        blocks = host.machine.books.blocks
+        domain = next(iter(blocks.domains.by_id.values()))
+        plan = host.machine.books.names["engine"].plans[0]
+        new = blocks.insert(plan.space, domain, np.full((1, 32), 9, np.uint8))
+        blocks.give_slots(domain, new.entries)
+
+    @staticmethod
+    def free_slot(host: Host) -> None:
+        host.machine.books.blocks.slots.take(4096, 1)
+
+    @staticmethod
+    def double_free(host: Host) -> None:
+        slots = host.machine.books.blocks.slots
+        one = slots.take(4096, 2)
+        slots.give_back(4096, one[[0, 0]])
+
+    @staticmethod
+    def condemned(host: Host) -> None:
+        host.machine.books.blocks.condemned += 1
+
+    @staticmethod
+    def live(host: Host) -> None:
+        host.machine.books.blocks.live -= 1
+
+    @staticmethod
+    def part(host: Host) -> None:
+        host.machine.books.parts.clear()
+
+    @staticmethod
+    def words(host: Host) -> None:
+        host.machine.books.names["engine"].words_in_use.clear()
+
+    @staticmethod
+    def leased(host: Host) -> None:
+        host.machine.books.names["engine"].leased_bytes += 1
+
+    @staticmethod
+    def deadline(host: Host) -> None:
+        host.machine.books.deadlines.clear()
+
+    @staticmethod
+    def session(host: Host) -> None:
+        host.machine.books.sessions.clear()
+
+    @staticmethod
+    def worker(host: Host) -> None:
+        next(iter(host.machine.books.workers.values())).state = WorkerState.LOST
+
+    @staticmethod
+    def transfer(host: Host) -> None:
+        next(iter(host.machine.books.transfers.values())).open_parts += 1
+
+    @staticmethod
+    def instance(host: Host) -> None:
+        host.machine.books.names["engine"].ranks.clear()
+
+    @staticmethod
+    def extent(host: Host) -> None:
+        host.machine.books.blocks.slots._unassigned.pop()
+
+    @pytest.mark.parametrize(
+        "damage",
+        DAMAGES,
+    )
+    def test_notices(self, host: Host, damage: str) -> None:
+        one = host.instance()
+        one.stored(1, 2, 3)
+        one.lease(1)
+        one.store(4, 5)
+        validate(host.machine)
+        getattr(self, damage)(host)
+        with pytest.raises(AssertionError):
+            validate(host.machine)
+
+
+class TestStatus:
+    def test_pictures_everything(self, host: Host) -> None:
+        pair = host.instance("pair", sizes=((4096, 8192),), together=False)
+        pair.stored(1, 2)
+        pair.lease(1)
+        pair.store(3)
+        status = host.machine.status()
+        [instance] = status.instances
+        assert (instance.name, instance.world_size, instance.model, instance.ready) == (
+            "pair",
+            2,
+            "model",
+            True,
+        )
+        assert (instance.leases, instance.leased_blocks, instance.leased_bytes) == (1, 1, 12288)
+        assert (instance.transfers_active, instance.mapped_bytes) == (1, 2 << 20)
+        assert set(instance.sessions) == set(pair.sessions.values())
+        assert (status.leases, status.leased_blocks, status.transfers_active) == (1, 1, 1)
+        assert (status.blocks.writing, status.blocks.ready, status.blocks.capacity) == (1, 2, 256)
+        assert status.used_bytes == 3 * 12288
+        assert (status.extents, status.extents_free) == (4, 2)
+        assert {size.slot_bytes: (size.slots, size.free) for size in status.sizes} == {
+            4096: (14, 11),
+            8192: (7, 4),
+        }
+        [worker] = status.workers
+        assert (worker.device, worker.lost, worker.sessions, worker.parts_open) == ("cpu", False, 2, 2)
+        host.do(WorkerLost(worker.worker, "stuck"))
+        assert host.machine.status().workers[0].lost
+
+    def test_counters_are_a_copy(self, host: Host) -> None:
+        before = host.machine.status().counters
+        one = host.instance()
+        one.store(1).part(0, Outcome.FAILED)
+        assert before.failed_transfers == 0
+        assert host.machine.status().counters.failed_transfers == 1
+
+
+def test_a_worker_that_comes_up_twice_is_a_bug(host: Host) -> None:
+    worker = host.worker()
+    host.do(WorkerLost(worker, "stuck"))
+    with pytest.raises(AssertionError):
+        host.do(WorkerLive(worker, "cpu"))
+
+
+def test_domains_and_spaces_are_forgotten_when_nobody_needs_them(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    for number in range(600):
+        one = host.instance(f"engine {number}", fields=b"%d" % number, sizes=((4096 + number,),), worker=None)
+        host.do(EndSession(one.scheduler, "stopped"))
+    blocks = host.machine.books.blocks
+    assert len(blocks.domains.by_id) == 0
+    assert len(blocks.spaces.ids) <= 256

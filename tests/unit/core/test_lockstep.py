@@ -1,0 +1,213 @@
+"""The same stimuli with the native block table and with the plain-Python one: the same replies and actions.
+
+Hypothesis chooses the stimuli; nothing is performed. Both machines are validated after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvtier_kernels import BlockTable as NativeTable
+from kvtierd.core.actions import Action, Notify, PostPart, ReleaseSession, Reply, TransferEnded
+from kvtierd.core.errors import Refusal
+from kvtierd.core.ids import LeaseId, PartId, SessionId, Ticket, WorkerId
+from kvtierd.core.stimuli import (
+    CancelTransfers,
+    CoreLimits,
+    EndSession,
+    LookupMode,
+    Outcome,
+    ReleaseLeases,
+    SessionReleased,
+    Stimulus,
+    Tick,
+    UnregisterMemory,
+    WorkerExited,
+    WorkerLost,
+)
+
+from tests.oracles.block_table import BlockTable as OracleTable
+from tests.unit.core.host import Host, Instance, finished, keys
+
+LIMITS = CoreLimits(transfers_max=3, leases_max=3, leased_fraction_max=0.5, terminal_kept=3)
+SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
+RUNS = st.builds(
+    lambda first, length: list(range(first, first + length)), st.integers(0, 40), st.integers(0, 24)
+)
+
+
+def plain(value: Any) -> Any:
+    """Something that compares by value, arrays and refusals included."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tolist())
+    if isinstance(value, Refusal):
+        return (value.reason, value.field, value.value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value).__name__, [plain(getattr(value, each.name)) for each in fields(value)])
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+class Twins(Host):
+    """Two machines that are told the same."""
+
+    def __init__(self) -> None:
+        super().__init__(NativeTable, LIMITS)
+        self.other = Host(OracleTable, LIMITS)
+
+    def do(self, stimulus: Stimulus) -> Reply:
+        self.other.now_s = self.now_s
+        reply = self._answer(super().do, stimulus)
+        mirrored = self._answer(self.other.do, stimulus)
+        assert plain(reply) == plain(mirrored)
+        if isinstance(reply, Refusal):
+            self.actions = []
+            raise reply
+        assert plain(self.actions) == plain(self.other.actions)
+        return reply
+
+    @staticmethod
+    def _answer(do: Callable[[Stimulus], Reply], stimulus: Stimulus) -> Reply | Refusal:
+        try:
+            return do(stimulus)
+        except Refusal as refusal:
+            return refusal
+
+
+class Lockstep(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = Twins()
+        self.engines: list[Instance] = []
+        self.parts: dict[PartId, PostPart] = {}
+        self.releases: list[ReleaseSession] = []
+        self.workers: list[WorkerId] = []
+        self.lost: list[WorkerId] = []
+        self.leases: list[tuple[Instance, LeaseId, int]] = []
+        self.tickets: list[tuple[Instance, Ticket]] = []
+
+    def take(self, actions: list[Action]) -> None:
+        """Remembers what workers have been told."""
+        for action in actions:
+            if isinstance(action, PostPart):
+                self.parts[action.part] = action
+            elif isinstance(action, ReleaseSession):
+                self.releases.append(action)
+            elif isinstance(action, Notify) and isinstance(action.event, TransferEnded):
+                self.tickets = [pair for pair in self.tickets if pair[1] != action.event.ticket]
+
+    def do(self, stimulus: Stimulus) -> Reply | Refusal:
+        try:
+            reply = self.host.do(stimulus)
+        except Refusal as refusal:
+            return refusal
+        self.take(self.host.actions)
+        return reply
+
+    @precondition(lambda self: len(self.engines) < 3)
+    @rule(shape=st.sampled_from(SHAPES), shared=st.booleans())
+    def start_an_engine(self, shape: Any, shared: bool) -> None:
+        worker = self.workers[-1] if self.workers and shared else self.host.worker()
+        if worker not in self.workers:
+            self.workers.append(worker)
+        self.engines.append(Instance(self.host, f"engine {next(self.host.ids)}", sizes=shape, worker=worker))
+
+    @precondition(lambda self: self.engines)
+    @rule(run=RUNS, data=st.data(), lease=st.booleans(), mode=st.sampled_from(LookupMode))
+    def look_up(self, run: list[int], data: st.DataObject, lease: bool, mode: LookupMode) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        group = data.draw(st.integers(0, len(engine.sizes)))
+        reply = self.do(engine.lookup_of(keys(*run), lease=lease, mode=mode, group=group))
+        name = getattr(reply, "lease", None)
+        if name is not None:
+            self.leases.append((engine, name, group))
+
+    @precondition(lambda self: self.engines)
+    @rule(run=RUNS, data=st.data())
+    def store(self, run: list[int], data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        group = data.draw(st.integers(0, len(engine.sizes) - 1))
+        stimulus = engine.store_of(*run, group=group)
+        if not isinstance(self.do(stimulus), Refusal):
+            self.tickets.append((engine, stimulus.signals.ticket))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), first=st.integers(0, 4), count=st.integers(0, 8), keep=st.booleans())
+    def load(self, data: st.DataObject, first: int, count: int, keep: bool) -> None:
+        engine, lease, group = data.draw(st.sampled_from(self.leases))
+        stimulus = engine.load_of(lease, range(count), first=first, keep_lease=keep, group=group)
+        if not isinstance(self.do(stimulus), Refusal):
+            self.tickets.append((engine, stimulus.signals.ticket))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        engine, lease, _ = data.draw(st.sampled_from(self.leases))
+        self.do(ReleaseLeases(engine.scheduler, engine.epoch, (lease,)))
+
+    @precondition(lambda self: self.parts)
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from([Outcome.DONE] * 4 + list(Outcome)),
+        failed=st.lists(st.integers(0, 5), max_size=2, unique=True),
+        corrupt=st.booleans(),
+    )
+    def end_a_part(self, data: st.DataObject, outcome: Outcome, failed: list[int], corrupt: bool) -> None:
+        post = self.parts.pop(data.draw(st.sampled_from(sorted(self.parts))))
+        failed = failed if outcome is Outcome.FAILED else []
+        self.do(
+            finished(post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is Outcome.FAILED)
+        )
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        engine, ticket = data.draw(st.sampled_from(self.tickets))
+        self.do(CancelTransfers(engine.scheduler, engine.epoch, (ticket,)))
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), dies=st.booleans())
+    def leave(self, data: st.DataObject, dies: bool) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        session = data.draw(st.sampled_from(sorted(engine.sessions.values())))
+        self.do(EndSession(SessionId(session), "died") if dies else UnregisterMemory(SessionId(session)))
+        self.engines.remove(engine)
+
+    @precondition(lambda self: self.releases)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        release = self.releases.pop(data.draw(st.integers(0, len(self.releases) - 1)))
+        self.do(SessionReleased(release.worker, release.session))
+
+    @precondition(lambda self: self.workers)
+    @rule()
+    def lose_a_worker(self) -> None:
+        worker = self.workers.pop()
+        self.lost.append(worker)
+        self.do(WorkerLost(worker, "stuck"))
+
+    @precondition(lambda self: self.lost)
+    @rule()
+    def end_a_worker(self) -> None:
+        self.do(WorkerExited(self.lost.pop()))
+
+    @rule(seconds=st.sampled_from([0.1, 11.0, 130.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        self.host.now_s += seconds
+        self.do(Tick())
+
+    @invariant()
+    def pictures_agree(self) -> None:
+        mine, other = self.host.machine.status(), self.host.other.machine.status()
+        assert plain(mine) == plain(other)
+
+
+Lockstep.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLockstep = Lockstep.TestCase
