@@ -253,15 +253,17 @@ class PoolRecords:
     def generations(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """The present generation of each slot, uint64 (n,)."""
 
-    def check(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+    def check(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], data_bytes: int | None = None) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        1 where a slot is READY with this generation and its record may be believed, else 0; uint8 (n,). A page that is
-        no slot is 0 as well.
+        1 where a slot is READY with this generation, its record may be believed and, if `data_bytes` is given, it holds
+        so many; else 0; uint8 (n,). A page that is no slot is 0 as well. After a copy, 1 says that the copied bytes
+        were the slot's.
         """
 
-    def check_writing(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+    def check_writing(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], data_bytes: int | None = None) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        1 where a slot is WRITING with this generation, else 0; uint8 (n,). A page that is no slot is 0 as well.
+        1 where a slot is WRITING with this generation and, if `data_bytes` is given, for so many; else 0; uint8 (n,).
+        A page that is no slot is 0 as well.
         """
 
     def verify_data(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:

@@ -23,6 +23,10 @@ void store(std::uint64_t* word, std::uint64_t value) {
     std::atomic_ref<std::uint64_t>(*word).store(value, std::memory_order_release);
 }
 
+// Between reading a slot's data and asking its record whether they were what it says: an acquire load alone lets earlier, plain
+// reads of the data happen after it (not on x86, but on others).
+void after_data() { std::atomic_thread_fence(std::memory_order_acquire); }
+
 void copy_record(const std::uint64_t* record, std::uint64_t* out) {
     for (unsigned i = 0; i < record_words; ++i) out[i] = load(record + i);
 }
@@ -268,17 +272,24 @@ bool Records::read_ready(std::uint32_t slot, std::uint64_t generation, Place& pl
            load(place.record) == word;
 }
 
-void Records::check(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const {
+void Records::check(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::optional<std::uint64_t> data_bytes,
+                    std::uint8_t* out) const {
+    after_data();
     Place place;
     std::uint64_t record[record_words];
-    for (std::size_t i = 0; i < slots.size(); ++i) out[i] = read_ready(slots[i], generations[i], place, record);
+    for (std::size_t i = 0; i < slots.size(); ++i)
+        out[i] = read_ready(slots[i], generations[i], place, record) && data_bytes.value_or(data_bytes_of(record)) == data_bytes_of(record);
 }
 
-void Records::check_writing(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const {
+void Records::check_writing(std::span<const std::uint32_t> slots, const std::uint64_t* generations,
+                            std::optional<std::uint64_t> data_bytes, std::uint8_t* out) const {
     Place place;
     for (std::size_t i = 0; i < slots.size(); ++i) {
-        const std::uint64_t word = locate(slots[i], place) ? load(place.record) : 0;
-        out[i] = state_of(word) == state_writing && generation_of(word) == generations[i];
+        out[i] = 0;
+        if (!locate(slots[i], place)) continue;
+        const std::uint64_t word = load(place.record);
+        const std::uint64_t has = static_cast<std::uint32_t>(load(place.record + record_bytes_group));
+        out[i] = state_of(word) == state_writing && generation_of(word) == generations[i] && data_bytes.value_or(has) == has;
     }
 }
 
@@ -287,9 +298,9 @@ void Records::verify_data(std::span<const std::uint32_t> slots, const std::uint6
     std::uint64_t record[record_words];
     for (std::size_t i = 0; i < slots.size(); ++i) {
         out[i] = read_ready(slots[i], generations[i], place, record) &&
-                 xxh3_64(base_ + place.extent.slot_offset(place.slot), data_bytes_of(record)) ==
-                     record[record_data_checksum] &&
-                 load(place.record) == record[record_word];
+                 xxh3_64(base_ + place.extent.slot_offset(place.slot), data_bytes_of(record)) == record[record_data_checksum];
+        after_data();
+        out[i] = out[i] && load(place.record) == record[record_word];
     }
 }
 

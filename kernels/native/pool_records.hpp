@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -63,8 +64,11 @@ public:
     void free(std::span<const std::uint32_t> slots);
 
     void generations(std::span<const std::uint32_t> slots, std::uint64_t* out) const;
-    void check(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
-    void check_writing(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
+    // All that this thread has read of the slots before is covered: it was read while they were what is found now.
+    void check(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::optional<std::uint64_t> data_bytes,
+               std::uint8_t* out) const;
+    void check_writing(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::optional<std::uint64_t> data_bytes,
+                       std::uint8_t* out) const;
     void verify_data(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
 
     void format_extent(std::uint64_t extent, std::uint64_t slot_bytes);

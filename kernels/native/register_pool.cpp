@@ -97,14 +97,14 @@ class PoolRecords {
         return out;
     }
 
-    template <auto check>
-    Array<std::uint8_t> checked(U32 slots, U64 generations) const {
+    template <auto check, class... More>
+    Array<std::uint8_t> checked(U32 slots, U64 generations, More... more) const {
         const In<std::uint32_t> places(slots, "slots");
         const In<std::uint64_t> expected(generations, "generations");
         expected.require_rows(places.size(), "slots");
         Array<std::uint8_t> out = make_array<std::uint8_t>(places.size());
         nb::gil_scoped_release release;
-        (records_.*check)(places.span(), expected.data(), out.data);
+        (records_.*check)(places.span(), expected.data(), more..., out.data);
         return out;
     }
 
@@ -202,11 +202,15 @@ void register_pool(nb::module_& module) {
         .def("commit", &PoolRecords::commit, arg("slots"), arg("clocks"), "WRITING to READY, with the recency of each.")
         .def("free", &PoolRecords::free, arg("slots"), "Any state to FREE, with a new generation.")
         .def("generations", &PoolRecords::generations, arg("slots"), "The present generation of each slot, uint64 (n,).")
-        .def("check", &PoolRecords::checked<&pool::Records::check>, arg("slots"), arg("generations"),
-             "1 where a slot is READY with this generation and its record may be believed, else 0; uint8 (n,). A page that is\n"
-             "no slot is 0 as well.")
-        .def("check_writing", &PoolRecords::checked<&pool::Records::check_writing>, arg("slots"), arg("generations"),
-             "1 where a slot is WRITING with this generation, else 0; uint8 (n,). A page that is no slot is 0 as well.")
+        .def("check", &PoolRecords::checked<&pool::Records::check, std::optional<std::uint64_t>>, arg("slots"),
+             arg("generations"), arg("data_bytes") = nb::none(),
+             "1 where a slot is READY with this generation, its record may be believed and, if `data_bytes` is given, it holds\n"
+             "so many; else 0; uint8 (n,). A page that is no slot is 0 as well. After a copy, 1 says that the copied bytes\n"
+             "were the slot's.")
+        .def("check_writing", &PoolRecords::checked<&pool::Records::check_writing, std::optional<std::uint64_t>>, arg("slots"),
+             arg("generations"), arg("data_bytes") = nb::none(),
+             "1 where a slot is WRITING with this generation and, if `data_bytes` is given, for so many; else 0; uint8 (n,).\n"
+             "A page that is no slot is 0 as well.")
         .def("verify_data", &PoolRecords::checked<&pool::Records::verify_data>, arg("slots"), arg("generations"),
              "As `check`, and the data checksum fits the slot's data bytes, which are all read.")
         .def("format_extent", &PoolRecords::format_extent, arg("extent"), arg("slot_bytes"),

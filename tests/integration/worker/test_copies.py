@@ -152,6 +152,22 @@ async def test_a_store_into_a_slot_that_is_not_open_fails_and_writes_nothing(rig
     assert rig.slot(slots[2], size) == client.block(2)
 
 
+async def test_slots_of_another_size_than_the_ranks_blocks_are_not_touched(rig: Rig) -> None:
+    """No front posts such a part; if one did, a store would write into the next slot, a load read from it."""
+    client = await rig.client()
+    client.fill(11)
+    before = client.memory.copy()
+    small = client.layout.slot_bytes - 4096
+    slots = rig.open(3, small)
+    part, _ = rig.post(client, Direction.STORE, [0], slots[1:2])
+    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert [rig.slot(slot, small) for slot in slots] == [bytes(small)] * 3
+    rig.commit(slots)
+    part, _ = rig.post(client, Direction.LOAD, [7], slots[:1])
+    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert np.array_equal(client.memory, before)
+
+
 async def test_block_ids_beyond_the_cache_fail_the_part_and_the_worker_lives(rig: Rig) -> None:
     client = await rig.client()
     slots = await rig.store(client, [0, 1])

@@ -166,6 +166,20 @@ def test_generations_go_on_when_an_extent_changes_its_slot_size(bench: Bench) ->
     assert all(record.block_hash == bytes(32) for record in read_records(bench.pool))
 
 
+def test_generations_begin_again_after_the_last(bench: Bench) -> None:
+    """2^40 of them on one slot: no part waits for so long. What matters is that nothing else breaks."""
+    place = HEADER_AREA + PAGE
+    bench.pool[place : place + 8] = np.frombuffer(((2**40 - 1) << 24).to_bytes(8, "little"), np.uint8)
+    slots = bench.slots[:1]
+    assert bench.records.generations(slots).tolist() == [2**40 - 1]
+    generations = bench.store(slots)
+    assert generations.tolist() == [0]
+    assert bench.records.verify_data(slots, generations).tolist() == [1]
+    bench.records.free(slots)
+    bench.records.format_extent(0, 100)
+    assert bench.records.scan()["slots"].size == 0
+
+
 # --- checks ------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +196,15 @@ def test_check_holds_until_the_slot_is_freed(bench: Bench) -> None:
     bench.records.free(slots[:1])
     assert bench.records.check(slots, generations).tolist() == [0, 1]
     assert bench.records.check(slots, generations + np.uint64(1)).tolist() == [0, 0]
+
+
+def test_a_slot_for_other_data_bytes_fails_when_they_are_asked_for(bench: Bench) -> None:
+    slots = bench.slots[:1]
+    generations = bench.open(slots)
+    sizes = [SLOT_BYTES, SLOT_BYTES + 1, SLOT_BYTES + 2**32]
+    assert [bench.records.check_writing(slots, generations, size)[0] for size in sizes] == [1, 0, 0]
+    bench.records.commit(slots, u64(1))
+    assert [bench.records.check(slots, generations, size)[0] for size in sizes] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("byte", [0, 3, 8, 24, 40, 72, 76, 80, 84, 88, 96, 104])

@@ -73,7 +73,7 @@ class Copier:
     def _store(self, part: Part, plan: CopyPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
-        good = self._records.check_writing(slots, generations).astype(np.bool_)
+        good = self._records.check_writing(slots, generations, plan.slot_bytes).astype(np.bool_)
         block_ids = part.block_ids[chunk]
         if not good.all():
             block_ids, slots, generations = block_ids[good], slots[good], generations[good]
@@ -87,7 +87,7 @@ class Copier:
     def _load(self, part: Part, plan: CopyPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
-        good = self._records.check(slots, generations).astype(np.bool_)
+        good = self._records.check(slots, generations, plan.slot_bytes).astype(np.bool_)
         if part.verify is not None:
             suspects = np.flatnonzero(good & part.verify[chunk])
             if len(suspects):
@@ -99,7 +99,7 @@ class Copier:
             plan.scatter(part.block_ids[chunk][good], self._pool, slots[good])
         self._maybe_fail()
         # A slot that was given away during the copy holds other bytes now.
-        good &= self._records.check(slots, generations).astype(np.bool_)
+        good &= self._records.check(slots, generations, plan.slot_bytes).astype(np.bool_)
         return good
 
     def _maybe_fail(self) -> None:
