@@ -9,8 +9,8 @@ SessionId = NewType("SessionId", int)
 """One attached process. Issued by the front, never reused within a boot."""
 
 Epoch = NewType("Epoch", int)
-"""One life of an engine instance: all its sessions share it, and it ends when any of them dies. Never the same in
-two boots of the daemon."""
+"""One life of an engine instance: all its sessions share it, and it ends when any of them dies. Never the
+same in two boots of the daemon."""
 
 SpaceId = NewType("SpaceId", int)
 """One (namespace digest, group). Dense, issued by the core, never reused within a boot; u32 in the block

@@ -4,7 +4,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from kvtierd.memory.pool_file import (
     make_pool,
     map_pool,
     open_locked,
-    populate_all,
     read_header,
     reason_to_remake,
     refuse_foreign,
@@ -55,7 +53,7 @@ class HostPool:
 
     The lock lives as long as any copy of the descriptor, or any mapping made of it: a successor gets the pool
     only when this process and all its workers have closed it or are gone. Not safe to use from several
-    threads, but for `populate`.
+    threads.
     """
 
     fd: int
@@ -166,12 +164,6 @@ class HostPool:
     def quarantined_slots(self) -> int:
         """Slots still in quarantine."""
         return len(self._quarantined)
-
-    def populate(self, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Map every page of the pool into this process ahead of use; for a thread of its own. Returns early
-        when `stopped()`.
-        """
-        populate_all(self.array, threads=threads, stopped=stopped)
 
     def close(self) -> None:
         """Give up this process's copy of the descriptor. Call it when nothing here writes to the pool any

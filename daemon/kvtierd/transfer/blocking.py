@@ -36,22 +36,22 @@ class BlockingPacketChannel:
         return self._reader.receive()
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        """Sends one packet; blocks while the peer does not read. Raises ChannelEndedError once it is gone.
+        """Sends one packet; blocks while the peer does not read. Raises ChannelEndedError once it is gone,
+        and OSError if the kernel has no room for the packet for seconds: it is lost then, and the peer lives.
 
         A packet goes out whole or not at all, so threads need no lock.
         """
         check_packet(packet, fds)
-        for _ in range(_RETRIES_MAX):
+        for retries_left in reversed(range(_RETRIES_MAX)):
             try:
                 send_packet(self._sock, packet, fds)
                 return
             except (BrokenPipeError, ConnectionResetError):
                 raise ChannelEndedError from None
             except OSError as error:
-                if error.errno not in TRANSIENT_ERRNOS:
+                if error.errno not in TRANSIENT_ERRNOS or not retries_left:
                     raise
             time.sleep(_RETRY_S)
-        raise ChannelEndedError(f"the kernel has had no room for a packet of {len(packet)} bytes for seconds")
 
     def close(self) -> None:
         self._sock.close()

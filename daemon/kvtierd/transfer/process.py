@@ -4,10 +4,9 @@ import asyncio
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtierd.transfer.channel import PacketChannel
 from kvtierd.transfer.packets import packet_socketpair
@@ -37,6 +36,8 @@ class WorkerProcess:
         device: str,
         copy_deadline_s: float,
         environment: Mapping[str, str] | None,
+        log_level: str,
+        log_format: str,
         on_packet: Callable[[bytes, list[int]], None],
         on_closed: Callable[[str], None],
         on_exit: Callable[[], None],
@@ -47,10 +48,18 @@ class WorkerProcess:
         try:
             self.status = StatusPage(status_fd)
             ours, theirs = packet_socketpair()
+            arguments = {
+                "--pool-fd": pool_fd,
+                "--pool-bytes": pool_bytes,
+                "--channel-fd": theirs.fileno(),
+                "--status-fd": status_fd,
+                "--device": device,
+                "--copy-deadline-s": copy_deadline_s,
+                "--log-level": log_level,
+                "--log-format": log_format,
+            }
             try:
-                self._popen = self._start(
-                    theirs, pool_fd, pool_bytes, status_fd, device, copy_deadline_s, environment
-                )
+                self._popen = _start(arguments, (pool_fd, theirs.fileno(), status_fd), environment)
             except BaseException:
                 ours.close()
                 raise
@@ -69,35 +78,6 @@ class WorkerProcess:
         self.channel = PacketChannel(ours, on_packet, on_closed)
         self._on_exit = on_exit
         self._loop.add_reader(self.pidfd, self._gone)
-
-    @staticmethod
-    def _start(
-        theirs: socket.socket,
-        pool_fd: int,
-        pool_bytes: int,
-        status_fd: int,
-        device: str,
-        copy_deadline_s: float,
-        environment: Mapping[str, str] | None,
-    ) -> "subprocess.Popen[bytes]":
-        arguments = {
-            "--pool-fd": pool_fd,
-            "--pool-bytes": pool_bytes,
-            "--channel-fd": theirs.fileno(),
-            "--status-fd": status_fd,
-            "--device": device,
-            "--copy-deadline-s": copy_deadline_s,
-        }
-        # -P: nothing in the working directory can shadow a module.
-        command = [sys.executable, "-P", "-m", _WORKER_MODULE]
-        for name, value in arguments.items():
-            command += [name, str(value)]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(pool_fd, theirs.fileno(), status_fd),
-            env={**os.environ, **_WORKER_ENVIRONMENT, **(environment or {})},
-        )
 
     @property
     def pid(self) -> int:
@@ -129,3 +109,18 @@ class WorkerProcess:
         self._loop.remove_reader(self.pidfd)
         self.channel.close()
         os.close(self.pidfd)
+
+
+def _start(
+    arguments: Mapping[str, object], fds: Sequence[int], environment: Mapping[str, str] | None
+) -> "subprocess.Popen[bytes]":
+    # -P: nothing in the working directory can shadow a module.
+    command = [sys.executable, "-P", "-m", _WORKER_MODULE]
+    for name, value in arguments.items():
+        command += [name, str(value)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        env={**os.environ, **_WORKER_ENVIRONMENT, **(environment or {})},
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +13,7 @@ from kvtierd.core.actions import Direction, PostPart
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, WorkerExited, WorkerLive, WorkerLost
+from kvtierd.logs import logger
 from kvtierd.transfer import messages
 from kvtierd.transfer.channel import PEER_CLOSED
 from kvtierd.transfer.handles import (
@@ -41,7 +41,7 @@ __all__ = [
     "WorkerStimulus",
 ]
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 EXIT_GRACE_S = 0.25
 """For a worker that has closed its channel to be gone, before it is killed."""
@@ -70,10 +70,13 @@ class Supervisor:
         devices: Sequence[str] = ("cpu",),
         limits: SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
+        log_level: str = "info",
+        log_format: str = "auto",
     ) -> None:
         """`pool_fd` stays the caller's; workers inherit its open file description, which is the pool's lock.
 
-        `environment` is added to the workers' environment.
+        `environment` is added to the workers' environment; `log_level` and `log_format` are what
+        `kvtierd.logs.configure` takes, for the workers' own lines on our stderr.
         """
         self.limits = limits or SupervisorLimits()
         self.workers: dict[WorkerId, WorkerHandle] = {}
@@ -86,6 +89,8 @@ class Supervisor:
         self._register_writer = register_writer
         self._events = events
         self._environment = environment
+        self._log_level = log_level
+        self._log_format = log_format
         self._processes: dict[WorkerId, WorkerProcess] = {}
         self._delays_s = dict.fromkeys(devices, self.limits.respawn_delay_min_s)
         self._respawn_timers: dict[str, asyncio.TimerHandle] = {}
@@ -242,17 +247,20 @@ class Supervisor:
         handle.requests[request] = MappingRequest(
             session, answer, self._watched_s + self.limits.map_deadline_s
         )
-        if not self._send(handle, packet, [fd]):
-            del handle.requests[request]
-            raise _unavailable(handle)
         try:
+            if not self._send(handle, packet, [fd]):
+                raise _unavailable(handle)
             await answer
         except asyncio.CancelledError:
-            # Nobody will tell the core of this mapping, so nobody else would have it released.
-            if handle.requests.pop(request, None) is not None and handle.state is WorkerState.LIVE:
+            # Nobody will tell the core of this mapping, so nobody else would have it released. The answer
+            # may have come already, and not been heard.
+            refused = answer.done() and not answer.cancelled() and answer.exception() is not None
+            if handle.state is WorkerState.LIVE and not refused:
                 self.release_session(worker, session)
                 handle.own_releases[session] += 1
             raise
+        finally:
+            handle.requests.pop(request, None)
 
     def _live(self, worker: WorkerId) -> WorkerHandle:
         handle = self.workers.get(worker)
@@ -278,6 +286,8 @@ class Supervisor:
             device=device,
             copy_deadline_s=self.limits.copy_deadline_s,
             environment=self._environment,
+            log_level=self._log_level,
+            log_format=self._log_format,
             on_packet=lambda packet, fds: self._packet(handle, packet, fds),
             on_closed=lambda reason: self._channel_closed(handle, reason),
             on_exit=lambda: self._exited(handle),
@@ -356,14 +366,14 @@ class Supervisor:
         try:
             handle.writer = self._register_writer(handle.pid)
         except Exception as error:
-            _log.exception("copy worker %d has no writer id", handle.pid)
+            _log.error("a copy worker has no writer id", worker_pid=handle.pid, exc_info=error)
             self._lose(handle, f"it could not be given a writer id: {error}")
             return None
         handle.state = WorkerState.LIVE
         handle.announced = True
         self._stalls[handle.worker] = StallDetector(self.limits.copy_deadline_s)
         self._changed.set()
-        _log.info("copy worker %d for %s is live", handle.pid, handle.device)
+        _log.info("copy worker live", worker_pid=handle.pid, device=handle.device)
         return WorkerLive(handle.worker, handle.device)
 
     def _lose(self, handle: WorkerHandle, why: str) -> None:
@@ -382,8 +392,8 @@ class Supervisor:
         handle.requests.clear()
         self._stalls.pop(handle.worker, None)
         self._changed.set()
-        level = logging.INFO if self._stopping else logging.ERROR
-        _log.log(level, "copy worker %d for %s is lost: %s", handle.pid, handle.device, why)
+        say = _log.info if self._stopping else _log.error
+        say("copy worker lost", worker_pid=handle.pid, device=handle.device, why=why)
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
 
@@ -423,7 +433,7 @@ class Supervisor:
         try:
             self._spawn(device, self.respawns[device])
         except (OSError, ValueError) as error:
-            _log.error("a copy worker for %s cannot be started: %s", device, error)
+            _log.error("a copy worker cannot be started", device=device, error=str(error))
             self._schedule_respawn(device, 0.0)
 
     def _watch(self) -> None:
@@ -453,11 +463,10 @@ class Supervisor:
             if now_s >= handle.deadline_s:
                 handle.deadline_s = float("inf")
                 _log.error(
-                    "copy worker %d for %s is still there %g s after SIGKILL: "
-                    "its blocks stay held until it is gone",
-                    handle.pid,
-                    handle.device,
-                    self.limits.kill_deadline_s,
+                    "a copy worker is still there after SIGKILL: its blocks stay held until it is gone",
+                    worker_pid=handle.pid,
+                    device=handle.device,
+                    waited_s=self.limits.kill_deadline_s,
                 )
             return None
         stuck = self._stalls[handle.worker].observe(self._processes[handle.worker].status.read(), elapsed_s)

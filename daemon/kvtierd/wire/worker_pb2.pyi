@@ -369,7 +369,9 @@ global___RevokePart = RevokePart
 
 @typing.final
 class ReleaseSession(google.protobuf.message.Message):
-    """Revoke what has not started, finish what has, unmap the session's memory and words, then answer."""
+    """Revoke what has not started, end what has at its next chunk (FAILED; DONE if there is no next one), unmap the
+    session's memory and words, then answer.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

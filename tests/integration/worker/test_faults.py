@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -19,6 +20,8 @@ from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import Outcome, PartFinished, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool, PoolLocked
+from kvtierd.transfer import blocking
+from kvtierd.transfer.blocking import BlockingPacketChannel
 from kvtierd.transfer.packets import packet_socketpair
 from kvtierd.transfer.status import create_status_fd
 from kvtierd.transfer.supervisor import SupervisorLimits, WorkerStartError
@@ -312,6 +315,23 @@ def test_unexpected_descriptors_are_closed_and_the_front_is_left(alone: Alone) -
     socket.send_fds(alone.front, [stop], [fd])
     os.close(fd)
     assert alone.process.wait(SLACK_S) == 1
+
+
+def test_a_packet_that_the_kernel_never_takes_is_no_end_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that took it for one would drop a part's report, and the front would wait for it for ever."""
+    ours, theirs = packet_socketpair()
+    sent = []
+
+    def no_room(*_: object) -> None:
+        sent.append(1)
+        raise OSError(errno.ENOBUFS, "no buffer space available")
+
+    monkeypatch.setattr(blocking, "send_packet", no_room)
+    monkeypatch.setattr(blocking, "_RETRY_S", 0)
+    with theirs, pytest.raises(OSError, match="no buffer space"):
+        BlockingPacketChannel(ours).send(b"report")
+    assert len(sent) > 1
+    ours.close()
 
 
 @pytest.mark.parametrize("alone", ["hang-in-copy"], indirect=True)

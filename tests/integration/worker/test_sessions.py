@@ -3,9 +3,10 @@
 import asyncio
 import fcntl
 import os
+import resource
 
 import pytest
-from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
+from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED, TICKET_MAX
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
@@ -164,6 +165,35 @@ async def test_words_beyond_their_memfd_are_refused(rig: Rig) -> None:
             await rig.supervisor.map_words(rig.worker, STRANGER, client.words_fd, doorbells, parts)
 
 
+async def test_a_worker_without_descriptors_left_refuses_and_goes_on(rig: Rig) -> None:
+    client = await rig.client()
+    pid = rig.supervisor.workers[rig.worker].pid
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (48, 48))
+
+    async def map_many() -> None:
+        for session in range(2_000, 2_048):
+            await rig.supervisor.map_words(rig.worker, SessionId(session), client.words_fd, DOORBELLS, PARTS)
+
+    with pytest.raises(Refusal, match="48 descriptors"):
+        await map_many()
+    await rig.store(client, [0])
+    for session in (SessionId(2_000), SessionId(2_001)):
+        rig.supervisor.release_session(rig.worker, session)
+        await rig.released(session)
+    await rig.client()  # takes two mappings
+
+
+async def test_a_part_on_a_page_that_its_client_has_sealed_never_starts(rig: Rig) -> None:
+    client = await rig.client()
+    part, ticket = rig.post(client, Direction.LOAD, [0], await rig.store(client, [1]), gate=(0, 1))
+    sealed = TICKET_MAX << 8 | PART_REVOKED
+    client.words.store(DOORBELLS + ticket % PARTS, sealed)
+    client.ring(0, 1)
+    finished = await rig.finished(part)
+    assert (finished.outcome, finished.message) == (Outcome.REVOKED, "")
+    assert client.words.load(DOORBELLS + ticket % PARTS) == sealed
+
+
 async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
     pid = rig.supervisor.workers[rig.worker].pid
     fd = memfd(8 * (DOORBELLS + PARTS))
@@ -177,6 +207,29 @@ async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
     await until(lambda: not handle.releases)
     assert mapped_by(pid) == []
     assert rig.seen(SessionReleased) == []  # nobody outside had asked for it
+
+
+async def test_a_mapping_whose_asker_went_away_before_it_heard_the_answer_is_released(rig: Rig) -> None:
+    handle = rig.supervisor.workers[rig.worker]
+    fd = memfd(8 * (DOORBELLS + PARTS))
+    asking = asyncio.create_task(rig.supervisor.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
+    await asyncio.sleep(0)
+    [request] = handle.requests.values()
+
+    def cancel_once_answered() -> None:
+        if request.answer.done():
+            asking.cancel()
+        else:
+            asyncio.get_running_loop().call_soon(cancel_once_answered)
+
+    cancel_once_answered()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    os.close(fd)
+    assert not handle.requests
+    await until(lambda: not handle.releases)
+    assert mapped_by(handle.pid) == []
+    assert rig.seen(SessionReleased) == []
 
 
 async def test_unknown_workers_are_refused_by_name(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import faulthandler
 import logging
 import mmap
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,30 +17,38 @@ import time
 
 from google.protobuf.message import DecodeError
 
+from kvtierd import logs
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import PacketError, close_fds
 from kvtierd.transfer.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.transfer.worker.engine import Engine, ProtocolError
 from kvtierd.transfer.worker.faults import fault_in_copy
+from kvtierd.transfer.worker.log import logger
+from kvtierd.transfer.worker.populate import Populator
 from kvtierd.wire import worker_pb2 as wire
 
-_log = logging.getLogger("kvtierd.transfer.worker")
+_log = logger("kvtierd.transfer.worker")
 
 NICENESS = 5
 """Copies give way to the engine and to the front, which both wait for nobody."""
 
 STUCK_STATUS = 75
 
+POPULATE_END_S = 1.0
+"""For the thread that maps the pool to end: far longer than it takes. Nothing depends on how it ends."""
+
 
 def main() -> int:
     """Runs a worker; returns its exit status."""
     arguments = _parse()
     faulthandler.enable()
-    logging.basicConfig(format="kvtierd worker[%(process)d] %(levelname)s: %(message)s", level=logging.INFO)
+    logs.configure(arguments.log_level, arguments.log_format)
     # Signals for the whole process group are for the front; it then tells its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
+    _, fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fds_max, fds_max))
 
     status = StatusPage(arguments.status_fd)
     os.close(arguments.status_fd)
@@ -48,16 +57,22 @@ def main() -> int:
     pool = mmap.mmap(arguments.pool_fd, arguments.pool_bytes)
     engine = Engine(pool, channel, status, fault_in_copy(os.environ))
     engine.start()
+    populator = Populator(pool, engine.is_busy)
     try:
         channel.send(wire.ToFront(ready=wire.Ready(pid=os.getpid())).SerializeToString())
+        populator.start()
         _serve(engine, channel, status)
         exit_status = 0
     except ChannelEndedError:
         exit_status = 0
     except Exception:
-        _log.exception("the worker ends: what has started is finished, nothing else is")
+        _log.critical("the worker ends: what has started is finished, nothing else is", exc_info=True)
         exit_status = 1
+    populator.stop()
     _finish(engine, status, arguments.copy_deadline_s)
+    if not populator.join(POPULATE_END_S):
+        logging.shutdown()
+        os._exit(exit_status)
     return exit_status
 
 
@@ -69,6 +84,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--status-fd", type=int, required=True, help="a memfd of one page")
     parser.add_argument("--device", choices=["cpu"], required=True)
     parser.add_argument("--copy-deadline-s", type=float, required=True)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", choices=["auto", "human", "json"], default="auto")
     return parser.parse_args()
 
 
@@ -107,7 +124,7 @@ def _finish(engine: Engine, status: StatusPage, copy_deadline_s: float) -> None:
         stuck = stalls.observe(status.read(), min(now_s - last_s, HEARTBEAT_PERIOD_S))
         last_s = now_s
         if stuck is not None:
-            _log.error("the worker ends at once: %s", stuck)
+            _log.error("the worker ends at once", why=stuck)
             logging.shutdown()
             os._exit(STUCK_STATUS)
 

@@ -1,7 +1,8 @@
 """The worker's own machine: messages of the front in, copies and their reports out."""
 
-import logging
 import mmap
+import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,17 +15,21 @@ from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.status import StatusPage, StatusWord
 from kvtierd.transfer.worker.copying import Copier
 from kvtierd.transfer.worker.lanes import Lanes
+from kvtierd.transfer.worker.log import logger
 from kvtierd.transfer.worker.parts import Part, PartEnd, PartRefusedError, PartState, read_part
 from kvtierd.transfer.worker.sessions import Session
 from kvtierd.wire import worker_pb2 as wire
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 PARTS_MAX = 65_536
 """Unfinished parts. The core's own limits keep far below it; beyond it parts fail instead of eating
 memory."""
 
 SESSIONS_MAX = 4_096
+
+FDS_SPARE = 16
+"""Descriptors that stay free: a packet whose descriptors do not fit would be the worker's end."""
 
 _OVERWRITTEN = "its part word was overwritten by somebody else"
 
@@ -62,6 +67,10 @@ class Engine:
 
     def start(self) -> None:
         self._lanes.start()
+
+    def is_busy(self) -> bool:
+        """Whether a part runs or could run; from any thread."""
+        return self._lanes.busy
 
     def handle(self, message: wire.ToWorker, fds: list[int]) -> None:
         """Does what a message says, except Stop. The descriptors stay the caller's. ProtocolError."""
@@ -122,6 +131,16 @@ class Engine:
                         field="session",
                         value=number,
                     )
+                # Every mapping holds a descriptor.
+                fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                if len(os.listdir("/proc/self/fd")) > fds_max - FDS_SPARE:
+                    raise Refusal(
+                        Reason.QUEUE_FULL,
+                        f"the copy worker has mapped as much as {fds_max} descriptors allow: "
+                        "raise the daemon's limit of open files",
+                        field="session",
+                        value=number,
+                    )
                 mapper(session)
             except Refusal as refusal:
                 refused = wire.MapRefused(
@@ -158,7 +177,7 @@ class Engine:
                 return
             if session is not None:
                 session.revoke_word(message.part_word, message.ticket)
-        _log.error("part %d was refused: %s", message.part, refused)
+        _log.error("a part was refused", part=message.part, why=refused)
         self._report(message.part, PartEnd(wire.FAILED, refused))
 
     def _revoke_part(self, number: int) -> None:
@@ -192,7 +211,7 @@ class Engine:
         try:
             end = copier.copy(part, before_chunk)
         except Exception as error:
-            _log.exception("part %d failed", part.number)
+            _log.error("a part failed", part=part.number, exc_info=error)
             end = PartEnd(wire.FAILED, f"{type(error).__name__}: {error}")
         if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
             end = replace(end, message=_OVERWRITTEN)
@@ -228,7 +247,7 @@ class Engine:
             answers = session.releases
         if session.overwritten_words:
             _log.warning(
-                "session %d: %d part words were overwritten", session.number, session.overwritten_words
+                "part words were overwritten", session=session.number, words=session.overwritten_words
             )
         for _ in range(answers):
             self._send_released(session.number)

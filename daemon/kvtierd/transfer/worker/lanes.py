@@ -10,9 +10,10 @@ from functools import partial
 
 from kvtierd.transfer.worker.copying import Copier
 from kvtierd.transfer.worker.gates import Gates
+from kvtierd.transfer.worker.log import logger
 from kvtierd.transfer.worker.parts import Part, PartState
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 STORE_YIELD_S_MAX = 0.02
 """A store waits at most this long before each chunk while loads have work, so that loads without end leave
@@ -59,6 +60,11 @@ class Lanes:
             threading.Thread(target=self._serve, args=(lane,), name=f"{lane.name} lane", daemon=True)
             for lane in (self._load, self._store)
         ]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part runs or could run. Without the lock: what it says may be over already."""
+        return self._load.busy or self._store.busy
 
     def start(self) -> None:
         for thread in self._threads:
@@ -112,7 +118,7 @@ class Lanes:
             while self._serve_next(lane):
                 pass
         except BaseException:
-            _log.exception("the %s lane died; so does the worker", lane.name)
+            _log.critical("a lane died; so does the worker", lane=lane.name, exc_info=True)
             logging.shutdown()
             os._exit(LANE_DIED_STATUS)
 

@@ -14,6 +14,9 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.worker.parts import Part
 from kvtierd.wire import worker_pb2 as wire
 
+SEALED = TICKET_MAX << 8 | PART_REVOKED
+"""What a client raises its words to when nothing may start on their page any more."""
+
 WORDS_MAX = 1 << 20
 """Words of one session: 8 MiB. A transfer in flight needs one part word."""
 
@@ -62,7 +65,8 @@ class Session:
             return False
 
     def revoke(self, part: Part) -> bool:
-        """Writes REVOKED for a part that has not been started; False if its word had been overwritten."""
+        """Writes REVOKED for a part that has not been started; False if its word had been overwritten. A
+        sealed word says REVOKED already."""
         return self._try_revoke(part.word, part.ticket)
 
     def revoke_word(self, part_word: int, ticket: int) -> None:
@@ -81,7 +85,9 @@ class Session:
         return True
 
     def _try_revoke(self, word: int, ticket: int) -> bool:
-        return self.words is None or self._noted(self.words.try_revoke(word, ticket))
+        if self.words is None or self.words.try_revoke(word, ticket):
+            return True
+        return self._noted(self.words.load(word) == SEALED)
 
     def _noted(self, as_expected: bool) -> bool:
         if not as_expected:
