@@ -162,6 +162,7 @@ class LookupReply:
     states: npt.NDArray[np.uint8]
     """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit); prefix mode: up to the first that is no hit."""
     lease: LeaseId | None
+    """Holds the hits, in the order of the lookup: what a load's `first` counts in."""
     lease_refused: Refusal | None
 
 

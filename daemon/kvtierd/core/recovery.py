@@ -41,8 +41,11 @@ def recover(blocks: Blocks, found: Recovered) -> None:
     entries = np.zeros(count, np.uint32)
     kept = np.zeros(count, np.bool_)
     fitting = np.arange(count) >= count - blocks.capacity  # the youngest
+    by_space = np.argsort(found.spaces, kind="stable")
+    bounds = np.searchsorted(found.spaces[by_space], np.arange(len(worlds) + 1))
     for index, (digest, group, world) in enumerate(found.namespaces):
-        chosen = np.flatnonzero((found.spaces == index) & fitting)
+        chosen = by_space[bounds[index] : bounds[index + 1]]
+        chosen = chosen[fitting[chosen]]
         if len(chosen) == 0:
             continue
         space = blocks.spaces.of(digest, group)

@@ -119,12 +119,11 @@ class Room:
         """Takes the coldest extent of a size that the domain does not use, if it is that old and nothing
         holds it."""
         slots, now = self._slots, self._blocks.now
-        candidates = np.flatnonzero((slots.extent_size != 0) & (self._not_before <= now))
+        old = slots.used_at <= now - age if age <= now else np.zeros(len(slots.used_at), np.bool_)
+        candidates = np.flatnonzero(old & (slots.extent_size != 0) & (self._not_before <= now))
         candidates = candidates[~np.isin(slots.extent_size[candidates], domain.sizes)]
         coldest_first = candidates[np.argsort(slots.used_at[candidates], kind="stable")]
         for extent in coldest_first[:RECLAIM_TRIES].tolist():
-            if now - int(slots.used_at[extent]) < age:
-                return False
             if self._empty(extent):
                 slots.retire(extent)
                 self._tally.reclaimed_extents += 1
