@@ -469,6 +469,9 @@ class Session:
             case LookupRecord() if not pending.abandoned:
                 self.counters.lookups_unanswered += 1
                 pending.end(Lookup(error=error))
+            case _Submitted() if error.reason is Reason.INTERNAL:
+                # No refusal, which would mean that nothing changed: some ranks may have their parts already.
+                self.end(str(error))
             case _Submitted() if self._attachment is not None:
                 self._attachment.leases.refused(pending.lease_id)
                 if (record := self._end_transfer(pending.ticket)) is not None:

@@ -129,9 +129,11 @@ class PoolConfig:
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
     lookup_hashes_max: Annotated[int, Doc("Hashes in one lookup.", s.count, "N")] = _CORE.lookup_hashes_max
-    transfer_blocks_max: Annotated[int, Doc("Blocks in one store or load.", s.count, "N")] = (
-        _CORE.transfer_blocks_max
-    )
+    transfer_blocks_max: Annotated[
+        int,
+        # A part travels to its copy worker as one packet.
+        Doc("Blocks in one store or load.", partial(s.count, most=8_192), "N"),
+    ] = _CORE.transfer_blocks_max
     transfers_max: Annotated[int, Doc("Transfers in flight per instance.", s.count, "N")] = (
         _CORE.transfers_max
     )

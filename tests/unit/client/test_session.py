@@ -435,6 +435,20 @@ def test_what_had_not_started_when_the_daemon_went_never_starts(peer: Peer) -> N
     assert peer.session.words.state(record.part) is PartState.LOST
 
 
+def test_an_internal_error_is_no_refusal_because_a_part_may_be_under_way(peer: Peer) -> None:
+    record = store(peer, 1)
+    request = peer.sent()[-1]
+    assert peer.start(part_of(record))
+    peer.refuse(request, types_pb2.REASON_INTERNAL)
+    assert not peer.session.outcome(record).fenced
+    assert peer.session.ended is not None
+    peer.session.lost(peer.session.ended)
+    assert not peer.session.outcome(record).fenced
+    peer.finish(part_of(record))
+    outcome = peer.session.outcome(record)
+    assert (outcome.state, outcome.fenced, outcome.refused) == (TransferState.FAILED, True, False)
+
+
 def test_a_stores_source_is_free_before_its_commit_is_reported(peer: Peer) -> None:
     record = store(peer, 1)
     assert peer.start(part_of(record))

@@ -104,6 +104,7 @@ def test_a_misspelt_variable_of_ours_is_refused_and_other_variables_are_not() ->
         ("limits.leased_fraction_max", "1.5", "up to 1"),
         ("limits.transfers_max", "0", "from 1"),
         ("limits.transfers_max", "many", "whole number"),
+        ("limits.transfer_blocks_max", "8193", "to 8192"),
         ("metrics.listen", "9470", "host:port"),
         ("metrics.listen", "localhost:99999", "host:port"),
         ("log.level", "loud", "debug"),
