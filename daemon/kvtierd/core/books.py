@@ -11,7 +11,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.room import Room
 from kvtierd.core.status import Tally
-from kvtierd.core.stimuli import CoreLimits, Role
+from kvtierd.core.stimuli import CoreLimits
 from kvtierd.core.transitions import Entity, Event, Transitions
 
 Clock = Callable[[], float]
@@ -91,7 +91,7 @@ class Books:
         instance = found.instance
         if epoch != instance.epoch:
             raise wrong_epoch(epoch, instance)
-        if Role.SCHEDULER not in found.role:
+        if not found.schedules:
             raise Refusal(
                 Reason.ROLE,
                 "only the instance's scheduler session looks up, submits, releases and cancels",

@@ -25,7 +25,7 @@ from kvtierd.core.ids import (
     TransferNumber,
     WorkerId,
 )
-from kvtierd.core.stimuli import GroupGeometry, Role
+from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.core.transitions import (
     Entity,
     InstanceState,
@@ -72,7 +72,8 @@ class Mapping(Entity):
 class Session:
     session: SessionId
     instance: "Instance"
-    role: Role
+    schedules: bool
+    holds_rank: bool
     rank: Rank
     fingerprint: Fingerprint | None
     groups: tuple[GroupGeometry, ...]

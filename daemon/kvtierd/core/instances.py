@@ -67,16 +67,17 @@ class Instances:
         session = Session(
             session=stimulus.session,
             instance=instance,
-            role=stimulus.role,
+            schedules=Role.SCHEDULER in stimulus.role,
+            holds_rank=Role.RANK in stimulus.role,
             rank=stimulus.rank,
             fingerprint=fingerprint,
             groups=stimulus.groups,
         )
         books.sessions[session.session] = instance.sessions[session.session] = session
-        if Role.SCHEDULER in session.role:
+        if session.schedules:
             instance.scheduler = session
             instance.alive_at_s = books.now_s
-        if Role.RANK in session.role:
+        if session.holds_rank:
             instance.ranks[session.rank] = session
             if len(instance.ranks) == instance.world_size:
                 self._settle(instance)
@@ -172,7 +173,7 @@ class Instances:
 
     def _registering(self, stimulus: RegisterWords | RegisterMemory) -> tuple[Session, Worker]:
         session = self._books.session(stimulus.session)
-        if Role.RANK not in session.role:
+        if not session.holds_rank:
             raise Refusal(
                 Reason.ROLE,
                 "only a session that holds a rank registers words and memory",
@@ -230,7 +231,7 @@ class Instances:
         """The scheduler's heartbeat keeps its instance's leases; those of others only prove that they are
         attached."""
         session = self._books.session(stimulus.session)
-        if Role.SCHEDULER in session.role:
+        if session.schedules:
             session.instance.alive_at_s = self._books.now_s
 
     def end_session(self, stimulus: EndSession) -> None:
@@ -239,7 +240,7 @@ class Instances:
         if session is None or session.instance.over:
             return
         books, instance = self._books, session.instance
-        who = f"rank {session.rank}" if Role.RANK in session.role else "the scheduler"
+        who = f"rank {session.rank}" if session.holds_rank else "the scheduler"
         why = Refusal(
             Reason.EPOCH_ENDED,
             f"{who} of this instance has ended ({stimulus.why}): attach again",

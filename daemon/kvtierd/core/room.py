@@ -121,6 +121,8 @@ class Room:
         slots, now = self._slots, self._blocks.now
         old = slots.used_at <= now - age if age <= now else np.zeros(len(slots.used_at), np.bool_)
         candidates = np.flatnonzero(old & (slots.extent_size != 0) & (self._not_before <= now))
+        if len(candidates) == 0:
+            return False
         candidates = candidates[~np.isin(slots.extent_size[candidates], domain.sizes)]
         coldest_first = candidates[np.argsort(slots.used_at[candidates], kind="stable")]
         for extent in coldest_first[:RECLAIM_TRIES].tolist():

@@ -160,6 +160,11 @@ class TestQuarantine:
             host.do(SlotsProven(SMALL))
         assert host.actions == []
 
+    def test_only_what_is_quarantined_is_freed(self, host: Host) -> None:
+        host.do(recovered([], [], quarantined=SMALL[1:].tolist()))
+        host.do(SlotsProven(SMALL[:2]))
+        assert host.of(FreeSlots)[0].slots.tolist() == [SMALL[1]]
+
     def test_their_extent_is_not_taken_for_another_size(self, host: Host) -> None:
         host.do(recovered([], [], quarantined=[SMALL[0]], extents=[(e, 4096) for e in range(4)]))
         large = host.instance(sizes=((8192,),))
