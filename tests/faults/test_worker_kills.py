@@ -1,0 +1,90 @@
+"""The copy worker killed or stopped at random moments, under a client that reuses blocks when it may."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from kvtier import Transfer
+
+from tests.faults.campaigns.content import hashes_of, wrong_blocks
+from tests.faults.campaigns.engine import PlainEngine
+from tests.integration.daemon.process import Daemon
+
+ROUNDS = 60 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 6
+"""Each takes longer than the one before, up to ten seconds: who does not last is replaced ever later."""
+SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+DEADLINE_S = 60.0
+BATCH = 512
+"""8 MiB: two chunks of a copy, so that a kill often falls between them."""
+AREAS = 6
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * 20 + 60)]
+
+
+def area(index: int) -> list[int]:
+    return list(range(index * BATCH, (index + 1) * BATCH))
+
+
+def live_worker(daemon: Daemon) -> int:
+    [worker] = daemon.status().workers
+    return int(worker.pid)
+
+
+def test_nothing_lands_after_the_fence_and_nothing_torn_is_served(
+    start: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, proved: Callable[[str], None]
+) -> None:
+    print(f"KVTIER_SEED={SEED}, {ROUNDS} rounds")
+    chance = random.Random(SEED)
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:4")
+    daemon = start(pool__size="514MiB", pool__extent_size="4MiB", workers__copy_deadline_s=0.5)
+    daemon.may_complain = True
+    compared = unfinished = 0
+    with PlainEngine(daemon.socket, "survivor", num_blocks=AREAS * BATCH) as engine:
+        known = hashes_of("known", BATCH)
+        engine.wait_ready()
+        engine.fill(area(0), known)
+        assert engine.client.store(known, area(0)).wait(DEADLINE_S).done
+        for number in range(ROUNDS):
+            engine.wait_ready()
+            stores = [hashes_of(f"{number}/{index}", BATCH) for index in range(3)]
+            transfers: list[Transfer] = []
+            for index, hashes in enumerate(stores):
+                engine.fill(area(index), hashes)
+            targets = range(3, AREAS)
+            for index in targets:
+                engine.wipe(area(index))
+                found = engine.client.lookup(known, lease=True, timeout_s=DEADLINE_S)
+                assert found.hits == BATCH
+                transfers.append(engine.client.load(found, area(index)))
+            transfers += [engine.client.store(hashes, area(i)) for i, hashes in enumerate(stores)]
+            time.sleep(chance.random() * 0.05)
+            victim = live_worker(daemon)
+            os.kill(victim, signal.SIGSTOP if chance.random() < 0.2 else signal.SIGKILL)
+            for index, transfer in zip([*targets, 0, 1, 2], transfers, strict=True):
+                outcome = transfer.wait(DEADLINE_S)
+                assert outcome.fenced, transfer
+                unfinished += not outcome.done
+                if outcome.done and index in targets:
+                    assert wrong_blocks(engine.read(area(index)), known) == []
+                    compared += BATCH
+                engine.wipe(area(index))  # ours again: nothing may be written there, nothing read any more
+            engine.wait_ready()
+            for hashes in stores:
+                found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+                if found.hits:
+                    into = area(0)[: found.hits]
+                    assert engine.client.load(found, into).wait(DEADLINE_S).done
+                    assert wrong_blocks(engine.read(into), hashes[: found.hits]) == []
+                    compared += found.hits
+            engine.wipe(area(0))
+            assert (engine.read(list(range(AREAS * BATCH))) == 0x5A).all(), "a copy landed after its fence"
+    assert daemon.status().counters.integrity_failures == 0
+    assert daemon.stop() == 0
+    assert unfinished
+    proved(
+        f"{ROUNDS} times the copy worker was killed or stopped: {unfinished} transfers did not finish, none "
+        f"of them wrote after its fence; {compared} blocks were compared, 0 wrong bytes (KVTIER_SEED={SEED})"
+    )
