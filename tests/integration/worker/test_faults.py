@@ -23,7 +23,7 @@ from kvtierd.memory import HostPool, PoolLocked
 from kvtierd.transfer import blocking
 from kvtierd.transfer.blocking import BlockingPacketChannel
 from kvtierd.transfer.packets import packet_socketpair
-from kvtierd.transfer.status import create_status_fd
+from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.transfer.supervisor import SupervisorLimits, WorkerStartError
 from kvtierd.wire import worker_pb2 as wire
 
@@ -251,6 +251,7 @@ class Alone:
 
     process: "subprocess.Popen[bytes]"
     front: socket.socket
+    heartbeat_at_ready: int = 0
 
     def receive(self) -> wire.ToFront:
         self.front.settimeout(SLACK_S)
@@ -271,12 +272,19 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
             env={**os.environ, "KVTIER_TEST_WORKER_FAULT": fault},
         )
         theirs.close()
+        status = StatusPage(status_fd)
         os.close(status_fd)
         worker = Alone(process, ours)
         assert worker.receive().ready.pid == process.pid
+        worker.heartbeat_at_ready = status.read()[StatusWord.HEARTBEAT]
         yield worker
         process.kill()
         process.wait(SLACK_S)
+
+
+def test_its_heart_beats_before_it_is_ready(alone: Alone) -> None:
+    """A worker that stands still right after Ready would never be found out otherwise."""
+    assert alone.heartbeat_at_ready > 0
 
 
 def test_the_end_of_the_channel_ends_the_worker(alone: Alone) -> None:

@@ -58,6 +58,8 @@ def main() -> int:
     engine = Engine(pool, channel, status, fault_in_copy(os.environ))
     engine.start()
     populator = Populator(pool, engine.is_busy)
+    # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
+    status.enter(StatusWord.HEARTBEAT)
     try:
         channel.send(wire.ToFront(ready=wire.Ready(pid=os.getpid())).SerializeToString())
         populator.start()
