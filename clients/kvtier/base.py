@@ -197,8 +197,8 @@ class ClientBase(ABC):
             return self._session.words.state(ref)
 
     def revoke(self, ref: PartRef) -> PartState:
-        """Ends this rank's part for ever if it has not started, without asking the daemon. Returns what it is
-        now: over, or STARTED, which only its worker can end."""
+        """Ends this rank's part for ever if it has not started, and a store's even then, without asking the
+        daemon. Returns what it is now: over, or STARTED, which only its worker can end."""
         with self._lock:
             return self._session.words.revoke(ref)
 

@@ -2,8 +2,9 @@
 
 A part word is `ticket << 8 | state`. A part is armed as long as its word's ticket is smaller than its own.
 The copy worker moves it from armed to STARTED and from there to DONE or FAILED; the client moves it from
-armed to REVOKED. Both are compare-and-swap on the word itself, so that one of them wins and no daemon is
-asked.
+armed to REVOKED, and a store's also from STARTED: a store only reads the engine's memory, and what it has
+read is thrown away if it cannot write DONE. All of it is compare-and-swap on the word itself, so that one of
+them wins and no daemon is asked.
 
 What this file promises is the fence: a part of which `state` says that it is over can write nothing any more.
 - Its word is terminal; or
@@ -66,7 +67,8 @@ class PartState(Enum):
     STARTED = PART_STARTED
     """Being copied: nothing but its end, or its worker's death, ends it."""
     REVOKED = PART_REVOKED
-    """It never started and never will."""
+    """It never started and never will; or it is a store that was withdrawn while it ran: nothing of it is
+    kept."""
     DONE = PART_DONE
     """Every block is copied: a load has landed, the source of a store is free to reuse."""
     FAILED = PART_FAILED
@@ -140,10 +142,14 @@ class WordsPage:
             return None
         return found
 
-    def revoke(self, word: int, ticket: int) -> PartState | None:
-        """Armed to REVOKED, by compare-and-swap. Returns the state afterwards."""
+    def revoke(self, word: int, ticket: int, *, started: bool) -> PartState | None:
+        """Armed to REVOKED and, with `started`, STARTED to REVOKED, by compare-and-swap. Returns the state
+        afterwards."""
+        index = self._doorbells + word
         if self._words is not None and self._final is None:
-            self._words.try_revoke(self._doorbells + word, ticket)
+            self._words.try_revoke(index, ticket)
+        if self._words is not None and started:
+            self._words.compare_exchange(index, ticket << 8 | PART_STARTED, ticket << 8 | PART_REVOKED)
         return self.state(word, ticket)
 
     def seal(self) -> None:
@@ -300,11 +306,17 @@ class RankWords:
         return self._judge(ref, states)
 
     def revoke(self, ref: PartRef) -> PartState:
-        """Ends a part that has not started, for ever. Returns its state afterwards: over, or STARTED."""
+        """Ends a part that has not started, for ever; a store also while it runs. Returns its state
+        afterwards: over, or STARTED."""
         self._check(ref)
         if ref.epoch == self._epoch and ref.ticket > self._withdrawn.get(ref.word, 0):
             self._withdrawn[ref.word] = ref.ticket
-        states = [page.revoke(ref.word, ref.ticket) for page in self._pages if page.epoch == ref.epoch]
+        started = ref.direction == "store"
+        states = [
+            page.revoke(ref.word, ref.ticket, started=started)
+            for page in self._pages
+            if page.epoch == ref.epoch
+        ]
         return self._judge(ref, states)
 
     def started(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import PART_ARMED, SharedWords
+from kvtier_kernels import PART_ARMED, PART_REVOKED, PART_STARTED, SharedWords
 from kvtierd.core.actions import Direction, PostPart
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
@@ -103,6 +103,10 @@ class Client:
 
     def revoke(self, ticket: int) -> bool:
         return self.words.try_revoke(DOORBELLS + ticket % PARTS, ticket)
+
+    def withdraw(self, ticket: int) -> bool:
+        word, value = DOORBELLS + ticket % PARTS, ticket << 8
+        return self.words.compare_exchange(word, value | PART_STARTED, value | PART_REVOKED)
 
     def close(self) -> None:
         os.close(self.words_fd)

@@ -112,6 +112,18 @@ async def test_a_started_part_runs_on_when_the_front_revokes_it(start_rig: Start
     assert client.part_state(ticket) == PART_DONE
 
 
+async def test_a_store_that_its_client_withdraws_while_it_runs_stores_nothing(start_rig: StartRig) -> None:
+    rig = await start_rig(fault="slow-copy:800")
+    client = await rig.client()
+    slots = rig.open(2, client.layout.slot_bytes)
+    part, ticket = rig.post(client, Direction.STORE, [0, 1], slots)
+    await until(lambda: client.part_state(ticket) == PART_STARTED, "the store to start")
+    assert client.withdraw(ticket)
+    finished = await rig.finished(part)
+    assert (finished.outcome, finished.failed.tolist()) == (Outcome.REVOKED, [])
+    assert client.part_state(ticket) == PART_REVOKED
+
+
 async def test_a_gate_that_does_not_open_in_time_ends_the_part(rig: Rig) -> None:
     client = await rig.client()
     slots = await rig.store(client, [0])

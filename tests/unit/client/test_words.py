@@ -65,6 +65,29 @@ def test_what_was_revoked_never_starts_and_what_started_cannot_be_revoked(words:
     assert words.revoke(ref(1, 2)) is PartState.STARTED
 
 
+def test_a_store_is_withdrawn_even_while_it_runs_unless_it_has_ended(words: RankWords) -> None:
+    worker = worker_words(words.new_page())
+    running, ended = PartRef(1, 1, 0, "store"), PartRef(1, 2, 1, "store")
+    assert worker.try_start(DOORBELLS, 1)
+    assert worker.try_start(DOORBELLS + 1, 2)
+    worker.finish(DOORBELLS + 1, 2, PartState.DONE.value)
+    assert words.revoke(running) is PartState.REVOKED
+    assert words.revoke(ended) is PartState.DONE
+    with pytest.raises(RuntimeError):
+        worker.finish(DOORBELLS, 1, PartState.DONE.value)
+    assert words.state(running) is PartState.REVOKED
+
+
+def test_a_running_store_of_an_epoch_that_is_over_is_withdrawn_too(words: RankWords) -> None:
+    page = words.new_page()
+    worker = worker_words(page)
+    assert worker.try_start(DOORBELLS, 1)
+    words.end_epoch()
+    assert words.revoke(PartRef(1, 1, 0, "store")) is PartState.REVOKED
+    words.reap()
+    assert words.state(PartRef(1, 1, 0, "store")) is PartState.REVOKED
+
+
 def test_revoke_and_start_race_and_exactly_one_wins(words: RankWords) -> None:
     worker = worker_words(words.new_page())
     rounds = 4_000

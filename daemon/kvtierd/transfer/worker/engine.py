@@ -32,6 +32,7 @@ FDS_SPARE = 16
 """Descriptors that stay free: a packet whose descriptors do not fit would be the worker's end."""
 
 _OVERWRITTEN = "its part word was overwritten by somebody else"
+_WITHDRAWN = "its client withdrew it while it ran"
 
 
 class ProtocolError(Exception):
@@ -214,7 +215,11 @@ class Engine:
             _log.error("a part failed", part=part.number, exc_info=error)
             end = PartEnd(wire.FAILED, f"{type(error).__name__}: {error}")
         if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
-            end = replace(end, message=_OVERWRITTEN)
+            if part.is_load:
+                end = replace(end, message=_OVERWRITTEN)
+            else:
+                # Its client took the blocks back: some of what was read may be from after that.
+                end = PartEnd(wire.REVOKED, _WITHDRAWN, copy_ns=end.copy_ns)
         self._over(part, end)
 
     def _end_unstarted(self, part: Part) -> None:

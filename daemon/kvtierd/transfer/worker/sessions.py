@@ -75,13 +75,15 @@ class Session:
             self._try_revoke(self.doorbells + part_word, ticket)
 
     def finish(self, part: Part, state: int = PART_FAILED) -> bool:
-        """Writes the terminal word of a started part; False if its word had been overwritten, and is left
-        so."""
+        """Writes the terminal word of a started part; False if its word had been overwritten, and is left so:
+        by the client, which may withdraw a store that runs, or by somebody else."""
         try:
             if self.words is not None:
                 self.words.finish(part.word, part.ticket, state)
         except RuntimeError:
-            return self._noted(False)
+            if part.is_load or not self.is_revoked(part):
+                self._noted(False)
+            return False
         return True
 
     def _try_revoke(self, word: int, ticket: int) -> bool:
