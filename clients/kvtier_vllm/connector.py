@@ -68,6 +68,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._step_without_us = 0
+        self._bad_blocks: set[int] = set()
         try:
             self._identity = _Identity(vllm_config, self._config)
             if role is KVConnectorRole.SCHEDULER:
@@ -192,6 +193,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         results = None if side is None else self._guard(side.poll, None)
         if results is None:
             return KVConnectorTransferResults()
+        self._bad_blocks |= results.bad_blocks
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
@@ -201,8 +203,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        side = self._worker
-        return set() if side is None else side.take_errors()
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        return bad_blocks
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):

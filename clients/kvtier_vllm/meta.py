@@ -44,9 +44,9 @@ class KvtierMetadata(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     revoke: list[PartRef] = field(default_factory=list)
-    """Parts nobody waits for any more: refused by the daemon, or their request was aborted."""
+    """Parts nobody waits for any more: they failed or were refused, or their request was aborted."""
     fence: list[PartRef] = field(default_factory=list)
-    """Stores whose blocks are given to others in this step: nothing may read them when it begins."""
+    """Stores whose blocks are given to others in this step: withdrawn before anything of it happens."""
     held: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until they are reported as sent."""
     stopped: bool = False

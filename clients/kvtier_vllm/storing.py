@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer
+from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer, TransferState
 
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
 
@@ -129,20 +129,20 @@ class Storer:
         return StoreOrder(name, part)
 
     def poll(self) -> list[PartRef]:
-        """Takes in what the daemon reported. Returns parts of stores that it refused after they were
-        submitted: the workers should not wait for them."""
-        refused: list[PartRef] = []
+        """Takes in what the daemon reported. Returns the parts of stores that ended otherwise than well: a
+        worker that has not seen them start would wait for them in vain."""
+        failed: list[PartRef] = []
         for ticket, store in list(self._stores.items()):
             outcome = store.transfer.outcome
-            if not store.transfer.ended:
+            if outcome.state is TransferState.ACTIVE:
                 continue
             del self._stores[ticket]
             if outcome.fenced:
                 store.request.open.pop(ticket, None)
-            if outcome.refused and store.transfer.part is not None:
-                refused.append(store.transfer.part)
+            if not outcome.done and store.transfer.part is not None:
+                failed.append(store.transfer.part)
             self._account(store)
-        return refused
+        return failed
 
     def forget_open(self, request: StoreState) -> list[PartRef]:
         """The request loses its blocks: returns the parts that may still read them. What becomes of those

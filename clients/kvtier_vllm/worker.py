@@ -25,17 +25,10 @@ from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL, KvtierMetadata, Load
 
 UNRESPONSIVE_AFTER_S = 0.1
 """A part that has not started for this long is worth asking whether the daemon still answers."""
-FENCE_DEADLINE_S = 15.0
-"""The daemon kills a copy worker that is stuck for longer than 10 seconds by default."""
-FENCE_POLL_S = 0.0002
 CLOSE_TIMEOUT_S = 2.0
 
 Connect = Callable[[int, tuple[Group, ...], SharedKVMemory], Link]
 """Makes the link of the client that shares this memory, for a generation of the namespace."""
-
-
-class FenceError(Exception):
-    """A copy still reads blocks that are given away, and its worker neither ends it nor dies."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +70,8 @@ class Results:
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     """Those of `received` of which nothing counts as loaded."""
+    bad_blocks: set[int] = field(default_factory=set)
+    """Blocks of `received` that were not loaded."""
 
 
 class WorkerSide:
@@ -102,7 +97,6 @@ class WorkerSide:
         self._stores: dict[str, list[_Part]] = {}
         self._held: dict[str, float] = {}
         """Requests to report as sent, and since when they wait."""
-        self._errors: set[int] = set()
         self._step = 0
         self._stopped = False
 
@@ -135,13 +129,14 @@ class WorkerSide:
     # ------------------------------------------------------------------------------------------------------
 
     def fence(self, meta: KvtierMetadata) -> None:
-        """Before anything of the step: nothing reads the blocks that are given to others. Raises
-        FenceError."""
+        """Before anything of the step: stores of blocks that are given to others are withdrawn, those that
+        run too. They may still read, but nothing of what they read is ever served."""
         wanted = {part.ticket for part in meta.fence}
-        parts = [part for parts in self._stores.values() for part in parts]
-        if not meta.stopped and not self._stopped:
-            parts = [part for part in parts if part.ref.ticket in wanted]
-        self._fence(parts)
+        everything = meta.stopped or self._stopped
+        for parts in self._stores.values():
+            for part in parts:
+                if everything or part.ref.ticket in wanted:
+                    part.revoke()
 
     def begin(self, meta: KvtierMetadata) -> None:
         """Before the forward pass: adopts the step's parts, and lets its loads start."""
@@ -183,11 +178,6 @@ class WorkerSide:
             del self._held[request]
             results.sent.add(request)
         return results
-
-    def take_errors(self) -> set[int]:
-        """Blocks that failed to load, once."""
-        errors, self._errors = self._errors, set()
-        return errors
 
     # --- the end
     # ------------------------------------------------------------------------------------------------------
@@ -242,15 +232,6 @@ class WorkerSide:
             if part.ref.ticket in wanted:
                 part.revoke()
 
-    def _fence(self, parts: list[_Part]) -> None:
-        deadline_s = self._clock() + FENCE_DEADLINE_S
-        left = [part for part in parts if not part.revoke().over]
-        while left:
-            if self._clock() > deadline_s:
-                raise FenceError(f"{len(left)} stores still read blocks after {FENCE_DEADLINE_S:g} s")
-            time.sleep(FENCE_POLL_S)
-            left = [part for part in left if not part.state().over]
-
     def _load_over(self, load: _Load, now_s: float, results: Results) -> bool:
         state = PartState.LOST
         if load.part is not None:
@@ -262,7 +243,7 @@ class WorkerSide:
         results.received.add(load.order.request)
         if state is not PartState.DONE:
             if load.order.block_ids:
-                self._errors.update(load.order.block_ids)
+                results.bad_blocks.update(load.order.block_ids)
             else:
                 results.failed.add(load.order.request)
         return True

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import Rig, kv_transfer_config, prompt, start_rig
 from tools import tiny_llama
 
-QUICK = {"server__heartbeat_interval_s": "0.2", "workers__copy_deadline_s": "3"}
+QUICK: dict[str, Any] = {"server__heartbeat_interval_s": "0.2", "workers__copy_deadline_s": "3"}
 STORY_TOKENS = 1000
 
 

@@ -7,6 +7,7 @@ counts as computed holds what it must. Steps take about a millisecond; nothing i
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ def _digests(tokens: Sequence[int]) -> Digests:
     return np.array(found, np.uint64)
 
 
+def output_of(tokens: Sequence[int], count: int) -> list[int]:
+    """What the model says after `tokens`."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append(int(_digests(known)[-1] % np.uint64(1000)))
+    return known[len(tokens) :]
+
+
 class MiniEngine:
     """One engine in this process. Step it; every step checks all KV that it relies on."""
 
@@ -99,6 +108,7 @@ class MiniEngine:
         self.cached: dict[str, int] = {}
         """Tokens that a request began with, computed by nobody here."""
         self.preemptions = 0
+        self.idle = False
         self._hasher = get_request_block_hasher(TOKENS, sha256)
         init_none_hash(sha256)
         context = None
@@ -149,6 +159,7 @@ class MiniEngine:
         requests = dict(self.scheduler.requests)
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
+        self.idle = not output.num_scheduled_tokens
         meta, worker = output.kv_connector_metadata, self.worker
         if worker is not None:
             worker.handle_preemptions(meta)
@@ -168,6 +179,8 @@ class MiniEngine:
             if not self.scheduler.has_requests():
                 return
             self.step()
+            if self.idle:
+                time.sleep(0.0005)  # as the engine's own loop does
         raise AssertionError(f"requests hang: {self.states()}")
 
     def states(self) -> dict[str, str]:

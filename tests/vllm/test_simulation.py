@@ -1,0 +1,265 @@
+"""vLLM's scheduler and the connector against a real daemon, in disorder: every KV byte that a step relies on
+is checked, every request ends, every block comes back."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.daemon import DaemonHost, until
+from tests.support.leaks import SHM, SHM_PREFIX
+from tests.vllm.conftest import QUICK
+from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.rig import kv_transfer_config, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+BLOCKS = 48
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[DaemonHost]:
+    """A daemon with a pool so small that it evicts."""
+    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
+    host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
+    host.start()
+    yield host
+    host.stop()
+    shutil.rmtree(run)
+    shutil.rmtree(pool)
+
+
+@pytest.fixture
+def make(
+    host: DaemonHost, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., MiniEngine]]:
+    """Makes engines, attached to the daemon, each in a namespace of its own unless `salt` says otherwise."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    made: list[MiniEngine] = []
+
+    def engine(salt: str | None = None, **extra: object) -> MiniEngine:
+        config = kv_transfer_config(host.socket, salt=salt or f"engine {id(made)}/{len(made)}", **extra)
+        made.append(MiniEngine(engine_config(model, config), BLOCKS))
+        wait_ready(made[-1])
+        return made[-1]
+
+    yield engine
+    host.thaw()
+    for one in made:
+        one.close()
+
+
+def client(engine: MiniEngine) -> Any:
+    return engine.connector._scheduler.link.client
+
+
+def wait_ready(engine: MiniEngine) -> None:
+    until(lambda: client(engine) is not None and client(engine).ready, "the engine is attached")
+
+
+def wait_stored(engine: MiniEngine) -> None:
+    until(lambda: client(engine).status.transfers_active == 0, "all transfers have ended")
+
+
+def all_came_back(engine: MiniEngine) -> None:
+    """No request is left, nor a block that anybody holds, nor anything in the connector's books."""
+    engine.run()
+    wait_stored(engine)
+    engine.step()  # what the daemon reported before the workers looked
+    assert engine.free_blocks == BLOCKS - 1
+    side, worker = engine.connector._scheduler, engine.worker._worker
+    assert not side._requests
+    assert not side._matcher._matches
+    assert [worker._loads, worker._stores, worker._held] == [[], {}, {}]
+
+
+def test_what_was_forgotten_is_loaded(make: Callable[..., MiniEngine]) -> None:
+    engine = make()
+    engine.add("first", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    engine.add("second", prompt(100))
+    engine.run()
+    assert (engine.cached["first"], engine.cached["second"]) == (0, 96)
+    assert engine.finished["second"] == engine.finished["first"] == output_of(prompt(100), 8)
+    all_came_back(engine)
+
+
+def test_two_engines_share_blocks(make: Callable[..., MiniEngine]) -> None:
+    one, two = make(salt="shared"), make(salt="shared")
+    one.add("mine", prompt(100))
+    one.run()
+    wait_stored(one)
+    two.add("yours", prompt(100))
+    two.run()
+    assert two.cached["yours"] == 96
+
+
+def test_leases_are_given_back(make: Callable[..., MiniEngine], host: DaemonHost) -> None:
+    engine = make()
+    engine.add("first", prompt(200))
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    # More than fits: some wait with a lease, and are aborted so.
+    for index in range(8):
+        engine.add(f"r{index}", prompt(200) + prompt(150, seed=index), max_tokens=60)
+    for _ in range(5):
+        engine.step()
+    engine.abort(["r7", "r5", "r0"])
+    all_came_back(engine)
+    until(lambda: client(engine).status.leases == 0, "no lease is left")
+    until(lambda: host.status().leases == 0, "the daemon knows it")
+
+
+class Chaos:
+    """Random work, and random trouble for the daemon, from one seed."""
+
+    def __init__(self, engine: MiniEngine, host: DaemonHost, seed: int) -> None:
+        self.engine, self.host = engine, host
+        self.random = random.Random(seed)
+        self.expected: dict[str, list[int]] = {}
+        self.serial = 0
+        self.tag = f"s{seed}-"
+        self.frozen = False
+
+    @property
+    def loaded(self) -> int:
+        """Loads that were submitted."""
+        return int(client(self.engine).status.counters.loads)
+
+    def act(self) -> None:
+        """Something happens; then a few steps."""
+        trouble = self.random.random()
+        if trouble < 0.02:
+            self._thaw()
+            self.host.restart()
+        elif trouble < 0.05:
+            self._thaw()
+            until(lambda: any(worker.state == "live" for worker in self.host.status().workers), "a worker")
+            self.host.kill_worker()
+        elif trouble < 0.09:
+            self._thaw()
+            self.host.freeze(workers=self.random.random() < 0.5)
+            self.frozen = True
+        elif trouble < 0.2:
+            self._thaw()
+            wait_ready(self.engine)
+        elif trouble < 0.3:
+            self._thaw()  # a copy that has started ends with its worker only
+            self.engine.run()
+            self.engine.forget()
+        elif trouble < 0.4 and self.engine.scheduler.requests:
+            self.engine.abort([self.random.choice(list(self.engine.scheduler.requests))])
+        else:
+            self._add()
+        for _ in range(self.random.randrange(12)):
+            self.engine.step()
+
+    def end(self) -> None:
+        """Everything comes to its end, and is right."""
+        self._thaw()
+        all_came_back(self.engine)
+        for name, tokens in self.engine.finished.items():
+            assert tokens == self.expected[name][: len(tokens)]
+
+    def _thaw(self) -> None:
+        if self.frozen:
+            self.host.thaw()
+            self.frozen = False
+
+    def _add(self) -> None:
+        family = self.random.randrange(4)
+        tokens = prompt(self.random.choice([1, 5, 9]) * TOKENS + self.random.randrange(3), seed=family)
+        tokens += prompt(self.random.randrange(120), seed=self.random.randrange(6))
+        if not tokens:
+            return
+        count = self.random.randrange(1, 60)
+        self.serial += 1
+        name = f"{self.tag}{self.serial}"
+        self.expected[name] = output_of(tokens, count)
+        self.engine.add(name, tokens, count)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
+def test_disorder_costs_no_byte_no_block_and_no_request(
+    make: Callable[..., MiniEngine],
+    host: DaemonHost,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    fault: str,
+) -> None:
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", fault)
+    host.restart()
+    engine = make(salt="disorder", load_start_deadline_s=0.2)
+    chaos = Chaos(engine, host, seed)
+    for _ in range(120):
+        chaos.act()
+    chaos.end()
+    assert chaos.loaded
+
+
+BROKEN = [
+    ("side", name)
+    for name in ("match", "allocated", "plan_step", "results", "finished", "_store_full_blocks")
+] + [("worker", name) for name in ("fence", "begin", "end", "poll", "_load_over", "_revoke")]
+
+
+@pytest.mark.parametrize(("half", "name"), BROKEN, ids=[f"{half}.{name}" for half, name in BROKEN])
+def test_an_engine_survives_whatever_breaks_in_the_connector(
+    make: Callable[..., MiniEngine],
+    half: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The broken part raises once, with loads, stores and finished requests in flight."""
+    engine = make(salt="broken")
+    prompts = [prompt(100 + 20 * index, seed=index) for index in range(8)]
+    for index, tokens in enumerate(prompts):
+        engine.add(f"before{index}", tokens)
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    target = engine.connector._scheduler if half == "side" else engine.worker._worker
+    working = getattr(target, name)
+    calls = 0
+
+    def broken(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError("a mistake in the connector")
+        return working(*arguments)
+
+    monkeypatch.setattr(target, name, broken)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for index, tokens in enumerate(prompts):
+        engine.add(f"after{index}", [*tokens, index], max_tokens=40)
+    for _ in range(4):
+        engine.step()
+    engine.abort(["after1"])
+    engine.run()
+    if calls < 3 and name in ("_revoke", "_load_over"):
+        pytest.skip("it was not called often enough")
+    assert calls >= 3
+    told = [record.getMessage() for record in caplog.records if "kvtier is off" in record.getMessage()]
+    assert len(set(told)) == 1
+    assert "a mistake in the connector" in told[0]
+    for index, tokens in enumerate(prompts):
+        if index != 1:
+            assert engine.finished[f"after{index}"] == output_of([*tokens, index], 40)
+    engine.add("later", prompt(90), 4)
+    engine.run()
+    assert engine.free_blocks == BLOCKS - 1
