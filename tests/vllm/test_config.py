@@ -1,0 +1,43 @@
+"""What a user may write into kv_connector_extra_config, and what he is told otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
+
+
+def test_nothing_needs_to_be_set() -> None:
+    assert ConnectorConfig.parse({}) == ConnectorConfig()
+
+
+def test_everything_can_be_set() -> None:
+    given = {
+        "socket": "/run/kvtierd.sock",
+        "tenant": "a",
+        "salt": "s",
+        "weights_revision": "v7",
+        "store": False,
+        "load": False,
+        "lookup_budget_ms": 0.5,
+        "load_start_deadline_s": 3,
+    }
+    parsed = ConnectorConfig.parse(given)
+    assert {name: getattr(parsed, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"sokcet": "x"}, "unknown setting 'sokcet'; the nearest one is 'socket'"),
+        ({"lookup_budget": 1}, "'lookup_budget_ms'"),
+        ({"socket": 7}, "socket=7: write text"),
+        ({"store": "yes"}, "store='yes': write true or false"),
+        ({"lookup_budget_ms": True}, "lookup_budget_ms=True: write a number"),
+        ({"lookup_budget_ms": -1}, "lookup_budget_ms=-1: write a number"),
+        ({"load_start_deadline_s": float("nan")}, "load_start_deadline_s=nan: write a number"),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_write(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConnectorConfigError) as error:
+        ConnectorConfig.parse(given)
+    assert told in str(error.value)
