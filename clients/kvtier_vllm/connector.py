@@ -172,7 +172,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         side = self._worker
         if side is not None and isinstance(connector_metadata, KvtierMetadata):
-            self._guard(lambda: side.begin(connector_metadata), None)
+            failed = object()
+            if self._guard(lambda: side.begin(connector_metadata), failed) is failed:
+                # Whatever it was, the requests of this step are reported some time.
+                self._guard(lambda: side.adopt(connector_metadata), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads were let go when the metadata was bound, before the forward pass."""

@@ -140,6 +140,19 @@ class WorkerSide:
 
     def begin(self, meta: KvtierMetadata) -> None:
         """Before the forward pass: adopts the step's parts, and lets its loads start."""
+        self.adopt(meta)
+        if meta.generation != self._generation:
+            self._renew(meta.generation)
+        self._revoke(meta.revoke)
+        if meta.stopped and not self._stopped:
+            self.stop()
+        self._ring(LOAD_DOORBELL)
+
+    def adopt(self, meta: KvtierMetadata) -> None:
+        """From now on the step's parts are followed, and their requests reported. Once per step: called again
+        it does nothing."""
+        if meta.step == self._step:
+            return
         self._step = meta.step
         client, now_s = self._client, self._clock()
         for load in meta.loads:
@@ -149,12 +162,6 @@ class WorkerSide:
             self._stores.setdefault(store.request, []).append(_Part(client, store.part, now_s))
         for request in meta.held:
             self._held[request] = now_s
-        if meta.generation != self._generation:
-            self._renew(meta.generation)
-        self._revoke(meta.revoke)
-        if meta.stopped and not self._stopped:
-            self.stop()
-        self._ring(LOAD_DOORBELL)
 
     def end(self) -> None:
         """After the forward pass: what the step computed is in place."""

@@ -4,6 +4,7 @@ is checked, every request ends, every block comes back."""
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from tests.vllm.rig import kv_transfer_config, prompt
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 BLOCKS = 48
+SEEDS = range(40 if os.environ.get("KVTIER_FAULTS_LONG") else 4)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +193,7 @@ class Chaos:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
 def test_disorder_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine],
