@@ -74,7 +74,10 @@ class DaemonHost:
     def thaw(self) -> None:
         """SIGCONT to what was frozen."""
         for pid in self._frozen:
-            os.kill(pid, signal.SIGCONT)
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                pass  # a copy worker that its daemon has killed meanwhile
         self._frozen = []
 
     def kill_worker(self) -> int:
