@@ -5,6 +5,8 @@ Block hashes are never logged at info or above: they tell what a tenant's prompt
 
 import json
 import logging
+import os
+import select
 import sys
 import time
 from typing import TextIO
@@ -81,6 +83,56 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
+class PatientHandler(logging.StreamHandler[TextIO]):
+    """Writes to a file, pipe or terminal, and never waits for who reads it: drops lines instead, and says so.
+
+    An event loop that logs into a full pipe would stand still until somebody reads.
+    """
+
+    PIPE_BYTES = 4096
+    """What a pipe that is writable takes without blocking (PIPE_BUF)."""
+    WAIT_MS = 20
+    """For the rest of a line whose beginning is written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.dropped = 0
+        self._fd = stream.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = f"{self.format(record)}\n"
+            if self.dropped:
+                about = logging.LogRecord(
+                    __name__,
+                    logging.WARNING,
+                    "",
+                    0,
+                    f"{self.dropped} lines were dropped: nobody read",
+                    None,
+                    None,
+                )
+                line = f"{self.format(about)}\n{line}"
+            if self._write(line.encode(errors="backslashreplace")):
+                self.dropped = 0
+            else:
+                self.dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, data: bytes) -> bool:
+        for first in range(0, len(data), self.PIPE_BYTES):
+            if not self._poll.poll(self.WAIT_MS if first else 0):
+                return first > 0
+            try:
+                os.write(self._fd, data[first : first + self.PIPE_BYTES])
+            except OSError:
+                return False
+        return True
+
+
 def configure(level: str, style: str, stream: TextIO | None = None) -> None:
     """Sends everything under `kvtierd`, and warnings of others, to `stream` (stderr); replaces handlers.
 
@@ -88,7 +140,10 @@ def configure(level: str, style: str, stream: TextIO | None = None) -> None:
     """
     target = stream if stream is not None else sys.stderr
     human = style == "human" or (style == "auto" and target.isatty())
-    handler = logging.StreamHandler(target)
+    try:
+        handler: logging.StreamHandler[TextIO] = PatientHandler(target)
+    except OSError:  # there is no descriptor behind it
+        handler = logging.StreamHandler(target)
     handler.setFormatter(HumanFormatter() if human else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -1,9 +1,11 @@
 """The composition root: builds the daemon from a configuration, runs it, takes it down in order."""
 
 import asyncio
+import contextlib
 import grp
 import importlib.metadata
 import os
+import resource
 import signal
 import socket
 import time
@@ -42,6 +44,9 @@ STREAMS_GRACE_S = 2.0
 WORKERS_GRACE_S = 5.0
 SIDE_QUEUE_PACKETS_MAX = 64
 SIDE_QUEUE_BYTES_MAX = 1 << 20
+DESCRIPTORS_OF_OUR_OWN = 256
+DESCRIPTORS_PER_SESSION = 4
+"""Its two connections, its pidfd, and one on its way to a copy worker."""
 VLLM_FLAG = (
     '--kv-transfer-config \'{"kv_connector":"KvtierConnector",'
     '"kv_connector_module_path":"kvtier_vllm.connector","kv_role":"kv_both",'
@@ -62,6 +67,7 @@ def run(config: Config) -> int:
     """
     # Until the loop handles them, both signals end the start like Ctrl-C, with everything cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    want_descriptors(DESCRIPTORS_OF_OUR_OWN + config.server.sessions_max * DESCRIPTORS_PER_SESSION)
     with ExitStack() as stack:
         gid = group_id(config.server.group)
         server = config.server
@@ -76,6 +82,21 @@ def run(config: Config) -> int:
 def first_epoch(boot_nonce: int) -> int:
     """Where this boot counts its epochs from: the nonce's upper 40 bits, and room for a million."""
     return (boot_nonce >> 24 << EPOCH_BITS) + 1
+
+
+def want_descriptors(count: int) -> None:
+    """Raises the limit on open descriptors as far as it may go, and says so if that is not enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < count:
+        log.warning(
+            "server.sessions_max may need more descriptors: raise the hard limit (LimitNOFILE, ulimit -Hn)",
+            allowed=allowed,
+            needed=count,
+        )
 
 
 def group_id(name: str) -> int | None:
@@ -270,7 +291,8 @@ class _Daemon:
             f"  metrics  {metrics_url or 'off'}",
             f"  vLLM     {VLLM_FLAG}",
         )
-        print("\n".join(lines), flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print("\n".join(lines), flush=True)
         log.info(
             "serving",
             version=version(),

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -47,6 +48,8 @@ class Doc:
 def text(raw: object) -> str:
     if not isinstance(raw, str):
         raise ValueError("write it as text, in quotes")
+    if not raw.isprintable():
+        raise ValueError("write printable characters only")
     return raw
 
 
@@ -55,7 +58,10 @@ def path(raw: object) -> Path | None:
     value = text(raw)
     if not value:
         return None
-    found = Path(value).expanduser()
+    try:
+        found = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("there is no such user: write an absolute path") from None
     if not found.is_absolute():
         raise ValueError("write an absolute path")
     return found
@@ -79,7 +85,7 @@ def size(raw: object) -> int:
         factor = units.get(match[2].lower()) if match else None
         if match is None or factor is None:
             raise ValueError("write a number with a unit, e.g. 64GiB or 512MiB")
-        value = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+        value = int(Fraction(match[1]) * factor)
     if not 0 <= value < 2**63:
         raise ValueError("a size is between 0 and 8 EiB")
     return value
@@ -98,7 +104,7 @@ def count(raw: object, *, least: int = 1, most: int = 2**31 - 1) -> int:
 def seconds(raw: object, *, least: float = 0.001, most: float = 1e6) -> float:
     try:
         value = float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else None
-    except ValueError:
+    except (ValueError, OverflowError):
         value = None
     if value is None or not least <= value <= most:
         raise ValueError(f"write a number of seconds from {least:g} to {most:g}")
@@ -108,7 +114,7 @@ def seconds(raw: object, *, least: float = 0.001, most: float = 1e6) -> float:
 def fraction(raw: object) -> float:
     try:
         value = float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else None
-    except ValueError:
+    except (ValueError, OverflowError):
         value = None
     if value is None or not 0 < value <= 1:
         raise ValueError("write a number above 0 and up to 1, e.g. 0.25")

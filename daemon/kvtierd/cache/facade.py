@@ -207,7 +207,11 @@ class Cache:
                 self._retry_quarantine()
 
     def _retry_quarantine(self) -> None:
-        proven = self._pool.retry_quarantine()
+        try:
+            proven = self._pool.retry_quarantine()
+        except OSError as error:  # /proc cannot be read, for want of descriptors for example: next time
+            log.warning("whether writers of quarantined slots are gone cannot be told", error=str(error))
+            return
         if len(proven):
             log.info("writers of quarantined slots are gone", slots=len(proven))
             self.post(SlotsProven(proven))

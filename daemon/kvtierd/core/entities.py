@@ -129,7 +129,8 @@ class Instance(Entity):
     transfers: "dict[Ticket, Transfer]" = field(default_factory=dict)
     words_in_use: set[int] = field(default_factory=set)
     ended: dict[Ticket, TransferEnded] = field(default_factory=dict)
-    """The latest terminal transfers."""
+    """The latest terminal transfers, and no more than could have been in flight at once by their keys."""
+    ended_keys: int = 0
 
     @property
     def live(self) -> bool:

@@ -170,9 +170,13 @@ class Fencing:
         return (~transfer.failed).astype(np.uint8)
 
     def _remember(self, instance: Instance, ended: TransferEnded) -> None:
+        limits = self._books.limits
+        keys_max = limits.transfers_max * limits.transfer_blocks_max
         instance.ended[ended.ticket] = ended
-        if len(instance.ended) > self._books.limits.terminal_kept:
-            del instance.ended[next(iter(instance.ended))]
+        instance.ended_keys += len(ended.succeeded)
+        while len(instance.ended) > limits.terminal_kept or instance.ended_keys > keys_max:
+            oldest = instance.ended.pop(next(iter(instance.ended)))
+            instance.ended_keys -= len(oldest.succeeded)
 
 
 _EVENT = {

@@ -292,7 +292,7 @@ class CoreLimits:
     transfer_blocks_max: int = 8_192
     transfers_max: int = 1_024
     """In flight, per instance."""
-    leases_max: int = 65_536
+    leases_max: int = 8_192
     """Live at once, per instance."""
     leased_fraction_max: float = 0.25
     """Of the pool's bytes, per instance."""

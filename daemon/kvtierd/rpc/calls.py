@@ -52,7 +52,7 @@ class Calls:
         return cache_pb2.CancelResponse()
 
     async def wait(self, request: cache_pb2.WaitRequest, caller: Caller) -> cache_pb2.WaitResponse:
-        tickets = convert.tickets_of(request.tickets, self._limits)
+        tickets = convert.waited_for(request)
         timeout_s = convert.wait_timeout_s(request)
         ended = await self._cache.wait(caller.session, caller.epoch, tickets, timeout_s)
         events = [

@@ -28,6 +28,8 @@ from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
 
 TICKET_MAX = 2**56 - 1
 WAIT_TIMEOUT_MS_MAX = 60_000
+WAIT_TICKETS_MAX = 256
+"""So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
 
 _MODES = {
     cache_pb2.LOOKUP_MODE_PREFIX: LookupMode.PREFIX,
@@ -144,12 +146,12 @@ def release_of(request: cache_pb2.ReleaseRequest, caller: Caller, limits: CoreLi
 
 
 def cancel_of(request: cache_pb2.CancelRequest, caller: Caller, limits: CoreLimits) -> CancelTransfers:
-    return CancelTransfers(caller.session, caller.epoch, tickets_of(request.tickets, limits))
+    tickets = _bounded(request.tickets, limits.terminal_kept + limits.transfers_max, "tickets")
+    return CancelTransfers(caller.session, caller.epoch, tuple(Ticket(ticket) for ticket in tickets))
 
 
-def tickets_of(tickets: Sequence[int], limits: CoreLimits) -> tuple[Ticket, ...]:
-    bounded = _bounded(tickets, limits.terminal_kept + limits.transfers_max, "tickets")
-    return tuple(Ticket(ticket) for ticket in bounded)
+def waited_for(request: cache_pb2.WaitRequest) -> tuple[Ticket, ...]:
+    return tuple(Ticket(ticket) for ticket in _bounded(request.tickets, WAIT_TICKETS_MAX, "tickets"))
 
 
 def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:

@@ -17,6 +17,9 @@ WORLD_SIZE_MAX = 1_024
 TEXT_BYTES_MAX = 1_024
 GROUPS_MAX = 64
 PLANES_MAX = 4_096
+"""Of all groups together."""
+OFFERS_MAX = 256
+"""Protocol versions, and features, in one Hello."""
 SLOT_BYTES_MAX = 2**32 - 1
 """Of all planes of one group together; a slot record holds the size in 32 bits."""
 
@@ -40,7 +43,7 @@ class Greeting:
 
 def choose_version(offered: Sequence[int]) -> int:
     """The highest version both sides speak. Raises Refusal VERSION_UNSUPPORTED."""
-    common = set(offered) & set(PROTOCOL_VERSIONS)
+    common = {version for version in PROTOCOL_VERSIONS if version in offered[:OFFERS_MAX]}
     if not common:
         raise Refusal(
             Reason.VERSION_UNSUPPORTED,
@@ -57,8 +60,12 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
     role = _ROLES.get(hello.role)
     if role is None:
         raise Refusal(Reason.ROLE, "say scheduler, rank or both", field="role", value=hello.role)
-    _check_text("instance", hello.instance, Reason.MALFORMED, required=True)
-    _check_text("client", hello.client, Reason.MALFORMED)
+    if len(hello.features) > OFFERS_MAX:
+        raise Refusal(
+            Reason.MALFORMED, f"at most {OFFERS_MAX} features", field="features", value=len(hello.features)
+        )
+    _check_text("instance", hello.instance, Reason.MALFORMED, required=True, shown=True)
+    _check_text("client", hello.client, Reason.MALFORMED, shown=True)
     if not 1 <= hello.world_size <= WORLD_SIZE_MAX:
         raise Refusal(
             Reason.MALFORMED, f"between 1 and {WORLD_SIZE_MAX}", field="world_size", value=hello.world_size
@@ -114,7 +121,11 @@ def namespace_fields(namespace: types_pb2.Namespace) -> bytes:
         value = getattr(namespace, field.name)
         if isinstance(value, str):
             _check_text(
-                f"namespace.{field.name}", value, Reason.NAMESPACE_INVALID, required=field.name in _REQUIRED
+                f"namespace.{field.name}",
+                value,
+                Reason.NAMESPACE_INVALID,
+                required=field.name in _REQUIRED,
+                shown=field.name == "model",
             )
             content = value.encode()
         else:
@@ -139,6 +150,14 @@ def _groups(groups: Sequence[types_pb2.Group], holds_rank: bool) -> tuple[GroupG
             field="groups",
             value=len(groups),
         )
+    planes = sum(len(group.planes) for group in groups)
+    if planes > PLANES_MAX:
+        raise Refusal(
+            Reason.LAYOUT_INVALID,
+            f"a rank has at most {PLANES_MAX} planes in all its groups",
+            field="groups",
+            value=f"{planes} planes",
+        )
     return tuple(_group(f"groups[{index}]", index, group) for index, group in enumerate(groups))
 
 
@@ -156,8 +175,8 @@ def _group(field: str, index: int, group: types_pb2.Group) -> GroupGeometry:
         raise refuse(
             "window_tokens", group.window_tokens, "more than 0 for a sliding window, 0 for other kinds"
         )
-    if not 1 <= len(group.planes) <= PLANES_MAX:
-        raise refuse("planes", len(group.planes), f"between 1 and {PLANES_MAX} planes")
+    if not group.planes:
+        raise refuse("planes", 0, "a group has at least one plane")
     for number, plane in enumerate(group.planes):
         if plane.fragment_bytes == 0:
             raise refuse(f"planes[{number}].fragment_bytes", 0, "a plane has at least one byte in a block")
@@ -178,8 +197,13 @@ def _group(field: str, index: int, group: types_pb2.Group) -> GroupGeometry:
     return geometry
 
 
-def _check_text(field: str, value: str, reason: Reason, *, required: bool = False) -> None:
+def _check_text(
+    field: str, value: str, reason: Reason, *, required: bool = False, shown: bool = False
+) -> None:
+    """`shown`: it goes into logs and onto terminals, where control characters do harm."""
     if required and not value:
         raise Refusal(reason, "must not be empty", field=field)
     if len(value.encode()) > TEXT_BYTES_MAX:
         raise Refusal(reason, f"at most {TEXT_BYTES_MAX} bytes", field=field, value=value)
+    if shown and not value.isprintable():
+        raise Refusal(reason, "only printable characters", field=field, value=ascii(value))

@@ -31,6 +31,8 @@ PING_INTERVAL_MS = 10_000
 PING_TIMEOUT_MS = 20_000
 """A connection whose peer answers no ping for this long is closed."""
 RPCS_PER_SESSION = 64
+RPCS_PER_CONNECTION = 128
+"""Calls at once; a client's library holds back more. Above what Wait allows one instance."""
 
 Observe = Callable[[str, float], None]
 """Told the name and the seconds of every call."""
@@ -83,6 +85,7 @@ class RpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", RPCS_PER_CONNECTION),
             ],
             maximum_concurrent_rpcs=settings.sessions_max * RPCS_PER_SESSION,
         )

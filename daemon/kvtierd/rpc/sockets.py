@@ -96,8 +96,12 @@ class OwnedSockets:
                 os.close(fd)
                 raise AlreadyRunning(self.grpc_path, pid) from None
             if _is_still(self._lock_path, fd):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                try:
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                except OSError as error:
+                    os.close(fd)
+                    raise SocketError(f"{self._lock_path} cannot be written: {error}") from error
                 return fd
             os.close(fd)  # its owner has removed it while it ended: there is a new one, or none
         raise SocketError(f"{self._lock_path} is being replaced all the time; is something removing it?")

@@ -268,7 +268,12 @@ class Stream:
             )
         except Refusal as refusal:
             response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
-        await self._send(response)
+        try:
+            await self._send(response)
+        except Exception:
+            # A stream that failed once is of no use; nobody else would hear of it, and the client wait on.
+            self._end(Refusal(Reason.EPOCH_ENDED, "an answer could not be sent on its stream"))
+            raise
 
     # --- events; inside the façade's handle ---
 
