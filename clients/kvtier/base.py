@@ -137,6 +137,19 @@ class ClientBase(ABC):
             self._wake_writer()
         return record
 
+    def touch(self, hashes: Hashes, *, group: int = 0) -> None:
+        """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them
+        last. Never waits, and is forgotten if the daemon cannot be told now.
+
+        For a prefix that the engine uses from its own cache, or that was stored in several parts.
+        """
+        spec = self._submitting()
+        spec.block_ids_max(group)
+        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+        with self._lock:
+            self._session.touch(group, joined)
+            self._wake_writer()
+
     def _submit_store(
         self, hashes: Hashes, block_ids: BlockIds, group: int, doorbell: Doorbell | None
     ) -> TransferRecord:

@@ -310,6 +310,18 @@ class Session:
         record.end(answer)
         return answer
 
+    def touch(self, group: int, hashes: bytes) -> None:
+        """Tells the daemon that a prefix is in use. Dropped if it cannot be told now."""
+        attachment, error = self._attachment, self._why_not_now()
+        if not hashes or error is not None or attachment is None or len(self._outgoing) >= OUTGOING_MAX:
+            return
+        query = cache_pb2.GroupQuery(
+            group=group,
+            mode=cache_pb2.LOOKUP_MODE_PREFIX,
+            hashes=hashes[: attachment.lookup_hashes_max * self.spec.namespace.hash_bytes],
+        )
+        self._send(_Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
+
     def store(
         self, group: int, hashes: bytes, block_ids: list[int], doorbell: Doorbell | None
     ) -> TransferRecord:

@@ -179,6 +179,7 @@ class SchedulerSide:
                 self._out.revoke.append(tracked.load.transfer.part)
             return False
         self._out.revoke += self._storer.poll()
+        self._touch(tracked)
         if tracked.preemptions != tracked.request.num_preemptions:
             self._out.fence += self._storer.forget_open(tracked.stores)
         if not tracked.stores.open:
@@ -247,6 +248,14 @@ class SchedulerSide:
             self._log.warning("kvtier: a load was refused: %s", error)
             self._give_back(grant)
             return None
+
+    def _touch(self, tracked: _Request) -> None:
+        """Stores of one prefix in several steps leave its head older than its tail, and a prefix that hits in
+        the engine's own cache is not heard of at all: say that the whole of it is in use."""
+        client = self._ready_client()
+        blocks = tracked.stores.next_block
+        if client is not None and self._config.store and blocks:
+            client.touch(tracked.request.block_hashes[:blocks])
 
     def _give_back(self, grant: Grant | None) -> None:
         if grant is not None:

@@ -152,6 +152,7 @@ USES: dict[Callable[[World, Engine], None], float] = {
     uses.load: 24,
     uses.ring: 16,
     uses.release: 2,
+    uses.touch: 2,
     uses.renew: 3,
     uses.wait: 1,
     ask_nonsense: 3,

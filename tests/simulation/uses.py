@@ -17,6 +17,7 @@ from kvtierd.core.stimuli import (
     Signals,
     SubmitLoad,
     SubmitStore,
+    TouchBlocks,
 )
 
 from tests.simulation.engine import (
@@ -231,6 +232,13 @@ def ring(world: World, engine: Engine) -> None:
         for pending in engine.pending.values():
             bells = engine.doorbells[rank]
             bells[pending.doorbell] = max(bells[pending.doorbell], pending.doorbell_value)
+
+
+def touch(world: World, engine: Engine) -> None:
+    group, keys = _hashes(world, engine, 9)
+    assert engine.scheduler is not None
+    mode = world.random.choice(list(LookupMode))
+    assert world.do(TouchBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode)) is None
 
 
 def release(world: World, engine: Engine) -> None:

@@ -80,6 +80,7 @@ class AttachRequest(google.protobuf.message.Message):
     RELEASE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    TOUCH_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Chosen by the client, unique on this stream; repeated in the reply. Zero for messages without a reply."""
     @property
@@ -98,6 +99,8 @@ class AttachRequest(google.protobuf.message.Message):
     def cancel(self) -> global___CancelRequest: ...
     @property
     def wait(self) -> global___WaitRequest: ...
+    @property
+    def touch(self) -> global___TouchRequest: ...
     def __init__(
         self,
         *,
@@ -110,10 +113,11 @@ class AttachRequest(google.protobuf.message.Message):
         release: global___ReleaseRequest | None = ...,
         cancel: global___CancelRequest | None = ...,
         wait: global___WaitRequest | None = ...,
+        touch: global___TouchRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "release", b"release", "store", b"store", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "release", b"release", "store", b"store", "wait", b"wait"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait", "touch"] | None: ...
 
 global___AttachRequest = AttachRequest
 
@@ -133,6 +137,7 @@ class AttachResponse(google.protobuf.message.Message):
     TRANSFER_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    TOUCH_FIELD_NUMBER: builtins.int
     id: builtins.int
     """The request's id; zero for events."""
     @property
@@ -165,6 +170,8 @@ class AttachResponse(google.protobuf.message.Message):
     def goodbye(self) -> global___Goodbye:
         """Event: the last message of the stream; attach again."""
 
+    @property
+    def touch(self) -> global___TouchResponse: ...
     def __init__(
         self,
         *,
@@ -180,10 +187,11 @@ class AttachResponse(google.protobuf.message.Message):
         transfer: global___TransferEvent | None = ...,
         instance: global___InstanceEvent | None = ...,
         goodbye: global___Goodbye | None = ...,
+        touch: global___TouchResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "instance", b"instance", "lookup", b"lookup", "release", b"release", "submit", b"submit", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "id", b"id", "instance", b"instance", "lookup", b"lookup", "release", b"release", "submit", b"submit", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "heartbeat_ack", "lookup", "submit", "release", "cancel", "wait", "error", "transfer", "instance", "goodbye"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "instance", b"instance", "lookup", b"lookup", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "id", b"id", "instance", b"instance", "lookup", b"lookup", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "heartbeat_ack", "lookup", "submit", "release", "cancel", "wait", "error", "transfer", "instance", "goodbye", "touch"] | None: ...
 
 global___AttachResponse = AttachResponse
 
@@ -509,6 +517,39 @@ class LookupResponse(google.protobuf.message.Message):
 global___LookupResponse = LookupResponse
 
 @typing.final
+class TouchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    QUERIES_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> global___SessionRef: ...
+    @property
+    def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupQuery]:
+        """One query per group. This version takes exactly one. Blocks that are not hits are left alone."""
+
+    def __init__(
+        self,
+        *,
+        session: global___SessionRef | None = ...,
+        queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["queries", b"queries", "session", b"session"]) -> None: ...
+
+global___TouchRequest = TouchRequest
+
+@typing.final
+class TouchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___TouchResponse = TouchResponse
+
+@typing.final
 class Signals(google.protobuf.message.Message):
     """Which shared words a transfer uses. The same indexes serve every rank of the instance."""
 
@@ -716,7 +757,9 @@ class WaitRequest(google.protobuf.message.Message):
     @property
     def session(self) -> global___SessionRef: ...
     @property
-    def tickets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def tickets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """At most 256."""
+
     def __init__(
         self,
         *,

@@ -47,6 +47,11 @@ class CacheStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/kvtier.v1.Cache/Touch',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.TouchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.TouchResponse.FromString,
+                _registered_method=True)
         self.Store = channel.unary_unary(
                 '/kvtier.v1.Cache/Store',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
@@ -90,6 +95,14 @@ class CacheServicer(object):
 
     def Lookup(self, request, context):
         """Which of these blocks can be loaded now; optionally leases them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Touch(self, request, context):
+        """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
+        prefixes that were stored in several parts: the head of a prefix should go last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +155,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.LookupRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.LookupResponse.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.TouchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.TouchResponse.SerializeToString,
             ),
             'Store': grpc.unary_unary_rpc_method_handler(
                     servicer.Store,
@@ -226,6 +244,33 @@ class Cache(object):
             '/kvtier.v1.Cache/Lookup',
             kvtier_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Cache/Touch',
+            kvtier_dot_v1_dot_cache__pb2.TouchRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.TouchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,14 @@ class CacheStub:
     ]
     """Which of these blocks can be loaded now; optionally leases them."""
 
+    Touch: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.cache_pb2.TouchRequest,
+        kvtier.v1.cache_pb2.TouchResponse,
+    ]
+    """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
+    prefixes that were stored in several parts: the head of a prefix should go last.
+    """
+
     Store: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.cache_pb2.StoreRequest,
         kvtier.v1.cache_pb2.SubmitResponse,
@@ -87,6 +95,14 @@ class CacheAsyncStub:
         kvtier.v1.cache_pb2.LookupResponse,
     ]
     """Which of these blocks can be loaded now; optionally leases them."""
+
+    Touch: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.cache_pb2.TouchRequest,
+        kvtier.v1.cache_pb2.TouchResponse,
+    ]
+    """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
+    prefixes that were stored in several parts: the head of a prefix should go last.
+    """
 
     Store: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.cache_pb2.StoreRequest,
@@ -141,6 +157,16 @@ class CacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.cache_pb2.LookupResponse, collections.abc.Awaitable[kvtier.v1.cache_pb2.LookupResponse]]:
         """Which of these blocks can be loaded now; optionally leases them."""
+
+    @abc.abstractmethod
+    def Touch(
+        self,
+        request: kvtier.v1.cache_pb2.TouchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.cache_pb2.TouchResponse, collections.abc.Awaitable[kvtier.v1.cache_pb2.TouchResponse]]:
+        """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
+        prefixes that were stored in several parts: the head of a prefix should go last.
+        """
 
     @abc.abstractmethod
     def Store(

@@ -7,7 +7,7 @@ from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Lease
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Entries, Hashes, LeaseId
-from kvtierd.core.stimuli import LookupBlocks, LookupMode, ReleaseLeases
+from kvtierd.core.stimuli import LookupBlocks, LookupMode, ReleaseLeases, TouchBlocks
 from kvtierd.core.table import U8, BlockState
 from kvtierd.core.transitions import Event
 
@@ -61,6 +61,17 @@ class Leases:
             self._blocks.touch(found)
             return LookupReply(hits, states, None, refusal)
         return LookupReply(hits, states, lease.lease, None)
+
+    def touch(self, stimulus: TouchBlocks) -> None:
+        """Makes hits recent; says nothing."""
+        books = self._books
+        instance = books.submitter(stimulus.session, stimulus.epoch)
+        check_hashes(stimulus.hashes, books.limits.lookup_hashes_max)
+        if instance.live:
+            found, _ = self._find(books.plan(instance, stimulus.group), stimulus.hashes, stimulus.mode)
+            if len(found):
+                self._blocks.touch(found)
+        instance.alive_at_s = books.now_s
 
     def _find(self, plan: GroupPlan, hashes: Hashes, mode: LookupMode) -> tuple[Entries, U8]:
         """The hits in order, and the states to tell."""

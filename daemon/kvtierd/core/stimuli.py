@@ -120,6 +120,17 @@ class LookupBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class TouchBlocks:
+    """The blocks that a lookup would hit become the most recent, the first of them most of all."""
+
+    session: SessionId
+    epoch: Epoch
+    group: int
+    hashes: Hashes
+    mode: LookupMode
+
+
+@dataclass(frozen=True, slots=True)
 class Signals:
     ticket: Ticket
     part_word: int
@@ -268,6 +279,7 @@ Stimulus = (
     | EndSession
     | RenewSession
     | LookupBlocks
+    | TouchBlocks
     | SubmitStore
     | SubmitLoad
     | ReleaseLeases

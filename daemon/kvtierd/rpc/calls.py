@@ -20,6 +20,7 @@ class Calls:
         self._limits = limits
         self.by_body: dict[str, Callable[[Any, Caller], tuple[str, Any]]] = {
             "lookup": lambda request, caller: ("lookup", self.lookup(request, caller)),
+            "touch": lambda request, caller: ("touch", self.touch(request, caller)),
             "store": lambda request, caller: ("submit", self.store(request, caller)),
             "load": lambda request, caller: ("submit", self.load(request, caller)),
             "release": lambda request, caller: ("release", self.release(request, caller)),
@@ -32,6 +33,10 @@ class Calls:
         reply = self._cache.handle(stimulus)
         assert isinstance(reply, LookupReply)
         return convert.lookup_reply(stimulus.group, reply)
+
+    def touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
+        self._cache.handle(convert.touch_of(request, caller, self._limits))
+        return cache_pb2.TouchResponse()
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:
         reply = self._cache.handle(convert.store_of(request, caller, self._limits))

@@ -22,6 +22,7 @@ from kvtierd.core.stimuli import (
     Signals,
     SubmitLoad,
     SubmitStore,
+    TouchBlocks,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
@@ -70,14 +71,25 @@ def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashe
 
 
 def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
-    if len(request.queries) != 1:
+    group, hashes, mode = _query_of(request.queries, caller, limits)
+    return LookupBlocks(caller.session, caller.epoch, group, hashes, mode, request.lease)
+
+
+def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits) -> TouchBlocks:
+    return TouchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
+
+
+def _query_of(
+    queries: Sequence[cache_pb2.GroupQuery], caller: Caller, limits: CoreLimits
+) -> tuple[int, Hashes, LookupMode]:
+    if len(queries) != 1:
         raise Refusal(
             Reason.COUNT_MISMATCH,
-            "this version answers exactly one query in a lookup",
+            "this version takes exactly one query",
             field="queries",
-            value=len(request.queries),
+            value=len(queries),
         )
-    query = request.queries[0]
+    query = queries[0]
     mode = _MODES.get(query.mode)
     if mode is None:
         raise Refusal(
@@ -94,7 +106,7 @@ def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimi
             value=query.window_blocks,
         )
     hashes = hashes_of(query.hashes, caller.hash_bytes, "queries[0].hashes", limits.lookup_hashes_max)
-    return LookupBlocks(caller.session, caller.epoch, query.group, hashes, mode, request.lease)
+    return query.group, hashes, mode
 
 
 def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:

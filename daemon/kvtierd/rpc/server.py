@@ -96,6 +96,7 @@ class RpcServer:
         # Generic handlers, because the generated ones fix the deserialiser.
         unary: dict[str, Callable[[Any, Caller], Any]] = {
             "Lookup": self._calls.lookup,
+            "Touch": self._calls.touch,
             "Store": self._calls.store,
             "Load": self._calls.load,
             "Release": self._calls.release,

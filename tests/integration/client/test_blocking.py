@@ -56,6 +56,15 @@ def test_an_exact_lookup_tells_of_every_block(connect: Connect) -> None:
     assert (answer.hits, answer.states) == (2, b"\2\0\2")
 
 
+def test_a_touch_keeps_a_prefix_and_counts_as_no_lookup(connect: Connect, shared_host: DaemonHost) -> None:
+    plain = connect()
+    plain.store(HASHES[:2])
+    before = shared_host.status().counters.lookups
+    plain.client.touch(HASHES)
+    assert plain.load(HASHES[:2]) == 2, "answered after the touch, on the same stream"
+    assert shared_host.status().counters.lookups == before + 1
+
+
 def test_two_instances_of_one_namespace_share_blocks(connect: Connect) -> None:
     first, second = connect("one"), connect("two")
     first.store(HASHES)

@@ -27,6 +27,7 @@ from kvtierd.core.stimuli import (
     SessionReleased,
     Stimulus,
     Tick,
+    TouchBlocks,
     UnregisterMemory,
     WorkerExited,
     WorkerLost,
@@ -145,6 +146,13 @@ class Lockstep(RuleBasedStateMachine):
         stimulus = engine.load_of(lease, range(count), first=first, keep_lease=keep, group=group)
         if not isinstance(self.do(stimulus), Refusal):
             self.tickets.append((engine, stimulus.signals.ticket))
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode))
+    def touch(self, data: st.DataObject, run: list[int], mode: LookupMode) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        group = data.draw(st.integers(0, len(engine.sizes) - 1))
+        self.do(TouchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

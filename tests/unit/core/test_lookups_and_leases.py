@@ -15,9 +15,10 @@ from kvtierd.core.stimuli import (
     ReleaseLeases,
     RenewSession,
     Tick,
+    TouchBlocks,
 )
 
-from tests.unit.core.host import SCHEDULER, Host, Instance
+from tests.unit.core.host import SCHEDULER, Host, Instance, keys
 
 MISS, PENDING, HIT = 0, 1, 2
 
@@ -107,6 +108,27 @@ class TestRecency:
         assert one.hits(0, 1, 2) == [0, 1, 2]
         one.stored(300, 301)
         assert one.hits(0, 1, 2) == [0], "again the tail before the head"
+
+    def test_a_touch_keeps_a_prefix_of_several_stores_in_order_and_is_no_lookup(self, host: Host) -> None:
+        one = self.full(host)
+        before = host.counters.lookups
+        touch = TouchBlocks(one.scheduler, one.epoch, 0, keys(*range(16), 999, 17), LookupMode.PREFIX)
+        assert host.do(touch) is None
+        assert host.counters.lookups == before
+        one.stored(*range(100, 140))
+        assert one.hits(*range(16)) == list(range(16)), "everything else was older"
+        one.stored(*range(200, 206))
+        assert one.hits(*range(16)) == list(range(10)), "the tail of the second store goes first"
+
+    def test_a_touch_is_checked_like_a_lookup(self, host: Host) -> None:
+        one = host.instance(together=False)
+        hashes = keys(1)
+        for session, epoch, reason in (
+            (one.sessions[0], one.epoch, Reason.ROLE),
+            (one.scheduler, Epoch(999), Reason.WRONG_EPOCH),
+        ):
+            touch = TouchBlocks(session, epoch, 0, hashes, LookupMode.PREFIX)
+            assert host.reason(touch) is reason
 
     def test_a_leased_block_is_recent_when_it_is_released(self, host: Host) -> None:
         one = self.full(host)
