@@ -1,0 +1,94 @@
+"""kill -9 of real engines in the middle of their work: what each had stored is right, and is let go."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import DaemonHost, until
+from tests.vllm.engine import Engine, EngineOptions
+from tests.vllm.rig import Rig, prompt, same
+
+KILLS = 6 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
+SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+RELEASE_S = 1.0
+SLACK = 5
+PROMPTS = 4
+TOKENS = 600
+HELD = ("kvtier_sessions", "kvtier_leases", "kvtier_client_mapped_bytes", "kvtier_transfers_active")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(120 * KILLS + 300)]
+
+
+def held(host: DaemonHost) -> dict[str, float]:
+    """What the metrics say that clients hold."""
+    return {name: value for name, value in host.metrics().items() if name.startswith(HELD) and value}
+
+
+def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
+    options: EngineOptions,
+    session_host: DaemonHost,
+    plain: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    proved: Callable[[str], None],
+) -> None:
+    print(f"KVTIER_SEED={SEED}, {KILLS} kills")
+    chance = random.Random(SEED)
+    until(lambda: not session_host.status().instances, "engines of other tests are gone")
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:5")  # so that a kill meets a part being copied
+    session_host.restart()
+    assert not held(session_host)
+    slowest_s = 0.0
+    prompts = []
+    for number in range(KILLS):
+        mine = [prompt(TOKENS, seed=1_000 + number * PROMPTS + index) for index in range(PROMPTS)]
+        prompts += mine
+        engine = Engine.start(options, tmp_path / f"victim-{number}.log")
+        try:
+            rig = Rig(session_host, engine)
+            rig.wait_ready()
+            stored = session_host.status().counters.stored_blocks
+            engine.send("generate", prompts=mine, max_tokens=100, logprobs=1, engine_timeout_s=60)
+            until(
+                lambda stored=stored: (
+                    session_host.status().counters.stored_blocks > stored
+                    and session_host.status().transfers_active > 0
+                ),
+                "the engine stores",
+            )
+            time.sleep(chance.random() * 0.05)
+        finally:
+            engine.kill()
+        killed_s = time.monotonic()
+        while left := held(session_host):
+            assert time.monotonic() - killed_s < RELEASE_S * SLACK, left
+            time.sleep(0.01)
+        slowest_s = max(slowest_s, time.monotonic() - killed_s)
+        assert session_host.status().state == "serving"
+    hits = 0
+    with Engine.start(options, tmp_path / "heir.log") as heir:
+        rig = Rig(session_host, heir)
+        rig.wait_ready()
+        for tokens in prompts:
+            restored = heir.generate([tokens], max_tokens=16)[0]
+            plain.generate([tokens], max_tokens=1)
+            expected = plain.generate([tokens], max_tokens=16)[0]
+            assert restored.tokens == expected.tokens
+            hits += restored.num_cached_tokens
+            if restored.num_cached_tokens == expected.num_cached_tokens:
+                assert same(restored, expected)
+    assert hits > 0
+    assert session_host.status().counters.integrity_failures == 0
+    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT")
+    session_host.restart()
+    proved(
+        f"{KILLS} vLLM engines were killed with -9 while they stored: session, leases and mapping were gone"
+        f" from the metrics within {slowest_s:.2f} s, {hits} of their tokens were restored by another engine,"
+        f" whose output was that of one that computed them (KVTIER_SEED={SEED})"
+    )
