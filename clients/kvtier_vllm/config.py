@@ -30,7 +30,7 @@ class ConnectorConfig:
     """Whether this engine's blocks are stored."""
     load: bool = True
     """Whether stored blocks are looked up and loaded."""
-    lookup_budget_ms: float = 2.0
+    lookup_budget_ms: float = 0.5
     """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
     in the next step."""
     load_start_deadline_s: float = 2.0

@@ -14,6 +14,9 @@ from kvtier import Client, Lookup, LookupCall
 
 ANSWER_DEADLINE_S = 0.2
 """A lookup unanswered for this long, when its request is asked about again, is given up."""
+STARTS_MAX = 16
+"""Lookups begun in one step; requests beyond it ask in the next. Each costs the scheduler some 50 µs, and a
+thousand requests may arrive at once."""
 LOOKUPS_MAX = 16
 """Per request and admission. The engine's own part of a prefix seldom changes while the request waits."""
 LEASE_AGE_MAX_S = 60.0
@@ -67,6 +70,7 @@ class Matcher:
     clock: Callable[[], float] = time.monotonic
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
+    _starts: int = 0
     _matches: dict[str, _Match] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,6 +79,7 @@ class Matcher:
     def next_step(self) -> None:
         """The budget is whole again."""
         self._left_s = self.budget_s
+        self._starts = 0
 
     def match(
         self, client: Client, request: str, hashes: Sequence[bytes], local: int, total: int
@@ -96,6 +101,9 @@ class Matcher:
             if match.lookups >= LOOKUPS_MAX:
                 match.given_up = True
                 return 0
+            if self._starts >= STARTS_MAX:
+                return None
+            self._starts += 1
             match.lookups += 1
             self.counters.lookups += 1
             match.first, match.asked_s = local, self.clock()

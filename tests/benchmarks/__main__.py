@@ -25,6 +25,7 @@ BENCHMARKS = {
     "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
     "restart": "from kill -9 to warm: the scan of 10 k and 1 M slots",
     "rpc": "lookups over gRPC, unary and stream, and behind a large lookup",
+    "connector": "what vLLM's scheduler waits for the connector, per step",
     "transfers": "store to commit and load, end to end, through a real daemon",
 }
 
@@ -59,6 +60,7 @@ TARGETS = {
         Target("lookup_grpc_stream_1024_p50_us", at_most=500),
         Target("lookup_one_behind_8192_p99_us", at_most=2_000),
         Target("restart_1m_s", at_most=1.0),
+        Target("connector_step_64_waiting_ms", at_most=2.0),
     )
 }
 
