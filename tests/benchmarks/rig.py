@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from kvtier import Client, Group, Namespace, Plane, SharedBuffer
 
-from tests.integration.daemon.process import Daemon
+from tests.support.process import Daemon
 
 DEADLINE_S = 120.0
 

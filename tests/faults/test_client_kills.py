@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.campaigns.content import hashes_of, wrong_blocks
 from tests.faults.campaigns.engine import PlainEngine
-from tests.integration.daemon.process import Daemon
+from tests.support.process import Daemon
 
 KILLS = 220 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 12
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)

@@ -10,7 +10,7 @@ from kvtier import Transfer
 
 from tests.faults.campaigns.content import hashes_of, wrong_blocks
 from tests.faults.campaigns.engine import PlainEngine
-from tests.integration.daemon.process import Daemon
+from tests.support.process import Daemon
 
 KILLS = 210 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 10
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)

@@ -7,7 +7,7 @@ from kvtier import Reason
 
 from tests.faults.campaigns.content import hashes_of, wrong_blocks
 from tests.faults.campaigns.engine import PlainEngine
-from tests.integration.daemon.process import Daemon
+from tests.support.process import Daemon
 
 DEADLINE_S = 60.0
 

@@ -11,7 +11,7 @@ from kvtier import Transfer
 
 from tests.faults.campaigns.content import hashes_of, wrong_blocks
 from tests.faults.campaigns.engine import PlainEngine
-from tests.integration.daemon.process import Daemon
+from tests.support.process import Daemon
 
 ROUNDS = 60 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 6
 """Each takes longer than the one before, up to ten seconds: who does not last is replaced ever later."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.v1 import admin_pb2
 
-from tests.integration.daemon.process import Daemon, until
+from tests.support.process import Daemon, until
 
 __all__ = ["DaemonHost", "until"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.daemon.process import Daemon
 from tests.integration.daemon.raw import RawSession
+from tests.support.process import Daemon
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., RawSession]

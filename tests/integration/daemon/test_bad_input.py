@@ -12,8 +12,8 @@ import pytest
 from kvtier.v1 import admin_pb2, cache_pb2, side_pb2, types_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
-from tests.integration.daemon.process import DEADLINE_S, Daemon, until
 from tests.integration.daemon.raw import DOORBELLS, PARTS, RawSession, Refused, SideSocket, hashes, memfd
+from tests.support.process import DEADLINE_S, Daemon, until
 
 
 def picture(daemon: Daemon) -> admin_pb2.StatusResponse:

@@ -12,8 +12,8 @@ from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PART_DONE
 
 from tests.integration.daemon.conftest import Connect
-from tests.integration.daemon.process import DEADLINE_S, Daemon
 from tests.integration.daemon.raw import DOORBELLS, PARTS, RawSession, hashes
+from tests.support.process import DEADLINE_S, Daemon
 
 ACCEPTED, EXISTS, HIT, MISS = b"\0", b"\1", b"\2", b"\0"
 

@@ -17,8 +17,8 @@ import pytest
 from kvtier.v1 import cache_pb2, types_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
-from tests.integration.daemon.process import DEADLINE_S, Daemon, until
 from tests.integration.daemon.raw import RawSession, Refused, hashes
+from tests.support.process import DEADLINE_S, Daemon, until
 
 SCRAPERS = 64
 CHURN = 120

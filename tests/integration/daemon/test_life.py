@@ -16,8 +16,8 @@ from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PoolRecords
 
 from tests.integration.daemon.conftest import Connect, Start
-from tests.integration.daemon.process import DEADLINE_S, Daemon, refused_start, until
 from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd
+from tests.support.process import DEADLINE_S, Daemon, refused_start, until
 
 GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
 

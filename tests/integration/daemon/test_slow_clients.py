@@ -7,8 +7,8 @@ import pytest
 from kvtier.v1 import admin_pb2, cache_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
-from tests.integration.daemon.process import DEADLINE_S, Daemon, until
 from tests.integration.daemon.raw import RawSession, hashes
+from tests.support.process import DEADLINE_S, Daemon, until
 
 LOOKUPS = 400
 HASHES = 4_000
