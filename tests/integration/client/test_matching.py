@@ -1,4 +1,4 @@
-"""The vLLM connector's lookups for requests that wait: bounded per step, answered within few, no lease left."""
+"""Lookups of the vLLM connector for requests that wait: a few begun in each step, no lease left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvtier_vllm.matching import STARTS_MAX, Matcher
 
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until
-from tests.support.plain_client import hashes
+from tests.support.plain_client import block_hashes
 
 REQUESTS = 5 * STARTS_MAX
 
@@ -15,8 +15,8 @@ def test_a_burst_of_requests_begins_a_few_lookups_in_each_step(
     shared_host: DaemonHost, connect_to: Connect
 ) -> None:
     plain = connect_to(shared_host)
-    stored = hashes("burst", 4)
-    assert plain.client.store(stored, range(4)).wait(30).done
+    stored = block_hashes("burst", range(4))
+    assert plain.client.store(stored, list(range(4))).wait(30).done
     matcher = Matcher(budget_s=0.0)
     waiting = {f"request {number}" for number in range(REQUESTS)}
 
