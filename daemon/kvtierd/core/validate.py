@@ -199,6 +199,8 @@ def _check_instance(books: Books, instance: Instance) -> None:
     assert len(instance.leases) <= books.limits.leases_max
     assert len(instance.transfers) <= books.limits.transfers_max
     assert len(instance.ended) <= books.limits.terminal_kept
+    assert instance.ended_keys == sum(len(ended.succeeded) for ended in instance.ended.values())
+    assert instance.ended_keys <= books.limits.transfers_max * books.limits.transfer_blocks_max
     assert len(instance.expired) <= EXPIRED_KEPT
     words = [transfer.part_word for transfer in instance.transfers.values()]
     assert len(words) == len(set(words)), "two transfers share a part word"

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -78,3 +79,25 @@ def test_libraries_are_heard_from_warnings_on() -> None:
     logging.getLogger("grpc").warning("trouble")
     assert "chatter" not in stream.getvalue()
     assert "trouble" in stream.getvalue()
+
+
+def test_a_pipe_that_nobody_reads_costs_lines_and_no_wait() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as reading, open(writer, "w") as writing:
+        logs.configure("info", "json", writing)
+        log = logs.logger("kvtierd.test")
+        for number in range(2_000):  # far more than a pipe holds
+            log.info("line", number=number, padding="x" * 200)
+        assert reading.read(1 << 20)
+        log.info("somebody reads again")
+        said = reading.read(1 << 20).decode().splitlines()
+    assert "lines were dropped" in json.loads(said[-2])["message"]
+    assert json.loads(said[-1])["message"] == "somebody reads again"
+
+
+def test_a_line_longer_than_a_pipe_takes_at_once_arrives_whole() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as reading, open(writer, "w") as writing:
+        logs.configure("info", "json", writing)
+        logs.logger("kvtierd.test").info("long", padding="x" * 20_000)
+        assert len(json.loads(reading.read(1 << 20))["padding"]) == 20_000

@@ -324,6 +324,18 @@ class TestWait:
         with pytest.raises(Exception, match="UNKNOWN_TRANSFER"):
             runs[0].ended()
 
+    def test_forgets_sooner_what_was_large(self, make_host: Callable[..., Host]) -> None:
+        host = make_host(CoreLimits(transfers_max=1, transfer_blocks_max=4))
+        one = host.instance()
+        runs = []
+        for first in (0, 2, 4):
+            runs.append(one.store(first, first + 1))
+            runs[-1].finish()
+        assert runs[1].ended() is not None
+        assert runs[2].ended() is not None
+        with pytest.raises(Exception, match="UNKNOWN_TRANSFER"):
+            runs[0].ended()
+
     def test_asks_for_the_right_epoch(self, host: Host) -> None:
         one = host.instance()
         running = one.store(1)
