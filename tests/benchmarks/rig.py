@@ -36,31 +36,39 @@ def rig(*, num_blocks: int, planes: int, fragment_bytes: int, pool_size: str) ->
     shm = Path(tempfile.mkdtemp(prefix="kvtier-test-bench-", dir="/dev/shm"))
     daemon = Daemon(run, shm / "pool", pool__size=pool_size, pool__extent_size="16MiB")
     try:
-        with SharedBuffer.create(num_blocks * planes * fragment_bytes) as memory:
-            group = Group(
-                block_tokens=16,
-                num_blocks=num_blocks,
-                planes=tuple(
-                    Plane(
-                        fragment_bytes=fragment_bytes,
-                        base_offset=plane * num_blocks * fragment_bytes,
-                        block_stride_bytes=fragment_bytes,
-                    )
-                    for plane in range(planes)
-                ),
-            )
-            namespace = Namespace(model="bench", kv_dtype="uint8", hash_scheme="sha256")
-            client = Client(
-                instance="bench", namespace=namespace, groups=[group], memory=memory, socket=daemon.socket
-            )
-            with client:
-                if not client.wait_ready(DEADLINE_S):
-                    raise RuntimeError(f"the client did not become ready: {client.status.why}")
-                yield Rig(daemon, client, memory)
+        with connected(daemon.socket, "bench", num_blocks, planes, fragment_bytes) as (client, memory):
+            yield Rig(daemon, client, memory)
     finally:
         daemon.kill()
         shutil.rmtree(run, ignore_errors=True)
         shutil.rmtree(shm, ignore_errors=True)
+
+
+@contextmanager
+def connected(
+    socket: Path, instance: str, num_blocks: int, planes: int, fragment_bytes: int
+) -> Iterator[tuple[Client, SharedBuffer]]:
+    """A client that is ready, and its cache. All of one geometry share their blocks."""
+    with SharedBuffer.create(num_blocks * planes * fragment_bytes) as memory:
+        group = Group(
+            block_tokens=16,
+            num_blocks=num_blocks,
+            planes=tuple(
+                Plane(
+                    fragment_bytes=fragment_bytes,
+                    base_offset=plane * num_blocks * fragment_bytes,
+                    block_stride_bytes=fragment_bytes,
+                )
+                for plane in range(planes)
+            ),
+        )
+        namespace = Namespace(model="bench", kv_dtype="uint8", hash_scheme="sha256")
+        with Client(
+            instance=instance, namespace=namespace, groups=[group], memory=memory, socket=socket
+        ) as client:
+            if not client.wait_ready(DEADLINE_S):
+                raise RuntimeError(f"the client did not become ready: {client.status.why}")
+            yield client, memory
 
 
 def hashes_of(family: str, count: int) -> list[bytes]:

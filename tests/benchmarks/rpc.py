@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.rig import DEADLINE_S, Rig, hashes_of, microseconds, rig
+from tests.benchmarks.rig import DEADLINE_S, Rig, connected, hashes_of, microseconds, rig
 from tests.integration.daemon.raw import RawSession
 
 SIZES = (1, 64, 1_024, 8_192)
@@ -26,7 +27,10 @@ STORED = max(SIZES)
 def main() -> int:
     parser = argparse.ArgumentParser(description="Lookups over gRPC.")
     parser.add_argument("--json", action="store_true", help="only one JSON object")
+    parser.add_argument("--busy", type=Path, metavar="SOCKET", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.busy:
+        keep_busy(arguments.busy)
     with rig(num_blocks=STORED, planes=1, fragment_bytes=PAGE, pool_size="128MiB") as running:
         figures = measure(running)
     if not arguments.json:
@@ -98,21 +102,29 @@ class Unary:
 
 
 def behind(figures: dict[str, float], running: Rig, unary: Unary, joined: bytes) -> None:
-    """One-hash calls while another connection keeps looking up 8,192 hashes, one call after another."""
-    over = threading.Event()
-
-    def keep_busy() -> None:
-        while not over.is_set():
-            running.client.lookup(joined, timeout_s=DEADLINE_S)
-
-    thread = threading.Thread(target=keep_busy)
-    thread.start()
+    """One-hash calls while another process keeps looking up 8,192 hashes, one call after another."""
+    command = [sys.executable, "-m", "tests.benchmarks.rpc", "--busy", str(running.daemon.socket)]
+    busy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
+        assert busy.stdout is not None
+        if busy.stdout.readline() != "busy\n":
+            raise RuntimeError("the process that keeps the daemon busy did not start")
         taken = microseconds(lambda: unary.lookup(joined[:32]), CALLS[1])
     finally:
-        over.set()
-        thread.join()
+        busy.kill()
+        busy.wait()
     report(figures, "lookup_one_behind_8192", taken)
+
+
+def keep_busy(socket: Path) -> None:
+    """Looks up 8,192 hashes again and again; says so once the first has hit."""
+    wanted = b"".join(hashes_of("bench", STORED))
+    with connected(socket, "bench-busy", STORED, 1, PAGE) as (client, _):
+        if client.lookup(wanted, timeout_s=DEADLINE_S).hits != STORED:
+            raise RuntimeError("not all hashes hit")
+        print("busy", flush=True)
+        while True:
+            client.lookup(wanted, timeout_s=DEADLINE_S)
 
 
 if __name__ == "__main__":
