@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.vllm.engine import Engine, EngineOptions
-from tests.vllm.rig import Rig, prompt, same
+from tests.vllm.rig import Rig, kv_transfer_config, prompt, same
 
 KILLS = 6 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
@@ -30,35 +30,39 @@ def held(host: DaemonHost) -> dict[str, float]:
     return {name: value for name, value in host.metrics().items() if name.startswith(HELD) and value}
 
 
+@pytest.fixture
+def host(socket_dir: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonHost]:
+    """A daemon that nobody else uses."""
+    # Slow, so that a kill meets a part being copied.
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:5")
+    host = DaemonHost(socket_dir, shm_dir / "pool", pool__size="258MiB")
+    host.start()
+    yield host
+    host.stop()
+
+
 def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
-    options: EngineOptions,
-    session_host: DaemonHost,
-    plain: Engine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    proved: Callable[[str], None],
+    model: Path, host: DaemonHost, plain: Engine, tmp_path: Path, proved: Callable[[str], None]
 ) -> None:
     print(f"KVTIER_SEED={SEED}, {KILLS} kills")
     chance = random.Random(SEED)
-    until(lambda: not session_host.status().instances, "engines of other tests are gone")
-    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:5")  # so that a kill meets a part being copied
-    session_host.restart()
-    assert not held(session_host)
+    config = kv_transfer_config(host.socket)
+    options = EngineOptions(model, kv_transfer_config=config, max_num_batched_tokens=256)
+    assert not held(host)
     slowest_s = 0.0
     prompts = []
     for number in range(KILLS):
-        mine = [prompt(TOKENS, seed=1_000 + number * PROMPTS + index) for index in range(PROMPTS)]
+        mine = [prompt(TOKENS, seed=300 + number * PROMPTS + index) for index in range(PROMPTS)]
         prompts += mine
         engine = Engine.start(options, tmp_path / f"victim-{number}.log")
         try:
-            rig = Rig(session_host, engine)
+            rig = Rig(host, engine)
             rig.wait_ready()
-            stored = session_host.status().counters.stored_blocks
+            stored = host.status().counters.stored_blocks
             engine.send("generate", prompts=mine, max_tokens=100, logprobs=1, engine_timeout_s=60)
             until(
                 lambda stored=stored: (
-                    session_host.status().counters.stored_blocks > stored
-                    and session_host.status().transfers_active > 0
+                    host.status().counters.stored_blocks > stored and host.status().transfers_active > 0
                 ),
                 "the engine stores",
             )
@@ -66,14 +70,14 @@ def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
         finally:
             engine.kill()
         killed_s = time.monotonic()
-        while left := held(session_host):
+        while left := held(host):
             assert time.monotonic() - killed_s < RELEASE_S * SLACK, left
             time.sleep(0.01)
         slowest_s = max(slowest_s, time.monotonic() - killed_s)
-        assert session_host.status().state == "serving"
+        assert host.status().state == "serving"
     hits = 0
     with Engine.start(options, tmp_path / "heir.log") as heir:
-        rig = Rig(session_host, heir)
+        rig = Rig(host, heir)
         rig.wait_ready()
         for tokens in prompts:
             restored = heir.generate([tokens], max_tokens=16)[0]
@@ -84,9 +88,7 @@ def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
             if restored.num_cached_tokens == expected.num_cached_tokens:
                 assert same(restored, expected)
     assert hits > 0
-    assert session_host.status().counters.integrity_failures == 0
-    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT")
-    session_host.restart()
+    assert host.status().counters.integrity_failures == 0
     proved(
         f"{KILLS} vLLM engines were killed with -9 while they stored: session, leases and mapping were gone"
         f" from the metrics within {slowest_s:.2f} s, {hits} of their tokens were restored by another engine,"

@@ -117,13 +117,14 @@ def test_preempted_requests_are_stored_restored_and_right(rig: Rig, plain: Engin
     assert preempted
     assert found == expected
     assert rig.engine.drain() == ALL_FREE
-    after = rig.host.status().counters
-    assert after.stored_blocks > before.stored_blocks
-    assert after.loaded_blocks > before.loaded_blocks
     rig.wait_stored()
+    stored = rig.host.status().counters
+    assert stored.stored_blocks > before.stored_blocks
     rig.forget()
     again, _ = run_together(rig.engine, prompts, max_tokens=120)
     assert again == expected
+    # In the first run what a preempted request asks for may still be on its way; now all of it is there.
+    assert rig.host.status().counters.loaded_blocks > stored.loaded_blocks
 
 
 def test_requests_with_shared_prefixes_are_right(rig: Rig, plain: Engine) -> None:
