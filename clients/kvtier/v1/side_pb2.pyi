@@ -24,6 +24,7 @@ class SideRequest(google.protobuf.message.Message):
     REGISTER_WORDS_FIELD_NUMBER: builtins.int
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
     UNREGISTER_MEMORY_FIELD_NUMBER: builtins.int
+    ADD_CHUNKS_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Repeated in the reply. One request at a time."""
     @property
@@ -34,6 +35,8 @@ class SideRequest(google.protobuf.message.Message):
     def register_memory(self) -> global___RegisterMemory: ...
     @property
     def unregister_memory(self) -> global___UnregisterMemory: ...
+    @property
+    def add_chunks(self) -> global___AddChunks: ...
     def __init__(
         self,
         *,
@@ -42,10 +45,11 @@ class SideRequest(google.protobuf.message.Message):
         register_words: global___RegisterWords | None = ...,
         register_memory: global___RegisterMemory | None = ...,
         unregister_memory: global___UnregisterMemory | None = ...,
+        add_chunks: global___AddChunks | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "open", b"open", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "id", b"id", "open", b"open", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "register_words", "register_memory", "unregister_memory"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "open", b"open", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "id", b"id", "open", b"open", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "register_words", "register_memory", "unregister_memory", "add_chunks"] | None: ...
 
 global___SideRequest = SideRequest
 
@@ -59,6 +63,7 @@ class SideResponse(google.protobuf.message.Message):
     MEMORY_REGISTERED_FIELD_NUMBER: builtins.int
     MEMORY_UNREGISTERED_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    CHUNKS_ADDED_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Zero for events."""
     @property
@@ -71,6 +76,8 @@ class SideResponse(google.protobuf.message.Message):
     def memory_unregistered(self) -> global___MemoryUnregistered: ...
     @property
     def error(self) -> kvtier.v1.types_pb2.Error: ...
+    @property
+    def chunks_added(self) -> global___ChunksAdded: ...
     def __init__(
         self,
         *,
@@ -80,10 +87,11 @@ class SideResponse(google.protobuf.message.Message):
         memory_registered: global___MemoryRegistered | None = ...,
         memory_unregistered: global___MemoryUnregistered | None = ...,
         error: kvtier.v1.types_pb2.Error | None = ...,
+        chunks_added: global___ChunksAdded | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "error", b"error", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "error", b"error", "id", b"id", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["opened", "words_registered", "memory_registered", "memory_unregistered", "error"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "chunks_added", b"chunks_added", "error", b"error", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "chunks_added", b"chunks_added", "error", b"error", "id", b"id", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["opened", "words_registered", "memory_registered", "memory_unregistered", "error", "chunks_added"] | None: ...
 
 global___SideResponse = SideResponse
 
@@ -140,15 +148,21 @@ class RegisterWords(google.protobuf.message.Message):
 
     DOORBELLS_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     doorbells: builtins.int
     parts: builtins.int
+    device: builtins.str
+    """Where the memory is that will be registered: "cpu" (also if empty), or "GPU-" and a UUID in lower case, as
+    `nvidia-smi -L` prints it. It decides which copy worker serves the session; a GPU's is started if need be.
+    """
     def __init__(
         self,
         *,
         doorbells: builtins.int = ...,
         parts: builtins.int = ...,
+        device: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["doorbells", b"doorbells", "parts", b"parts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "doorbells", b"doorbells", "parts", b"parts"]) -> None: ...
 
 global___RegisterWords = RegisterWords
 
@@ -219,28 +233,149 @@ class Plane(google.protobuf.message.Message):
 global___Plane = Plane
 
 @typing.final
+class AddChunks(google.protobuf.message.Message):
+    """1 to 64 descriptors: handles of a GPU's physical memory (cuMemExportToShareableHandle, POSIX file descriptor), in
+    the order of their addresses. As many of these as needed come before the RegisterMemory that uses them up.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: builtins.int
+    @property
+    def bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Bytes of each, parallel to the descriptors."""
+
+    def __init__(
+        self,
+        *,
+        bytes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes"]) -> None: ...
+
+global___AddChunks = AddChunks
+
+@typing.final
+class ChunksAdded(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: builtins.int
+    chunks: builtins.int
+    """Chunks that this session has added and not registered yet."""
+    def __init__(
+        self,
+        *,
+        chunks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks"]) -> None: ...
+
+global___ChunksAdded = ChunksAdded
+
+@typing.final
 class RegisterMemory(google.protobuf.message.Message):
-    """One descriptor: a memfd sealed against shrinking, holding the rank's KV cache. After Hello and RegisterWords.
-    Registering again replaces nothing: unregister first, or attach again.
+    """The rank's KV cache. After Hello and RegisterWords. Registering again replaces nothing: unregister first, or
+    attach again. Host memory: one descriptor, a memfd sealed against shrinking, and no ranges. Memory of a GPU: no
+    descriptor, and `ranges`, which one after another are the mapping that offsets refer to.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MAPPING_BYTES_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
     mapping_bytes: builtins.int
-    """Bytes of the descriptor to map, from its start."""
+    """Bytes to map, from the start of the descriptor; or the sum of the ranges."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupMemory]: ...
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceRange]:
+        """At most 4,096. A plane lies wholly inside one of them."""
+
     def __init__(
         self,
         *,
         mapping_bytes: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupMemory] | None = ...,
+        ranges: collections.abc.Iterable[global___DeviceRange] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "mapping_bytes", b"mapping_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "mapping_bytes", b"mapping_bytes", "ranges", b"ranges"]) -> None: ...
 
 global___RegisterMemory = RegisterMemory
+
+@typing.final
+class DeviceRange(google.protobuf.message.Message):
+    """A run of a GPU's addresses."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: builtins.int
+    IPC_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    bytes: builtins.int
+    @property
+    def ipc(self) -> global___CudaIpc: ...
+    @property
+    def chunks(self) -> global___CudaChunks: ...
+    def __init__(
+        self,
+        *,
+        bytes: builtins.int = ...,
+        ipc: global___CudaIpc | None = ...,
+        chunks: global___CudaChunks | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunks", b"chunks", "ipc", b"ipc", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunks", b"chunks", "ipc", b"ipc", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["ipc", "chunks"] | None: ...
+
+global___DeviceRange = DeviceRange
+
+@typing.final
+class CudaIpc(google.protobuf.message.Message):
+    """Memory of cuMemAlloc, by cuIpcGetMemHandle."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    BUFFER_ID_FIELD_NUMBER: builtins.int
+    handle: builtins.bytes
+    """64 bytes."""
+    offset: builtins.int
+    """Of the range's first byte in the allocation."""
+    buffer_id: builtins.int
+    """CU_POINTER_ATTRIBUTE_BUFFER_ID in the exporting process: handle bytes come back after a re-allocation, this
+    number does not.
+    """
+    def __init__(
+        self,
+        *,
+        handle: builtins.bytes = ...,
+        offset: builtins.int = ...,
+        buffer_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_id", b"buffer_id", "handle", b"handle", "offset", b"offset"]) -> None: ...
+
+global___CudaIpc = CudaIpc
+
+@typing.final
+class CudaChunks(google.protobuf.message.Message):
+    """Memory of cuMemCreate: the next `count` chunks of AddChunks, mapped one after another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    offset: builtins.int
+    """Of the range's first byte in the first of them."""
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "offset", b"offset"]) -> None: ...
+
+global___CudaChunks = CudaChunks
 
 @typing.final
 class MemoryRegistered(google.protobuf.message.Message):

@@ -188,6 +188,10 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_NAMESPACE_INVALID: _Reason.ValueType  # 14
     REASON_MODE_UNSUPPORTED: _Reason.ValueType  # 15
     REASON_MALFORMED: _Reason.ValueType  # 16
+    REASON_DEVICE_UNKNOWN: _Reason.ValueType  # 17
+    """no such GPU is visible to the daemon"""
+    REASON_DEVICE_MEMORY_INVALID: _Reason.ValueType  # 18
+    """a handle, descriptor, offset or size that is not what it is said to be"""
     REASON_UNKNOWN_TOKEN: _Reason.ValueType  # 30
     """State. Nothing was changed. (FAILED_PRECONDITION unless said otherwise)
     UNAUTHENTICATED
@@ -212,6 +216,10 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_ALREADY_REGISTERED: _Reason.ValueType  # 43
     """ALREADY_EXISTS"""
     REASON_EPOCH_ENDED: _Reason.ValueType  # 44
+    REASON_DEVICE_UNAVAILABLE: _Reason.ValueType  # 45
+    """the driver is missing, too old, or refuses; the message says what to change"""
+    REASON_DEVICE_OUT_OF_MEMORY: _Reason.ValueType  # 46
+    """no room on the GPU for the daemon's context: lower the engine's share"""
     REASON_QUEUE_FULL: _Reason.ValueType  # 60
     """Load. Try again later or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
     REASON_LEASE_LIMIT: _Reason.ValueType  # 61
@@ -254,6 +262,10 @@ REASON_TICKET_ORDER: Reason.ValueType  # 13
 REASON_NAMESPACE_INVALID: Reason.ValueType  # 14
 REASON_MODE_UNSUPPORTED: Reason.ValueType  # 15
 REASON_MALFORMED: Reason.ValueType  # 16
+REASON_DEVICE_UNKNOWN: Reason.ValueType  # 17
+"""no such GPU is visible to the daemon"""
+REASON_DEVICE_MEMORY_INVALID: Reason.ValueType  # 18
+"""a handle, descriptor, offset or size that is not what it is said to be"""
 REASON_UNKNOWN_TOKEN: Reason.ValueType  # 30
 """State. Nothing was changed. (FAILED_PRECONDITION unless said otherwise)
 UNAUTHENTICATED
@@ -278,6 +290,10 @@ REASON_ROLE: Reason.ValueType  # 42
 REASON_ALREADY_REGISTERED: Reason.ValueType  # 43
 """ALREADY_EXISTS"""
 REASON_EPOCH_ENDED: Reason.ValueType  # 44
+REASON_DEVICE_UNAVAILABLE: Reason.ValueType  # 45
+"""the driver is missing, too old, or refuses; the message says what to change"""
+REASON_DEVICE_OUT_OF_MEMORY: Reason.ValueType  # 46
+"""no room on the GPU for the daemon's context: lower the engine's share"""
 REASON_QUEUE_FULL: Reason.ValueType  # 60
 """Load. Try again later or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
 REASON_LEASE_LIMIT: Reason.ValueType  # 61

@@ -13,7 +13,7 @@ PACKET_BYTES_MAX = 192 * 1024
 """Largest packet. The largest message is a part of 8,192 blocks: 17 bytes a block, 139,264 in all, and a few
 fields. A socket with the kernel's default send buffer (212,992 bytes) takes packets of up to 212,960."""
 
-FDS_MAX = 8
+FDS_MAX = 64
 """Most descriptors in one packet."""
 
 SEND_BUFFER_BYTES = 4 * 1024 * 1024

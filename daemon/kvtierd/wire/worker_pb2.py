@@ -24,43 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtierd/wire/worker.proto\x12\x0ckvtierd.wire\"\xa9\x02\n\x08ToWorker\x12+\n\tmap_words\x18\x01 \x01(\x0b\x32\x16.kvtierd.wire.MapWordsH\x00\x12-\n\nmap_memory\x18\x02 \x01(\x0b\x32\x17.kvtierd.wire.MapMemoryH\x00\x12+\n\tpost_part\x18\x03 \x01(\x0b\x32\x16.kvtierd.wire.PostPartH\x00\x12/\n\x0brevoke_part\x18\x04 \x01(\x0b\x32\x18.kvtierd.wire.RevokePartH\x00\x12\x37\n\x0frelease_session\x18\x05 \x01(\x0b\x32\x1c.kvtierd.wire.ReleaseSessionH\x00\x12\"\n\x04stop\x18\x06 \x01(\x0b\x32\x12.kvtierd.wire.StopH\x00\x42\x06\n\x04\x62ody\"\x80\x02\n\x07ToFront\x12$\n\x05ready\x18\x01 \x01(\x0b\x32\x13.kvtierd.wire.ReadyH\x00\x12&\n\x06mapped\x18\x02 \x01(\x0b\x32\x14.kvtierd.wire.MappedH\x00\x12/\n\x0bmap_refused\x18\x03 \x01(\x0b\x32\x18.kvtierd.wire.MapRefusedH\x00\x12\x33\n\rpart_finished\x18\x04 \x01(\x0b\x32\x1a.kvtierd.wire.PartFinishedH\x00\x12\x39\n\x10session_released\x18\x05 \x01(\x0b\x32\x1d.kvtierd.wire.SessionReleasedH\x00\x42\x06\n\x04\x62ody\"\x14\n\x05Ready\x12\x0b\n\x03pid\x18\x01 \x01(\r\"N\n\x08MapWords\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\x11\n\tdoorbells\x18\x03 \x01(\r\x12\r\n\x05parts\x18\x04 \x01(\r\"\x85\x01\n\tMapMemory\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\x14\n\x0cregistration\x18\x03 \x01(\x04\x12\x15\n\rmapping_bytes\x18\x04 \x01(\x04\x12)\n\x06groups\x18\x05 \x03(\x0b\x32\x19.kvtierd.wire.MappedGroup\"u\n\x0bMappedGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x14\n\x0c\x62\x61se_offsets\x18\x03 \x03(\x04\x12\x15\n\rblock_strides\x18\x04 \x03(\x04\x12\x16\n\x0e\x66ragment_bytes\x18\x05 \x03(\x04\"\x19\n\x06Mapped\x12\x0f\n\x07request\x18\x01 \x01(\x04\"\\\n\nMapRefused\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\r\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\xb7\x02\n\x08PostPart\x12\x0c\n\x04part\x18\x01 \x01(\x04\x12*\n\tdirection\x18\x02 \x01(\x0e\x32\x17.kvtierd.wire.Direction\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x14\n\x0cregistration\x18\x04 \x01(\x04\x12\r\n\x05group\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x04\x12\x11\n\tpart_word\x18\x07 \x01(\r\x12\r\n\x05gated\x18\x08 \x01(\x08\x12\x10\n\x08\x64oorbell\x18\t \x01(\r\x12\x16\n\x0e\x64oorbell_value\x18\n \x01(\x04\x12\x18\n\x10gate_deadline_ms\x18\x0b \x01(\r\x12\x11\n\tblock_ids\x18\x0c \x01(\x0c\x12\r\n\x05slots\x18\r \x01(\x0c\x12\x13\n\x0bgenerations\x18\x0e \x01(\x0c\x12\x0e\n\x06verify\x18\x0f \x01(\x0c\"\x1a\n\nRevokePart\x12\x0c\n\x04part\x18\x01 \x01(\x04\"!\n\x0eReleaseSession\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\"\n\x0fSessionReleased\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\x06\n\x04Stop\"\x9d\x01\n\x0cPartFinished\x12\x0c\n\x04part\x18\x01 \x01(\x04\x12&\n\x07outcome\x18\x02 \x01(\x0e\x32\x15.kvtierd.wire.Outcome\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x08\x12\x14\n\x0c\x63opied_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x63opy_ns\x18\x06 \x01(\x04\x12\x0f\n\x07message\x18\x07 \x01(\t*;\n\tDirection\x12\x19\n\x15\x44IRECTION_UNSPECIFIED\x10\x00\x12\t\n\x05STORE\x10\x01\x12\x08\n\x04LOAD\x10\x02*X\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x08\n\x04\x44ONE\x10\x01\x12\n\n\x06\x46\x41ILED\x10\x02\x12\x0b\n\x07REVOKED\x10\x03\x12\x11\n\rGATE_DEADLINE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvtierd/wire/worker.proto\x12\x0ckvtierd.wire\"\xd8\x02\n\x08ToWorker\x12+\n\tmap_words\x18\x01 \x01(\x0b\x32\x16.kvtierd.wire.MapWordsH\x00\x12-\n\nmap_memory\x18\x02 \x01(\x0b\x32\x17.kvtierd.wire.MapMemoryH\x00\x12-\n\nadd_chunks\x18\x07 \x01(\x0b\x32\x17.kvtierd.wire.AddChunksH\x00\x12+\n\tpost_part\x18\x03 \x01(\x0b\x32\x16.kvtierd.wire.PostPartH\x00\x12/\n\x0brevoke_part\x18\x04 \x01(\x0b\x32\x18.kvtierd.wire.RevokePartH\x00\x12\x37\n\x0frelease_session\x18\x05 \x01(\x0b\x32\x1c.kvtierd.wire.ReleaseSessionH\x00\x12\"\n\x04stop\x18\x06 \x01(\x0b\x32\x12.kvtierd.wire.StopH\x00\x42\x06\n\x04\x62ody\"\xac\x02\n\x07ToFront\x12$\n\x05ready\x18\x01 \x01(\x0b\x32\x13.kvtierd.wire.ReadyH\x00\x12&\n\x06mapped\x18\x02 \x01(\x0b\x32\x14.kvtierd.wire.MappedH\x00\x12/\n\x0bmap_refused\x18\x03 \x01(\x0b\x32\x18.kvtierd.wire.MapRefusedH\x00\x12\x33\n\rpart_finished\x18\x04 \x01(\x0b\x32\x1a.kvtierd.wire.PartFinishedH\x00\x12\x39\n\x10session_released\x18\x05 \x01(\x0b\x32\x1d.kvtierd.wire.SessionReleasedH\x00\x12*\n\x08unusable\x18\x06 \x01(\x0b\x32\x16.kvtierd.wire.UnusableH\x00\x42\x06\n\x04\x62ody\"\x14\n\x05Ready\x12\x0b\n\x03pid\x18\x01 \x01(\r\"I\n\x08Unusable\x12\x0e\n\x06reason\x18\x01 \x01(\r\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"N\n\x08MapWords\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\x11\n\tdoorbells\x18\x03 \x01(\r\x12\r\n\x05parts\x18\x04 \x01(\r\"\xb0\x01\n\tMapMemory\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\x14\n\x0cregistration\x18\x03 \x01(\x04\x12\x15\n\rmapping_bytes\x18\x04 \x01(\x04\x12)\n\x06groups\x18\x05 \x03(\x0b\x32\x19.kvtierd.wire.MappedGroup\x12)\n\x06ranges\x18\x06 \x03(\x0b\x32\x19.kvtierd.wire.DeviceRange\"c\n\x0b\x44\x65viceRange\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x12\n\nipc_handle\x18\x03 \x01(\x0c\x12\x11\n\tbuffer_id\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\"<\n\tAddChunks\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x03(\x04\"u\n\x0bMappedGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x14\n\x0c\x62\x61se_offsets\x18\x03 \x03(\x04\x12\x15\n\rblock_strides\x18\x04 \x03(\x04\x12\x16\n\x0e\x66ragment_bytes\x18\x05 \x03(\x04\"\x19\n\x06Mapped\x12\x0f\n\x07request\x18\x01 \x01(\x04\"\\\n\nMapRefused\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\r\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\xb7\x02\n\x08PostPart\x12\x0c\n\x04part\x18\x01 \x01(\x04\x12*\n\tdirection\x18\x02 \x01(\x0e\x32\x17.kvtierd.wire.Direction\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\x14\n\x0cregistration\x18\x04 \x01(\x04\x12\r\n\x05group\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x04\x12\x11\n\tpart_word\x18\x07 \x01(\r\x12\r\n\x05gated\x18\x08 \x01(\x08\x12\x10\n\x08\x64oorbell\x18\t \x01(\r\x12\x16\n\x0e\x64oorbell_value\x18\n \x01(\x04\x12\x18\n\x10gate_deadline_ms\x18\x0b \x01(\r\x12\x11\n\tblock_ids\x18\x0c \x01(\x0c\x12\r\n\x05slots\x18\r \x01(\x0c\x12\x13\n\x0bgenerations\x18\x0e \x01(\x0c\x12\x0e\n\x06verify\x18\x0f \x01(\x0c\"\x1a\n\nRevokePart\x12\x0c\n\x04part\x18\x01 \x01(\x04\"!\n\x0eReleaseSession\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\"\n\x0fSessionReleased\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\x06\n\x04Stop\"\x9d\x01\n\x0cPartFinished\x12\x0c\n\x04part\x18\x01 \x01(\x04\x12&\n\x07outcome\x18\x02 \x01(\x0e\x32\x15.kvtierd.wire.Outcome\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63orrupt\x18\x04 \x01(\x08\x12\x14\n\x0c\x63opied_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x63opy_ns\x18\x06 \x01(\x04\x12\x0f\n\x07message\x18\x07 \x01(\t*;\n\tDirection\x12\x19\n\x15\x44IRECTION_UNSPECIFIED\x10\x00\x12\t\n\x05STORE\x10\x01\x12\x08\n\x04LOAD\x10\x02*X\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x08\n\x04\x44ONE\x10\x01\x12\n\n\x06\x46\x41ILED\x10\x02\x12\x0b\n\x07REVOKED\x10\x03\x12\x11\n\rGATE_DEADLINE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtierd.wire.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DIRECTION']._serialized_start=1661
-  _globals['_DIRECTION']._serialized_end=1720
-  _globals['_OUTCOME']._serialized_start=1722
-  _globals['_OUTCOME']._serialized_end=1810
+  _globals['_DIRECTION']._serialized_start=2033
+  _globals['_DIRECTION']._serialized_end=2092
+  _globals['_OUTCOME']._serialized_start=2094
+  _globals['_OUTCOME']._serialized_end=2182
   _globals['_TOWORKER']._serialized_start=44
-  _globals['_TOWORKER']._serialized_end=341
-  _globals['_TOFRONT']._serialized_start=344
-  _globals['_TOFRONT']._serialized_end=600
-  _globals['_READY']._serialized_start=602
-  _globals['_READY']._serialized_end=622
-  _globals['_MAPWORDS']._serialized_start=624
-  _globals['_MAPWORDS']._serialized_end=702
-  _globals['_MAPMEMORY']._serialized_start=705
-  _globals['_MAPMEMORY']._serialized_end=838
-  _globals['_MAPPEDGROUP']._serialized_start=840
-  _globals['_MAPPEDGROUP']._serialized_end=957
-  _globals['_MAPPED']._serialized_start=959
-  _globals['_MAPPED']._serialized_end=984
-  _globals['_MAPREFUSED']._serialized_start=986
-  _globals['_MAPREFUSED']._serialized_end=1078
-  _globals['_POSTPART']._serialized_start=1081
-  _globals['_POSTPART']._serialized_end=1392
-  _globals['_REVOKEPART']._serialized_start=1394
-  _globals['_REVOKEPART']._serialized_end=1420
-  _globals['_RELEASESESSION']._serialized_start=1422
-  _globals['_RELEASESESSION']._serialized_end=1455
-  _globals['_SESSIONRELEASED']._serialized_start=1457
-  _globals['_SESSIONRELEASED']._serialized_end=1491
-  _globals['_STOP']._serialized_start=1493
-  _globals['_STOP']._serialized_end=1499
-  _globals['_PARTFINISHED']._serialized_start=1502
-  _globals['_PARTFINISHED']._serialized_end=1659
+  _globals['_TOWORKER']._serialized_end=388
+  _globals['_TOFRONT']._serialized_start=391
+  _globals['_TOFRONT']._serialized_end=691
+  _globals['_READY']._serialized_start=693
+  _globals['_READY']._serialized_end=713
+  _globals['_UNUSABLE']._serialized_start=715
+  _globals['_UNUSABLE']._serialized_end=788
+  _globals['_MAPWORDS']._serialized_start=790
+  _globals['_MAPWORDS']._serialized_end=868
+  _globals['_MAPMEMORY']._serialized_start=871
+  _globals['_MAPMEMORY']._serialized_end=1047
+  _globals['_DEVICERANGE']._serialized_start=1049
+  _globals['_DEVICERANGE']._serialized_end=1148
+  _globals['_ADDCHUNKS']._serialized_start=1150
+  _globals['_ADDCHUNKS']._serialized_end=1210
+  _globals['_MAPPEDGROUP']._serialized_start=1212
+  _globals['_MAPPEDGROUP']._serialized_end=1329
+  _globals['_MAPPED']._serialized_start=1331
+  _globals['_MAPPED']._serialized_end=1356
+  _globals['_MAPREFUSED']._serialized_start=1358
+  _globals['_MAPREFUSED']._serialized_end=1450
+  _globals['_POSTPART']._serialized_start=1453
+  _globals['_POSTPART']._serialized_end=1764
+  _globals['_REVOKEPART']._serialized_start=1766
+  _globals['_REVOKEPART']._serialized_end=1792
+  _globals['_RELEASESESSION']._serialized_start=1794
+  _globals['_RELEASESESSION']._serialized_end=1827
+  _globals['_SESSIONRELEASED']._serialized_start=1829
+  _globals['_SESSIONRELEASED']._serialized_end=1863
+  _globals['_STOP']._serialized_start=1865
+  _globals['_STOP']._serialized_end=1871
+  _globals['_PARTFINISHED']._serialized_start=1874
+  _globals['_PARTFINISHED']._serialized_end=2031
 # @@protoc_insertion_point(module_scope)

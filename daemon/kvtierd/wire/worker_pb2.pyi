@@ -73,6 +73,7 @@ class ToWorker(google.protobuf.message.Message):
 
     MAP_WORDS_FIELD_NUMBER: builtins.int
     MAP_MEMORY_FIELD_NUMBER: builtins.int
+    ADD_CHUNKS_FIELD_NUMBER: builtins.int
     POST_PART_FIELD_NUMBER: builtins.int
     REVOKE_PART_FIELD_NUMBER: builtins.int
     RELEASE_SESSION_FIELD_NUMBER: builtins.int
@@ -83,7 +84,11 @@ class ToWorker(google.protobuf.message.Message):
 
     @property
     def map_memory(self) -> global___MapMemory:
-        """one descriptor"""
+        """one descriptor; none if it has ranges"""
+
+    @property
+    def add_chunks(self) -> global___AddChunks:
+        """a descriptor for each of its chunks"""
 
     @property
     def post_part(self) -> global___PostPart: ...
@@ -98,14 +103,15 @@ class ToWorker(google.protobuf.message.Message):
         *,
         map_words: global___MapWords | None = ...,
         map_memory: global___MapMemory | None = ...,
+        add_chunks: global___AddChunks | None = ...,
         post_part: global___PostPart | None = ...,
         revoke_part: global___RevokePart | None = ...,
         release_session: global___ReleaseSession | None = ...,
         stop: global___Stop | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "post_part", "revoke_part", "release_session", "stop"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop"] | None: ...
 
 global___ToWorker = ToWorker
 
@@ -118,6 +124,7 @@ class ToFront(google.protobuf.message.Message):
     MAP_REFUSED_FIELD_NUMBER: builtins.int
     PART_FINISHED_FIELD_NUMBER: builtins.int
     SESSION_RELEASED_FIELD_NUMBER: builtins.int
+    UNUSABLE_FIELD_NUMBER: builtins.int
     @property
     def ready(self) -> global___Ready: ...
     @property
@@ -128,6 +135,8 @@ class ToFront(google.protobuf.message.Message):
     def part_finished(self) -> global___PartFinished: ...
     @property
     def session_released(self) -> global___SessionReleased: ...
+    @property
+    def unusable(self) -> global___Unusable: ...
     def __init__(
         self,
         *,
@@ -136,16 +145,17 @@ class ToFront(google.protobuf.message.Message):
         map_refused: global___MapRefused | None = ...,
         part_finished: global___PartFinished | None = ...,
         session_released: global___SessionReleased | None = ...,
+        unusable: global___Unusable | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "unusable", b"unusable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "unusable", b"unusable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable"] | None: ...
 
 global___ToFront = ToFront
 
 @typing.final
 class Ready(google.protobuf.message.Message):
-    """First message of a worker: the pool is mapped and the lanes run."""
+    """First message of a worker: the pool is mapped, its device's context is there, and the lanes run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -159,6 +169,33 @@ class Ready(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["pid", b"pid"]) -> None: ...
 
 global___Ready = Ready
+
+@typing.final
+class Unusable(google.protobuf.message.Message):
+    """First and last message of a worker that cannot serve its device. It exits, and trying again at once is no use."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    reason: builtins.int
+    """Number of a kvtier.v1.Reason."""
+    field: builtins.str
+    value: builtins.str
+    message: builtins.str
+    def __init__(
+        self,
+        *,
+        reason: builtins.int = ...,
+        field: builtins.str = ...,
+        value: builtins.str = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "message", b"message", "reason", b"reason", "value", b"value"]) -> None: ...
+
+global___Unusable = Unusable
 
 @typing.final
 class MapWords(google.protobuf.message.Message):
@@ -195,12 +232,17 @@ class MapMemory(google.protobuf.message.Message):
     REGISTRATION_FIELD_NUMBER: builtins.int
     MAPPING_BYTES_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
     request: builtins.int
     session: builtins.int
     registration: builtins.int
     mapping_bytes: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MappedGroup]: ...
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceRange]:
+        """Memory of the worker's GPU; one after another they are the mapping."""
+
     def __init__(
         self,
         *,
@@ -209,10 +251,65 @@ class MapMemory(google.protobuf.message.Message):
         registration: builtins.int = ...,
         mapping_bytes: builtins.int = ...,
         groups: collections.abc.Iterable[global___MappedGroup] | None = ...,
+        ranges: collections.abc.Iterable[global___DeviceRange] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "mapping_bytes", b"mapping_bytes", "registration", b"registration", "request", b"request", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "mapping_bytes", b"mapping_bytes", "ranges", b"ranges", "registration", b"registration", "request", b"request", "session", b"session"]) -> None: ...
 
 global___MapMemory = MapMemory
+
+@typing.final
+class DeviceRange(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    IPC_HANDLE_FIELD_NUMBER: builtins.int
+    BUFFER_ID_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    bytes: builtins.int
+    offset: builtins.int
+    """Of the range's first byte in the allocation, or in the first of the chunks."""
+    ipc_handle: builtins.bytes
+    """64 bytes of cuIpcGetMemHandle; empty for chunks."""
+    buffer_id: builtins.int
+    chunks: builtins.int
+    """How many of the session's chunks it takes."""
+    def __init__(
+        self,
+        *,
+        bytes: builtins.int = ...,
+        offset: builtins.int = ...,
+        ipc_handle: builtins.bytes = ...,
+        buffer_id: builtins.int = ...,
+        chunks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_id", b"buffer_id", "bytes", b"bytes", "chunks", b"chunks", "ipc_handle", b"ipc_handle", "offset", b"offset"]) -> None: ...
+
+global___DeviceRange = DeviceRange
+
+@typing.final
+class AddChunks(google.protobuf.message.Message):
+    """Chunks of physical GPU memory for a session's next MapMemory; answered by Mapped or MapRefused."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    session: builtins.int
+    @property
+    def bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        session: builtins.int = ...,
+        bytes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "request", b"request", "session", b"session"]) -> None: ...
+
+global___AddChunks = AddChunks
 
 @typing.final
 class MappedGroup(google.protobuf.message.Message):
