@@ -1,4 +1,4 @@
-"""The native core of kvtier: block table, fragment copies, shared words, pool records and checksums.
+"""The native core of kvtier: block table, fragment copies and plans, shared words, pool records and checksums.
 
 Array arguments are C-contiguous numpy arrays of exactly the dtype named. Every call checks all of its input
 before it changes anything: a ValueError names argument, index and value, and leaves everything as it was.
@@ -19,8 +19,11 @@ from kvtier_kernels._native import (
     TICKET_MAX,
     BlockTable,
     CopyPlan,
+    DevicePlan,
     PoolRecords,
     SharedWords,
+    copy_loop,
+    copy_rows_loop,
     copy_variants,
     format_pool,
     populate,
@@ -43,8 +46,11 @@ __all__ = [
     "TICKET_MAX",
     "BlockTable",
     "CopyPlan",
+    "DevicePlan",
     "PoolRecords",
     "SharedWords",
+    "copy_loop",
+    "copy_rows_loop",
     "copy_variants",
     "format_pool",
     "populate",

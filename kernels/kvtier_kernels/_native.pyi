@@ -218,6 +218,70 @@ class CopyPlan:
     def checksums(self, pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """xxh3_64 of each slot's bytes, uint64 of shape (n,)."""
 
+class DevicePlan:
+    """
+    Where the fragments of an engine's blocks lie in device memory, and what to copy between them and slots of the pool.
+    Fragment p of block b is at bases[p] + b * block_strides[p], fragment_bytes[p] long; a slot holds a block's fragments
+    one after the other. Slots are page numbers: slot s begins at byte s * PAGE_BYTES of the pool.
+
+    Deals in addresses only and reads no memory. Immutable, safe from several threads; large batches are planned without
+    the GIL. All numbers of a call are checked first: a ValueError names argument, index and value.
+    """
+
+    def __init__(self, bases: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int, ranges: numpy.typing.NDArray[numpy.uint32] | None = None) -> None:
+        """
+        `bases` are device addresses; the three arrays are uint64 of shape (planes,). `ranges`, uint32 of shape (planes,),
+        says which range of device memory each plane lies in: a copy never touches two of them, however close they lie;
+        without it all planes lie in one. Raises ValueError for a base of 0, if an address overflows, or if a plane's blocks
+        overlap each other. That the memory exists is for the caller to know.
+        """
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block in a slot: the sum of its fragments."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the engine."""
+
+    @property
+    def planes(self) -> int:
+        """Fragments per block."""
+
+    def describe(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool_address: int, pool_bytes: int, slots: numpy.typing.NDArray[numpy.uint32], to_device: bool = False, borders: numpy.typing.NDArray[numpy.uint64] | None = None) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]:
+        """
+        The copies between blocks and slots, uint32 of shape (n,) each: device addresses, host addresses and bytes, uint64
+        of shape (m,). What is contiguous on both sides is one copy, whatever the order of the blocks; the order of the
+        copies is not that of the blocks.
+
+        `to_device` says which side is written: no block may then come twice, while a slot may; otherwise no slot may, while
+        a block may. Slots never overlap in part. `borders`, uint64 of shape (k,), are offsets of the pool in rising order
+        that no copy may cross, such as the ends of memory registrations; one inside a slot is a ValueError.
+        """
+
+    def describe_rows(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool_address: int, pool_bytes: int, slots: numpy.typing.NDArray[numpy.uint32], to_device: bool = False, borders: numpy.typing.NDArray[numpy.uint64] | None = None) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]:
+        """
+        The same bytes in two-dimensional copies: device and host addresses, width in bytes, rows, and the distance of two
+        rows on the device and on the host, uint64 of shape (m,) each. Fragments at constant distances are made one copy
+        either over the planes of a block or over the blocks of a plane, whichever gives fewer; never more than describe()
+        gives. One row is a plain copy, with its width for pitches. Pitches are at most 2^31 - 1, which is what drivers
+        accept.
+        """
+
+def copy_loop(function_address: int, dst: numpy.typing.NDArray[numpy.uint64], src: numpy.typing.NDArray[numpy.uint64], sizes: numpy.typing.NDArray[numpy.uint64], stream: int) -> tuple[int, int]:
+    """
+    Calls `CUresult f(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)`, which lies at that address
+    (cuMemcpyAsync), once for each element of the arrays, uint64 of shape (n,), in order, without the GIL. Returns
+    (0, n), or (code, i) of the first call i that did not return 0; what came before it is submitted. Raises ValueError,
+    with nothing called, for arrays of different lengths. Addresses and sizes are the caller's responsibility.
+    """
+
+def copy_rows_loop(function_address: int, device: numpy.typing.NDArray[numpy.uint64], host: numpy.typing.NDArray[numpy.uint64], width: numpy.typing.NDArray[numpy.uint64], rows: numpy.typing.NDArray[numpy.uint64], device_pitch: numpy.typing.NDArray[numpy.uint64], host_pitch: numpy.typing.NDArray[numpy.uint64], to_device: bool, stream: int) -> tuple[int, int]:
+    """
+    The same with cuMemcpy2DAsync_v2 and the arrays that DevicePlan.describe_rows() returns, from host to device memory
+    or back.
+    """
+
 class PoolRecords:
     """
     Slot records of a pool file (format 1): the only code that changes a slot's state.

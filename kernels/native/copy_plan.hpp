@@ -4,21 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
+#include "block_planes.hpp"
 #include "stream_copy.hpp"
 
 namespace kvtier {
-
-constexpr std::size_t kPageBytes = 4096;
-constexpr std::size_t kPlanesMax = 65536;
-
-struct Plane {
-    std::uint64_t base_offset;
-    std::uint64_t block_stride;
-    std::uint64_t fragment_bytes;
-};
 
 struct Pool {
     std::byte* data;
@@ -36,8 +27,6 @@ class CopyPlan {
     std::uint64_t num_blocks() const { return num_blocks_; }
     std::size_t planes() const { return planes_.size(); }
 
-    using Numbers = std::span<const std::uint32_t>;
-
     // Blocks to slots. If `checksums` is not null it receives xxh3_64 of each slot's new bytes.
     void gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums) const;
     // Slots to blocks. The pool is only read.
@@ -46,15 +35,14 @@ class CopyPlan {
     void checksums(Pool pool, Numbers slots, std::uint64_t* out) const;
 
    private:
-    void check_blocks(Numbers block_ids, Numbers slots, Pool pool) const;
-    void check_slots(Pool pool, Numbers slots) const;
+    void check(Numbers block_ids, Pool pool, Numbers slots) const;
 
     std::byte* mapping_;
     std::size_t mapping_bytes_;
     std::vector<Plane> planes_;
     std::uint64_t num_blocks_;
     const StreamOps& ops_;
-    std::uint64_t slot_bytes_ = 0;
+    std::uint64_t slot_bytes_;
     bool whole_lines_ = true;  // every fragment consists of whole cache lines, and enough of them to be streamed
 };
 

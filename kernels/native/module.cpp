@@ -7,6 +7,8 @@ NB_MODULE(_native, module) {
     kvtier::register_block_table(module);
     kvtier::register_checksum(module);
     kvtier::register_copy_plan(module);
+    kvtier::register_device_plan(module);
+    kvtier::register_driver_loops(module);
     kvtier::register_pool(module);
     kvtier::register_words(module);
 }

@@ -8,6 +8,8 @@ namespace kvtier {
 void register_block_table(nanobind::module_& module);
 void register_checksum(nanobind::module_& module);
 void register_copy_plan(nanobind::module_& module);
+void register_device_plan(nanobind::module_& module);
+void register_driver_loops(nanobind::module_& module);
 void register_pool(nanobind::module_& module);
 void register_words(nanobind::module_& module);
 

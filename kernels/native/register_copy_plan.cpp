@@ -9,6 +9,7 @@
 
 #include "arrays.hpp"
 #include "copy_plan.hpp"
+#include "planes_arg.hpp"
 #include "register.hpp"
 #include "stream_copy.hpp"
 
@@ -18,19 +19,6 @@ namespace {
 
 using NumbersArg = ArrayArg<std::uint32_t>;
 using OffsetsArg = ArrayArg<std::uint64_t>;
-
-std::vector<Plane> planes_of(OffsetsArg base_offsets, OffsetsArg block_strides, OffsetsArg fragment_bytes) {
-    const In<std::uint64_t> bases(base_offsets, "base_offsets");
-    const In<std::uint64_t> strides(block_strides, "block_strides");
-    const In<std::uint64_t> bytes(fragment_bytes, "fragment_bytes");
-    strides.require_rows(bases.rows(), "base_offsets");
-    bytes.require_rows(bases.rows(), "base_offsets");
-    std::vector<Plane> planes;
-    planes.reserve(bases.rows());
-    for (std::size_t p = 0; p < bases.rows(); ++p)
-        planes.push_back({bases.data()[p], strides.data()[p], bytes.data()[p]});
-    return planes;
-}
 
 const StreamOps& variant_of(const std::optional<std::string>& name) {
     if (!name) return *stream_variants().front();
@@ -45,7 +33,7 @@ class BufferPlan : public CopyPlan {
     BufferPlan(BufferArg mapping, OffsetsArg base_offsets, OffsetsArg block_strides, OffsetsArg fragment_bytes,
                std::uint64_t num_blocks, const std::optional<std::string>& variant)
         : BufferPlan(std::make_unique<Buffer>(mapping.object, "mapping", true),
-                     planes_of(base_offsets, block_strides, fragment_bytes), num_blocks, variant_of(variant)) {}
+                     planes_of(base_offsets, "base_offsets", block_strides, fragment_bytes), num_blocks, variant_of(variant)) {}
 
    private:
     BufferPlan(std::unique_ptr<Buffer> buffer, std::vector<Plane> planes, std::uint64_t num_blocks,
