@@ -1,0 +1,123 @@
+"""Driver calls on memory: the process's own, host memory, and memory shared by legacy handles."""
+
+from ctypes import byref, c_int32, c_size_t, c_uint64
+from dataclasses import dataclass
+
+from kvtier_kernels.cuda import abi
+from kvtier_kernels.cuda.errors import INVALID_VALUE, SUCCESS
+from kvtier_kernels.cuda.library import Library
+
+
+@dataclass(frozen=True)
+class PointerInfo:
+    """What the driver knows about an address."""
+
+    is_device: bool
+    """False for host memory, registered or unknown to the driver; the other fields are 0 then."""
+    ordinal: int = 0
+    buffer_id: int = 0
+    """Of the allocation; no two of a process ever have the same."""
+    base: int = 0
+    """Start of the allocation, or of the mapping, that the address lies in."""
+    size: int = 0
+    is_legacy_ipc_capable: bool = False
+    allowed_handle_types: int = 0
+    """HANDLE_TYPE_* bits by which a chunk can be exported."""
+
+
+class MemoryCalls:
+    """A context must be current in the calling thread. Every method raises CudaError."""
+
+    _library: Library
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of the current GPU: free, total."""
+        free, total = c_size_t(), c_size_t()
+        self._library.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def alloc(self, n: int) -> int:
+        """Allocates n bytes; the caller frees the returned address."""
+        ptr = abi.CUdeviceptr()
+        self._library.call("cuMemAlloc_v2", byref(ptr), n)
+        return ptr.value
+
+    def free(self, ptr: int) -> None:
+        """Frees what `alloc` returned, after all work on this GPU that is under way."""
+        self._library.call("cuMemFree_v2", ptr)
+
+    def pointer_info(self, ptr: int) -> PointerInfo:
+        """Of any address, host memory included."""
+        kind = c_uint64()
+        arguments = (byref(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
+        code = self._library.result("cuPointerGetAttribute", *arguments)
+        if code == INVALID_VALUE:
+            # That is the answer for memory the driver has never heard of.
+            return PointerInfo(is_device=False)
+        if code != SUCCESS:
+            raise self._library.error("cuPointerGetAttribute", code, arguments)
+        if kind.value != abi.MEMORYTYPE_DEVICE:
+            return PointerInfo(is_device=False)
+        base, size = abi.CUdeviceptr(), c_size_t()
+        self._library.call("cuMemGetAddressRange_v2", byref(base), byref(size), ptr)
+        return PointerInfo(
+            is_device=True,
+            ordinal=c_int32(self._attribute(abi.POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)).value,
+            buffer_id=self._attribute(abi.POINTER_ATTRIBUTE_BUFFER_ID, ptr),
+            base=base.value,
+            size=size.value,
+            is_legacy_ipc_capable=bool(
+                self._attribute(abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, ptr)
+            ),
+            allowed_handle_types=self._attribute(abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, ptr),
+        )
+
+    def _attribute(self, attribute: int, ptr: int) -> int:
+        # The driver writes 1, 4 or 8 bytes, whatever the attribute's type; the rest stays zero.
+        value = c_uint64()
+        self._library.call("cuPointerGetAttribute", byref(value), attribute, ptr)
+        return value.value
+
+    # ---- memory of other processes
+
+    def ipc_export(self, ptr: int) -> bytes:
+        """Handle, 64 bytes, of the whole allocation that `ptr` lies in. It names the allocation's base: ship
+        `ptr - pointer_info(ptr).base` with it. Handles of freed allocations can come again with equal bytes:
+        ship the buffer id as well. Nothing is to be released."""
+        handle = abi.CUipcMemHandle()
+        self._library.call("cuIpcGetMemHandle", byref(handle), ptr)
+        return bytes(handle)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Maps another process's allocation and returns its base. Opened again in the same context, the
+        driver counts and returns the same address. An open handle keeps the memory allocated after its
+        owner's death. Raises ValueError unless `handle` has 64 bytes."""
+        if len(handle) != abi.IPC_HANDLE_BYTES:
+            raise ValueError(f"handle has {len(handle)} bytes, must have {abi.IPC_HANDLE_BYTES}")
+        ptr = abi.CUdeviceptr()
+        by_value = abi.CUipcMemHandle.from_buffer_copy(handle)
+        self._library.call("cuIpcOpenMemHandle_v2", byref(ptr), by_value, abi.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return ptr.value
+
+    def ipc_close(self, ptr: int) -> None:
+        """Undoes one `ipc_open`. No copy on the memory may be under way; may wait long for a peer's work."""
+        self._library.call("cuIpcCloseMemHandle", ptr)
+
+    # ---- host memory
+
+    def host_register(self, address: int, n: int) -> None:
+        """Pins n bytes of host memory for direct copies, for all contexts, readable and writable by GPUs. The
+        memory must stay mapped until `host_unregister`. Copies must not span two registrations. Takes about
+        0.1 s per GB."""
+        flags = abi.MEMHOSTREGISTER_PORTABLE | abi.MEMHOSTREGISTER_DEVICEMAP
+        self._library.call("cuMemHostRegister_v2", address, n, flags)
+
+    def host_unregister(self, address: int) -> None:
+        """Undoes the `host_register` of this very address. No copy may be under way."""
+        self._library.call("cuMemHostUnregister", address)
+
+    def host_device_pointer(self, address: int) -> int:
+        """Device address of registered host memory (any address inside it)."""
+        ptr = abi.CUdeviceptr()
+        self._library.call("cuMemHostGetDevicePointer_v2", byref(ptr), address, 0)
+        return ptr.value
