@@ -14,6 +14,7 @@
 #include "block_table.hpp"
 #include "checksum.hpp"
 #include "copy_plan.hpp"
+#include "device_plan.hpp"
 #include "one_caller.hpp"
 #include "words.hpp"
 
@@ -112,6 +113,62 @@ void copies_of_disjoint_blocks() {
             });
         together(bodies);
         require(mapping == original, "blocks came back unchanged");
+    }
+}
+
+// One plan shared by threads: what each describes, carried out, is what it asked for, whatever the order of its blocks.
+void plans_of_device_copies() {
+    constexpr std::uint32_t kBlocks = 600, kThreads = 4;
+    constexpr std::uint64_t kFragment = 2048, kPlanes = 2;  // slots without room between them
+    std::vector<std::byte> device(kPlanes * kFragment * kBlocks), memory((1 + kBlocks) * kPageBytes);
+    std::mt19937 seeds(11);
+    for (std::byte& byte : device) byte = static_cast<std::byte>(seeds());
+    const auto device_address = reinterpret_cast<std::uint64_t>(device.data());
+    const auto pool_address = reinterpret_cast<std::uint64_t>(memory.data());
+    for (const bool interleaved : {false, true}) {
+        const std::uint64_t stride = interleaved ? kPlanes * kFragment : kFragment;
+        const std::uint64_t second = interleaved ? kFragment : kFragment * kBlocks;
+        const DevicePlan plan({{device_address, stride, kFragment}, {device_address + second, stride, kFragment}}, {},
+                              kBlocks);
+        std::vector<std::function<void()>> bodies;
+        for (std::uint32_t thread = 0; thread < kThreads; ++thread)
+            bodies.emplace_back([&, thread] {
+                std::mt19937 random(thread);
+                std::vector<std::uint32_t> ids(kBlocks / kThreads);
+                std::iota(ids.begin(), ids.end(), thread * kBlocks / kThreads);
+                for (int round = 0; round < 20; ++round) {
+                    if (round % 3 == 1) std::reverse(ids.begin(), ids.end());
+                    if (round % 3 == 2) std::shuffle(ids.begin(), ids.end(), random);
+                    std::vector<std::uint32_t> slots(ids);
+                    for (std::uint32_t& slot : slots) ++slot;
+                    const std::uint64_t borders[] = {kPageBytes, (kBlocks / 2 + 1) * kPageBytes};
+                    const HostSide pool{pool_address, memory.size(), borders};
+                    for (const std::uint32_t slot : slots) std::memset(&memory[slot * kPageBytes], 0, kPageBytes);
+                    if (round % 2 == 0) {
+                        for (const Fragment& copy : plan.describe(ids, pool, slots, false))
+                            std::memcpy(reinterpret_cast<void*>(copy.host), reinterpret_cast<void*>(copy.device),
+                                        copy.bytes);
+                    } else {
+                        for (const Rows& copy : plan.describe_rows(ids, pool, slots, false))
+                            for (std::uint64_t row = 0; row < copy.rows; ++row)
+                                std::memcpy(reinterpret_cast<void*>(copy.host + row * copy.host_pitch),
+                                            reinterpret_cast<void*>(copy.device + row * copy.device_pitch), copy.width);
+                    }
+                    for (std::size_t i = 0; i < ids.size(); ++i)
+                        for (std::uint64_t plane = 0; plane < kPlanes; ++plane)
+                            require(std::memcmp(&memory[slots[i] * kPageBytes + plane * kFragment],
+                                                &device[plane * second + ids[i] * stride], kFragment) == 0,
+                                    "the slot holds its block");
+                    std::vector<std::uint32_t> wrong(slots);
+                    wrong.back() = wrong.front();
+                    try {
+                        plan.describe(ids, pool, wrong, false);
+                        require(false, "slots that overlap are refused");
+                    } catch (const std::invalid_argument&) {
+                    }
+                }
+            });
+        together(bodies);
     }
 }
 
@@ -214,6 +271,7 @@ void checksums_agree() {
 int main() {
     parts_publish_data();
     copies_of_disjoint_blocks();
+    plans_of_device_copies();
     together({[] { life_of_a_table(1); }, [] { life_of_a_table(2); }});
     one_caller_at_a_time();
     checksums_agree();
