@@ -133,9 +133,9 @@ def _open(path: str) -> CDLL:
         return CDLL(path)
     except OSError as error:
         raise CudaUnavailableError(
-            "in a container let the NVIDIA container toolkit mount it, or set "
-            f"{PATH_VARIABLE} to its path"
-            f"in a container let the NVIDIA container toolkit mount it, or set {PATH_VARIABLE} to its path"
+            f"cannot load the CUDA driver library {path!r} ({error}): install the NVIDIA driver (525 or "
+            "later); in a container let the NVIDIA container toolkit mount it; "
+            f"or set {PATH_VARIABLE} to where it is"
         ) from error
 
 
@@ -143,6 +143,6 @@ def _argument_text(argument: Any) -> str:
     """Numbers as they are, addresses in hexadecimal, what only receives a result as "…"."""
     if isinstance(argument, int):
         return hex(argument) if argument >= 1 << 40 else str(argument)
-    if isinstance(argument, bytes):
-        return argument.decode("ascii", "replace")
+    if isinstance(argument, c_int):
+        return str(argument.value)
     return "…"
