@@ -15,12 +15,16 @@ import socket
 import sys
 import time
 
+import numpy as np
 from google.protobuf.message import DecodeError
+from kvtier_kernels import PoolRecords
 
 from kvtierd import logs
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import PacketError, close_fds
 from kvtierd.transfer.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
+from kvtierd.transfer.worker.cpu import CpuDevice
+from kvtierd.transfer.worker.device import Device
 from kvtierd.transfer.worker.engine import Engine, ProtocolError
 from kvtierd.transfer.worker.faults import fault_in_copy
 from kvtierd.transfer.worker.log import logger
@@ -55,9 +59,10 @@ def main() -> int:
     channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     # The pool's descriptor stays open as long as this process lives: it is the pool's lock.
     pool = mmap.mmap(arguments.pool_fd, arguments.pool_bytes)
-    engine = Engine(pool, channel, status, fault_in_copy(os.environ))
+    device = _device(arguments, pool, status)
+    engine = Engine(device, channel, status)
     engine.start()
-    populator = Populator(pool, engine.is_busy)
+    populator = Populator(pool, engine.is_busy, device)
     # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
     status.enter(StatusWord.HEARTBEAT)
     try:
@@ -89,6 +94,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=["auto", "human", "json"], default="auto")
     return parser.parse_args()
+
+
+def _device(arguments: argparse.Namespace, pool: mmap.mmap, status: StatusPage) -> Device:
+    records = PoolRecords(np.frombuffer(pool, np.uint8))
+    return CpuDevice(pool, records, fault_in_copy(os.environ))
 
 
 def _serve(engine: Engine, channel: BlockingPacketChannel, status: StatusPage) -> None:

@@ -1,23 +1,23 @@
 """The worker's own machine: messages of the front in, copies and their reports out."""
 
-import mmap
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
-from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
+from kvtier_kernels import PART_DONE, PART_FAILED
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.transfer.status import StatusPage, StatusWord
-from kvtierd.transfer.worker.copying import Copier
-from kvtierd.transfer.worker.lanes import Lanes
+from kvtierd.transfer.status import StatusPage
+from kvtierd.transfer.worker.device import Copier, Device
+from kvtierd.transfer.worker.lanes import Lanes, PartCalls
 from kvtierd.transfer.worker.log import logger
 from kvtierd.transfer.worker.parts import Part, PartEnd, PartRefusedError, PartState, read_part
 from kvtierd.transfer.worker.sessions import Session
+from kvtierd.transfer.worker.teardown import Teardown
 from kvtierd.wire import worker_pb2 as wire
 
 _log = logger(__name__)
@@ -46,28 +46,20 @@ class Engine:
     go out before its SessionReleased.
     """
 
-    def __init__(
-        self,
-        pool: mmap.mmap,
-        channel: BlockingPacketChannel,
-        status: StatusPage,
-        fault: Callable[[], None] | None,
-    ) -> None:
-        """`pool` is the whole file. ValueError if it holds no pool of our format."""
-        records = PoolRecords(np.frombuffer(pool, np.uint8))
+    def __init__(self, device: Device, channel: BlockingPacketChannel, status: StatusPage) -> None:
+        self._device = device
         self._channel = channel
         self._sessions: dict[int, Session] = {}
         self._parts: dict[int, Part] = {}
-        self._lanes = Lanes(
-            Copier(pool, records, status, StatusWord.LOAD_LANE, fault),
-            Copier(pool, records, status, StatusWord.STORE_LANE, fault),
-            self._execute,
-            self._end_unstarted,
-        )
+        self._lanes = Lanes(device, status, PartCalls(self._start, self._landed, self._end_unstarted))
         self._lock = self._lanes.lock
+        self._teardown = Teardown(device, self._unmapped)
+        self._lanes_ended = False
 
     def start(self) -> None:
+        self._device.start(self._lanes.wake)
         self._lanes.start()
+        self._teardown.start()
 
     def is_busy(self) -> bool:
         """Whether a part runs or could run; from any thread."""
@@ -76,13 +68,15 @@ class Engine:
     def handle(self, message: wire.ToWorker, fds: list[int]) -> None:
         """Does what a message says, except Stop. The descriptors stay the caller's. ProtocolError."""
         kind = message.WhichOneof("body")
-        if len(fds) != (1 if kind in ("map_words", "map_memory") else 0):
+        if len(fds) != _descriptors(message, kind):
             raise ProtocolError(f"a {kind} message with {len(fds)} descriptors")
         match kind:
             case "map_words":
                 self._map_words(message.map_words, fds[0])
             case "map_memory":
-                self._map_memory(message.map_memory, fds[0])
+                self._map_memory(message.map_memory, fds)
+            case "add_chunks":
+                self._add_chunks(message.add_chunks, fds)
             case "post_part":
                 self._post_part(message.post_part)
             case "revoke_part":
@@ -101,8 +95,16 @@ class Engine:
             self._end_unstarted(part)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the lanes to end after `stop`; False if they have not."""
-        return self._lanes.join(timeout_s)
+        """Waits after `stop` until every part that had started has been reported; False if not all have.
+
+        The sessions stay mapped: the end of the process unmaps them.
+        """
+        if not self._lanes.join(timeout_s):
+            return False
+        if not self._lanes_ended:
+            self._lanes_ended = True
+            self._device.stop()
+        return self._device.join(timeout_s)
 
     def _map_words(self, message: wire.MapWords, fd: int) -> None:
         self._map(
@@ -111,51 +113,67 @@ class Engine:
             lambda session: session.map_words(fd, message.doorbells, message.parts),
         )
 
-    def _map_memory(self, message: wire.MapMemory, fd: int) -> None:
-        self._map(message.request, message.session, lambda session: session.map_memory(fd, message))
+    def _map_memory(self, message: wire.MapMemory, fds: Sequence[int]) -> None:
+        self._map(
+            message.request, message.session, lambda session: session.map_memory(self._device, fds, message)
+        )
+
+    def _add_chunks(self, message: wire.AddChunks, fds: Sequence[int]) -> None:
+        self._map(
+            message.request,
+            message.session,
+            lambda session: session.add_chunks(self._device, fds, message.bytes),
+        )
 
     def _map(self, request: int, number: int, mapper: Callable[[Session], None]) -> None:
-        with self._lock:
-            session = self._sessions.get(number) or Session(number)
-            try:
-                if session.releases:
-                    raise Refusal(
-                        Reason.ALREADY_REGISTERED,
-                        "this session is being released; map again when that is done",
-                        field="session",
-                        value=number,
-                    )
-                if number not in self._sessions and len(self._sessions) >= SESSIONS_MAX:
-                    raise Refusal(
-                        Reason.QUEUE_FULL,
-                        f"a copy worker serves at most {SESSIONS_MAX} sessions",
-                        field="session",
-                        value=number,
-                    )
-                # Every mapping holds a descriptor.
-                fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                if len(os.listdir("/proc/self/fd")) > fds_max - FDS_SPARE:
-                    raise Refusal(
-                        Reason.QUEUE_FULL,
-                        f"the copy worker has mapped as much as {fds_max} descriptors allow: "
-                        "raise the daemon's limit of open files",
-                        field="session",
-                        value=number,
-                    )
-                mapper(session)
-            except Refusal as refusal:
-                refused = wire.MapRefused(
-                    request=request,
-                    reason=int(refusal.reason),
-                    field=refusal.field,
-                    value=refusal.value,
-                    message=refusal.message,
-                )
-                answer = wire.ToFront(map_refused=refused)
-            else:
+        try:
+            session = self._session_to_map(number)
+            # Without the lock: it may take a while. Only this thread maps, and makes or releases sessions.
+            mapper(session)
+        except Refusal as refusal:
+            refused = wire.MapRefused(
+                request=request,
+                reason=int(refusal.reason),
+                field=refusal.field,
+                value=refusal.value,
+                message=refusal.message,
+            )
+            answer = wire.ToFront(map_refused=refused)
+        else:
+            with self._lock:
                 self._sessions[number] = session
-                answer = wire.ToFront(mapped=wire.Mapped(request=request))
+            answer = wire.ToFront(mapped=wire.Mapped(request=request))
         self._send(answer)
+
+    def _session_to_map(self, number: int) -> Session:
+        with self._lock:
+            session = self._sessions.get(number)
+            sessions = len(self._sessions)
+        if session is not None and session.releases:
+            raise Refusal(
+                Reason.ALREADY_REGISTERED,
+                "this session is being released; map again when that is done",
+                field="session",
+                value=number,
+            )
+        if session is None and sessions >= SESSIONS_MAX:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"a copy worker serves at most {SESSIONS_MAX} sessions",
+                field="session",
+                value=number,
+            )
+        # Every mapping holds a descriptor.
+        fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(os.listdir("/proc/self/fd")) > fds_max - FDS_SPARE:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the copy worker has mapped as much as {fds_max} descriptors allow: "
+                "raise the daemon's limit of open files",
+                field="session",
+                value=number,
+            )
+        return session or Session(number)
 
     def _post_part(self, message: wire.PostPart) -> None:
         with self._lock:
@@ -204,23 +222,18 @@ class Engine:
             self._end_unstarted(part)
         self._unmap_if_fenced(session)
 
-    def _execute(self, part: Part, copier: Copier, before_chunk: Callable[[], bool]) -> None:
-        """Runs a part from its start to its report, in its lane's thread."""
-        if not part.session.try_start(part):
-            self._end_unstarted(part)
-            return
-        try:
-            end = copier.copy(part, before_chunk)
-        except Exception as error:
-            _log.error("a part failed", part=part.number, exc_info=error)
-            end = PartEnd(wire.FAILED, f"{type(error).__name__}: {error}")
+    def _start(self, part: Part) -> bool:
+        return part.session.try_start(part)
+
+    def _landed(self, copier: Copier, part: Part, end: PartEnd) -> None:
+        """Writes the word of a started part of which nothing flies; its report follows when it is settled."""
         if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
             if part.is_load:
                 end = replace(end, message=_OVERWRITTEN)
             else:
                 # Its client took the blocks back: some of what was read may be from after that.
                 end = PartEnd(wire.REVOKED, _WITHDRAWN, copy_ns=end.copy_ns)
-        self._over(part, end)
+        copier.settle(part, end, partial(self._over, part))
 
     def _end_unstarted(self, part: Part) -> None:
         """Ends a part that is in no queue and was never started."""
@@ -241,12 +254,14 @@ class Engine:
         self._unmap_if_fenced(part.session)
 
     def _unmap_if_fenced(self, session: Session) -> None:
-        """Unmaps a session that is being released, if nothing of it can still run. Then says so."""
+        """Has a session that is being released unmapped, if nothing of it can still run."""
         with self._lock:
             if not session.releases or session.unfinished or session.is_fenced:
                 return
             session.fence()
-        session.unmap()
+        self._teardown.add(session)
+
+    def _unmapped(self, session: Session) -> None:
         with self._lock:
             del self._sessions[session.number]
             answers = session.releases
@@ -278,3 +293,16 @@ class Engine:
         except ChannelEndedError:
             # The front is gone; the main thread learns it from the channel's end. The words say the rest.
             pass
+
+
+def _descriptors(message: wire.ToWorker, kind: str | None) -> int:
+    """How many a message comes with."""
+    match kind:
+        case "map_words":
+            return 1
+        case "map_memory":
+            return 0 if message.map_memory.ranges else 1
+        case "add_chunks":
+            return len(message.add_chunks.bytes)
+        case _:
+            return 0

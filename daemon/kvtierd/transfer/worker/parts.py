@@ -13,8 +13,7 @@ from kvtier_kernels import TICKET_MAX
 from kvtierd.wire import worker_pb2 as wire
 
 if TYPE_CHECKING:
-    from kvtier_kernels import CopyPlan
-
+    from kvtierd.transfer.worker.device import Plan
     from kvtierd.transfer.worker.sessions import Session
 
 
@@ -38,7 +37,7 @@ class Part:
     number: int
     is_load: bool
     session: Session
-    plan: CopyPlan | None
+    plan: Plan | None
     """None for a part without blocks, and once the part is over: a session's memory can only be unmapped
     then."""
     ticket: int
@@ -55,13 +54,47 @@ class Part:
     verify: npt.NDArray[np.bool_] | None
     state: PartState = PartState.QUEUED
     abandoned: bool = False
-    """Set while it runs: end it at the next chunk, as failed."""
-    arrival: int = 0
-    """Its place in its lane's order of arrival."""
+    """Set while it runs: no chunk of it is submitted any more, and it ends as failed."""
+    run: Run | None = None
+    """From its start on."""
 
     @property
     def slot_bytes(self) -> int:
         return 0 if self.plan is None else self.plan.slot_bytes
+
+
+@dataclass(slots=True)
+class Run:
+    """How far a started part is. Its lane's thread's own."""
+
+    good: npt.NDArray[np.bool_]
+    """By block: it has landed and passed its checks."""
+    submitted: int = 0
+    """Blocks of the chunks submitted so far."""
+    flying: int = 0
+    """Chunks submitted and not landed."""
+    error: str = ""
+    """Why no chunk is submitted any more."""
+    copy_ns: int = 0
+
+    def end(self, part: Part) -> PartEnd:
+        """How the part ended, once nothing of it flies."""
+        if self.error:
+            return PartEnd(wire.FAILED, self.error, copy_ns=self.copy_ns)
+        if self.submitted < len(self.good):
+            return PartEnd(wire.FAILED, "its session was released while it ran", copy_ns=self.copy_ns)
+        copied_bytes = int(np.count_nonzero(self.good)) * part.slot_bytes
+        if self.good.all():
+            return PartEnd(wire.DONE, copied_bytes=copied_bytes, copy_ns=self.copy_ns)
+        failed = np.flatnonzero(~self.good).astype(np.uint32)
+        return PartEnd(
+            wire.FAILED,
+            f"{len(failed)} of {len(self.good)} slots failed the check of their record or their data",
+            failed,
+            corrupt=part.is_load,
+            copied_bytes=copied_bytes,
+            copy_ns=self.copy_ns,
+        )
 
 
 @dataclass(frozen=True, slots=True)

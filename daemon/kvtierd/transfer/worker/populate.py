@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from kvtier_kernels import populate
 
+from kvtierd.transfer.worker.device import Device
 from kvtierd.transfer.worker.log import logger
 
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -23,15 +24,18 @@ _log = logger(__name__)
 
 
 class Populator:
-    """A thread that maps the whole pool, from its start, while the lanes have nothing to do.
+    """A thread that maps the pool, from its start, while the lanes have nothing to do, and has the device
+    make ready what has been mapped.
 
     It changes no byte. What it has not reached, or cannot map, is mapped when a copy touches it.
     """
 
-    def __init__(self, pool: mmap.mmap, is_busy: Callable[[], bool]) -> None:
-        """`is_busy()` is asked before each chunk, from the thread."""
+    def __init__(self, pool: mmap.mmap, is_busy: Callable[[], bool], device: Device | None = None) -> None:
+        """`is_busy()` is asked before each chunk, from the thread. Without a device, the whole pool is
+        mapped."""
         self._pool = pool
         self._is_busy = is_busy
+        self._device = device
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="populate", daemon=True)
 
@@ -50,14 +54,30 @@ class Populator:
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        if self._device is None:
+            self._map(0, len(self._pool))
+            return
+        self._device.enter_thread()
+        for offset, length in self._device.pool_areas():
+            if not self._map(offset, length) or not self._turn():
+                return
+            self._device.pool_area_mapped((offset, length))
+
+    def _map(self, area_offset: int, area_bytes: int) -> bool:
+        """False if it was stopped."""
         pool = np.frombuffer(self._pool, np.uint8)
         try:
-            for offset in range(0, len(pool), CHUNK_BYTES):
-                while self._is_busy() and not self._stopped.wait(YIELD_S):
-                    pass
-                if self._stopped.is_set():
-                    return
-                populate(pool, offset, min(CHUNK_BYTES, len(pool) - offset))
+            for offset in range(area_offset, area_offset + area_bytes, CHUNK_BYTES):
+                if not self._turn():
+                    return False
+                populate(pool, offset, min(CHUNK_BYTES, area_offset + area_bytes - offset))
         except OSError as error:
             # A kernel before 5.14, no memory for page tables, or a hole in the file and no room for it.
             _log.info("the pool's pages are mapped as they are touched", why=str(error))
+        return True
+
+    def _turn(self) -> bool:
+        """Waits until the lanes have nothing to do; False if it was stopped."""
+        while self._is_busy() and not self._stopped.wait(YIELD_S):
+            pass
+        return not self._stopped.is_set()

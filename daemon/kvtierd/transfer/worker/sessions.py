@@ -1,16 +1,14 @@
 """What a worker has mapped of each session: the shared words, and the engine's memory."""
 
-import fcntl
-import gc
 import mmap
-import os
-import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, CopyPlan, SharedWords
+from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, SharedWords
 
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.transfer.worker.device import Chunk, Device, Memory, Plan
+from kvtierd.transfer.worker.memfds import map_memfd, unmap
 from kvtierd.transfer.worker.parts import Part
 from kvtierd.wire import worker_pb2 as wire
 
@@ -23,10 +21,16 @@ WORDS_MAX = 1 << 20
 REGISTRATIONS_MAX = 16
 """Of one session."""
 
+CHUNKS_MAX = 65_536
+"""Of one session that are not registered yet: more than 1 TiB of torch's expandable segments."""
+
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Everything that is mapped for one session, and its unfinished parts. Guarded by the engine's lock.
+    """Everything that is mapped for one session, and its unfinished parts.
+
+    The main thread maps; the thread that unmaps comes when nothing else uses the session. Between them the
+    engine's lock guards what both lanes use.
 
     The words are memory that a client can write whatever it likes to: every use of them here says what then
     happens.
@@ -37,10 +41,13 @@ class Session:
     parts: int = 0
     """Number of part words."""
     words: SharedWords | None = None
-    plans: dict[tuple[int, int], CopyPlan] = field(default_factory=dict)
+    words_mapping: mmap.mmap | None = None
+    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
     """By registration and group."""
-    registrations: set[int] = field(default_factory=set)
-    mappings: list[mmap.mmap] = field(default_factory=list)
+    memories: dict[int, Memory] = field(default_factory=dict)
+    """By registration."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """Added, and not used up by a registration yet."""
     unfinished: set[Part] = field(default_factory=set)
     releases: int = 0
     """Times its release was asked for; from the first on it takes no more."""
@@ -113,40 +120,65 @@ class Session:
                 field="words",
                 value=doorbells + parts,
             )
-        mapping = _map(fd, 8 * (doorbells + parts))
-        self.mappings.append(mapping)
+        mapping = map_memfd(fd, 8 * (doorbells + parts))
+        self.words_mapping = mapping
         self.words = SharedWords(mapping, doorbells + parts)
         self.doorbells = doorbells
         self.parts = parts
 
-    def map_memory(self, fd: int, message: wire.MapMemory) -> None:
-        """Maps a rank's memory. Refusal, and nothing changed, if it is not what the message says."""
-        if message.registration in self.registrations:
+    def add_chunks(self, device: Device, fds: Sequence[int], sizes: Sequence[int]) -> None:
+        """Imports chunks for the next registration. Refusal, and nothing changed, if one cannot be. The
+        descriptors stay the caller's."""
+        if len(self.chunks) + len(fds) > CHUNKS_MAX:
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                f"a session adds at most {CHUNKS_MAX} chunks before it registers them",
+                field="chunks",
+                value=len(self.chunks) + len(fds),
+            )
+        added: list[Chunk] = []
+        try:
+            for fd, size_bytes in zip(fds, sizes, strict=True):
+                added.append(device.import_chunk(fd, size_bytes))
+        except BaseException:
+            for chunk in added:
+                chunk.release()
+            raise
+        self.chunks += added
+
+    def map_memory(self, device: Device, fds: Sequence[int], message: wire.MapMemory) -> None:
+        """Maps a rank's memory. Refusal, and nothing changed, if it is not what the message says.
+
+        Without the engine's lock: much memory takes a while.
+        """
+        if message.registration in self.memories:
             raise Refusal(
                 Reason.ALREADY_REGISTERED,
                 "this registration is mapped already",
                 field="registration",
                 value=message.registration,
             )
-        if len(self.registrations) >= REGISTRATIONS_MAX:
+        if len(self.memories) >= REGISTRATIONS_MAX:
             raise Refusal(
                 Reason.ALREADY_REGISTERED,
                 f"a session has at most {REGISTRATIONS_MAX} registrations",
                 field="registration",
                 value=message.registration,
             )
-        mapping = _map(fd, message.mapping_bytes)
-        plans = {}
+        memory, chunks_used = device.map_memory(message, fds, self.chunks)
+        plans: dict[tuple[int, int], Plan] = {}
         try:
             for group in message.groups:
-                plans[message.registration, group.group] = _plan(mapping, message.mapping_bytes, group)
+                plans[message.registration, group.group] = memory.plan(group)
         except BaseException:
             plans.clear()
-            _unmap(mapping)
+            memory.unmap()
             raise
+        used, self.chunks = self.chunks[:chunks_used], self.chunks[chunks_used:]
+        for chunk in used:
+            chunk.release()
+        self.memories[message.registration] = memory
         self.plans.update(plans)
-        self.mappings.append(mapping)
-        self.registrations.add(message.registration)
 
     def fence(self) -> None:
         """Drops what uses the mappings; no part may be left."""
@@ -157,73 +189,12 @@ class Session:
     def unmap(self) -> None:
         """Unmaps everything, after `fence`. Without the engine's lock: much memory takes a while.
 
-        RuntimeError if something still holds a mapping: then only the end of the process helps.
+        Raises if something cannot be let go of: then only the end of the process helps.
         """
-        while self.mappings:
-            _unmap(self.mappings.pop())
-
-
-def _map(fd: int, length: int) -> mmap.mmap:
-    """Maps the first `length` bytes of a memfd that cannot shrink; a truncated one would be the worker's
-    death."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        status = os.fstat(fd)
-    except OSError as error:
-        raise Refusal(
-            Reason.MAPPING_INVALID, f"the descriptor is no memfd: {error}", field="descriptor", value=fd
-        ) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise Refusal(Reason.MAPPING_INVALID, "the descriptor is no memfd", field="descriptor", value=fd)
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise Refusal(
-            Reason.MAPPING_NOT_SEALED,
-            "seal the memfd with F_SEAL_SHRINK before it is registered",
-            field="seals",
-            value=hex(seals),
-        )
-    if not 0 < length <= status.st_size:
-        raise Refusal(
-            Reason.MAPPING_INVALID,
-            f"the memfd has {status.st_size} bytes",
-            field="mapping_bytes",
-            value=length,
-        )
-    # Whole pages of the file: munmap takes no part of a huge page.
-    whole = min(-(-length // status.st_blksize) * status.st_blksize, status.st_size)
-    try:
-        return mmap.mmap(fd, whole)
-    except (OSError, ValueError, OverflowError) as error:
-        raise Refusal(
-            Reason.MAPPING_INVALID,
-            f"the memfd cannot be mapped: {error}",
-            field="mapping_bytes",
-            value=length,
-        ) from None
-
-
-def _plan(mapping: mmap.mmap, mapping_bytes: int, group: wire.MappedGroup) -> CopyPlan:
-    try:
-        return CopyPlan(
-            memoryview(mapping)[:mapping_bytes],
-            np.array(group.base_offsets, np.uint64),
-            np.array(group.block_strides, np.uint64),
-            np.array(group.fragment_bytes, np.uint64),
-            group.num_blocks,
-        )
-    except (ValueError, OverflowError) as error:
-        raise Refusal(
-            Reason.PLANE_BEYOND_MAPPING, str(error), field=f"groups[{group.group}]", value=group.num_blocks
-        ) from None
-
-
-def _unmap(mapping: mmap.mmap) -> None:
-    try:
-        mapping.close()
-    except BufferError:
-        # Something in a reference cycle, an exception's traceback for one, still holds a view.
-        gc.collect()
-        try:
-            mapping.close()
-        except BufferError as error:
-            raise RuntimeError(f"a session's mapping is still in use: {error}") from error
+        while self.memories:
+            self.memories.popitem()[1].unmap()
+        while self.chunks:
+            self.chunks.pop().release()
+        if self.words_mapping is not None:
+            unmap(self.words_mapping)
+            self.words_mapping = None
