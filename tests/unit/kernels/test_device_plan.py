@@ -269,6 +269,13 @@ def test_blocks_across_layers_in_neighbouring_slots_are_one_copy_in_any_order() 
         assert case.rows() == [[Run(0, PAGE_BYTES, 2000 * PAGE_BYTES)]]
 
 
+def test_slots_that_come_twice_continue_in_the_block_that_follows() -> None:
+    case = layers_apart(16, u32(1, 1, 2, 2), u32(8, 0, 1, 9), layers=1, size=PAGE_BYTES)
+    case.to_device = True
+    expected = {Run(0, PAGE_BYTES, 2 * PAGE_BYTES), Run(8 * PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES)}
+    assert set(case.runs()) == expected
+
+
 def test_layers_apart_are_one_copy_for_each_block_with_the_layers_as_rows() -> None:
     scattered = layers_apart(64, u32(9, 4, 1), u32(7, 50, 20))
     assert len(scattered.runs()) == 12
