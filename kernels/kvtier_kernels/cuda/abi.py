@@ -138,7 +138,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemAlloc_v2": (_OUT_PTR, c_size_t),
     "cuMemFree_v2": (CUdeviceptr,),
     "cuMemGetAddressRange_v2": (_OUT_PTR, _OUT_SIZE, CUdeviceptr),
-    "cuPointerGetAttribute": (c_void_p, c_int, CUdeviceptr),
+    "cuPointerGetAttributes": (c_uint, POINTER(c_int), POINTER(c_void_p), CUdeviceptr),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (_OUT_PTR, c_void_p, c_uint),

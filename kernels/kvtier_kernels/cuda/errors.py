@@ -3,8 +3,6 @@
 from typing import Final
 
 SUCCESS: Final = 0
-INVALID_VALUE: Final = 1
-OUT_OF_MEMORY: Final = 2
 NOT_READY: Final = 600
 
 STICKY_CODES: Final = frozenset(

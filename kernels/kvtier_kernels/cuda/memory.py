@@ -1,10 +1,10 @@
 """Driver calls on memory: the process's own, host memory, and memory shared by legacy handles."""
 
-from ctypes import byref, c_int32, c_size_t, c_uint64
+from ctypes import addressof, byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier_kernels.cuda import abi
-from kvtier_kernels.cuda.errors import INVALID_VALUE, SUCCESS
 from kvtier_kernels.cuda.library import Library
 
 
@@ -23,6 +23,15 @@ class PointerInfo:
     is_legacy_ipc_capable: bool = False
     allowed_handle_types: int = 0
     """HANDLE_TYPE_* bits by which a chunk can be exported."""
+
+
+_ATTRIBUTES: Final = (
+    abi.POINTER_ATTRIBUTE_MEMORY_TYPE,
+    abi.POINTER_ATTRIBUTE_BUFFER_ID,
+    abi.POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+    abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES,
+)
 
 
 class MemoryCalls:
@@ -48,35 +57,20 @@ class MemoryCalls:
 
     def pointer_info(self, ptr: int) -> PointerInfo:
         """Of any address, host memory included."""
-        kind = c_uint64()
-        arguments = (byref(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
-        code = self._library.result("cuPointerGetAttribute", *arguments)
-        if code == INVALID_VALUE:
-            # That is the answer for memory the driver has never heard of.
-            return PointerInfo(is_device=False)
-        if code != SUCCESS:
-            raise self._library.error("cuPointerGetAttribute", code, arguments)
-        if kind.value != abi.MEMORYTYPE_DEVICE:
+        values = _attributes(self._library, ptr)
+        if values[abi.POINTER_ATTRIBUTE_MEMORY_TYPE] != abi.MEMORYTYPE_DEVICE:
             return PointerInfo(is_device=False)
         base, size = abi.CUdeviceptr(), c_size_t()
         self._library.call("cuMemGetAddressRange_v2", byref(base), byref(size), ptr)
         return PointerInfo(
             is_device=True,
-            ordinal=c_int32(self._attribute(abi.POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)).value,
-            buffer_id=self._attribute(abi.POINTER_ATTRIBUTE_BUFFER_ID, ptr),
+            ordinal=values[abi.POINTER_ATTRIBUTE_DEVICE_ORDINAL],
+            buffer_id=values[abi.POINTER_ATTRIBUTE_BUFFER_ID],
             base=base.value,
             size=size.value,
-            is_legacy_ipc_capable=bool(
-                self._attribute(abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, ptr)
-            ),
-            allowed_handle_types=self._attribute(abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, ptr),
+            is_legacy_ipc_capable=bool(values[abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE]),
+            allowed_handle_types=values[abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES],
         )
-
-    def _attribute(self, attribute: int, ptr: int) -> int:
-        # The driver writes 1, 4 or 8 bytes, whatever the attribute's type; the rest stays zero.
-        value = c_uint64()
-        self._library.call("cuPointerGetAttribute", byref(value), attribute, ptr)
-        return value.value
 
     # ---- memory of other processes
 
@@ -121,3 +115,13 @@ class MemoryCalls:
         ptr = abi.CUdeviceptr()
         self._library.call("cuMemHostGetDevicePointer_v2", byref(ptr), address, 0)
         return ptr.value
+
+
+def _attributes(library: Library, ptr: int) -> dict[int, int]:
+    """_ATTRIBUTES of an address; all 0 for memory that the driver does not know."""
+    n = len(_ATTRIBUTES)
+    # The driver writes 1, 4 or 8 bytes, as the attribute's type is; the rest stays 0.
+    values = (c_uint64 * n)()
+    targets = (c_void_p * n)(*(addressof(values) + 8 * i for i in range(n)))
+    library.call("cuPointerGetAttributes", n, (c_int * n)(*_ATTRIBUTES), targets, ptr)
+    return dict(zip(_ATTRIBUTES, values, strict=True))
