@@ -5,6 +5,7 @@ has, and exits with status 0. It then still holds the pool's lock until the last
 """
 
 import argparse
+import contextlib
 import faulthandler
 import logging
 import mmap
@@ -20,11 +21,12 @@ from google.protobuf.message import DecodeError
 from kvtier_kernels import PoolRecords
 
 from kvtierd import logs
+from kvtierd.core.errors import Refusal
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import PacketError, close_fds
 from kvtierd.transfer.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.transfer.worker.cpu import CpuDevice
-from kvtierd.transfer.worker.device import Device
+from kvtierd.transfer.worker.device import Device, DeviceUnusableError
 from kvtierd.transfer.worker.engine import Engine, ProtocolError
 from kvtierd.transfer.worker.faults import fault_in_copy
 from kvtierd.transfer.worker.log import logger
@@ -59,7 +61,13 @@ def main() -> int:
     channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     # The pool's descriptor stays open as long as this process lives: it is the pool's lock.
     pool = mmap.mmap(arguments.pool_fd, arguments.pool_bytes)
-    device = _device(arguments, pool, status)
+    try:
+        device = _device(arguments, pool, status)
+    except DeviceUnusableError as error:
+        _log.error("the device cannot be served", device=arguments.device, why=str(error.refusal))
+        with contextlib.suppress(ChannelEndedError):
+            channel.send(_unusable(error.refusal))
+        return 0
     engine = Engine(device, channel, status)
     engine.start()
     populator = Populator(pool, engine.is_busy, device)
@@ -89,16 +97,35 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pool-bytes", type=int, required=True)
     parser.add_argument("--channel-fd", type=int, required=True, help="a SOCK_SEQPACKET socket to the front")
     parser.add_argument("--status-fd", type=int, required=True, help="a memfd of one page")
-    parser.add_argument("--device", choices=["cpu"], required=True)
+    parser.add_argument("--device", required=True, help='"cpu", or "GPU-" and a UUID')
     parser.add_argument("--copy-deadline-s", type=float, required=True)
+    parser.add_argument(
+        "--copy-method", choices=["auto", "batch", "loop", "rows"], default="auto", help="of a GPU"
+    )
+    parser.add_argument("--seal-threads", type=int, default=2, help="of a GPU")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", choices=["auto", "human", "json"], default="auto")
     return parser.parse_args()
 
 
 def _device(arguments: argparse.Namespace, pool: mmap.mmap, status: StatusPage) -> Device:
+    """The device, ready. DeviceUnusableError."""
     records = PoolRecords(np.frombuffer(pool, np.uint8))
-    return CpuDevice(pool, records, fault_in_copy(os.environ))
+    fault = fault_in_copy(os.environ)
+    if arguments.device == "cpu":
+        return CpuDevice(pool, records, fault)
+    # Only here: a worker for the CPU needs no driver, and imports none of this.
+    from kvtierd.transfer.worker.gpu.device import GpuDevice, GpuOptions
+
+    options = GpuOptions(arguments.copy_method, arguments.seal_threads, arguments.copy_deadline_s)
+    return GpuDevice(arguments.device, pool, arguments.pool_fd, records, status, options, fault)
+
+
+def _unusable(refusal: Refusal) -> bytes:
+    unusable = wire.Unusable(
+        reason=int(refusal.reason), field=refusal.field, value=refusal.value, message=refusal.message[:4_000]
+    )
+    return wire.ToFront(unusable=unusable).SerializeToString()
 
 
 def _serve(engine: Engine, channel: BlockingPacketChannel, status: StatusPage) -> None:

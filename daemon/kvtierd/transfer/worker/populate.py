@@ -36,6 +36,7 @@ class Populator:
         self._pool = pool
         self._is_busy = is_busy
         self._device = device
+        self._can_map = True
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="populate", daemon=True)
 
@@ -73,7 +74,9 @@ class Populator:
                 populate(pool, offset, min(CHUNK_BYTES, area_offset + area_bytes - offset))
         except OSError as error:
             # A kernel before 5.14, no memory for page tables, or a hole in the file and no room for it.
-            _log.info("the pool's pages are mapped as they are touched", why=str(error))
+            if self._can_map:
+                _log.info("the pool's pages are mapped as they are touched", why=str(error))
+            self._can_map = False
         return True
 
     def _turn(self) -> bool:

@@ -1,0 +1,175 @@
+"""The pool's registration with the driver, area by area, so that the GPU's copy engines can reach it."""
+
+import errno
+import fcntl
+import mmap
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PAGE_BYTES, PoolRecords, populate
+from kvtier_kernels.cuda import CudaError, Driver
+
+from kvtierd.core.ids import Slots
+from kvtierd.memory.pool_file import HEADER_AREA_BYTES
+from kvtierd.transfer.status import StatusPage
+from kvtierd.transfer.worker.device import Area
+from kvtierd.transfer.worker.gpu import numa
+from kvtierd.transfer.worker.gpu.fatal import context_guard
+from kvtierd.transfer.worker.log import logger
+
+_log = logger(__name__)
+
+AREA_BYTES = 256 << 20
+"""Registered at one go, or one extent if that is more. A lane that needs an area first waits for it, about
+25 ms at 0.1 s per GB, and so do the workers of other GPUs, for the driver's locks."""
+
+POPULATE_BYTES = 16 << 20
+
+SAMPLES = 4
+"""Pages of an area that are asked where they lie."""
+
+LOCK_POLL_S = 0.002
+
+
+class NotRegisteredError(Exception):
+    """A part of the pool that the GPU cannot reach."""
+
+
+class PoolRegistration:
+    """Which areas of the pool are registered. Any thread may have one registered.
+
+    Areas are runs of whole extents, so that no slot lies in two; copies must not cross `borders`. Nothing is
+    ever unregistered: the end of the process does that.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        pool: mmap.mmap,
+        pool_fd: int,
+        records: PoolRecords,
+        status: StatusPage,
+        lock_deadline_s: float,
+        area_bytes: int = AREA_BYTES,
+    ) -> None:
+        """`pool_fd` is the pool's file, open for writing as long as this object lives; a record lock on it
+        keeps workers from registering at the same time, which some drivers do not survive."""
+        self._driver = driver
+        self._pool = np.frombuffer(pool, np.uint8)
+        self._pool_fd = pool_fd
+        self._status = status
+        self._lock_deadline_s = lock_deadline_s
+        extents_bytes = records.extents * records.extent_bytes
+        self._first = HEADER_AREA_BYTES
+        self._area_bytes = max(1, area_bytes // records.extent_bytes) * records.extent_bytes
+        self.areas: list[Area] = [
+            (offset, min(self._area_bytes, self._first + extents_bytes - offset))
+            for offset in range(self._first, self._first + extents_bytes, self._area_bytes)
+        ]
+        self.borders = np.array([offset for offset, _ in self.areas], np.uint64)
+        self._registered = np.zeros(len(self.areas), np.bool_)
+        self._registered_bytes = 0
+        self._registering = threading.Lock()
+        self._why = ""
+
+    @property
+    def address(self) -> int:
+        """Where the pool is mapped."""
+        return self._pool.ctypes.data
+
+    @property
+    def pool_bytes(self) -> int:
+        return len(self._pool)
+
+    def ensure(self, slots: Slots) -> None:
+        """Has what is missing of these slots' areas registered, which takes a while. What fails shows in
+        `require`; slots that the pool has not are none of its business."""
+        for index in np.unique(self._areas_of(slots)).tolist():
+            if 0 <= index < len(self.areas) and not self._registered[index]:
+                try:
+                    self._populate(index)
+                    self._register(index)
+                except (CudaError, NotRegisteredError, OSError) as error:
+                    self._why = str(error)
+                    _log.error("a part of the pool cannot be registered", area=index, error=str(error))
+
+    def require(self, slots: Slots) -> None:
+        """NotRegisteredError unless all these slots' areas are registered."""
+        if not self._registered[self._areas_of(slots)].all():
+            raise NotRegisteredError(f"the pool could not be registered with the GPU: {self._why}")
+
+    def is_registered(self, area: Area) -> bool:
+        return bool(self._registered[self._index(area)])
+
+    def register(self, area: Area) -> None:
+        """Registers an area whose pages are mapped, if it is not. CudaError or NotRegisteredError."""
+        self._register(self._index(area))
+
+    def _areas_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+        return (slots.astype(np.int64) * PAGE_BYTES - self._first) // self._area_bytes
+
+    def _index(self, area: Area) -> int:
+        return (area[0] - self._first) // self._area_bytes
+
+    def _populate(self, index: int) -> None:
+        offset, length = self.areas[index]
+        for start in range(offset, offset + length, POPULATE_BYTES):
+            populate(self._pool, start, min(POPULATE_BYTES, offset + length - start))
+
+    def _register(self, index: int) -> None:
+        deadline_s = time.monotonic() + self._lock_deadline_s
+        if not self._registering.acquire(timeout=self._lock_deadline_s):
+            raise NotRegisteredError(f"another thread has been registering for {self._lock_deadline_s} s")
+        try:
+            if self._registered[index]:
+                return
+            offset, length = self.areas[index]
+            with self._alone(deadline_s), context_guard():
+                self._driver.host_register(self.address + offset, length)
+            self._registered[index] = True
+            self._registered_bytes += length
+            self._status.set_registered_bytes(self._registered_bytes)
+        finally:
+            self._registering.release()
+
+    @contextmanager
+    def _alone(self, deadline_s: float) -> Iterator[None]:
+        """Keeps the other GPUs' workers from registering. A record lock belongs to the process, so one of its
+        threads at a time; and it is no flock, which on this file is the pool's own lock."""
+        while True:
+            try:
+                fcntl.lockf(self._pool_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                if time.monotonic() >= deadline_s:
+                    raise NotRegisteredError(
+                        f"another GPU's worker has been registering for {self._lock_deadline_s} s"
+                    ) from None
+            time.sleep(LOCK_POLL_S)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._pool_fd, fcntl.LOCK_UN)
+
+    def nearest_first(self, node: int | None) -> Iterable[Area]:
+        """The areas that are not registered when their turn comes, those on a memory node first."""
+        order = list(range(len(self.areas)))
+        if node is not None and len(numa.nodes()) > 1:
+            order.sort(key=lambda index: self._node_of(index) != node)
+        return (self.areas[index] for index in order if not self._registered[index])
+
+    def _node_of(self, index: int) -> int | None:
+        """The node on which most of an area's pages seem to lie."""
+        offset, length = self.areas[index]
+        places = range(offset, offset + length, max(PAGE_BYTES, length // SAMPLES))
+        for place in places:
+            # A page is on no node, as far as this process is concerned, before it has touched it.
+            int(self._pool[place])
+        found = [node for node in numa.nodes_of_pages([self.address + p for p in places]) if node is not None]
+        return max(set(found), key=found.count) if found else None
