@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_cuda import fake_cuda as fake_cuda
+from tests.support.fake_cuda import make_fake_cuda as make_fake_cuda
 from tests.support.leaks import SHM, SHM_PREFIX, LeakCheck
 
 # Set by `make test`: there a missing engine is a failure, because a skipped proof is no proof.
