@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from kvtierd import settings as s
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.settings import ConfigError, Doc, Given
+from kvtierd.transfer.handles import SupervisorLimits, WorkerOptions
 
 DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
 SOCKET_PATH_BYTES_MAX = 107
@@ -23,6 +24,8 @@ SOCKET_PATH_BYTES_MAX = 107
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
 
 _CORE = CoreLimits()
+_SUPERVISOR = SupervisorLimits()
+_WORKERS = WorkerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,31 @@ class WorkersConfig:
             "A copy worker stuck in one copy for this long is killed and started again.", s.seconds, "SECONDS"
         ),
     ] = 10.0
+    gpu_copy_method: Annotated[
+        str,
+        Doc(
+            "How GPUs' workers copy: auto (what the driver does best), batch, loop, or rows (2D copies).",
+            s.choice("auto", "batch", "loop", "rows"),
+            "METHOD",
+        ),
+    ] = _WORKERS.gpu_copy_method
+    gpu_idle_s: Annotated[
+        float,
+        Doc(
+            "A GPU's worker that no session has used for this long is ended, which frees its memory there. "
+            "0: never.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = _SUPERVISOR.gpu_idle_s
+    seal_threads: Annotated[
+        int,
+        Doc(
+            "Threads of each GPU's worker that compute checksums of what was stored.",
+            partial(s.count, most=64),
+            "N",
+        ),
+    ] = _WORKERS.seal_threads
 
 
 @dataclass(frozen=True, slots=True)

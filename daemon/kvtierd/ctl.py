@@ -15,6 +15,8 @@ from kvtierd import settings
 from kvtierd.settings import human_size
 
 TIMEOUT_S = 5.0
+CPU = "cpu"
+"""What a StatusResponse calls the device that is the host itself."""
 EXIT_NO_DAEMON = 69
 
 
@@ -129,12 +131,7 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
     yield ""
     yield from _engines(status)
     yield ""
-    yield "Copy workers"
-    for worker in status.workers:
-        yield (
-            f"  {worker.device:<10} {worker.state:<8} pid {worker.pid}, "
-            f"{worker.parts_active:,} parts active, replaced {worker.respawns:,} times"
-        )
+    yield from _workers(status)
 
 
 def _engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
@@ -152,6 +149,18 @@ def _engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
         for session in instance.sessions:
             attached = duration(session.attached_s)
             yield f"    {session.role:<21} pid {session.pid:<8} {attached:>8}  {session.client}"
+
+
+def _workers(status: admin_pb2.StatusResponse) -> Iterator[str]:
+    yield "Copy workers"
+    width = max((len(worker.device) for worker in status.workers), default=0)
+    for worker in status.workers:
+        registered = f", {human_size(worker.registered_bytes)} of the pool registered"
+        yield (
+            f"  {worker.device:<{width}}  {worker.state:<8} pid {worker.pid}, "
+            f"{human_size(worker.mapped_bytes)} mapped{registered if worker.device != CPU else ''}, "
+            f"{worker.parts_active:,} parts active, replaced {worker.respawns:,} times"
+        )
 
 
 def bar(share: float, width: int = 20) -> str:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ma
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtierd.cache import Snapshot
+from kvtierd.cache import CPU, Snapshot
 from kvtierd.settings import ConfigError
 
 SNAPSHOT_DEADLINE_S = 2.0
@@ -219,15 +219,33 @@ def _clients(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     live = GaugeMetricFamily(
-        "kvtier_worker_live", "1 for a device whose copy worker is live.", labels=["device"]
+        "kvtier_worker_live",
+        "1 for a device whose copy worker is live, 0 for one that needs one; absent for GPUs not in use.",
+        labels=["device"],
     )
     respawns = CounterMetricFamily("kvtier_worker_respawns", "Copy workers replaced.", labels=["device"])
-    for device, count in snapshot.respawns.items():
-        states = [worker.state for worker in snapshot.workers if worker.device == device]
-        live.add_metric([device], "live" in states)
-        respawns.add_metric([device], count)
+    mapped = GaugeMetricFamily(
+        "kvtier_device_mapped_bytes",
+        "Bytes of engines' memory mapped by the device's copy worker.",
+        labels=["device"],
+    )
+    registered = GaugeMetricFamily(
+        "kvtier_pool_registered_bytes",
+        "Bytes of the host pool registered with the GPU's driver.",
+        labels=["device"],
+    )
+    for device in snapshot.devices:
+        workers = [worker for worker in snapshot.workers if worker.device == device.name]
+        if not device.idle:
+            live.add_metric([device.name], any(worker.state == "live" for worker in workers))
+        respawns.add_metric([device.name], device.respawns)
+        mapped.add_metric([device.name], sum(worker.mapped_bytes for worker in workers))
+        if device.name != CPU:
+            registered.add_metric([device.name], sum(worker.registered_bytes for worker in workers))
     yield live
     yield respawns
+    yield mapped
+    yield registered
     active = sum(worker.parts_active for worker in snapshot.workers)
     yield _gauge("kvtier_parts_active", "Parts posted to copy workers and not finished.", active)
     copied = CounterMetricFamily("kvtier_copy_bytes", "Bytes copied.", labels=["direction"])

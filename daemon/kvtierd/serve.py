@@ -33,7 +33,7 @@ from kvtierd.rpc.status import AboutDaemon
 from kvtierd.settings import ConfigError, human_size
 from kvtierd.steady import SteadyClock
 from kvtierd.transfer.channel import PacketChannel
-from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
+from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerOptions, WorkerStimulus
 
 EXIT_INTERNAL = 70
 """An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
@@ -45,6 +45,8 @@ WORKERS_GRACE_S = 5.0
 SIDE_QUEUE_PACKETS_MAX = 64
 SIDE_QUEUE_BYTES_MAX = 1 << 20
 DESCRIPTORS_OF_OUR_OWN = 256
+DESCRIPTORS_OF_CHUNKS = 2_048
+"""On their way from 16 ranks that register memory of GPUs at once: 64 each, and 64 for their workers."""
 DESCRIPTORS_PER_SESSION = 4
 """Its two connections, its pidfd, and one on its way to a copy worker."""
 VLLM_FLAG = (
@@ -67,7 +69,9 @@ def run(config: Config) -> int:
     """
     # Until the loop handles them, both signals end the start like Ctrl-C, with everything cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    want_descriptors(DESCRIPTORS_OF_OUR_OWN + config.server.sessions_max * DESCRIPTORS_PER_SESSION)
+    want_descriptors(
+        DESCRIPTORS_OF_OUR_OWN + DESCRIPTORS_OF_CHUNKS + config.server.sessions_max * DESCRIPTORS_PER_SESSION
+    )
     with ExitStack() as stack:
         gid = group_id(config.server.group)
         server = config.server
@@ -229,14 +233,21 @@ class _Daemon:
         return BlockTable(min(slots, CAPACITY_MAX), len(self._pool.array) // PAGE_BYTES)
 
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
+        config = self._config
         return Supervisor(
             pool_fd=self._pool.fd,
             pool_bytes=len(self._pool.array),
             register_writer=self._pool.register_writer,
             events=events,
-            limits=SupervisorLimits(copy_deadline_s=self._config.workers.copy_deadline_s),
-            log_level=self._config.log.level,
-            log_format=self._config.log.format,
+            limits=SupervisorLimits(
+                copy_deadline_s=config.workers.copy_deadline_s, gpu_idle_s=config.workers.gpu_idle_s
+            ),
+            options=WorkerOptions(
+                gpu_copy_method=config.workers.gpu_copy_method,
+                seal_threads=config.workers.seal_threads,
+                log_level=config.log.level,
+                log_format=config.log.format,
+            ),
         )
 
     def _rpc_settings(self) -> RpcSettings:

@@ -242,13 +242,20 @@ class WorkerStatus(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     RESPAWNS_FIELD_NUMBER: builtins.int
     PARTS_ACTIVE_FIELD_NUMBER: builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: builtins.int
+    REGISTERED_BYTES_FIELD_NUMBER: builtins.int
     device: builtins.str
-    """"cpu", or a GPU's UUID."""
+    """"cpu", or "GPU-" and a UUID. A GPU has a worker only while sessions use it, and for a while after."""
     pid: builtins.int
     state: builtins.str
-    """"starting", "live", "lost"."""
+    """"starting", "live", "ending" (a GPU's, which nobody has used for a while), "lost"."""
     respawns: builtins.int
+    """Workers of this device that were lost and replaced before this one."""
     parts_active: builtins.int
+    mapped_bytes: builtins.int
+    """Bytes of engines' memory that it has mapped."""
+    registered_bytes: builtins.int
+    """Bytes of the pool that are registered with the GPU's driver; they grow while it runs."""
     def __init__(
         self,
         *,
@@ -257,8 +264,10 @@ class WorkerStatus(google.protobuf.message.Message):
         state: builtins.str = ...,
         respawns: builtins.int = ...,
         parts_active: builtins.int = ...,
+        mapped_bytes: builtins.int = ...,
+        registered_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "parts_active", b"parts_active", "pid", b"pid", "respawns", b"respawns", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "mapped_bytes", b"mapped_bytes", "parts_active", b"parts_active", "pid", b"pid", "registered_bytes", b"registered_bytes", "respawns", b"respawns", "state", b"state"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
 

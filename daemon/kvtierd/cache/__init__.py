@@ -6,6 +6,16 @@
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import SessionAbout, Snapshot
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
-from kvtierd.transfer.supervisor import GroupMapping
+from kvtierd.transfer.supervisor import CPU, DeviceRange, GroupMapping
 
-__all__ = ["WAITS_PER_EPOCH_MAX", "Cache", "Event", "GroupMapping", "Listener", "SessionAbout", "Snapshot"]
+__all__ = [
+    "CPU",
+    "WAITS_PER_EPOCH_MAX",
+    "Cache",
+    "DeviceRange",
+    "Event",
+    "GroupMapping",
+    "Listener",
+    "SessionAbout",
+    "Snapshot",
+]

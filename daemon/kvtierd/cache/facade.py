@@ -9,7 +9,14 @@ from pathlib import Path
 
 from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.perform import Performer
-from kvtierd.cache.snapshot import CopyTotals, PoolSnapshot, SessionAbout, Snapshot, WorkerSnapshot
+from kvtierd.cache.snapshot import (
+    CopyTotals,
+    DeviceSnapshot,
+    PoolSnapshot,
+    SessionAbout,
+    Snapshot,
+    WorkerSnapshot,
+)
 from kvtierd.cache.waiters import Waiters
 from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
@@ -234,6 +241,8 @@ class Cache:
         """A picture of everything, for people and metrics. Costs about as much as a few lookups."""
         now = self._clock()
         start = self._pool.start
+        core = self._machine.status()
+        mapped = {worker.worker: worker.mapped_bytes for worker in core.workers}
         return Snapshot(
             state="draining" if self._draining or self.poisoned.is_set() else "serving",
             now_s=now,
@@ -250,11 +259,23 @@ class Cache:
                 discarded_slots=start.discarded_slots,
                 recovery_s=start.seconds,
             ),
-            core=self._machine.status(),
+            core=core,
             sessions={session: known.about for session, known in self._sessions.items()},
-            respawns=dict(self._workers.respawns),
+            devices=tuple(
+                DeviceSnapshot(device.name, device.idle, device.respawns)
+                for device in self._workers.devices
+                if device.is_known
+            ),
             workers=tuple(
-                WorkerSnapshot(w.device, w.pid, w.state.value, w.respawns, w.parts_active)
+                WorkerSnapshot(
+                    w.device,
+                    w.pid,
+                    w.state.value,
+                    w.respawns,
+                    w.parts_active,
+                    mapped_bytes=mapped.get(w.worker, 0),
+                    registered_bytes=self._workers.registered_bytes(w.worker),
+                )
                 for w in self._workers.workers.values()
             ),
             copies={

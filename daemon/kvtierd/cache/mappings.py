@@ -6,16 +6,19 @@ Only requests of one session at a time: the side socket asks one after another.
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
-from kvtierd.transfer.supervisor import GroupMapping, Supervisor
+from kvtierd.transfer.supervisor import CPU, DeviceRange, GroupMapping, Supervisor
 
 if TYPE_CHECKING:
     from kvtierd.cache.facade import Cache
+
+CHUNKS_MAX = 65_536
+"""Of one session: more than a terabyte in chunks of 20 MiB."""
 
 RELEASE_DEADLINE_S = 60.0
 """For a worker to let go of a session; the supervisor has killed one that takes so long before that."""
@@ -26,7 +29,10 @@ class _Mapped:
     """What one session has mapped, and where."""
 
     worker: WorkerId
+    device: str
     registration: RegistrationId | None = None
+    chunks: list[int] = field(default_factory=list)
+    """Bytes of the chunks that were added and are not registered yet."""
 
 
 class Mappings:
@@ -43,20 +49,14 @@ class Mappings:
     async def register_words(
         self, session: SessionId, device: str, fd: int, doorbells: int, parts: int
     ) -> tuple[int, int]:
-        """Has the device's worker map the session's shared words; `fd` stays the caller's. Raises Refusal.
+        """Has the device's worker, which is started if need be, map the session's shared words; `fd` stays
+        the caller's. Raises Refusal.
 
         Returns the worker's pid, and a pidfd of it that is the caller's to close.
         """
         if session in self._mapped:
             raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
-        worker = self._workers.current(device)
-        if worker is None:
-            raise Refusal(
-                Reason.WORKER_UNAVAILABLE,
-                "the device's copy worker is being started: try again",
-                field="device",
-                value=device,
-            )
+        worker = await self._workers.worker_for(device)
         pid = self._workers.workers[worker].pid
         await self._workers.map_words(worker, session, fd, doorbells, parts)
         try:
@@ -67,13 +67,18 @@ class Mappings:
                 self._unowned.add((worker, session))
             self._workers.release_session(worker, session)
             raise
-        self._mapped[session] = _Mapped(worker)
+        self._mapped[session] = _Mapped(worker, device)
         return pid, self._workers.pidfd_for(worker)
 
-    async def register_memory(
-        self, session: SessionId, fd: int, mapping_bytes: int, groups: Sequence[GroupMapping]
-    ) -> RegistrationId:
-        """Has the worker that holds the words map the memory; `fd` stays the caller's. Raises Refusal."""
+    def expected(self, session: SessionId) -> tuple[str, Sequence[int]]:
+        """The device whose memory this session may register now, and the sizes of the chunks it has added.
+
+        Refusal if the memory is registered already, or the words are not.
+        """
+        mapped = self._expected(session)
+        return mapped.device, tuple(mapped.chunks)
+
+    def _expected(self, session: SessionId) -> _Mapped:
         mapped = self._mapped.get(session)
         if mapped is None:
             raise Refusal(Reason.NOT_ATTACHED, "register the shared words before the memory")
@@ -84,13 +89,54 @@ class Mappings:
                 field="registration_id",
                 value=mapped.registration,
             )
+        return mapped
+
+    async def add_chunks(self, session: SessionId, fds: Sequence[int], sizes: Sequence[int]) -> int:
+        """Has the GPU's worker that holds the words import chunks of memory, which `register_memory` uses up.
+
+        `sizes` are their bytes, parallel to `fds`, which stay the caller's. Returns how many chunks the
+        session has added by now. Raises Refusal, and none was added.
+        """
+        mapped = self._expected(session)
+        if mapped.device == CPU:
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                "chunks are memory of a GPU: name it in RegisterWords, or register a memfd",
+                field="device",
+                value=mapped.device,
+            )
+        if len(mapped.chunks) + len(sizes) > CHUNKS_MAX:
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                f"a session adds at most {CHUNKS_MAX} chunks: allocate larger ones",
+                field="bytes",
+                value=len(mapped.chunks) + len(sizes),
+            )
+        await self._workers.add_chunks(mapped.worker, session, fds, sizes)
+        mapped.chunks += sizes
+        return len(mapped.chunks)
+
+    async def register_memory(
+        self,
+        session: SessionId,
+        fd: int | None,
+        mapping_bytes: int,
+        groups: Sequence[GroupMapping],
+        ranges: Sequence[DeviceRange] = (),
+    ) -> RegistrationId:
+        """Has the worker that holds the words map the memory, which is `fd`'s or a GPU's `ranges`; `fd` stays
+        the caller's. Raises Refusal; the chunks that were added are still there then."""
+        mapped = self._expected(session)
         registration = RegistrationId(next(self._registrations))
-        await self._workers.map_memory(mapped.worker, session, registration, fd, mapping_bytes, groups)
+        await self._workers.map_memory(
+            mapped.worker, session, registration, fd, mapping_bytes, groups, ranges
+        )
         # If the session ended meanwhile the core refuses, and the release of the words, which came after this
         # mapping on the worker's socket, takes the memory with it.
         blocks = tuple(group.num_blocks for group in groups)
         self._cache.handle(RegisterMemory(session, mapped.worker, registration, blocks, mapping_bytes))
         mapped.registration = registration
+        mapped.chunks.clear()
         return registration
 
     async def unregister_memory(self, session: SessionId, registration: RegistrationId) -> None:

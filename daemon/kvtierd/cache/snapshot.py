@@ -38,9 +38,24 @@ class WorkerSnapshot:
     device: str
     pid: int
     state: str
-    """"starting", "live" or "lost"."""
+    """"starting", "live", "ending" or "lost"."""
     respawns: int
     parts_active: int
+    mapped_bytes: int
+    """Of engines' memory, until it has let go of it."""
+    registered_bytes: int
+    """Of the pool, with a GPU's driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSnapshot:
+    """A device that has, or had, a worker."""
+
+    name: str
+    idle: bool
+    """It has no worker because no session needs one."""
+    respawns: int
+    """Workers started in place of lost ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +79,7 @@ class Snapshot:
     pool: PoolSnapshot
     core: CoreStatus
     sessions: Mapping[SessionId, SessionAbout]
-    respawns: Mapping[str, int]
-    """Copy workers started by device, beyond the first."""
+    devices: tuple[DeviceSnapshot, ...]
     workers: tuple[WorkerSnapshot, ...]
     copies: Mapping[str, CopyTotals]
     """By direction: "store" and "load"."""

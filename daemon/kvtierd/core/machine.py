@@ -184,6 +184,7 @@ class Machine:
                     lost=worker.state is WorkerState.LOST,
                     sessions=len(worker.mappings),
                     parts_open=sum(len(mapping.parts) for mapping in worker.mappings.values()),
+                    mapped_bytes=sum(mapping.mapped_bytes for mapping in worker.mappings.values()),
                 )
                 for worker in books.workers.values()
             ),

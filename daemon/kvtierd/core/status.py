@@ -70,6 +70,8 @@ class WorkerStatus:
     lost: bool
     sessions: int
     parts_open: int
+    mapped_bytes: int
+    """Of engines' memory, until the worker has let go of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 
+from kvtierd.cache import DeviceRange
 from kvtierd.core.actions import InstanceView, LookupReply, SubmitReply, TransferEnd, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, LeaseId, SessionId, Ticket, TransferNumber
@@ -206,6 +207,24 @@ def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
             planes=tuple(PlanePlace(plane.base_offset, plane.block_stride_bytes) for plane in group.planes),
         )
         for group in request.groups
+    )
+
+
+def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
+    """Refusal for a range that is neither of an allocation nor of chunks."""
+    return tuple(_range_of(f"ranges[{index}]", part) for index, part in enumerate(request.ranges))
+
+
+def _range_of(field: str, part: side_pb2.DeviceRange) -> DeviceRange:
+    if part.HasField("ipc"):
+        return DeviceRange(part.bytes, part.ipc.offset, part.ipc.handle, part.ipc.buffer_id)
+    if part.HasField("chunks") and part.chunks.count:
+        return DeviceRange(part.bytes, part.chunks.offset, chunks=part.chunks.count)
+    raise Refusal(
+        Reason.DEVICE_MEMORY_INVALID,
+        "a range has an IPC handle, or takes one chunk at least",
+        field=f"{field}.source",
+        value=part.WhichOneof("source") or "none",
     )
 
 

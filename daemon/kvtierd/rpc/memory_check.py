@@ -1,14 +1,19 @@
-"""Is this descriptor safe to map, and do all blocks lie inside it? Decided before anything is mapped.
+"""Is this descriptor safe to map, are these ranges of a GPU's memory, and do all blocks lie inside them?
 
-Pure but for `inspect`, which asks the kernel. The worker checks the arithmetic again, natively.
+Decided before anything is mapped. Pure but for `inspect`, which asks the kernel. The worker checks the
+arithmetic again, natively, and what only the GPU's driver knows.
 """
 
+import bisect
 import fcntl
+import itertools
 import os
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtierd.cache import CPU, DeviceRange
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import GroupGeometry
 
@@ -22,6 +27,11 @@ BLOCKS_MAX = 2**32 - 1
 WORD_BYTES = 8
 DOORBELLS_MAX = 65_536
 PARTS_MAX = 65_536
+RANGES_MAX = 4_096
+IPC_HANDLE_BYTES = 64
+"""CU_IPC_HANDLE_SIZE."""
+
+_GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,28 @@ class GroupPlace:
     group: int
     num_blocks: int
     planes: tuple[PlanePlace, ...]
+
+
+def device_name(text: str) -> str:
+    """The device that a client means; Refusal if no device could have this name."""
+    if text in ("", CPU):
+        return CPU
+    if _GPU.fullmatch(text):
+        return text
+    if text.startswith("MIG-"):
+        raise Refusal(
+            Reason.DEVICE_UNAVAILABLE,
+            "memory of a MIG instance cannot be shared between processes, CUDA has no IPC there: turn MIG "
+            "off for this GPU, or let the client copy through host memory",
+            field="device",
+            value=text,
+        )
+    raise Refusal(
+        Reason.DEVICE_UNKNOWN,
+        'write "cpu", or "GPU-" and a UUID in lower case, as `nvidia-smi -L` prints it',
+        field="device",
+        value=text,
+    )
 
 
 def inspect(fd: int) -> Descriptor:
@@ -117,6 +149,103 @@ def check_memory(
             field="mapping_bytes",
             value=mapping_bytes,
         )
+    _check_groups([mapping_bytes], groups, geometry)
+
+
+def check_chunks(count: int, sizes: Sequence[int]) -> None:
+    """Raises Refusal unless `count` descriptors of chunks have so many bytes each."""
+    if not 0 < len(sizes) == count:
+        raise Refusal(
+            Reason.COUNT_MISMATCH,
+            f"one size for each of the {count} descriptors, and one descriptor at least",
+            field="bytes",
+            value=len(sizes),
+        )
+    for index, size_bytes in enumerate(sizes):
+        if not 0 < size_bytes <= OFFSET_MAX:
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                "a chunk has more than 0 bytes",
+                field=f"bytes[{index}]",
+                value=size_bytes,
+            )
+
+
+def check_ranges(
+    ranges: Sequence[DeviceRange],
+    chunks: Sequence[int],
+    mapping_bytes: int,
+    groups: Sequence[GroupPlace],
+    geometry: Sequence[GroupGeometry],
+) -> None:
+    """Raises Refusal unless the ranges are the mapping, use up all chunks, and hold every byte of every
+    block of every group of Hello, each plane in one of them.
+
+    `chunks` are the bytes of those that the session has added, in order.
+    """
+    if not 0 < len(ranges) <= RANGES_MAX:
+        raise Refusal(
+            Reason.DEVICE_MEMORY_INVALID,
+            f"memory of a GPU is 1 to {RANGES_MAX} ranges",
+            field="ranges",
+            value=len(ranges),
+        )
+    first = 0
+    for index, part in enumerate(ranges):
+        _check_range(f"ranges[{index}]", part, chunks[first : first + part.chunks])
+        first += part.chunks
+    if first != len(chunks):
+        raise Refusal(
+            Reason.DEVICE_MEMORY_INVALID,
+            f"the ranges take {first} chunks, and this session has added {len(chunks)}: use up each of them",
+            field="ranges",
+            value=first,
+        )
+    ends = list(itertools.accumulate(part.size_bytes for part in ranges))
+    if mapping_bytes != ends[-1] or mapping_bytes > OFFSET_MAX:
+        raise Refusal(
+            Reason.MAPPING_INVALID,
+            f"must be the sum of the ranges, {ends[-1]}, and at most {OFFSET_MAX}",
+            field="mapping_bytes",
+            value=mapping_bytes,
+        )
+    _check_groups(ends, groups, geometry)
+
+
+def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
+    """`chunks`: bytes of those that it takes, as far as there are any."""
+
+    def refuse(name: str, value: object, message: str) -> Refusal:
+        return Refusal(Reason.DEVICE_MEMORY_INVALID, message, field=f"{field}.{name}", value=value)
+
+    if not 0 < part.size_bytes <= OFFSET_MAX or part.offset + part.size_bytes > OFFSET_MAX:
+        raise refuse("bytes", part.size_bytes, "a range has more than 0 bytes, and ends below 2^63")
+    if not part.chunks:
+        if len(part.ipc_handle) != IPC_HANDLE_BYTES:
+            raise refuse(
+                "ipc.handle", f"{len(part.ipc_handle)} bytes", f"an IPC handle has {IPC_HANDLE_BYTES} bytes"
+            )
+        return
+    if len(chunks) != part.chunks:
+        raise refuse("chunks.count", part.chunks, f"only {len(chunks)} chunks are left: add them first")
+    if part.offset >= chunks[0]:
+        raise refuse(
+            "chunks.offset", part.offset, f"must lie in the first chunk, which has {chunks[0]} bytes"
+        )
+    end, room = part.offset + part.size_bytes, sum(chunks)
+    if not room - chunks[-1] < end <= room:
+        raise refuse(
+            "bytes",
+            part.size_bytes,
+            f"with its offset it ends at byte {end} of {len(chunks)} chunks that have {room}: "
+            "it must end in the last of them",
+        )
+
+
+def _check_groups(
+    ends: Sequence[int], groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
+) -> None:
+    """`ends`: where the pieces of the mapping end that no plane may cross, the last of them its size."""
     if [place.group for place in groups] != list(range(len(geometry))):
         raise Refusal(
             Reason.UNKNOWN_GROUP,
@@ -125,10 +254,10 @@ def check_memory(
             value=[place.group for place in groups[:16]],
         )
     for index, (place, shape) in enumerate(zip(groups, geometry, strict=True)):
-        _check_group(f"groups[{index}]", mapping_bytes, place, shape)
+        _check_group(f"groups[{index}]", ends, place, shape)
 
 
-def _check_group(field: str, mapping_bytes: int, place: GroupPlace, shape: GroupGeometry) -> None:
+def _check_group(field: str, ends: Sequence[int], place: GroupPlace, shape: GroupGeometry) -> None:
     if not 0 < place.num_blocks <= BLOCKS_MAX:
         raise Refusal(
             Reason.LAYOUT_INVALID,
@@ -144,11 +273,11 @@ def _check_group(field: str, mapping_bytes: int, place: GroupPlace, shape: Group
             value=len(place.planes),
         )
     for index, (plane, (fragment_bytes, _)) in enumerate(zip(place.planes, shape.planes, strict=True)):
-        _check_plane(f"{field}.planes[{index}]", mapping_bytes, place.num_blocks, plane, fragment_bytes)
+        _check_plane(f"{field}.planes[{index}]", ends, place.num_blocks, plane, fragment_bytes)
 
 
 def _check_plane(
-    field: str, mapping_bytes: int, num_blocks: int, plane: PlanePlace, fragment_bytes: int
+    field: str, ends: Sequence[int], num_blocks: int, plane: PlanePlace, fragment_bytes: int
 ) -> None:
     stride = plane.block_stride_bytes
     if num_blocks > 1 and stride < fragment_bytes:
@@ -166,10 +295,19 @@ def _check_plane(
             field=f"{field}.block_stride_bytes",
             value=stride,
         )
-    if end > mapping_bytes:
+    if end > ends[-1]:
         raise Refusal(
             Reason.PLANE_BEYOND_MAPPING,
-            f"its last block ends at byte {end}, the mapping at {mapping_bytes}",
+            f"its last block ends at byte {end}, the mapping at {ends[-1]}",
+            field=f"{field}.base_offset",
+            value=plane.base_offset,
+        )
+    piece = bisect.bisect_right(ends, plane.base_offset)
+    if end > ends[piece]:
+        raise Refusal(
+            Reason.PLANE_BEYOND_MAPPING,
+            f"its last block ends at byte {end}, ranges[{piece}], where it begins, at {ends[piece]}: "
+            "a plane lies in one range",
             field=f"{field}.base_offset",
             value=plane.base_offset,
         )

@@ -10,13 +10,13 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 from kvtier.v1 import side_pb2
 
-from kvtierd.cache import Cache, GroupMapping
+from kvtierd.cache import CPU, Cache, GroupMapping
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import Role
 from kvtierd.logs import logger
 from kvtierd.rpc import memory_check
-from kvtierd.rpc.convert import places_of
+from kvtierd.rpc.convert import places_of, ranges_of
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
 from kvtierd.rpc.memory_check import GroupPlace
@@ -29,9 +29,9 @@ GETSOCKOPT_BYTES_MAX = 1_024
 BACKLOG = 128
 WAITING_REQUESTS_MAX = 8
 """Requests that a client may send before the first is answered; it is asked to send one at a time."""
+WAITING_DESCRIPTORS_MAX = 64
+"""That come with them: what one request may carry."""
 ACCEPT_RETRY_S = 0.2
-DEVICE = "cpu"
-"""The only device of this version."""
 
 log = logger(__name__)
 
@@ -150,6 +150,7 @@ class _Connection:
         self._sessions = sessions
         self._cache = cache
         self._opened = False
+        self._waiting_descriptors = 0
         self._requests: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue(WAITING_REQUESTS_MAX)
         self._channel = open_channel(connection, self._packet, self._closed)
         self._task = asyncio.create_task(self._serve())
@@ -157,9 +158,10 @@ class _Connection:
         session.on_end.append(self._end)
 
     def _packet(self, packet: bytes, fds: list[int]) -> None:
-        try:
+        if not self._requests.full() and self._waiting_descriptors + len(fds) <= WAITING_DESCRIPTORS_MAX:
+            self._waiting_descriptors += len(fds)
             self._requests.put_nowait((packet, fds))
-        except asyncio.QueueFull:
+        else:
             _close(fds)
             self._sessions.end(
                 self._session,
@@ -179,7 +181,9 @@ class _Connection:
 
     async def _serve(self) -> None:
         while True:
-            await self._serve_one(*await self._requests.get())
+            packet, fds = await self._requests.get()
+            self._waiting_descriptors -= len(fds)
+            await self._serve_one(packet, fds)
 
     def _served(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -213,14 +217,7 @@ class _Connection:
         self, request: side_pb2.SideRequest, fds: list[int], reply_fds: list[int]
     ) -> side_pb2.SideResponse:
         body = request.WhichOneof("body")
-        expected = 1 if body in ("register_words", "register_memory") else 0
-        if len(fds) != expected:
-            raise Refusal(
-                Reason.MALFORMED,
-                f"this request comes with {expected} descriptors",
-                field="descriptors",
-                value=len(fds),
-            )
+        _check_descriptors(request, len(fds))
         if body == "open":
             return side_pb2.SideResponse(opened=self._open(request.open))
         if not self._opened:
@@ -230,10 +227,13 @@ class _Connection:
             reply_fds.append(pidfd)
             return side_pb2.SideResponse(words_registered=side_pb2.WordsRegistered(worker_pid=pid))
         if body == "register_memory":
-            registration = await self._register_memory(request.register_memory, fds[0])
+            registration = await self._register_memory(request.register_memory, fds)
             return side_pb2.SideResponse(
                 memory_registered=side_pb2.MemoryRegistered(registration_id=registration)
             )
+        if body == "add_chunks":
+            chunks = await self._add_chunks(request.add_chunks, fds)
+            return side_pb2.SideResponse(chunks_added=side_pb2.ChunksAdded(chunks=chunks))
         if body == "unregister_memory":
             registration = RegistrationId(request.unregister_memory.registration_id)
             await self._cache.mappings.unregister_memory(self._session.id, registration)
@@ -254,21 +254,41 @@ class _Connection:
 
     async def _register_words(self, request: side_pb2.RegisterWords, fd: int) -> tuple[int, int]:
         self._check_rank()
+        device = memory_check.device_name(request.device)
         memory_check.check_words(memory_check.inspect(fd), request.doorbells, request.parts)
         return await self._cache.mappings.register_words(
-            self._session.id, DEVICE, fd, request.doorbells, request.parts
+            self._session.id, device, fd, request.doorbells, request.parts
         )
 
-    async def _register_memory(self, request: side_pb2.RegisterMemory, fd: int) -> RegistrationId:
+    async def _add_chunks(self, request: side_pb2.AddChunks, fds: Sequence[int]) -> int:
         self._check_rank()
-        places = places_of(request)
-        geometry = self._session.groups
-        memory_check.check_memory(memory_check.inspect(fd), request.mapping_bytes, places, geometry)
+        memory_check.check_chunks(len(fds), request.bytes)
+        return await self._cache.mappings.add_chunks(self._session.id, fds, request.bytes)
+
+    async def _register_memory(self, request: side_pb2.RegisterMemory, fds: Sequence[int]) -> RegistrationId:
+        self._check_rank()
+        device, chunks = self._cache.mappings.expected(self._session.id)
+        ranges, places, geometry = ranges_of(request), places_of(request), self._session.groups
+        if (device != CPU) != bool(ranges):
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                f"the words are registered for {device}: "
+                + ("send its ranges, and no descriptor" if ranges == () else "send a memfd, and no ranges"),
+                field="ranges",
+                value=len(ranges),
+            )
+        if ranges:
+            memory_check.check_ranges(ranges, chunks, request.mapping_bytes, places, geometry)
+        else:
+            memory_check.check_memory(memory_check.inspect(fds[0]), request.mapping_bytes, places, geometry)
         groups = [
             _mapping(place, [size for size, _ in shape.planes])
             for place, shape in zip(places, geometry, strict=True)
         ]
-        return await self._cache.mappings.register_memory(self._session.id, fd, request.mapping_bytes, groups)
+        fd = fds[0] if fds else None
+        return await self._cache.mappings.register_memory(
+            self._session.id, fd, request.mapping_bytes, groups, ranges
+        )
 
     def _check_rank(self) -> None:
         greeting = self._session.greeting
@@ -278,6 +298,23 @@ class _Connection:
             raise Refusal(
                 Reason.ROLE, "only a session that holds a rank registers words and memory", field="role"
             )
+
+
+def _check_descriptors(request: side_pb2.SideRequest, count: int) -> None:
+    """Raises Refusal unless the request came with as many descriptors as its kind does."""
+    body = request.WhichOneof("body")
+    if body == "add_chunks":
+        return  # one for each size: it is compared with them
+    expected = 1 if body == "register_words" else 0
+    if body == "register_memory" and not request.register_memory.ranges:
+        expected = 1
+    if count != expected:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"this request comes with {expected} descriptors",
+            field="descriptors",
+            value=count,
+        )
 
 
 def _mapping(place: GroupPlace, fragment_bytes: list[int]) -> GroupMapping:

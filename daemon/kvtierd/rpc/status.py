@@ -79,6 +79,8 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
                 state=worker.state,
                 respawns=worker.respawns,
                 parts_active=worker.parts_active,
+                mapped_bytes=worker.mapped_bytes,
+                registered_bytes=worker.registered_bytes,
             )
             for worker in snapshot.workers
         ],

@@ -85,7 +85,8 @@ class PacketChannel:
         """Sends now or queues; never blocks. False if the channel is closed, be it by a full queue.
 
         The descriptors stay the caller's, and may be closed once this returns. ValueError if the packet is
-        empty, larger than PACKET_BYTES_MAX, or carries too many descriptors.
+        empty, larger than PACKET_BYTES_MAX, or carries too many descriptors; OSError, and nothing queued, if
+        they would have to wait and the process has no room for copies of them.
         """
         check_packet(packet, fds)
         if self._closed:
@@ -101,7 +102,7 @@ class PacketChannel:
                 "the peer does not read"
             )
             return False
-        self._queue.append(_Queued(packet, tuple(os.dup(fd) for fd in fds)))
+        self._queue.append(_Queued(packet, tuple(_copies(fds))))
         self._queue_bytes += len(packet)
         if self._retry is None:
             self._want_writable(True)
@@ -198,3 +199,15 @@ class PacketChannel:
             self._loop.add_writer(self._fd, self._writable)
         else:
             self._loop.remove_writer(self._fd)
+
+
+def _copies(fds: Sequence[int]) -> list[int]:
+    """All or none: OSError."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        close_fds(copies)
+        raise
+    return copies

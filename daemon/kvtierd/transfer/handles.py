@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtierd.core.actions import Direction
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, SessionId, WorkerId
+
+CPU = "cpu"
+"""The device whose memory is the host's; every other is a GPU, by the name that `nvidia-smi -L` prints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +23,21 @@ class SupervisorLimits:
     killed."""
     handshake_deadline_s: float = 30.0
     """From start to Ready: an interpreter starts and maps the pool."""
+    gpu_handshake_deadline_s: float = 60.0
+    """The same for a GPU's: its driver loads and makes a context, which takes seconds on a busy host."""
     map_deadline_s: float = 10.0
     """For an answer to MapWords or MapMemory."""
+    gpu_map_deadline_s: float = 60.0
+    """The same for a GPU's, and to AddChunks: a large cache is thousands of handles to import and map."""
+    gpu_idle_s: float = 300.0
+    """A GPU's worker that has held nothing of any session for so long is ended, which frees its context; 0:
+    never."""
+    end_deadline_s: float = 30.0
+    """For a worker that was told to end to be gone: much memory takes a while to be unregistered."""
+    devices_max: int = 64
+    """Copy workers at once."""
+    starts_max: int = 16
+    """Workers being started at once: the most GPUs that a host has."""
     release_deadline_s: float = 10.0
     """For an answer to ReleaseSession. A worker that holds a dead engine's memory for longer is killed."""
     kill_deadline_s: float = 5.0
@@ -36,13 +53,28 @@ class SupervisorLimits:
 class WorkerState(Enum):
     STARTING = "starting"
     LIVE = "live"
+    ENDING = "ending"
+    """It takes nothing more and exits by itself: told to, or because it cannot serve its device."""
     LOST = "lost"
     """Being killed; may still be writing."""
     EXITED = "exited"
 
 
 class WorkerStartError(Exception):
-    """A device's first worker did not come up."""
+    """The first worker of a device that must have one did not come up."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What workers are told on their command line, besides what they are and what they inherit."""
+
+    gpu_copy_method: str = "auto"
+    """How a GPU's worker copies: "auto" (by driver version), "batch", "loop" or "rows"."""
+    seal_threads: int = 2
+    """Threads of a GPU's worker that compute checksums of what was stored."""
+    log_level: str = "info"
+    log_format: str = "auto"
+    """As `kvtierd.logs.configure` takes them, for the workers' own lines on our stderr."""
 
 
 @dataclass(slots=True)
@@ -57,7 +89,7 @@ class CopyTotals:
 
 @dataclass(slots=True)
 class MappingRequest:
-    """A mapping that the worker has been asked for."""
+    """A mapping, or an import of chunks, that the worker has been asked for."""
 
     session: SessionId
     answer: "asyncio.Future[None]"
@@ -74,16 +106,25 @@ class WorkerHandle:
     """Workers this device had before."""
     state: WorkerState = WorkerState.STARTING
     why: str = ""
-    """Why it was lost."""
+    """Why it was lost, or ends."""
+    refusal: Refusal | None = None
+    """What it said if it cannot serve its device."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is not STARTING any more."""
     writer: int = 0
     """Its writer id in the pool; valid from WorkerLive on."""
     pid: int = 0
     started_s: float = 0.0
     deadline_s: float = 0.0
-    """STARTING: for Ready. LOST: for the process to be gone, infinite once that has been reported."""
+    """STARTING: for Ready. ENDING: for the process to be gone. LOST: likewise, infinite once that has been
+    reported."""
     parts: dict[PartId, Direction] = field(default_factory=dict)
     """Posted and not finished."""
     requests: dict[int, MappingRequest] = field(default_factory=dict)
+    sessions: set[SessionId] = field(default_factory=set)
+    """Of which it may hold anything."""
+    idle_since_s: float = 0.0
+    """When it last held something, or was asked for."""
     releases: dict[SessionId, list[float]] = field(default_factory=dict)
     """Deadlines of the releases asked for, oldest first."""
     own_releases: "Counter[SessionId]" = field(default_factory=Counter)
@@ -93,3 +134,15 @@ class WorkerHandle:
     @property
     def parts_active(self) -> int:
         return len(self.parts)
+
+
+def unavailable(handle: WorkerHandle) -> Refusal:
+    """For whoever wanted something of a worker that is not live any more."""
+    how = "is ending" if handle.state is WorkerState.ENDING else "was lost"
+    return Refusal(
+        Reason.WORKER_UNAVAILABLE,
+        f"the copy worker for {handle.device} {how} ({handle.why or 'its queue is full'}); "
+        "there will be a new one: try again in a second",
+        field="worker",
+        value=handle.worker,
+    )

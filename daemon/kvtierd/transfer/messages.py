@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import Outcome, PartFinished
 from kvtierd.wire import worker_pb2 as wire
@@ -26,6 +27,23 @@ class GroupMapping:
     fragment_bytes: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """A run of a GPU's addresses; a rank's memory is some of them, one after another.
+
+    Either all of it lies in one allocation, named by an IPC handle, or in `chunks` of the chunks that the
+    session has added, one after another.
+    """
+
+    size_bytes: int
+    offset: int
+    """Of its first byte in the allocation, or in the first of its chunks."""
+    ipc_handle: bytes = b""
+    """64 bytes; empty for chunks."""
+    buffer_id: int = 0
+    chunks: int = 0
+
+
 def map_words_packet(request: int, session: SessionId, doorbells: int, parts: int) -> bytes:
     return wire.ToWorker(
         map_words=wire.MapWords(request=request, session=session, doorbells=doorbells, parts=parts)
@@ -38,6 +56,7 @@ def map_memory_packet(
     registration: RegistrationId,
     mapping_bytes: int,
     groups: Sequence[GroupMapping],
+    ranges: Sequence[DeviceRange] = (),
 ) -> bytes:
     return wire.ToWorker(
         map_memory=wire.MapMemory(
@@ -55,7 +74,24 @@ def map_memory_packet(
                 )
                 for group in groups
             ],
+            ranges=[
+                wire.DeviceRange(
+                    bytes=part.size_bytes,
+                    offset=part.offset,
+                    ipc_handle=part.ipc_handle,
+                    buffer_id=part.buffer_id,
+                    chunks=part.chunks,
+                )
+                for part in ranges
+            ],
         )
+    ).SerializeToString()
+
+
+def add_chunks_packet(request: int, session: SessionId, sizes: Sequence[int]) -> bytes:
+    """`sizes`: bytes of each chunk, parallel to the descriptors that travel with the packet."""
+    return wire.ToWorker(
+        add_chunks=wire.AddChunks(request=request, session=session, bytes=sizes)
     ).SerializeToString()
 
 
@@ -103,6 +139,11 @@ def release_session_packet(session: SessionId) -> bytes:
 
 def stop_packet() -> bytes:
     return wire.ToWorker(stop=wire.Stop()).SerializeToString()
+
+
+def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
+    """ValueError if the reason is none of ours."""
+    return Refusal(Reason(message.reason), message.message, field=message.field, value=message.value)
 
 
 def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:

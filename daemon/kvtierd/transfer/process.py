@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtierd.transfer.channel import PacketChannel
+from kvtierd.transfer.handles import CPU, WorkerOptions
 from kvtierd.transfer.packets import packet_socketpair
 from kvtierd.transfer.status import StatusPage, create_status_fd
 
 _WORKER_MODULE = "kvtierd.transfer.worker"
+
+EXITED_WELL = "exited with status 0"
 
 _WORKER_ENVIRONMENT = {
     # The worker does no linear algebra: threads of a pool for it would cost memory and start-up time.
@@ -36,8 +39,7 @@ class WorkerProcess:
         device: str,
         copy_deadline_s: float,
         environment: Mapping[str, str] | None,
-        log_level: str,
-        log_format: str,
+        options: WorkerOptions,
         on_packet: Callable[[bytes, list[int]], None],
         on_closed: Callable[[str], None],
         on_exit: Callable[[], None],
@@ -48,16 +50,21 @@ class WorkerProcess:
         try:
             self.status = StatusPage(status_fd)
             ours, theirs = packet_socketpair()
-            arguments = {
+            arguments: dict[str, object] = {
                 "--pool-fd": pool_fd,
                 "--pool-bytes": pool_bytes,
                 "--channel-fd": theirs.fileno(),
                 "--status-fd": status_fd,
                 "--device": device,
                 "--copy-deadline-s": copy_deadline_s,
-                "--log-level": log_level,
-                "--log-format": log_format,
+                "--log-level": options.log_level,
+                "--log-format": options.log_format,
             }
+            if device != CPU:
+                arguments |= {
+                    "--copy-method": options.gpu_copy_method,
+                    "--seal-threads": options.seal_threads,
+                }
             try:
                 self._popen = _start(arguments, (pool_fd, theirs.fileno(), status_fd), environment)
             except BaseException:
@@ -97,7 +104,9 @@ class WorkerProcess:
         if not poll.poll(0):
             return None
         status = self._popen.wait()
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"exited with status {status}" if status else EXITED_WELL
 
     def _gone(self) -> None:
         self._loop.remove_reader(self.pidfd)

@@ -1,8 +1,8 @@
 """A copy worker's status page: what it is busy with, readable without asking it.
 
-Three words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0
-outside of one; and the worker's heartbeat, the monotonic nanoseconds at which its main thread last came
-round.
+Words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0 outside
+of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; and how
+many bytes of the pool are registered with its GPU's driver.
 """
 
 import mmap
@@ -22,6 +22,7 @@ class StatusWord(IntEnum):
     LOAD_LANE = 0
     STORE_LANE = 1
     HEARTBEAT = 2
+    REGISTERED_BYTES = 3
 
 
 _CULPRITS = {
@@ -52,6 +53,13 @@ class StatusPage:
     def leave(self, word: StatusWord) -> None:
         self._words.store(word, 0)
 
+    def set_registered_bytes(self, count: int) -> None:
+        self._words.store(StatusWord.REGISTERED_BYTES, count)
+
+    def registered_bytes(self) -> int:
+        """Bytes of the pool that are registered with the driver of the worker's GPU."""
+        return self._words.load(StatusWord.REGISTERED_BYTES)
+
     def read(self) -> tuple[int, ...]:
         """The words' values, in the order of StatusWord."""
         return tuple(self._words.load(word) for word in StatusWord)
@@ -73,13 +81,13 @@ class StallDetector:
 
     def observe(self, values: tuple[int, ...], elapsed_s: float) -> str | None:
         """Takes a reading made `elapsed_s` after the one before; what is stuck, as a sentence, or None."""
-        for word in StatusWord:
+        for word in _CULPRITS:
             if values[word] == 0 or values[word] != self._last[word]:
                 self._unchanged_s[word] = 0.0
             else:
                 self._unchanged_s[word] += elapsed_s
         self._last = values
-        for word in StatusWord:
+        for word in _CULPRITS:
             if self._unchanged_s[word] >= self._deadlines_s[word]:
                 return f"{_CULPRITS[word]} for {self._unchanged_s[word]:.1f} s"
         return None

@@ -1,9 +1,13 @@
 """A snapshot with a different number in every place, to see each of them arrive."""
 
 from kvtierd.cache import SessionAbout, Snapshot
-from kvtierd.cache.snapshot import CopyTotals, PoolSnapshot, WorkerSnapshot
+from kvtierd.cache.snapshot import CopyTotals, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
 from kvtierd.core.ids import Epoch, NamespaceDigest, SessionId, WorkerId
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, Tally, WorkerStatus
+
+GPU = "GPU-00000000-1111-2222-3333-444444444444"
+IDLE_GPU = "GPU-00000000-1111-2222-3333-555555555555"
+BROKEN_GPU = "GPU-00000000-1111-2222-3333-666666666666"
 
 
 def busy_snapshot() -> Snapshot:
@@ -33,7 +37,10 @@ def busy_snapshot() -> Snapshot:
         quarantined_slots=3,
         sizes=(),
         instances=(instance,),
-        workers=(WorkerStatus(WorkerId(1), "cpu", False, 1, 6),),
+        workers=(
+            WorkerStatus(WorkerId(1), "cpu", False, 1, 6, 3 << 20),
+            WorkerStatus(WorkerId(2), GPU, False, 1, 7, 5 << 20),
+        ),
         counters=Tally(
             lookups=21,
             lookup_hashes=400,
@@ -64,8 +71,16 @@ def busy_snapshot() -> Snapshot:
         pool=PoolSnapshot("/dev/shm/kvtier-0/pool", 16 << 20, True, "", 41, 42 << 10, 3, 44, 0.5),
         core=core,
         sessions={SessionId(1): SessionAbout("scheduler and rank 0", 4321, "test 1", 940.0)},
-        respawns={"cpu": 2},
-        workers=(WorkerSnapshot("cpu", 777, "live", 2, 6),),
+        devices=(
+            DeviceSnapshot("cpu", False, 2),
+            DeviceSnapshot(GPU, False, 3),
+            DeviceSnapshot(IDLE_GPU, True, 4),
+            DeviceSnapshot(BROKEN_GPU, False, 5),
+        ),
+        workers=(
+            WorkerSnapshot("cpu", 777, "live", 2, 6, 3 << 20, 0),
+            WorkerSnapshot(GPU, 888, "live", 3, 7, 5 << 20, 9 << 20),
+        ),
         copies={
             "store": CopyTotals(51, 0.52, {"DONE": 53, "FAILED": 1}),
             "load": CopyTotals(61, 0.62, {}),

@@ -10,7 +10,7 @@ from kvtier.v1 import admin_pb2
 from kvtierd import ctl
 from kvtierd.rpc.status import AboutDaemon, status_response
 
-from tests.unit.operation.snapshots import busy_snapshot
+from tests.unit.operation.snapshots import GPU, busy_snapshot
 
 
 @pytest.fixture
@@ -48,12 +48,28 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         assert part in text
 
 
+def test_people_see_devices_in_columns(status: admin_pb2.StatusResponse) -> None:
+    text = "\n".join(ctl.lines(status))
+    padding = " " * (len(GPU) - len("cpu"))
+    assert f"  cpu{padding}  live     pid 777, 3 MiB mapped, 6 parts active, replaced 2 times" in text
+    assert (
+        f"  {GPU}  live     pid 888, 5 MiB mapped, 9 MiB of the pool registered, 7 parts active, "
+        "replaced 3 times"
+    ) in text
+    assert "\n".join(ctl.lines(admin_pb2.StatusResponse())).endswith("Copy workers")
+
+
 def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) -> None:
     found = json.loads(ctl.to_json(status))
     assert found["boot_nonce"] == 2**64 - 1
     assert found["counters"]["lookup_hits"] == 100
     assert found["instances"][0]["namespace_digest"] == "cd" * 16
     assert found["instances"][0]["sessions"][0]["pid"] == 4321
+    assert [worker["device"] for worker in found["workers"]] == ["cpu", GPU]
+    assert (found["workers"][1]["mapped_bytes"], found["workers"][1]["registered_bytes"]) == (
+        5 << 20,
+        9 << 20,
+    )
     empty = json.loads(ctl.to_json(admin_pb2.StatusResponse()))
     assert empty["pool"]["capacity_bytes"] == 0
     assert empty["instances"] == []

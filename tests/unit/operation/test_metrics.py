@@ -11,7 +11,7 @@ from kvtierd.settings import ConfigError
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.operation.snapshots import busy_snapshot
+from tests.unit.operation.snapshots import BROKEN_GPU, GPU, IDLE_GPU, busy_snapshot
 
 
 def samples(snapshot: Snapshot) -> dict[str, float]:
@@ -59,7 +59,14 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_leases_expired_total{}", 34),
         ("kvtier_worker_live{device=cpu}", 1),
         ("kvtier_worker_respawns_total{device=cpu}", 2),
-        ("kvtier_parts_active{}", 6),
+        ("kvtier_device_mapped_bytes{device=cpu}", 3 << 20),
+        (f"kvtier_worker_live{{device={GPU}}}", 1),
+        (f"kvtier_worker_live{{device={BROKEN_GPU}}}", 0),
+        (f"kvtier_worker_respawns_total{{device={IDLE_GPU}}}", 4),
+        (f"kvtier_device_mapped_bytes{{device={GPU}}}", 5 << 20),
+        (f"kvtier_device_mapped_bytes{{device={IDLE_GPU}}}", 0),
+        (f"kvtier_pool_registered_bytes{{device={GPU}}}", 9 << 20),
+        ("kvtier_parts_active{}", 13),
         ("kvtier_copy_bytes_total{direction=store}", 51),
         ("kvtier_copy_seconds_total{direction=load}", 0.62),
         ("kvtier_parts_total{direction=store,outcome=failed}", 1),
@@ -67,6 +74,12 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
 )
 def test_every_figure_has_its_name(sample: str, value: float) -> None:
     assert samples(busy_snapshot())[sample] == value
+
+
+def test_what_is_not_so_is_not_shown() -> None:
+    found = samples(busy_snapshot())
+    assert f"kvtier_worker_live{{device={IDLE_GPU}}}" not in found, "nobody needs one: no alarm"
+    assert "kvtier_pool_registered_bytes{device=cpu}" not in found
 
 
 def test_no_two_families_share_a_name_and_all_have_help() -> None:

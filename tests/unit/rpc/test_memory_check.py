@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtierd.cache import DeviceRange
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc import memory_check
@@ -97,6 +98,178 @@ class TestDescriptor:
         finally:
             for fd in (reading, writing, file):
                 os.close(fd)
+
+
+class TestDevice:
+    def test_a_gpu_is_named_as_nvidia_smi_prints_it_and_nothing_is_the_cpu(self) -> None:
+        assert memory_check.device_name("") == memory_check.device_name("cpu") == "cpu"
+        gpu = "GPU-0123abcd-45ef-6789-abcd-0123456789ab"
+        assert memory_check.device_name(gpu) == gpu
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "0",
+            "CPU",
+            "cuda:0",
+            "GPU-",
+            "GPU-0123ABCD-45EF-6789-ABCD-0123456789AB",
+            "GPU-0123abcd-45ef-6789-abcd-0123456789a",
+            "GPU-0123abcd-45ef-6789-abcd-0123456789abc",
+            "GPU-0123abcd-45ef-6789-abcd-0123456789ab\n",
+            "GPU-0123abcd45ef6789abcd0123456789ab",
+            "GPU-٠١٢٣abcd-45ef-6789-abcd-0123456789ab",
+            "gpu-0123abcd-45ef-6789-abcd-0123456789ab",
+            "x" * 10_000,
+        ],
+    )
+    def test_what_no_device_is_called_is_refused(self, name: str) -> None:
+        with pytest.raises(Refusal) as refusal:
+            memory_check.device_name(name)
+        assert (refusal.value.reason, refusal.value.field) == (Reason.DEVICE_UNKNOWN, "device")
+        assert "nvidia-smi -L" in refusal.value.message
+        assert len(refusal.value.value) <= 120
+
+    def test_a_mig_instance_is_told_what_to_change(self) -> None:
+        with pytest.raises(Refusal, match="MIG off") as refusal:
+            memory_check.device_name("MIG-0123abcd-45ef-6789-abcd-0123456789ab")
+        assert refusal.value.reason is Reason.DEVICE_UNAVAILABLE
+
+
+class TestChunks:
+    def test_each_descriptor_has_its_size(self) -> None:
+        memory_check.check_chunks(2, [1, 2**62])
+
+    @pytest.mark.parametrize(
+        ("count", "sizes", "reason", "field"),
+        [
+            (0, [], Reason.COUNT_MISMATCH, "bytes"),
+            (0, [1], Reason.COUNT_MISMATCH, "bytes"),
+            (2, [1], Reason.COUNT_MISMATCH, "bytes"),
+            (1, [1, 1], Reason.COUNT_MISMATCH, "bytes"),
+            (2, [1, 0], Reason.DEVICE_MEMORY_INVALID, "bytes[1]"),
+            (1, [2**63], Reason.DEVICE_MEMORY_INVALID, "bytes[0]"),
+        ],
+    )
+    def test_what_does_not_match_is_refused(
+        self, count: int, sizes: list[int], reason: Reason, field: str
+    ) -> None:
+        with pytest.raises(Refusal) as refusal:
+            memory_check.check_chunks(count, sizes)
+        assert (refusal.value.reason, refusal.value.field) == (reason, field)
+
+
+def ipc(size_bytes: int, offset: int = 0, handle: bytes = bytes(64)) -> DeviceRange:
+    return DeviceRange(size_bytes, offset, handle, 7)
+
+
+def of_chunks(size_bytes: int, count: int, offset: int = 0) -> DeviceRange:
+    return DeviceRange(size_bytes, offset, chunks=count)
+
+
+class TestRanges:
+    """One plane of 10 blocks of 100 bytes, unless something else is said."""
+
+    def check(
+        self,
+        ranges: list[DeviceRange],
+        chunks: list[int] | None = None,
+        mapping_bytes: int | None = None,
+        where: GroupPlace | None = None,
+    ) -> None:
+        if mapping_bytes is None:
+            mapping_bytes = sum(part.size_bytes for part in ranges)
+        where = where or place(10, (0, 100))
+        fragments = [100] * len(where.planes)
+        memory_check.check_ranges(ranges, chunks or [], mapping_bytes, [where], [geometry(*fragments)])
+
+    def test_ranges_one_after_another_are_the_mapping(self) -> None:
+        self.check([ipc(1000)])
+        self.check([ipc(1000, 2**40), ipc(1, 5)])
+        self.check([of_chunks(1000, 2, offset=599)], [600, 1000])
+        self.check([ipc(500), of_chunks(1000, 1), ipc(7)], [1000], where=place(10, (500, 100)))
+        self.check([of_chunks(10, 1), of_chunks(990, 2)], [10, 500, 500], where=place(5, (10, 100)))
+
+    @pytest.mark.parametrize(
+        ("ranges", "chunks", "field"),
+        [
+            ([], [], "ranges"),
+            ([ipc(1)] * 4_097, [], "ranges"),
+            ([ipc(0), ipc(1000)], [], "ranges[0].bytes"),
+            ([ipc(1000, 2**63 - 1000)], [], "ranges[0].bytes"),
+            ([ipc(1000), ipc(2**64 - 1)], [], "ranges[1].bytes"),
+            ([ipc(1000, handle=bytes(63))], [], "ranges[0].ipc.handle"),
+            ([ipc(1000, handle=bytes(65))], [], "ranges[0].ipc.handle"),
+            ([ipc(1000, handle=b"")], [], "ranges[0].ipc.handle"),
+            ([ipc(1000)], [1], "ranges"),
+            ([of_chunks(1000, 1)], [1000, 1000], "ranges"),
+            ([of_chunks(1000, 2)], [1000], "ranges[0].chunks.count"),
+            ([of_chunks(1000, 1), of_chunks(1000, 1)], [1000], "ranges[1].chunks.count"),
+            ([of_chunks(1000, 2**32 - 1)], [1000], "ranges[0].chunks.count"),
+            ([of_chunks(1000, 2, offset=600)], [600, 1000], "ranges[0].chunks.offset"),
+            ([of_chunks(1000, 1, offset=1)], [1000], "ranges[0].bytes"),
+            ([of_chunks(1000, 2)], [1000, 1], "ranges[0].bytes"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_memory_of_a_gpu_is_refused_by_field(
+        self, ranges: list[DeviceRange], chunks: list[int], field: str
+    ) -> None:
+        with pytest.raises(Refusal) as refusal:
+            self.check(ranges, chunks)
+        assert (refusal.value.reason, refusal.value.field) == (Reason.DEVICE_MEMORY_INVALID, field)
+
+    @pytest.mark.parametrize("mapping_bytes", [0, 999, 1001, 2**64 - 1])
+    def test_their_sum_is_the_mapping(self, mapping_bytes: int) -> None:
+        with pytest.raises(Refusal) as refusal:
+            self.check([ipc(400), ipc(600)], mapping_bytes=mapping_bytes, where=place(1, (0, 1)))
+        assert (refusal.value.reason, refusal.value.field) == (Reason.MAPPING_INVALID, "mapping_bytes")
+
+    def test_a_mapping_beyond_all_measure_is_refused(self) -> None:
+        with pytest.raises(Refusal) as refusal:
+            self.check([ipc(2**62), ipc(2**62)])
+        assert refusal.value.field == "mapping_bytes"
+
+    @pytest.mark.parametrize(
+        ("where", "field"),
+        [
+            (place(10, (1, 100)), BASE),
+            (place(10, (500, 100)), BASE),
+            (place(11, (0, 100)), BASE),
+            (place(1, (950, 100)), BASE),
+            (place(11, (1000, 100)), BASE),
+            (place(1, (2000, 100)), BASE),
+            (place(2, (0, 2**63)), STRIDE),
+        ],
+    )
+    def test_no_plane_crosses_from_one_range_to_the_next(self, where: GroupPlace, field: str) -> None:
+        with pytest.raises(Refusal) as refusal:
+            self.check([ipc(1000), ipc(1000)], where=where)
+        assert refusal.value.reason in (Reason.PLANE_BEYOND_MAPPING, Reason.STRIDE_OVERFLOW)
+        assert refusal.value.field == field
+
+    @given(
+        sizes=st.lists(st.integers(1, 2_000), min_size=1, max_size=8),
+        blocks=st.integers(1, 20),
+        base=st.integers(0, 4_000),
+        stride=st.integers(100, 200),
+    )
+    def test_whatever_is_accepted_lies_inside_one_range(
+        self, sizes: list[int], blocks: int, base: int, stride: int
+    ) -> None:
+        try:
+            self.check([ipc(size) for size in sizes], where=place(blocks, (base, stride)))
+        except Refusal:
+            accepted = False
+        else:
+            accepted = True
+        touched = set()
+        start = 0
+        for index, size in enumerate(sizes):
+            for block in range(blocks):
+                if base + block * stride < start + size and base + block * stride + 100 > start:
+                    touched.add(index)
+            start += size
+        assert accepted == (len(touched) == 1 and base + (blocks - 1) * stride + 100 <= start)
 
 
 class TestWords:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from kvtier_kernels import TICKET_MAX, SharedWords
 from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.errors import Reason
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import Outcome, Signals
 from kvtierd.transfer import messages
@@ -73,6 +74,39 @@ def test_arrays_that_are_not_parallel_are_refused_by_both_ends() -> None:
     ):
         with pytest.raises(PartRefusedError, match=message):
             read_part(wire.PostPart(**{**good, **wrong}), session, 0.0)  # type: ignore[arg-type]
+
+
+def test_memory_of_a_gpu_is_described_range_by_range() -> None:
+    groups = [messages.GroupMapping(0, 2**32 - 1, [0, 5], [7, 2**63], [6, 1])]
+    ranges = [
+        messages.DeviceRange(2**62, 2**61, bytes(range(64)), 2**64 - 1),
+        messages.DeviceRange(4096, 17, chunks=3),
+    ]
+    packet = messages.map_memory_packet(9, SessionId(5), RegistrationId(6), 2**62 + 4096, groups, ranges)
+    found = wire.ToWorker.FromString(packet).map_memory
+    assert (found.request, found.session, found.registration) == (9, 5, 6)
+    assert found.mapping_bytes == 2**62 + 4096
+    ipc, chunks = found.ranges
+    assert (ipc.bytes, ipc.offset, ipc.ipc_handle) == (2**62, 2**61, bytes(range(64)))
+    assert (ipc.buffer_id, ipc.chunks) == (2**64 - 1, 0)
+    assert (chunks.bytes, chunks.offset, chunks.ipc_handle, chunks.chunks) == (4096, 17, b"", 3)
+    assert not wire.ToWorker.FromString(
+        messages.map_memory_packet(9, SessionId(5), RegistrationId(6), 1, groups)
+    ).map_memory.ranges
+
+
+def test_chunks_travel_with_their_sizes() -> None:
+    found = wire.ToWorker.FromString(messages.add_chunks_packet(9, SessionId(5), [1, 2**62])).add_chunks
+    assert (found.request, found.session, list(found.bytes)) == (9, 5, [1, 2**62])
+
+
+@pytest.mark.parametrize("message", [wire.MapRefused, wire.Unusable])
+def test_refusals_keep_every_word(message: type[wire.MapRefused] | type[wire.Unusable]) -> None:
+    refusal = messages.refusal_of(message(reason=17, field="device", value="GPU-1", message="no such"))
+    assert (refusal.reason, refusal.field) == (Reason.DEVICE_UNKNOWN, "device")
+    assert (refusal.value, refusal.message) == ("GPU-1", "no such")
+    with pytest.raises(ValueError):
+        messages.refusal_of(message(reason=12_345))
 
 
 def test_reports_become_stimuli_and_nonsense_an_error() -> None:

@@ -7,7 +7,7 @@ BUSY = 123_456_789
 
 def reading(load: int = 0, store: int = 0, heartbeat: int = 0) -> tuple[int, ...]:
     values = {StatusWord.LOAD_LANE: load, StatusWord.STORE_LANE: store, StatusWord.HEARTBEAT: heartbeat}
-    return tuple(values[word] for word in StatusWord)
+    return tuple(values.get(word, 0) for word in StatusWord)
 
 
 def test_a_lane_inside_one_call_for_too_long_is_stuck() -> None:
@@ -46,3 +46,11 @@ def test_a_main_thread_may_sleep_for_a_heartbeat() -> None:
     stuck = detector.observe(reading(heartbeat=BUSY), 0.2)
     assert stuck is not None
     assert "main thread" in stuck
+
+
+def test_a_pool_that_is_registered_and_stays_so_accuses_nobody() -> None:
+    detector = StallDetector(1.0)
+    registered = [0] * len(StatusWord)
+    registered[StatusWord.REGISTERED_BYTES] = 1 << 40
+    for _ in range(10):
+        assert detector.observe(tuple(registered), 1.0) is None
