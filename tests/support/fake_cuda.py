@@ -1,7 +1,7 @@
 """A fake `libcuda.so.1` for tests: built from tests/fake_cuda, one fake machine per `FakeCuda`.
 
-It is a test double of the driver: it shows whether bytes, order, ownership and errors are right, between real processes.
-Results on it say nothing about the speed of a GPU.
+It is a test double of the driver: it shows whether bytes, order, ownership and errors are right, between real
+processes. Results on it say nothing about the speed of a GPU.
 
     def test_something(fake_cuda):                      # one fake GPU of 1 GiB
         driver = fake_cuda.driver()                     # in this process
@@ -10,8 +10,8 @@ Results on it say nothing about the speed of a GPU.
     def test_something_else(make_fake_cuda):
         fake = make_fake_cuda(version=12080, devices=2, hbm=64 << 20, bandwidth=100_000_000)
 
-The names of the settings are those of tests/fake_cuda/settings.h: `hbm=…` is FAKE_CUDA_HBM. A child process may be given
-others by its environment: `env=os.environ | fake.environment | {"FAKE_CUDA_FAIL": "cuMemAlloc:2:2"}`.
+The names of the settings are those of tests/fake_cuda/settings.h: `hbm=…` is FAKE_CUDA_HBM. A child process may
+be given others: `env=environment_of(fake, fail="cuMemAlloc:2:2")`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ ROOM = 65_536
 
 
 def build(sanitizer: str | None = None) -> Path:
-    """The library, built if its sources have changed; `sanitizer`: "thread" or "address". Several processes may ask."""
+    """The library, built if its sources have changed; `sanitizer`: "thread" or "address". Several processes
+    may ask at once."""
     flags = [*FLAGS, *([f"-fsanitize={sanitizer}", "-g"] if sanitizer else [])]
     sources = sorted(SOURCES.glob("*.c"))
     digest = hashlib.sha256(" ".join(flags).encode())
@@ -95,8 +96,8 @@ class FakeCuda:
     """One fake machine: a folder with the library, its settings, the shared state and the device memory."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        """`folder` must exist, on a tmpfs. Each gets a library of its own, so that one test process can have several
-        machines one after another."""
+        """`folder` must exist, on a tmpfs. Each gets a library of its own, so that one test process can have
+        several machines one after another."""
         self.folder = folder
         self.library = folder / "libcuda.so.1"
         shutil.copy(build(), self.library)
@@ -133,7 +134,7 @@ class FakeCuda:
 
     def functions(self) -> list[str]:
         """Every driver function that the fake has, by exported name."""
-        names = []
+        names: list[str] = []
         while (name := self.raw.fake_cuda_function(len(names))) is not None:
             names.append(name.decode())
         return names
@@ -148,7 +149,7 @@ class FakeCuda:
         count = self.raw.fake_cuda_open_imports(found, ROOM)
         return [
             OpenImport(one.importer_pid, one.exporter_pid, one.device, KINDS[one.kind], one.bytes)
-            for one in found[:count]
+            for one in (found[index] for index in range(count))
         ]
 
     def processes(self) -> list[int]:
@@ -161,8 +162,8 @@ class FakeCuda:
         return int(self.raw.fake_cuda_calls(function.encode(), pid))
 
     def arm(self, function: str, n: int, code: int, pid: int) -> None:
-        """The n-th call of the function from now on (0: every one) in that process fails with the code. Codes of lost
-        contexts stick."""
+        """The n-th call of the function from now on (0: every one) in that process fails with the code. Codes
+        of lost contexts stick."""
         self._arm(function, n, code, 0, pid)
 
     def hang(self, function: str, n: int, pid: int, pause_ms: int = 0) -> None:
@@ -171,7 +172,7 @@ class FakeCuda:
 
     def _arm(self, function: str, n: int, code: int, pause_ms: int, pid: int) -> None:
         failed = self.raw.fake_cuda_arm(function.encode(), n, code, pause_ms, pid)
-        assert not failed, f"cannot arm {function} in process {pid}: no such function, or it does not use the driver"
+        assert not failed, f"cannot arm {function} in process {pid}, which may not use the driver"
 
     def lift(self, pid: int) -> None:
         """No fault of that process is armed any more, and what hangs goes on."""
@@ -190,11 +191,11 @@ class FakeCuda:
     @staticmethod
     def view(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Device memory of this process, as the device sees it. Dangles when the memory is freed."""
-        return np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
     def close(self) -> None:
-        """Ends what this process has of it, and removes the folder. Children must be gone. Nothing of its device memory
-        may be touched any more."""
+        """Ends what this process has of it, and removes the folder. Children must be gone. Nothing of its
+        device memory may be touched any more."""
         if not self._closed:
             self._closed = True
             self.raw.fake_cuda_shut_down()
@@ -223,4 +224,5 @@ def fake_cuda(make_fake_cuda: Callable[..., FakeCuda]) -> FakeCuda:
 
 def environment_of(fake: FakeCuda, **settings: object) -> dict[str, str]:
     """The whole environment of a child that uses the fake, with settings of its own."""
-    return os.environ | fake.environment | {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
+    own = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
+    return os.environ | fake.environment | own
