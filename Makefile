@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-faults-long clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-faults-long clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ bench: setup-light ## the speed figures that need no GPU; the last line is JSON
 
 test-sanitizers: setup-light ## the native core under address, undefined-behaviour and thread sanitizers
 	@tests/sanitizers/run.sh
+
+test-fake-gpu: setup-light ## the GPU data plane on a double of the CUDA driver; needs no GPU
+	@$(PY) -m pytest -m "fake_gpu and not vllm" tests
 
 test-faults-long: setup ## the kill -9 campaigns at full length
 	@KVTIER_FAULTS_LONG=1 $(PY) -m pytest -m faults --timeout 3600 tests

@@ -84,14 +84,20 @@ REST = [
     ),
     pytest_stage(
         "tests",
-        "not vllm and not faults and not gpu",
+        "not vllm and not faults and not gpu and not fake_gpu",
         "The unit, contract, simulation and integration tests pass.",
         deadline_s=720,
     ),
     pytest_stage(
         "tests-faults",
-        "faults and not vllm and not gpu",
+        "faults and not vllm and not gpu and not fake_gpu",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
+        deadline_s=600,
+    ),
+    pytest_stage(
+        "tests-fake-gpu",
+        "fake_gpu and not vllm and not gpu",
+        "Copies from and to a GPU keep the same contract as those of the CPU (driver: a double of our own).",
         deadline_s=600,
     ),
     pytest_stage(

@@ -1,13 +1,18 @@
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 import uvloop
 from kvtierd.memory import HostPool
-from kvtierd.transfer.supervisor import SupervisorLimits
+from kvtierd.transfer.supervisor import SupervisorLimits, WorkerOptions
 
+from tests.integration.worker.devices import USUAL, Gpu, Mode, params
 from tests.integration.worker.rig import Rig
+from tests.support.fake_cuda import FakeCuda
 
 StartRig = Callable[..., Awaitable[Rig]]
 
@@ -19,16 +24,51 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": uvloop.new_event_loop}
 
 
+@pytest.fixture(params=params(USUAL))
+def mode(request: pytest.FixtureRequest) -> Mode:
+    """What the test's rigs copy from and to; `on()` asks for others."""
+    mode = request.param
+    assert isinstance(mode, Mode)
+    return mode
+
+
+@pytest.fixture
+def gpu(shm_dir: Path, mode: Mode) -> Iterator[Gpu]:
+    """A fake machine's GPU, whose context is current in the test's thread."""
+    folder = shm_dir / "gpu"
+    folder.mkdir()
+    with contextlib.closing(FakeCuda(folder, version=mode.driver_version, hbm=512 << 20)) as fake:
+        gpu = Gpu(fake)
+        with gpu.context:
+            yield gpu
+        assert fake.open_imports() == []
+        gpu.context.release()
+
+
 @pytest_asyncio.fixture
-async def start_rig() -> AsyncIterator[StartRig]:
+async def start_rig(mode: Mode, request: pytest.FixtureRequest) -> AsyncIterator[StartRig]:
     """Starts rigs: `await start_rig(fault="slow-copy:10", limits=…)`."""
     rigs: list[Rig] = []
+    gpu: Gpu | None = request.getfixturevalue("gpu") if mode.is_gpu else None
 
     async def start(
-        fault: str = "", limits: SupervisorLimits | None = None, pool_bytes: int = 66 << 20
+        fault: str = "",
+        limits: SupervisorLimits | None = None,
+        pool_bytes: int = 66 << 20,
+        environment: dict[str, str] | None = None,
     ) -> Rig:
+        """`environment`: for the workers of a GPU."""
         pool = HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1)
-        rigs.append(Rig(pool, limits))
+        of_gpu: dict[str, Any] = {}
+        if gpu is not None:
+            of_gpu = {
+                "device": gpu.name,
+                "memory": gpu.allocate,
+                "environment": gpu.fake.environment | (environment or {}),
+                "imports": gpu.imports,
+                "options": WorkerOptions(gpu_copy_method=mode.method),
+            }
+        rigs.append(Rig(pool, limits, **of_gpu))
         await rigs[-1].start(fault)
         return rigs[-1]
 

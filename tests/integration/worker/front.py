@@ -1,4 +1,5 @@
-"""A front to be killed: `python front.py POOL WORDS_FD MEMORY_FD FAULT`.
+"""A front to be killed: `python front.py POOL WORDS_FD FAULT memfd FD`, or `… FAULT GPU-… BYTES HANDLE
+BUFFER_ID`.
 
 Has its worker map the memory of the test that started it, posts a store (ticket 1) and a gated load (ticket
 2), says the worker's pid once the store has started, and then does nothing more.
@@ -13,25 +14,35 @@ from kvtier_kernels import PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import SessionId
 from kvtierd.memory import HostPool
+from kvtierd.transfer.supervisor import CPU, DeviceRange
 
+from tests.integration.worker.devices import Foreign, Memfd, RankMemory
 from tests.integration.worker.rig import Client, Layout, Rig, until
 
 
-async def main(pool: Path, words_fd: int, memory_fd: int, fault: str) -> None:
-    rig = Rig(HostPool.open(pool, 66 << 20, 16 << 20, lock_timeout_s=1))
+async def main(pool: Path, words_fd: int, fault: str, device: str, cache: RankMemory) -> None:
+    rig = Rig(HostPool.open(pool, 66 << 20, 16 << 20, lock_timeout_s=1), device=device)
     await rig.start(fault)
-    client = Client(SessionId(1), Layout(), words_fd, memory_fd)
+    client = Client(SessionId(1), Layout(), cache, words_fd)
     await rig.map(client)
     slots = rig.open(2, client.layout.slot_bytes)
     _, ticket = rig.post(client, Direction.STORE, [0], slots[:1])
     rig.post(client, Direction.LOAD, [1], slots[1:], gate=(0, 1))
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    print(rig.supervisor.workers[rig.worker].pid, flush=True)
+    print(rig.pid, flush=True)
     await asyncio.Event().wait()
 
 
+def of_test(device: str, *arguments: str) -> tuple[str, RankMemory]:
+    """The device and the memory that the arguments name."""
+    if device == "memfd":
+        os.set_inheritable(int(arguments[0]), False)
+        return CPU, Memfd(Layout().mapping_bytes, int(arguments[0]))
+    size, handle, buffer_id = arguments
+    return device, Foreign(DeviceRange(int(size), 0, bytes.fromhex(handle), int(buffer_id)))
+
+
 if __name__ == "__main__":
-    words, memory = int(sys.argv[2]), int(sys.argv[3])
-    for fd in (words, memory):
-        os.set_inheritable(fd, False)
-    asyncio.run(main(Path(sys.argv[1]), words, memory, sys.argv[4]))
+    words = int(sys.argv[2])
+    os.set_inheritable(words, False)
+    asyncio.run(main(Path(sys.argv[1]), words, sys.argv[3], *of_test(*sys.argv[4:])))

@@ -1,7 +1,6 @@
 """A real pool, a real supervisor with a real worker process, and clients played by the test's own process."""
 
 import asyncio
-import fcntl
 import itertools
 import mmap
 import os
@@ -13,10 +12,21 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PART_ARMED, PART_REVOKED, PART_STARTED, SharedWords
 from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
 from kvtierd.memory import HostPool
-from kvtierd.transfer.supervisor import GroupMapping, Supervisor, SupervisorLimits, WorkerStimulus
+from kvtierd.transfer.supervisor import (
+    CPU,
+    GroupMapping,
+    Supervisor,
+    SupervisorLimits,
+    WorkerHandle,
+    WorkerOptions,
+    WorkerStimulus,
+)
+
+from tests.integration.worker.devices import Memfd, RankMemory, memfd
 
 SLACK_S = 30.0
 """For anything that takes milliseconds on an idle machine."""
@@ -27,14 +37,6 @@ PARTS = 64
 GROUP = 3
 
 _Event = TypeVar("_Event")
-
-
-def memfd(size: int, *, sealed: bool = True) -> int:
-    fd = os.memfd_create("kvt-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    return fd
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,17 @@ class Client:
 
     session: SessionId
     layout: Layout
+    cache: RankMemory
     words_fd: int = field(default_factory=lambda: memfd(8 * (DOORBELLS + PARTS)))
-    memory_fd: int = -1
     registration: RegistrationId = field(default=RegistrationId(1))
 
     def __post_init__(self) -> None:
-        if self.memory_fd < 0:
-            self.memory_fd = memfd(self.layout.mapping_bytes)
         count = DOORBELLS + PARTS
         self.words = SharedWords(mmap.mmap(self.words_fd, 8 * count), count)
-        self.memory = np.frombuffer(mmap.mmap(self.memory_fd, self.layout.mapping_bytes), np.uint8)
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        return self.cache.array
 
     def fill(self, seed: int) -> None:
         self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size, np.uint8)
@@ -110,7 +113,7 @@ class Client:
 
     def close(self) -> None:
         os.close(self.words_fd)
-        os.close(self.memory_fd)
+        self.cache.close()
 
 
 async def until(condition: Callable[[], object], what: str = "") -> None:
@@ -123,18 +126,36 @@ async def until(condition: Callable[[], object], what: str = "") -> None:
 
 
 class Rig:
-    def __init__(self, pool: HostPool, limits: SupervisorLimits | None = None) -> None:
+    """`memory(size)` makes the memory of this rig's clients: it belongs to the device `device`."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        limits: SupervisorLimits | None = None,
+        *,
+        device: str = CPU,
+        memory: Callable[[int], RankMemory] = Memfd,
+        environment: dict[str, str] | None = None,
+        options: WorkerOptions | None = None,
+        imports: Callable[[int], list[str]] = lambda pid: [],
+    ) -> None:
+        """`imports(pid)`: the device memory of other processes that a process has open."""
         self.pool = pool
+        self._imports = imports
+        self.device = device
+        self.new_memory = memory
         self.events: list[WorkerStimulus] = []
-        self.environment: dict[str, str] = {}
+        self.environment = dict(environment or {})
         """Of workers started from now on."""
         self.supervisor = Supervisor(
             pool_fd=pool.fd,
             pool_bytes=pool.array.nbytes,
             register_writer=pool.register_writer,
             events=self.events.append,
+            devices=[CPU] if device == CPU else [],
             limits=limits,
             environment=self.environment,
+            options=options,
         )
         self.clients: list[Client] = []
         self._parts = itertools.count(100)
@@ -148,6 +169,8 @@ class Rig:
         if fault:
             self.environment["KVTIER_TEST_WORKER_FAULT"] = fault
         await self.supervisor.start()
+        if self.device != CPU:
+            await self.supervisor.worker_for(self.device)
         await until(lambda: self.seen(WorkerLive))
 
     async def close(self) -> None:
@@ -158,30 +181,67 @@ class Rig:
 
     @property
     def worker(self) -> WorkerId:
-        worker = self.supervisor.current("cpu")
+        worker = self.supervisor.current(self.device)
         assert worker is not None
         return worker
+
+    @property
+    def handle(self) -> WorkerHandle:
+        return self.supervisor.workers[self.worker]
+
+    @property
+    def pid(self) -> int:
+        return self.handle.pid
+
+    def mapped(self) -> list[str]:
+        """What the worker holds of tests: memfds, and imported device memory."""
+        with open(f"/proc/{self.pid}/maps") as maps:
+            memfds = [line.split()[5] for line in maps if "kvt-test" in line]
+        return memfds + self._imports(self.pid)
+
+    def no_fault(self) -> None:
+        """Workers started from now on are sound."""
+        self.environment.pop("KVTIER_TEST_WORKER_FAULT", None)
+
+    async def successor(self) -> None:
+        """Waits for the second worker: it comes by itself, or because a session asks for one."""
+        deadline_s = asyncio.get_running_loop().time() + SLACK_S
+        while len(self.seen(WorkerLive)) < 2:
+            assert asyncio.get_running_loop().time() < deadline_s, "waited in vain for a new worker"
+            if self.device != CPU:
+                try:
+                    await self.supervisor.worker_for(self.device)
+                except Refusal as refusal:  # the old one is not gone yet, or was a moment ago
+                    if refusal.reason is not Reason.WORKER_UNAVAILABLE:
+                        raise
+            await asyncio.sleep(0.02)
 
     def seen(self, kind: type[_Event]) -> list[_Event]:
         return [event for event in self.events if isinstance(event, kind)]
 
+    def new_client(self, layout: Layout | None = None) -> Client:
+        """A session of which the worker knows nothing yet."""
+        layout = layout or Layout()
+        client = Client(SessionId(next(self._sessions)), layout, self.new_memory(layout.mapping_bytes))
+        self.clients.append(client)
+        return client
+
     async def client(self, layout: Layout | None = None) -> Client:
         """A session whose words and memory are mapped by the worker."""
-        client = Client(SessionId(next(self._sessions)), layout or Layout())
-        self.clients.append(client)
+        client = self.new_client(layout)
         await self.map(client)
         return client
 
     async def map(self, client: Client) -> None:
+        await self.map_words(client)
+        await self.map_memory(client)
+
+    async def map_words(self, client: Client) -> None:
         await self.supervisor.map_words(self.worker, client.session, client.words_fd, DOORBELLS, PARTS)
-        await self.supervisor.map_memory(
-            self.worker,
-            client.session,
-            client.registration,
-            client.memory_fd,
-            client.layout.mapping_bytes,
-            [client.layout.mapping()],
-        )
+
+    async def map_memory(self, client: Client) -> None:
+        groups = [client.layout.mapping()]
+        await client.cache.register(self.supervisor, self.worker, client.session, client.registration, groups)
 
     def slots(self, count: int, slot_bytes: int) -> npt.NDArray[np.uint32]:
         """Free slots of a size."""
@@ -197,7 +257,7 @@ class Rig:
         """Slots in state WRITING, as the core has them opened before it posts a store."""
         slots = self.slots(count, slot_bytes)
         hashes = self._hashes.integers(0, 256, (count, 32), np.uint8)
-        writer = self.supervisor.workers[self.worker].writer
+        writer = self.handle.writer
         self.pool.records.open(
             slots, writer, self.pool.boot_nonce, 1, bytes(16), GROUP, 0, 1, hashes, slot_bytes
         )
@@ -266,9 +326,3 @@ class Rig:
 
 def is_armed(client: Client, ticket: Ticket) -> bool:
     return client.part_state(ticket) == PART_ARMED
-
-
-def mapped_by(pid: int) -> list[str]:
-    """Names of the memfds of tests that a process has mapped."""
-    with open(f"/proc/{pid}/maps") as maps:
-        return [line.split()[5] for line in maps if "kvt-test" in line]

@@ -9,7 +9,10 @@ from kvtierd.core.stimuli import Outcome, Signals
 from kvtierd.transfer.packets import PACKET_BYTES_MAX
 
 from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.devices import ALL, GPU_ROWS, on
 from tests.integration.worker.rig import PARTS, Layout, Rig, until
+
+pytestmark = on(*ALL, GPU_ROWS)
 
 
 async def test_a_store_puts_every_byte_and_its_checksum_in_place(rig: Rig) -> None:

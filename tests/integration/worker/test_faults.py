@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from kvtierd.transfer import blocking
 from kvtierd.transfer.blocking import BlockingPacketChannel
 from kvtierd.transfer.packets import packet_socketpair
 from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
-from kvtierd.transfer.supervisor import SupervisorLimits, WorkerStartError
+from kvtierd.transfer.supervisor import CPU, SupervisorLimits, WorkerStartError
 from kvtierd.wire import worker_pb2 as wire
 
 from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.devices import ON_CPU, Allocation, Gpu, Memfd, Mode, on
 from tests.integration.worker.rig import SLACK_S, Client, Layout, Rig, until
 
 pytestmark = pytest.mark.faults
@@ -44,10 +45,10 @@ def life_and_death(rig: Rig) -> list[str]:
 async def replaced(rig: Rig) -> None:
     """Waits for the second worker and checks that it was told after the first one's end, and that it
     works."""
-    await until(lambda: len(rig.seen(WorkerLive)) == 2, "a new worker")
+    await rig.successor()
     assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited", "WorkerLive"]
     [handle] = rig.supervisor.workers.values()
-    assert handle.respawns == rig.supervisor.respawns["cpu"] == 1
+    assert handle.respawns == rig.supervisor.respawns[rig.device] == 1
     await rig.store(await rig.client(), [0])
 
 
@@ -56,11 +57,11 @@ async def test_a_worker_killed_in_the_middle_of_a_copy_is_proved_gone_and_replac
 ) -> None:
     rig = await start_rig(fault="hang-in-copy")
     client = await rig.client()
-    handle = rig.supervisor.workers[rig.worker]
+    handle = rig.handle
     pidfd = rig.supervisor.pidfd_for(rig.worker)
     part, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    rig.environment.clear()
+    rig.no_fault()
     os.kill(handle.pid, signal.SIGKILL)
     await until(lambda: rig.seen(WorkerExited))
     assert select.select([pidfd], [], [], 0)[0]  # the client's own fence
@@ -75,7 +76,7 @@ async def test_a_worker_that_dies_by_itself_is_replaced(start_rig: StartRig) -> 
     rig = await start_rig(fault="die-in-copy")
     client = await rig.client()
     rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
-    rig.environment.clear()
+    rig.no_fault()
     await replaced(rig)
 
 
@@ -83,7 +84,7 @@ async def test_a_hanging_copy_is_found_and_its_worker_killed(start_rig: StartRig
     rig = await start_rig(fault="hang-in-copy", limits=IMPATIENT)
     client = await rig.client()
     rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
-    rig.environment.clear()
+    rig.no_fault()
     await until(lambda: rig.seen(WorkerLost))
     assert "store lane has been inside one copy call" in rig.seen(WorkerLost)[0].why
     await replaced(rig)
@@ -99,26 +100,25 @@ async def test_slow_copies_are_no_hang(start_rig: StartRig) -> None:
 async def test_a_stopped_worker_is_killed_though_it_copies_nothing(start_rig: StartRig) -> None:
     limits = SupervisorLimits(copy_deadline_s=2.5)
     rig = await start_rig(limits=limits)
-    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    os.kill(rig.pid, signal.SIGSTOP)
     await until(lambda: rig.seen(WorkerLost))
     assert "main thread" in rig.seen(WorkerLost)[0].why
     await replaced(rig)
 
 
 async def test_unanswered_requests_lose_the_worker(start_rig: StartRig) -> None:
-    rig = await start_rig(limits=SupervisorLimits(map_deadline_s=1.5))
-    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
-    client = Client(SessionId(1), Layout())
+    rig = await start_rig(limits=SupervisorLimits(map_deadline_s=1.5, gpu_map_deadline_s=1.5))
+    os.kill(rig.pid, signal.SIGSTOP)
+    client = rig.new_client()
     with pytest.raises(Refusal, match="has not answered a mapping request"):
         await rig.map(client)
-    client.close()
     await replaced(rig)
 
 
 async def test_a_session_that_is_not_released_in_time_loses_the_worker(start_rig: StartRig) -> None:
     rig = await start_rig(limits=SupervisorLimits(release_deadline_s=1.0))
     client = await rig.client()
-    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    os.kill(rig.pid, signal.SIGSTOP)
     rig.supervisor.release_session(rig.worker, client.session)
     await until(lambda: rig.seen(WorkerLost))
     assert "has not released a session" in rig.seen(WorkerLost)[0].why
@@ -128,12 +128,15 @@ async def test_a_session_that_is_not_released_in_time_loses_the_worker(start_rig
 async def test_a_worker_whose_queue_overflows_is_lost_but_not_inside_post(start_rig: StartRig) -> None:
     rig = await start_rig()
     client = await rig.client()
-    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGSTOP)
+    os.kill(rig.pid, signal.SIGSTOP)
     slots = rig.open(400, client.layout.slot_bytes)
     blocks = list(range(64)) * 128
     many = slots[[0] * 8_192]
     worker = rig.worker
-    while rig.supervisor.current("cpu") is not None and not rig.supervisor._processes[worker].channel.closed:
+    while (
+        rig.supervisor.current(rig.device) is not None
+        and not rig.supervisor._lives.processes[worker].channel.closed
+    ):
         rig.post(client, Direction.STORE, blocks, many, worker=worker)
     assert rig.seen(WorkerLost) == []
     await until(lambda: rig.seen(WorkerLost))
@@ -144,7 +147,7 @@ async def test_a_worker_whose_queue_overflows_is_lost_but_not_inside_post(start_
 async def test_what_finished_before_the_death_still_counts(start_rig: StartRig) -> None:
     rig = await start_rig()
     client = await rig.client()
-    pid = rig.supervisor.workers[rig.worker].pid
+    pid = rig.pid
     parts = [
         rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))[0] for _ in range(20)
     ]
@@ -161,18 +164,19 @@ async def test_what_finished_before_the_death_still_counts(start_rig: StartRig) 
     await replaced(rig)
 
 
+@on(ON_CPU)
 async def test_replacements_back_off(start_rig: StartRig) -> None:
     limits = SupervisorLimits(respawn_delay_min_s=0.05, respawn_delay_max_s=0.2)
     rig = await start_rig(limits=limits)
     rig.environment["KVTIER_TEST_WORKER_FAULT"] = "no-such-fault"  # every new worker fails at once
-    os.kill(rig.supervisor.workers[rig.worker].pid, signal.SIGKILL)
+    os.kill(rig.pid, signal.SIGKILL)
     await until(lambda: rig.supervisor.respawns["cpu"] >= 3)
     assert len(rig.supervisor.workers) <= 1
     assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited"]
     with pytest.raises(Refusal, match="being started"):
         rig.supervisor.pidfd_for(rig.seen(WorkerLive)[0].worker)
-    rig.environment.clear()
-    await until(lambda: len(rig.seen(WorkerLive)) == 2)
+    rig.no_fault()
+    await rig.successor()
 
 
 async def test_a_first_worker_that_does_not_come_up_says_why() -> None:
@@ -215,16 +219,60 @@ def gone(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], SLACK_S)[0])
 
 
+@dataclass
+class Place:
+    """A device, and memory of it in this process."""
+
+    device: str
+    cache: Memfd | Allocation
+    environment: dict[str, str]
+
+    @property
+    def for_front(self) -> list[str]:
+        """What tells the front of it."""
+        if isinstance(self.cache, Memfd):
+            return ["memfd", str(self.cache.fd)]
+        range_ = self.cache.range()
+        return [self.device, str(range_.size_bytes), range_.ipc_handle.hex(), str(range_.buffer_id)]
+
+    def message(self) -> tuple[dict[str, object], list[int]]:
+        """The fields of MapMemory that are about it, and its descriptors."""
+        size = self.cache.array.nbytes
+        if isinstance(self.cache, Memfd):
+            return {"mapping_bytes": size}, [self.cache.fd]
+        range_ = self.cache.range()
+        wired = wire.DeviceRange(bytes=size, ipc_handle=range_.ipc_handle, buffer_id=range_.buffer_id)
+        return {"mapping_bytes": size, "ranges": [wired]}, []
+
+
+@pytest.fixture
+def place(mode: Mode, request: pytest.FixtureRequest) -> Place:
+    if not mode.is_gpu:
+        return Place(CPU, Memfd(Layout().mapping_bytes), {})
+    gpu: Gpu = request.getfixturevalue("gpu")
+    return Place(gpu.name, gpu.allocate(Layout().mapping_bytes), gpu.fake.environment)
+
+
 @pytest.mark.parametrize("end", ["killed", "stopped and killed"])
-def test_when_the_front_dies_its_worker_finishes_writes_the_words_and_goes(end: str, shm_dir: Path) -> None:
-    client = Client(SessionId(1), Layout())
-    fds = (client.words_fd, client.memory_fd)
+def test_when_the_front_dies_its_worker_finishes_writes_the_words_and_goes(
+    end: str, place: Place, shm_dir: Path
+) -> None:
+    client = Client(SessionId(1), Layout(), place.cache)
+    fds = [client.words_fd] + ([place.cache.fd] if isinstance(place.cache, Memfd) else [])
     path = shm_dir / "pool"
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "tests.integration.worker.front",
+        path,
+        str(client.words_fd),
+    ]
     front = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.worker.front", path, *map(str, fds), "slow-copy:2000"],
+        [*command, "slow-copy:2000", *place.for_front],
         pass_fds=fds,
         stdout=subprocess.PIPE,
         cwd=ROOT,
+        env=os.environ | place.environment,
     )
     with front:
         assert front.stdout is not None
@@ -253,33 +301,43 @@ class Alone:
     front: socket.socket
     heartbeat_at_ready: int = 0
 
+    def send(self, message: wire.ToWorker, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self.front, [message.SerializeToString()], list(fds))
+
     def receive(self) -> wire.ToFront:
         self.front.settimeout(SLACK_S)
         return wire.ToFront.FromString(self.front.recv(1 << 18))
 
 
-@pytest.fixture
-def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
-    fault = getattr(request, "param", "")
+@contextlib.contextmanager
+def worker_alone(device: str, environment: dict[str, str]) -> Iterator[Alone]:
     ours, theirs = packet_socketpair()
     status_fd = create_status_fd()
     with HostPool.open(None, 66 << 20, 16 << 20, lock_timeout_s=1) as pool, ours:
         arguments = ["--pool-fd", pool.fd, "--pool-bytes", pool.array.nbytes, "--channel-fd", theirs.fileno()]
-        arguments += ["--status-fd", status_fd, "--device", "cpu", "--copy-deadline-s", 0.5]
+        arguments += ["--status-fd", status_fd, "--device", device, "--copy-deadline-s", 0.5]
         process = subprocess.Popen(
             [sys.executable, "-m", "kvtierd.transfer.worker", *map(str, arguments)],
             pass_fds=(pool.fd, theirs.fileno(), status_fd),
-            env={**os.environ, "KVTIER_TEST_WORKER_FAULT": fault},
+            env=os.environ | environment,
         )
         theirs.close()
         status = StatusPage(status_fd)
         os.close(status_fd)
         worker = Alone(process, ours)
-        assert worker.receive().ready.pid == process.pid
-        worker.heartbeat_at_ready = status.read()[StatusWord.HEARTBEAT]
+        try:
+            assert worker.receive().ready.pid == process.pid
+            worker.heartbeat_at_ready = status.read()[StatusWord.HEARTBEAT]
+            yield worker
+        finally:
+            process.kill()
+            process.wait(SLACK_S)
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    with worker_alone(CPU, {}) as worker:
         yield worker
-        process.kill()
-        process.wait(SLACK_S)
 
 
 def test_its_heart_beats_before_it_is_ready(alone: Alone) -> None:
@@ -342,19 +400,16 @@ def test_a_packet_that_the_kernel_never_takes_is_no_end_of_the_peer(monkeypatch:
     ours.close()
 
 
-@pytest.mark.parametrize("alone", ["hang-in-copy"], indirect=True)
-def test_a_copy_that_hangs_after_the_front_has_died_ends_with_its_process(alone: Alone) -> None:
-    client = Client(SessionId(1), Layout())
-    words = wire.MapWords(request=1, session=1, doorbells=4, parts=64)
-    socket.send_fds(alone.front, [wire.ToWorker(map_words=words).SerializeToString()], [client.words_fd])
-    assert alone.receive().mapped.request == 1
-    group = client.layout.mapping()
-    memory = wire.MapMemory(
-        request=2,
-        session=1,
-        registration=1,
-        mapping_bytes=client.layout.mapping_bytes,
-        groups=[
+def test_a_copy_that_hangs_after_the_front_has_died_ends_with_its_process(place: Place) -> None:
+    client = Client(SessionId(1), Layout(), place.cache)
+    with worker_alone(
+        place.device, place.environment | {"KVTIER_TEST_WORKER_FAULT": "hang-in-copy"}
+    ) as alone:
+        words = wire.MapWords(request=1, session=1, doorbells=4, parts=64)
+        alone.send(wire.ToWorker(map_words=words), [client.words_fd])
+        assert alone.receive().mapped.request == 1
+        group = client.layout.mapping()
+        groups = [
             wire.MappedGroup(
                 group=group.group,
                 num_blocks=group.num_blocks,
@@ -362,29 +417,30 @@ def test_a_copy_that_hangs_after_the_front_has_died_ends_with_its_process(alone:
                 block_strides=group.block_strides,
                 fragment_bytes=group.fragment_bytes,
             )
-        ],
-    )
-    socket.send_fds(alone.front, [wire.ToWorker(map_memory=memory).SerializeToString()], [client.memory_fd])
-    assert alone.receive().mapped.request == 2
-    # A page that is no slot: nothing is copied, yet the copy call is entered, and hangs there.
-    part = wire.PostPart(
-        part=1,
-        direction=wire.LOAD,
-        session=1,
-        registration=1,
-        group=group.group,
-        ticket=1,
-        part_word=1,
-        block_ids=bytes(4),
-        slots=bytes(4),
-        generations=bytes(8),
-    )
-    alone.front.send(wire.ToWorker(post_part=part).SerializeToString())
-    with contextlib.suppress(TimeoutError):
-        alone.front.settimeout(0.3)
-        pytest.fail(f"it did not hang: {alone.front.recv(1 << 18)!r}")
-    assert client.part_state(1) == PART_STARTED
-    alone.front.close()
-    assert alone.process.wait(SLACK_S) == 75
-    assert client.part_state(1) == PART_STARTED  # its end is the fence
+        ]
+        fields, fds = place.message()
+        memory = wire.MapMemory(request=2, session=1, registration=1, groups=groups, **fields)  # type: ignore[arg-type]
+        alone.send(wire.ToWorker(map_memory=memory), fds)
+        assert alone.receive().mapped.request == 2
+        # A page that is no slot: nothing is copied, yet the copy call is entered, and hangs there.
+        part = wire.PostPart(
+            part=1,
+            direction=wire.LOAD,
+            session=1,
+            registration=1,
+            group=group.group,
+            ticket=1,
+            part_word=1,
+            block_ids=bytes(4),
+            slots=bytes(4),
+            generations=bytes(8),
+        )
+        alone.send(wire.ToWorker(post_part=part))
+        with contextlib.suppress(TimeoutError):
+            alone.front.settimeout(0.3)
+            pytest.fail(f"it did not hang: {alone.front.recv(1 << 18)!r}")
+        assert client.part_state(1) == PART_STARTED
+        alone.front.close()
+        assert alone.process.wait(SLACK_S) == 75
+        assert client.part_state(1) == PART_STARTED  # its end is the fence
     client.close()

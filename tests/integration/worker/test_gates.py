@@ -10,7 +10,10 @@ from kvtierd.core.ids import PartId
 from kvtierd.core.stimuli import Outcome, PartFinished
 
 from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.devices import ALL, on
 from tests.integration.worker.rig import Layout, Rig, is_armed, until
+
+pytestmark = on(*ALL)
 
 BIG = Layout(num_blocks=64, fragments=(1 << 20,))
 """Four blocks a chunk."""
@@ -169,7 +172,7 @@ async def test_loads_without_end_do_not_starve_a_store(start_rig: StartRig) -> N
 async def test_an_idle_worker_sleeps(rig: Rig) -> None:
     client = await rig.client()
     await rig.store(client, [0])
-    pid = rig.supervisor.workers[rig.worker].pid
+    pid = rig.pid
 
     def wakeups() -> int:
         count = 0

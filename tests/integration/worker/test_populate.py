@@ -30,7 +30,7 @@ def pool() -> mmap.mmap:
 
 
 async def test_an_idle_worker_has_soon_mapped_the_whole_pool(rig: Rig) -> None:
-    pid = rig.supervisor.workers[rig.worker].pid
+    pid = rig.pid
     await until(lambda: mapped_bytes(pid, "kvtier-pool") == rig.pool.array.nbytes, "the pool to be mapped")
 
 

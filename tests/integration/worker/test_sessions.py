@@ -14,7 +14,8 @@ from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
 from kvtierd.transfer.supervisor import GroupMapping
 
 from tests.integration.worker.conftest import StartRig
-from tests.integration.worker.rig import DOORBELLS, GROUP, PARTS, Layout, Rig, mapped_by, memfd, until
+from tests.integration.worker.devices import ON_CPU, memfd, on
+from tests.integration.worker.rig import DOORBELLS, GROUP, PARTS, Layout, Rig, until
 
 BIG = Layout(num_blocks=64, fragments=(1 << 20,))
 STRANGER = SessionId(1_000)
@@ -22,14 +23,13 @@ STRANGER = SessionId(1_000)
 
 async def test_release_revokes_reports_and_unmaps_in_this_order(rig: Rig) -> None:
     client = await rig.client()
-    pid = rig.supervisor.workers[rig.worker].pid
-    assert len(mapped_by(pid)) == 2
+    assert len(rig.mapped()) == 2
     slots = await rig.store(client, [0])
     rig.events.clear()
     gated = [rig.post(client, Direction.LOAD, [i], slots, gate=(0, i)) for i in range(1, 20)]
     rig.supervisor.release_session(rig.worker, client.session)
     await rig.released(client.session)
-    assert mapped_by(pid) == []
+    assert rig.mapped() == []
     assert isinstance(rig.events[-1], SessionReleased)
     assert [event.outcome for event in rig.seen(PartFinished)] == [Outcome.REVOKED] * len(gated)
     assert {client.part_state(ticket) for _, ticket in gated} == {PART_REVOKED}
@@ -41,7 +41,6 @@ async def test_release_revokes_reports_and_unmaps_in_this_order(rig: Rig) -> Non
 async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartRig) -> None:
     rig = await start_rig(fault="slow-copy:100", pool_bytes=130 << 20)
     client = await rig.client(BIG)
-    pid = rig.supervisor.workers[rig.worker].pid
     other = await rig.client()
     # 15 chunks: 1.5 s if nobody interrupts it.
     store, store_ticket = rig.post(client, Direction.STORE, list(range(60)), rig.open(60, BIG.slot_bytes))
@@ -54,7 +53,7 @@ async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartR
     assert client.part_state(store_ticket) == PART_FAILED
     assert client.part_state(queued_ticket) == PART_REVOKED
     assert rig.supervisor.totals[Direction.STORE].copied_bytes == 0
-    assert len(mapped_by(pid)) == 2  # the other session's
+    assert len(rig.mapped()) == 2  # the other session's
     await rig.store(other, [0])
 
 
@@ -97,34 +96,39 @@ async def _refused(rig: Rig, fd: int, **changed: object) -> Refusal:
             await rig.supervisor.map_memory(fd=fd, **arguments)  # type: ignore[arg-type]
     finally:
         os.close(fd)
-    assert mapped_by(rig.supervisor.workers[rig.worker].pid) == []
+    assert rig.mapped() == []
     return refused.value
 
 
+@on(ON_CPU)
 async def test_memory_that_could_shrink_is_refused(rig: Rig) -> None:
     refusal = await _refused(rig, memfd(Layout().mapping_bytes, sealed=False))
     assert (refusal.reason, refusal.field) == (Reason.MAPPING_NOT_SEALED, "seals")
     assert "F_SEAL_SHRINK" in refusal.message
 
 
+@on(ON_CPU)
 async def test_memory_smaller_than_it_says_is_refused(rig: Rig) -> None:
     refusal = await _refused(rig, memfd(Layout().mapping_bytes - 1))
     assert (refusal.reason, refusal.field) == (Reason.MAPPING_INVALID, "mapping_bytes")
     assert refusal.value == str(Layout().mapping_bytes)
 
 
+@on(ON_CPU)
 async def test_what_is_no_memfd_is_refused(rig: Rig) -> None:
     for name in ("/dev/null", "/proc/self/exe"):
         refusal = await _refused(rig, os.open(name, os.O_RDONLY))
         assert (refusal.reason, refusal.field) == (Reason.MAPPING_INVALID, "descriptor")
 
 
+@on(ON_CPU)
 async def test_memory_that_cannot_be_written_is_refused(rig: Rig) -> None:
     fd = memfd(Layout().mapping_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     assert (await _refused(rig, fd)).reason == Reason.MAPPING_INVALID
 
 
+@on(ON_CPU)
 @pytest.mark.parametrize(
     "group",
     [
@@ -141,6 +145,7 @@ async def test_planes_beyond_the_mapping_are_refused(rig: Rig, group: GroupMappi
     assert refusal.field == f"groups[{GROUP}]"
 
 
+@on(ON_CPU)
 async def test_a_layout_too_large_to_describe_is_refused(rig: Rig) -> None:
     planes = 60_000
     group = GroupMapping(GROUP, 1, [0] * planes, [1 << 30] * planes, [1 << 30] * planes)
@@ -152,9 +157,8 @@ async def test_words_are_mapped_once_and_memory_once_per_registration(rig: Rig) 
     with pytest.raises(Refusal, match="ALREADY_REGISTERED"):
         await rig.map(client)
     with pytest.raises(Refusal, match="ALREADY_REGISTERED"):
-        await rig.supervisor.map_memory(
-            rig.worker, client.session, client.registration, client.memory_fd, 4096, []
-        )
+        await rig.map_memory(client)
+    assert len(rig.mapped()) == 2
     await rig.store(client, [0])
 
 
@@ -167,7 +171,7 @@ async def test_words_beyond_their_memfd_are_refused(rig: Rig) -> None:
 
 async def test_a_worker_without_descriptors_left_refuses_and_goes_on(rig: Rig) -> None:
     client = await rig.client()
-    pid = rig.supervisor.workers[rig.worker].pid
+    pid = rig.pid
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (48, 48))
 
     async def map_many() -> None:
@@ -195,7 +199,6 @@ async def test_a_part_on_a_page_that_its_client_has_sealed_never_starts(rig: Rig
 
 
 async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
-    pid = rig.supervisor.workers[rig.worker].pid
     fd = memfd(8 * (DOORBELLS + PARTS))
     asking = asyncio.create_task(rig.supervisor.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
     await asyncio.sleep(0)
@@ -203,14 +206,14 @@ async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
     os.close(fd)
     with pytest.raises(asyncio.CancelledError):
         await asking
-    handle = rig.supervisor.workers[rig.worker]
+    handle = rig.handle
     await until(lambda: not handle.releases)
-    assert mapped_by(pid) == []
+    assert rig.mapped() == []
     assert rig.seen(SessionReleased) == []  # nobody outside had asked for it
 
 
 async def test_a_mapping_whose_asker_went_away_before_it_heard_the_answer_is_released(rig: Rig) -> None:
-    handle = rig.supervisor.workers[rig.worker]
+    handle = rig.handle
     fd = memfd(8 * (DOORBELLS + PARTS))
     asking = asyncio.create_task(rig.supervisor.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
     await asyncio.sleep(0)
@@ -228,7 +231,7 @@ async def test_a_mapping_whose_asker_went_away_before_it_heard_the_answer_is_rel
     os.close(fd)
     assert not handle.requests
     await until(lambda: not handle.releases)
-    assert mapped_by(handle.pid) == []
+    assert rig.mapped() == []
     assert rig.seen(SessionReleased) == []
 
 
