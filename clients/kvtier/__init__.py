@@ -18,14 +18,17 @@
 `role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank, which shares
 memory, rings doorbells, and asks what has become of the parts (`Transfer.part`) that the scheduler told it
 about.
+
+Memory on a GPU is shared the same way: see `kvtier.cuda`, which is imported by those who use it.
 """
 
 from kvtier.address import default_socket
 from kvtier.base import ClientOptions
 from kvtier.client import Client, LookupCall, Transfer
-from kvtier.errors import KvtierError, Reason
-from kvtier.layout import Group, GroupKind, Namespace, Plane, Shareable
+from kvtier.errors import KvtierError, NotExportableError, Reason
+from kvtier.layout import Group, GroupKind, Namespace, Plane
 from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
+from kvtier.memory import DeviceShareable, Shareable
 from kvtier.session import Doorbell
 from kvtier.shared import SharedBuffer
 from kvtier.spec import Role
@@ -43,6 +46,7 @@ __all__ = [
     "ClientState",
     "ClientStatus",
     "Counters",
+    "DeviceShareable",
     "Direction",
     "Doorbell",
     "Group",
@@ -54,6 +58,7 @@ __all__ = [
     "LookupCall",
     "LookupMode",
     "Namespace",
+    "NotExportableError",
     "Outcome",
     "PartRef",
     "PartState",

@@ -6,7 +6,9 @@ blocked for longer than the daemon's lease time loses its leases.
 
 import asyncio
 import logging
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -14,15 +16,17 @@ import grpc
 import grpc.aio
 
 from kvtier.attach import (
-    REGISTER_RETRY_S,
     Backoff,
+    NotRegisteredError,
     OpenStream,
     SideCall,
     SideReply,
+    Step,
     Steps,
+    Work,
     attach,
-    may_register_later,
     register,
+    unregister,
 )
 from kvtier.base import (
     CHANNEL_OPTIONS,
@@ -51,6 +55,33 @@ async def _until(event: Any, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         pass
+
+
+def _in_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Runs `call` in a thread that nobody waits for at the interpreter's end: a driver may hang."""
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = call()
+        except Exception as error:
+            failed = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failed)
+        except RuntimeError:
+            pass  # the loop is closed: nobody asks any more
+
+    threading.Thread(target=run, name="kvtier-work", daemon=True).start()
+    return future
 
 
 class LookupCall(LookupCallBase):
@@ -171,6 +202,17 @@ class Client(ClientBase):
         """As `kvtier.Client.load`."""
         return Transfer(self, self._submit_load(source, block_ids, group, first, doorbell, keep_lease))
 
+    async def release_memory(self, timeout_s: float) -> bool:
+        """As `kvtier.Client.release_memory`."""
+        deadline_s = time.monotonic() + timeout_s
+        self._memory_wanted_back()
+        while not self._session.memory.released:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            await asyncio.sleep(min(remaining_s, WORD_POLL_S))
+        return True
+
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """As `kvtier.Client.close`."""
         deadline_s = time.monotonic() + timeout_s
@@ -183,8 +225,11 @@ class Client(ClientBase):
             self._session.words.reap()
             fenced = self._session.words.started() == 0
             if fenced or time.monotonic() >= deadline_s:
-                return fenced and self._task.done()
+                break
             await asyncio.sleep(WORD_POLL_S)
+        if self._doorbells is not None:
+            self._doorbells.close()
+        return fenced and self._task.done()
 
     async def __aenter__(self) -> Self:
         return self
@@ -229,15 +274,17 @@ class Client(ClientBase):
     async def _serve(self, streams: list[_Stream]) -> None:
         """Keeps the session alive until it ends by an exception."""
         assert self._side is not None
+        retry_s = 0.0  # of the monotonic clock
         while True:
             wait_s = IDLE_WAIT_S
-            if self._session.wants_registration:
+            if self._session.memory.wants_release:
+                await self._perform(unregister(self._session), streams)
+            if self._session.memory.wants_registration and time.monotonic() >= retry_s:
                 try:
-                    await self._perform(register(self._session), streams)
-                except KvtierError as error:
-                    if not may_register_later(error):
-                        raise
-                    wait_s = REGISTER_RETRY_S
+                    await self._perform(register(self._session, self._doorbells), streams)
+                except NotRegisteredError as error:
+                    wait_s = error.retry_s
+                    retry_s = time.monotonic() + wait_s
             wait_s = min(wait_s, self._session.tick())
             self._wake_writer()
             self._changed.set()
@@ -263,20 +310,46 @@ class Client(ClientBase):
         return readable.is_set()
 
     async def _perform(self, steps: Steps, streams: list[_Stream]) -> None:
-        assert self._side is not None
-        reply: SideReply | None = None
-        while True:
-            try:
-                step = steps.send(reply)
-            except StopIteration:
-                return
-            match step:
-                case SideCall():
-                    reply = await self._call_side(self._side, step)
-                case OpenStream():
-                    streams.append(self._open_stream())
-                    await _until(step.record.event, step.timeout_s)
-                    reply = None
+        """Performs all steps. Raises what comes out of them."""
+        result: Any = None
+        error: Exception | None = None
+        try:
+            while True:
+                try:
+                    step = steps.send(result) if error is None else steps.throw(error)
+                except StopIteration:
+                    return
+                result = error = None
+                try:
+                    result = await self._perform_one(step, streams)
+                except Exception as caught:  # the steps may know what to do
+                    error = caught
+        finally:  # if this task is cancelled
+            steps.close()
+
+    async def _perform_one(self, step: Step, streams: list[_Stream]) -> Any:
+        match step:
+            case SideCall():
+                assert self._side is not None
+                return await self._call_side(self._side, step)
+            case Work():
+                done = _in_thread(self._loop, step.call)
+                while not done.done():
+                    await asyncio.wait([done], timeout=self._keep_alive())
+                return done.result()
+            case OpenStream():
+                streams.append(self._open_stream())
+                await _until(step.record.event, step.timeout_s)
+                return None
+
+    def _keep_alive(self) -> float:
+        """Called again and again while steps are performed, which may take longer than the daemon's patience.
+        Returns the seconds until the next call must come."""
+        if self._session.epoch is None:
+            return IDLE_WAIT_S
+        wait_s = self._session.tick()
+        self._wake_writer()
+        return wait_s
 
     async def _call_side(self, side: SideSocket, call: SideCall) -> SideReply:
         request = side.prepare(call)
@@ -285,12 +358,12 @@ class Client(ClientBase):
             async with asyncio.timeout(call.timeout_s):
                 while not side.try_send(request, call.fds):
                     loop.add_writer(side.fileno(), ready.set)
-                    await ready.wait()
+                    await _until(ready, self._keep_alive())
                     loop.remove_writer(side.fileno())
                     ready.clear()
                 while (reply := side.try_receive(request.id)) is None:
                     loop.add_reader(side.fileno(), ready.set)
-                    await ready.wait()
+                    await _until(ready, self._keep_alive())
                     loop.remove_reader(side.fileno())
                     ready.clear()
                 return reply
@@ -341,7 +414,7 @@ class Client(ClientBase):
                 self._session.receive(message)
                 self._wake_writer()
                 self._changed.set()
-                if self._session.ended is not None or self._session.wants_registration:
+                if self._session.ended is not None or self._session.memory.wants_registration:
                     self._wake.set()
             why = str(await stream.call.details()) or why
         except grpc.RpcError as error:
@@ -352,3 +425,12 @@ class Client(ClientBase):
     def _wake_writer(self) -> None:
         if self._session.has_outgoing:
             self._outgoing.set()
+
+    def _wake_session(self) -> None:
+        self._wake.set()
+
+    def _ring_from_thread(self, doorbell: int, value: int) -> None:
+        try:
+            self._loop.call_soon_threadsafe(super()._ring_from_thread, doorbell, value)
+        except RuntimeError:
+            pass  # the loop is closed, and with it the client

@@ -2,27 +2,42 @@
 back what came of it.
 
 Each generator runs under the session's lock between two steps, and without it while a step is performed. A
-step that fails is raised out of the shell, and ends the generator: KvtierError if the daemon refused,
-ConnectionLostError if it is gone or late.
+step that fails is thrown into the generator, which may know what to do; else it comes out of the shell again:
+KvtierError if something was refused, ConnectionLostError if the daemon is gone or late.
 """
 
 import os
 import random
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvtier.errors import ConnectionLostError, KvtierError, Reason
+from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, Reason
+from kvtier.memory import Export, StreamDoorbells, fd_of, on_device
 from kvtier.session import HelloRecord, Session
-from kvtier.spec import PROTOCOL_VERSION
+from kvtier.spec import PROTOCOL_VERSION, AttachSpec
 from kvtier.v1 import side_pb2
+from kvtier.words import WordsPage
 
 OPEN_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 5.0
-REGISTER_TIMEOUT_S = 15.0
-"""Mapping a large cache takes the copy worker a while."""
+REGISTER_TIMEOUT_S = 75.0
+"""Mapping a large cache takes the copy worker a while; one for a GPU may have to be started first, for which
+the daemon allows itself a minute."""
+UNREGISTER_TIMEOUT_S = 75.0
+"""The daemon gives up after a minute."""
+REGISTER_BYTES_MAX = 190 * 1024
+"""Of one request; the daemon takes packets of 192 KiB."""
 BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.05, 2.0
 REGISTER_RETRY_S = 0.1
 """A lost copy worker is back within about a second."""
+STALE_TRIES = 100
+"""About ten seconds: far more than a worker needs to close what an engine that died has left."""
+UNABLE_RETRY_S = 2.0
+"""Somebody has to change something first."""
+_BUSY = (Reason.WORKER_UNAVAILABLE, Reason.QUEUE_FULL)
+_UNABLE = (Reason.DEVICE_UNKNOWN, Reason.DEVICE_UNAVAILABLE, Reason.DEVICE_OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,23 @@ class OpenStream:
     timeout_s: float
 
 
-Step = SideCall | OpenStream
-Steps = Generator[Step, SideReply | None, None]
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A call that may take a while, the driver's for one. Performing it returns what `call` returns."""
+
+    call: Callable[[], Any]
+
+
+Step = SideCall | OpenStream | Work
+Steps = Generator[Step, Any, None]
+
+
+class NotRegisteredError(Exception):
+    """The memory is not registered, and the session goes on: try again after `retry_s`, or later."""
+
+    def __init__(self, error: KvtierError, retry_s: float) -> None:
+        super().__init__(str(error))
+        self.retry_s = retry_s
 
 
 def _take(reply: SideReply | None, body: str, fds: int = 0) -> SideReply:
@@ -80,26 +110,96 @@ def attach(session: Session) -> Steps:
         raise ConnectionLostError(session.ended or "the daemon did not answer our Hello in time")
 
 
-def register(session: Session) -> Steps:
-    """Shared words, then memory: afterwards the rank is registered, with a new page of words."""
-    spec = session.spec
-    page = session.new_page()
-    words = side_pb2.RegisterWords(doorbells=spec.doorbells, parts=spec.parts)
-    reply = _take(
-        (yield SideCall(side_pb2.SideRequest(register_words=words), (page.fileno(),), REGISTER_TIMEOUT_S)),
-        "words_registered",
-        fds=1,
-    )
+def register(session: Session, doorbells: StreamDoorbells | None) -> Steps:
+    """Shared words, then memory: afterwards the rank is registered, with a new page of words.
+
+    `doorbells`: how streams of a GPU ring here, if they do. Raises NotRegisteredError if it is worth another
+    try in the same session.
+    """
+    spec, memory = session.memory.begin()
+    export: Export | None = None
+    words_registered = False
+    try:
+        if on_device(memory):  # first what only this process can refuse: the daemon knows nothing then
+            export = yield Work(memory.export)
+        page = session.memory.new_page()
+        if doorbells is not None:
+            buffer, size_bytes = page.buffer, page.doorbells_bytes
+            session.words.expose(buffer, (yield Work(lambda: doorbells.expose(buffer, size_bytes))))
+        yield from _register_words(page, spec)
+        words_registered = True
+        if export is None:
+            yield from _register_memory(session, page, spec.register_memory(), (fd_of(memory),))
+        else:
+            yield from _add_chunks(export)
+            yield from _register_memory(session, page, spec.register_memory(export.ranges()), ())
+        session.counters.registrations += 1
+    except KvtierError as error:
+        session.memory.error = str(error)
+        if error.reason in _BUSY:
+            raise NotRegisteredError(error, REGISTER_RETRY_S) from error
+        if not words_registered and (isinstance(error, NotExportableError) or error.reason in _UNABLE):
+            raise NotRegisteredError(error, UNABLE_RETRY_S) from error
+        raise
+    finally:
+        if export is not None:
+            export.close()
+        session.memory.end()
+
+
+def _register_words(page: WordsPage, spec: AttachSpec) -> Steps:
+    words = side_pb2.RegisterWords(doorbells=spec.doorbells, parts=spec.parts, device=spec.device)
+    request = side_pb2.SideRequest(register_words=words)
+    reply = _take((yield SideCall(request, (page.fileno(),), REGISTER_TIMEOUT_S)), "words_registered", fds=1)
     page.adopt_worker(reply.fds[0])
-    assert spec.memory is not None
-    memory = side_pb2.SideRequest(register_memory=spec.register_memory())
-    _take((yield SideCall(memory, (spec.memory.fileno(),), REGISTER_TIMEOUT_S)), "memory_registered")
-    session.registered()
 
 
-def may_register_later(error: KvtierError) -> bool:
-    """Whether a refused registration is worth another try in the same session."""
-    return error.reason in (Reason.WORKER_UNAVAILABLE, Reason.QUEUE_FULL)
+def _add_chunks(export: Export) -> Steps:
+    """Packet by packet: a large cache has more chunks than a process may have descriptors."""
+    while (packet := (yield Work(export.next_packet))) is not None:
+        request = side_pb2.SideRequest(add_chunks=side_pb2.AddChunks(bytes=packet.sizes_bytes))
+        _take((yield SideCall(request, packet.fds, REGISTER_TIMEOUT_S)), "chunks_added")
+
+
+def _register_memory(
+    session: Session, page: WordsPage, memory: side_pb2.RegisterMemory, fds: tuple[int, ...]
+) -> Steps:
+    request = side_pb2.SideRequest(register_memory=memory)
+    if request.ByteSize() > REGISTER_BYTES_MAX:
+        message = "too many ranges and planes for one request: share the allocation behind them as one range"
+        raise KvtierError(
+            Reason.MAPPING_INVALID, message, field="memory", value=f"{request.ByteSize()} bytes"
+        )
+    of_handles = bool(memory.ranges) and all(part.HasField("ipc") for part in memory.ranges)
+    again = STALE_TRIES if of_handles else 0
+    while True:
+        try:
+            reply = _take((yield SideCall(request, fds, REGISTER_TIMEOUT_S)), "memory_registered")
+        except KvtierError as error:
+            # A worker that lives may still have an older allocation open under the same handle, for a moment.
+            stale = error.reason is Reason.WORKER_UNAVAILABLE and not page.worker_is_dead
+            if not stale or not again or session.memory.spec.memory is None:
+                raise
+            again -= 1
+            yield Work(lambda: time.sleep(REGISTER_RETRY_S))
+        else:
+            session.memory.registered(reply.response.memory_registered.registration_id)
+            return
+
+
+def unregister(session: Session) -> Steps:
+    """Afterwards no copy can touch the memory any more, and the daemon has it mapped no longer."""
+    registration = session.memory.registration
+    assert registration is not None
+    body = side_pb2.UnregisterMemory(registration_id=registration)
+    call = SideCall(side_pb2.SideRequest(unregister_memory=body), (), UNREGISTER_TIMEOUT_S)
+    try:
+        _take((yield call), "memory_unregistered")
+    except KvtierError as error:
+        if error.reason is not Reason.NOT_ATTACHED:
+            raise
+        # The worker that had it was lost: its death, which the words page sees, is the fence.
+    session.memory.unregistered()
 
 
 class Backoff:

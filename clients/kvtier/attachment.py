@@ -26,6 +26,8 @@ class Attachment:
         """Those in flight, by ticket."""
         self.heartbeat_pending = False
         self._next_heartbeat_s = now_s + self.heartbeat_interval_s
+        self.registration: int | None = None
+        """The daemon's number of the memory that is registered, as far as this client was told."""
         self._registered = not spec.role.holds_rank
         self._stale_requests = False
 
@@ -60,10 +62,20 @@ class Attachment:
         """Whether this client has nothing (more) to register."""
         return self._registered
 
-    def register(self) -> None:
+    def register(self, registration: int) -> None:
         """Words and memory are registered. Instance events that were sent before it may still ask for it."""
+        self.registration = registration
         self._registered = True
         self._stale_requests = self._spec.rank in self.instance.reregister_ranks
+
+    def withdraw(self) -> None:
+        """The memory is wanted back: nothing is registered, as far as submitters are concerned."""
+        self._registered = False
+
+    def unregister(self) -> None:
+        """The daemon has let go of words and memory."""
+        self.registration = None
+        self._registered = False
 
     def on_instance(self, event: cache_pb2.InstanceEvent) -> None:
         """What the instance is able to do changed; the copy worker of this rank may be lost."""

@@ -10,7 +10,7 @@ from typing import Any, Required, TypedDict
 
 from kvtier import address
 from kvtier.errors import KvtierError, Reason
-from kvtier.layout import Group, Namespace, Shareable
+from kvtier.layout import Group, Namespace
 from kvtier.lookups import (
     BlockIds,
     Hashes,
@@ -21,9 +21,12 @@ from kvtier.lookups import (
     join_hashes,
     list_block_ids,
 )
+from kvtier.memory import Memory, StreamDoorbells
 from kvtier.session import Doorbell, Session
+from kvtier.shared import SharedBuffer
 from kvtier.spec import AttachSpec, Role
 from kvtier.status import ClientState, ClientStatus
+from kvtier.stream_words import WORD_BYTES
 from kvtier.transfers import Event, Outcome, StoreResult, TransferRecord, TransferState
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Direction, PartRef, PartState
 
@@ -62,9 +65,9 @@ class ClientOptions(TypedDict, total=False):
     world_size: int
     groups: Sequence[Group]
     """What this rank holds, and where. Empty for a scheduler."""
-    memory: Shareable | None
-    """This rank's KV cache: a SharedBuffer or the like, open until the client is closed. None for a
-    scheduler."""
+    memory: Memory | None
+    """This rank's KV cache: a SharedBuffer, a kvtier.cuda.DeviceMemory or the like, which lives until the
+    client is closed or has given it back. None for a scheduler."""
     socket: str | os.PathLike[str] | None
     """The daemon's gRPC socket. Default: KVTIER_SOCKET, else where kvtierd listens by default."""
     doorbells: int
@@ -100,6 +103,12 @@ class ClientBase(ABC):
         )
         self._lock = threading.Lock()
         self._session = Session(spec, clock=time.monotonic, make_event=make_event, release=self._release)
+        make_doorbells = getattr(spec.memory, "stream_doorbells", None)
+        self._doorbells: StreamDoorbells | None = None
+        if make_doorbells is not None and spec.doorbells:
+            self._doorbells = make_doorbells(self._ring_from_thread)
+        self._landing_lock = threading.Lock()
+        self._landing_made = False
 
     @property
     def instance(self) -> str:
@@ -111,8 +120,9 @@ class ClientBase(ABC):
     @property
     def status(self) -> ClientStatus:
         """A snapshot: state, why it is not ready, counters."""
+        mode = "" if self._doorbells is None else self._doorbells.mode
         with self._lock:
-            return self._session.status()
+            return self._session.status(mode)
 
     @property
     def ready(self) -> bool:
@@ -201,6 +211,32 @@ class ClientBase(ABC):
         with self._lock:
             self._session.words.ring(doorbell, value)
 
+    def ring_on(self, stream: Any, doorbell: int, value: int) -> None:
+        """As `ring`, once `stream` has done what it holds now: the engine's process has nothing to wait for.
+
+        `stream`: of the GPU that the client's memory is on; a CUstream as a number, a torch.cuda.Stream, or
+        an object with `__cuda_stream__`. A doorbell is rung by one stream, with values that rise. Not while
+        the stream is being captured. Costs a few microseconds; the first call, before the client was ever
+        registered, some milliseconds. What was queued still lands after `close`.
+
+        The GPU itself writes the word; where it cannot, a thread rings after an event (`status` says so).
+        Raises KvtierError if the client's memory is on no GPU, or if the driver refuses.
+        """
+        doorbells = self._doorbells
+        if doorbells is None:
+            if self.status.state is ClientState.CLOSED:
+                return
+            message = "the memory that this client was made with is on no GPU: use ring"
+            raise KvtierError(Reason.DEVICE_MEMORY_INVALID, message, field="stream", value=stream)
+        if not self._landing_made:
+            self._make_landing(doorbells)
+        with self._lock:
+            if self._session.state is ClientState.CLOSED:
+                return
+            wanted, address = self._session.words.ask(doorbell, value)
+        if wanted:  # without the lock: a full stream makes the driver wait
+            doorbells.ring_on(stream, address, doorbell, value)
+
     def part_state(self, ref: PartRef) -> PartState:
         """What has become of this rank's part of a transfer. `state.over` is the fence.
 
@@ -215,7 +251,40 @@ class ClientBase(ABC):
         with self._lock:
             return self._session.words.revoke(ref)
 
+    def register_memory(self, memory: Memory) -> None:
+        """Gives the client memory again, of the same shape, after `release_memory` has returned True. It is
+        registered in the background (`wait_ready`), also after the daemon was away.
+
+        Raises KvtierError, and changes nothing, if the groups do not fit, or if there is memory already.
+        """
+        with self._lock:
+            self._session.memory.give(memory)
+            self._wake_session()
+
     # --- inside ---
+
+    def _make_landing(self, doorbells: StreamDoorbells) -> None:
+        """Somewhere for streams to write as long as there is no page; what lands there is carried over."""
+        size_bytes = self._session.spec.doorbells * WORD_BYTES
+        with self._landing_lock:
+            if self._landing_made:
+                return
+            with SharedBuffer.create(size_bytes, "kvtier-landing") as buffer:
+                address = doorbells.expose(buffer, size_bytes)
+                with self._lock:
+                    if not self._session.words.exposed:
+                        self._session.words.expose(buffer, address)
+            self._landing_made = True
+
+    def _ring_from_thread(self, doorbell: int, value: int) -> None:
+        """Called by a thread of the stream doorbells."""
+        with self._lock:
+            self._session.words.ring(doorbell, value)
+
+    def _memory_wanted_back(self) -> None:
+        """Raises KvtierError for a scheduler. Called with the lock held."""
+        self._session.memory.release()
+        self._wake_session()
 
     def _submitting(self) -> AttachSpec:
         spec = self._session.spec
@@ -257,6 +326,10 @@ class ClientBase(ABC):
     @abstractmethod
     def _wake_writer(self) -> None:
         """There may be messages to send. Called with the lock held."""
+
+    @abstractmethod
+    def _wake_session(self) -> None:
+        """There may be something to register or to give back. Called with the lock held."""
 
 
 class LookupCallBase:

@@ -21,15 +21,17 @@ from typing import Any, Self, Unpack
 import grpc
 
 from kvtier.attach import (
-    REGISTER_RETRY_S,
     Backoff,
+    NotRegisteredError,
     OpenStream,
     SideCall,
     SideReply,
+    Step,
     Steps,
+    Work,
     attach,
-    may_register_later,
     register,
+    unregister,
 )
 from kvtier.base import (
     CHANNEL_OPTIONS,
@@ -191,6 +193,24 @@ class Client(ClientBase):
         """
         return Transfer(self, self._submit_load(source, block_ids, group, first, doorbell, keep_lease))
 
+    def release_memory(self, timeout_s: float) -> bool:
+        """Takes this rank's memory back, for an engine that sleeps, or moves its cache. From the call on
+        every lookup of the instance misses, and nothing more starts.
+
+        True once no copy touches the memory any more and the daemon has it mapped no longer: then it may be
+        freed. (Of a session that ended by itself the daemon closes the mappings a moment later.) False if
+        that did not happen within `timeout_s`: it goes on; call again. `register_memory` brings memory in.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._memory_wanted_back()
+            while not self._session.memory.released:
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    return False
+                self._changed.wait(min(remaining_s, WORD_POLL_S))
+        return True
+
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Ends the session, within `timeout_s`. Safe to call twice, from any thread.
 
@@ -215,6 +235,8 @@ class Client(ClientBase):
             if fenced or time.monotonic() >= deadline_s:
                 break
             time.sleep(WORD_POLL_S)
+        if self._doorbells is not None:
+            self._doorbells.close()
         return fenced and not self._thread.is_alive()
 
     def __enter__(self) -> Self:
@@ -268,15 +290,17 @@ class Client(ClientBase):
         poll = select.poll()
         poll.register(self._side, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
+        retry_s = 0.0  # of the monotonic clock
         while True:
             wait_s = IDLE_WAIT_S
-            if self._session.wants_registration:
+            if self._session.memory.wants_release:
+                self._perform(unregister(self._session), stream)
+            if self._session.memory.wants_registration and time.monotonic() >= retry_s:
                 try:
-                    self._perform(register(self._session), stream)
-                except KvtierError as error:
-                    if not may_register_later(error):
-                        raise
-                    wait_s = REGISTER_RETRY_S
+                    self._perform(register(self._session, self._doorbells), stream)
+                except NotRegisteredError as error:
+                    wait_s = error.retry_s
+                    retry_s = time.monotonic() + wait_s
             with self._lock:
                 wait_s = min(wait_s, self._session.tick())
                 self._wake_writer()
@@ -291,25 +315,48 @@ class Client(ClientBase):
                     raise ConnectionLostError("the daemon closed the side socket")
 
     def _perform(self, steps: Steps, stream: list[_Stream]) -> None:
-        assert self._side is not None
-        reply: SideReply | None = None
+        """Performs all steps. Raises what comes out of them."""
+        result: Any = None
+        error: Exception | None = None
         while True:
             with self._lock:
-                if self._closing.is_set():
-                    for fd in reply.fds if reply else ():
-                        os.close(fd)
-                    raise ConnectionLostError("the client is closing")
+                if self._closing.is_set() and error is None:
+                    if isinstance(result, SideReply):
+                        for fd in result.fds:
+                            os.close(fd)
+                    error = ConnectionLostError("the client is closing")
                 try:
-                    step = steps.send(reply)
+                    step = steps.send(result) if error is None else steps.throw(error)
                 except StopIteration:
                     return
-            match step:
-                case SideCall():
-                    reply = call_blocking(self._side, step, self._interrupt)
-                case OpenStream():
-                    stream.append(self._open_stream())
-                    step.record.event.wait(step.timeout_s)  # type: ignore[attr-defined]
-                    reply = None
+            result = error = None
+            try:
+                result = self._perform_one(step, stream)
+            except Exception as caught:  # the steps may know what to do
+                error = caught
+
+    def _perform_one(self, step: Step, stream: list[_Stream]) -> Any:
+        match step:
+            case SideCall():
+                assert self._side is not None
+                return call_blocking(self._side, step, self._interrupt, self._keep_alive)
+            case Work():
+                self._keep_alive()
+                return step.call()
+            case OpenStream():
+                stream.append(self._open_stream())
+                step.record.event.wait(step.timeout_s)  # type: ignore[attr-defined]
+                return None
+
+    def _keep_alive(self) -> float:
+        """Called again and again while steps are performed, which may take longer than the daemon's patience.
+        Returns the seconds until the next call must come."""
+        with self._lock:
+            if self._session.epoch is None:
+                return IDLE_WAIT_S
+            wait_s = self._session.tick()
+            self._wake_writer()
+            return wait_s
 
     def _open_stream(self) -> _Stream:
         stream = _Stream(grpc.insecure_channel(self.address.target, options=CHANNEL_OPTIONS))
@@ -354,7 +401,7 @@ class Client(ClientBase):
                     self._session.receive(message)
                     self._wake_writer()
                     self._changed.notify_all()
-                    if self._session.ended is not None or self._session.wants_registration:
+                    if self._session.ended is not None or self._session.memory.wants_registration:
                         self._wake_session()
         except grpc.RpcError as error:
             why = explain_rpc_error(error)
@@ -383,6 +430,7 @@ def _after_fork_in_child() -> None:
         client._writable = threading.Condition(client._lock)
         client._changed = threading.Condition(client._lock)
         client._closing.set()
+        client._doorbells = None  # CUDA does not survive a fork, nor do threads
         client._session.words.close()  # the pages are the parent's: do not seal them
         client._session.close("the process was forked: make a client of its own")
         if client._side is not None:

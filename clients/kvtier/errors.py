@@ -116,6 +116,20 @@ class KvtierError(Exception):
         return cls(reason, message, field=error.field, value=error.value)
 
 
+class NotExportableError(KvtierError):
+    """This process's device memory cannot be shared with another one. The message names what to change;
+    `kvtier.cuda.MirrorMemory` works in any case.
+
+    `allocator`: it is the way in which the memory was allocated, not what this machine allows.
+    """
+
+    def __init__(
+        self, message: str, *, field: str = "memory", value: object = "", allocator: bool = False
+    ) -> None:
+        super().__init__(Reason.DEVICE_MEMORY_INVALID, message, field=field, value=value)
+        self.allocator = allocator
+
+
 class ConnectionLostError(Exception):
     """The daemon went away, or does not answer. Never leaves the library: callers see a miss."""
 

@@ -3,11 +3,12 @@
 Values are checked when they are made, so that a mistake is reported where it was made and not by the daemon.
 """
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 from kvtier.errors import KvtierError, Reason
 from kvtier.v1 import side_pb2, types_pb2
@@ -137,25 +138,34 @@ class Group:
         )
 
 
-class Shareable(Protocol):
-    """Memory that another process can map: a memfd sealed against shrinking. `SharedBuffer` is one."""
+def check_layout(groups: Sequence[Group], mapping_bytes: int, range_bytes: Sequence[int] = ()) -> None:
+    """Raises KvtierError unless every byte of every block of every group lies inside the mapping.
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes to map, from the start of the descriptor."""
-
-    def fileno(self) -> int:
-        """The descriptor. It stays open as long as the client that was given it."""
-
-
-def check_layout(groups: Sequence[Group], mapping_bytes: int) -> None:
-    """Raises KvtierError unless every byte of every block of every group lies inside the mapping."""
+    `range_bytes`: the mapping is made of so many bytes from here, so many from there; each plane must lie
+    wholly inside one of these ranges.
+    """
     if not groups:
         raise _refuse(Reason.LAYOUT_INVALID, "groups", 0, "a rank holds at least one group")
     if mapping_bytes <= 0:
         raise _refuse(Reason.MAPPING_INVALID, "memory.size_bytes", mapping_bytes, "must be more than 0")
     for index, group in enumerate(groups):
         _check_group(f"groups[{index}]", group, mapping_bytes)
+    if len(range_bytes) > 1:
+        _check_ranges(groups, list(itertools.accumulate(range_bytes)))
+
+
+def _check_ranges(groups: Sequence[Group], ends: Sequence[int]) -> None:
+    for number, group in enumerate(groups):
+        for index, plane in enumerate(group.planes):
+            end = plane.base_offset + (group.num_blocks - 1) * plane.block_stride_bytes + plane.fragment_bytes
+            limit = ends[bisect.bisect_right(ends, plane.base_offset)]
+            if end > limit:
+                raise _refuse(
+                    Reason.PLANE_BEYOND_MAPPING,
+                    f"groups[{number}].planes[{index}].base_offset",
+                    plane.base_offset,
+                    f"its last block ends at byte {end}, the range of memory that it begins in at {limit}",
+                )
 
 
 def _check_group(name: str, group: Group, mapping_bytes: int) -> None:

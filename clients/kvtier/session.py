@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.lookups import Lease, Lookup, LookupMode, LookupRecord, answer_of, unanswered
+from kvtier.rank_memory import RankMemory
 from kvtier.spec import AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
 from kvtier.transfers import (
@@ -27,13 +28,15 @@ from kvtier.transfers import (
 )
 from kvtier.v1 import cache_pb2
 from kvtier.v1.types_pb2 import GATE_DOORBELL, GATE_NONE
-from kvtier.words import Direction, PartRef, PartState, RankWords, WordsPage
+from kvtier.words import Direction, PartRef, PartState, RankWords
 
 SILENCE_S = 1.0
 """A daemon that owes an answer for this long is unresponsive: nothing waits for it until it speaks again."""
 PATIENCE_S = 0.02
 """A lookup given up after this long without a word from the daemon makes it unresponsive at once; it usually
 answers within a millisecond."""
+CARRY_OVER_S = 0.01
+"""How often to look for what streams still write to a page of the past."""
 OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
@@ -88,8 +91,10 @@ class Session:
         release: Callable[[Lease], None] | None = None,
     ) -> None:
         """`release` is what a Lookup calls to give its lease back: `release` below, with the lock held."""
-        self.spec = spec
+        self.spec = spec.with_memory(None)
+        """Who this is; what it shares is in `memory`."""
         self.words = RankWords(spec.doorbells, spec.parts)
+        self.memory = RankMemory(spec, self.words)
         self.counters = Counters()
         self.ended: str | None = None
         """Why the connection is over, once that is known; the shell then calls `lost`."""
@@ -177,32 +182,18 @@ class Session:
         if self.ended is not None or attachment is None:
             raise ConnectionLostError(self.ended or "the session is over")
         self.words.reap()
+        self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
             self._send(_Heartbeat(), heartbeat=cache_pb2.Heartbeat())
-        return attachment.next_heartbeat_in_s(self._clock())
-
-    @property
-    def wants_registration(self) -> bool:
-        """Whether the steps of `attach.register` are due."""
-        return self._attachment is not None and not self._attachment.registered
-
-    def new_page(self) -> WordsPage:
-        """A page of words for the registration that starts now. Only while attached."""
-        if self._attachment is None:
-            raise ConnectionLostError("the session is over")
-        return self.words.new_page()
-
-    def registered(self) -> None:
-        """Words and memory are registered."""
-        if self._attachment is not None:
-            self._attachment.register()
-            self.counters.registrations += 1
+        next_s = attachment.next_heartbeat_in_s(self._clock())
+        return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
     def lost(self, why: str) -> None:
         """The connection is over, or could not be made: what is in flight ends, as a miss or as lost."""
         self._last_error = why
         self.ended = None
         attachment, self._attachment = self._attachment, None
+        self.memory.attach(None)
         pending, self._pending = self._pending, {}
         self._outgoing.clear()
         self._silent_since_s, self._suspect = None, False
@@ -249,7 +240,7 @@ class Session:
             return ClientState.READY
         return ClientState.ATTACHED
 
-    def status(self) -> ClientStatus:
+    def status(self, stream_doorbells: str = "") -> ClientStatus:
         """A snapshot."""
         attachment, welcome = self._attachment, self._welcome
         return ClientStatus(
@@ -265,6 +256,7 @@ class Session:
             missing_ranks=tuple(attachment.instance.missing_ranks) if attachment else (),
             transfers_active=len(attachment.transfers) if attachment else 0,
             leases=len(attachment.leases) if attachment else 0,
+            stream_doorbells=stream_doorbells,
             counters=dataclasses.replace(self.counters),
         )
 
@@ -445,6 +437,7 @@ class Session:
     def _on_welcome(self, hello: HelloRecord, welcome: cache_pb2.Welcome) -> None:
         self._welcome = welcome
         self._attachment = Attachment(self.spec, welcome, self._next_ticket, self._clock())
+        self.memory.attach(self._attachment)
         self.words.begin_epoch(welcome.epoch)
         self.counters.epochs += 1
         hello.welcomed = True
@@ -528,6 +521,11 @@ class Session:
             return f"no connection to the daemon: {self._last_error or 'not made yet'}"
         if state is ClientState.UNRESPONSIVE:
             return "the daemon does not answer"
+        if not attachment.registered:
+            if self.memory.spec.memory is None:
+                return "this rank has taken its memory back: register_memory brings it in again"
+            if self.memory.error is not None:
+                return f"this rank's memory cannot be registered: {self.memory.error}"
         instance = attachment.instance
         if ranks := sorted({*instance.missing_ranks, *instance.reregister_ranks}):
             return f"ranks {ranks} of the instance have not registered"

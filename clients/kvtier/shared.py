@@ -1,5 +1,6 @@
 """Memory that the daemon's copy worker maps too: memfds sealed against changes of size."""
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -26,6 +27,7 @@ class SharedBuffer:
         self._size_bytes = size_bytes
         self._mapping: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
+        self._kept = False
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvtier") -> Self:
@@ -61,6 +63,29 @@ class SharedBuffer:
         """The memfd; -1 once closed."""
         return self._fd
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that was taken from the system and not given back."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def discard(self, offset: int, size_bytes: int) -> None:
+        """Gives the whole pages among these bytes back to the system, in every process that maps them; they
+        read as zeros then."""
+        if self._mapping is None:
+            raise ValueError("the buffer is closed")
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            self._mapping.madvise(mmap.MADV_REMOVE, first, end - first)
+
+    def keep_mapped(self) -> None:
+        """From now on the mapping outlives `close`, this object and the interpreter: only the process's end
+        unmaps it. For memory that a device may still write at any later time."""
+        if self._mapping is not None and not self._kept:
+            self._kept = True
+            # A reference that nobody will ever drop, not even the interpreter when it takes modules apart.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapping))
+
     def close(self) -> None:
         """Closes the descriptor and unmaps. Safe to call twice; while views live, the mapping lives on with
         them."""
@@ -70,7 +95,7 @@ class SharedBuffer:
         self._fd = -1
         self._array = None
         mapping, self._mapping = self._mapping, None
-        if mapping is not None:
+        if mapping is not None and not self._kept:
             try:
                 mapping.close()
             except BufferError:  # somebody holds a view: the last one to go unmaps

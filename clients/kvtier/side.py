@@ -6,10 +6,12 @@ waits; the shells wait for readiness in their own way.
 
 import array
 import errno
+import math
 import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.attach import SideCall, SideReply
@@ -108,24 +110,32 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return fds.tolist()
 
 
-def call_blocking(side: SideSocket, call: SideCall, interrupt: int) -> SideReply:
-    """Performs one exchange. Raises as `try_receive`, at its deadline, and when `interrupt` is readable."""
+def call_blocking(
+    side: SideSocket, call: SideCall, interrupt: int, keep_alive: Callable[[], float] = lambda: math.inf
+) -> SideReply:
+    """Performs one exchange. Raises as `try_receive`, at its deadline, and when `interrupt` is readable.
+
+    `keep_alive` is called while it waits, as soon as it must and after as many seconds as it says.
+    """
     deadline_s = time.monotonic() + call.timeout_s
     request = side.prepare(call)
     while not side.try_send(request, call.fds):
-        _wait(side, select.POLLOUT, interrupt, deadline_s)
+        _wait(side, select.POLLOUT, interrupt, deadline_s, keep_alive)
     while (reply := side.try_receive(request.id)) is None:
-        _wait(side, select.POLLIN, interrupt, deadline_s)
+        _wait(side, select.POLLIN, interrupt, deadline_s, keep_alive)
     return reply
 
 
-def _wait(side: SideSocket, mask: int, interrupt: int, deadline_s: float) -> None:
+def _wait(
+    side: SideSocket, mask: int, interrupt: int, deadline_s: float, keep_alive: Callable[[], float]
+) -> None:
+    """Until the socket is ready, or `keep_alive` wants to be called again."""
     poll = select.poll()
     poll.register(side, mask)
     poll.register(interrupt, select.POLLIN)
     remaining_s = deadline_s - time.monotonic()
-    ready = poll.poll(remaining_s * 1_000) if remaining_s > 0 else []
-    if not ready:
+    if remaining_s <= 0:
         raise ConnectionLostError("the daemon does not answer on the side socket")
+    ready = poll.poll(math.ceil(min(remaining_s, keep_alive()) * 1_000))
     if any(fd == interrupt for fd, _ in ready):
         raise ConnectionLostError("the client is closing")

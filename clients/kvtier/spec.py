@@ -1,16 +1,21 @@
 """Who attaches, as what, with which memory: all that a session says of itself, checked when it is made."""
 
+import copy
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Self
 
 from kvtier.errors import KvtierError, Reason
-from kvtier.layout import Group, Namespace, Shareable, check_layout, check_text
+from kvtier.layout import Group, Namespace, check_layout, check_text
+from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 
 PROTOCOL_VERSION = 1
 WORLD_SIZE_MAX = 1_024
+RANGES_MAX = 4_096
 
 
 class Role(Enum):
@@ -47,8 +52,8 @@ class AttachSpec:
     world_size: int = 1
     groups: tuple[Group, ...] = ()
     """What the rank holds; empty for a scheduler."""
-    memory: Shareable | None = None
-    """The rank's KV cache; None for a scheduler."""
+    memory: Memory | None = None
+    """The rank's KV cache; None for a scheduler, and for a rank that has taken it back (`with_memory`)."""
     doorbells: int = DOORBELLS_DEFAULT
     parts: int = PARTS_DEFAULT
     """Part words, which bound the transfers in flight. The same number in every client of an instance."""
@@ -73,15 +78,23 @@ class AttachSpec:
                 raise KvtierError(Reason.LAYOUT_INVALID, message, field="groups", value=len(self.groups))
             return
         if self.memory is None:
-            message = "a rank shares its KV cache: give a SharedBuffer, or an object like it"
+            message = "a rank shares its KV cache: give a SharedBuffer, or a kvtier.cuda.DeviceMemory"
             raise KvtierError(Reason.MAPPING_INVALID, message, field="memory", value=None)
-        size_bytes = os.fstat(self.memory.fileno()).st_size
-        if self.memory.size_bytes > size_bytes:
-            message = f"the descriptor has {size_bytes} bytes"
-            raise KvtierError(
-                Reason.MAPPING_INVALID, message, field="memory.size_bytes", value=self.memory.size_bytes
-            )
-        check_layout(self.groups, self.memory.size_bytes)
+        check_memory(self.memory, self.groups)
+
+    def with_memory(self, memory: Memory | None) -> Self:
+        """The same rank with other memory, or without any for now. Raises KvtierError if it does not fit the
+        groups."""
+        if memory is not None:
+            check_memory(memory, self.groups)
+        other = copy.copy(self)
+        object.__setattr__(other, "memory", memory)
+        return other
+
+    @property
+    def device(self) -> str:
+        """Where the memory is."""
+        return CPU if self.memory is None else device_of(self.memory)
 
     def block_ids_max(self, group: int) -> int:
         """Block ids are below it, as far as this client knows. Raises KvtierError UNKNOWN_GROUP."""
@@ -108,10 +121,27 @@ class AttachSpec:
             client=self.program,
         )
 
-    def register_memory(self) -> side_pb2.RegisterMemory:
-        """Where the rank's blocks lie, for the side socket."""
+    def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:
+        """Where the rank's blocks lie, for the side socket. `ranges`: the memory itself, if it is a GPU's."""
         assert self.memory is not None
         return side_pb2.RegisterMemory(
             mapping_bytes=self.memory.size_bytes,
             groups=[group.place_to_proto(index) for index, group in enumerate(self.groups)],
+            ranges=ranges,
         )
+
+
+def check_memory(memory: Memory, groups: Sequence[Group]) -> None:
+    """Raises KvtierError unless the memory is there and every block lies inside it."""
+    ranges = range_bytes_of(memory)
+    if not 1 <= len(ranges) <= RANGES_MAX:
+        message = f"memory has between 1 and {RANGES_MAX} ranges: join fewer, larger ones"
+        raise KvtierError(Reason.MAPPING_INVALID, message, field="memory.range_bytes", value=len(ranges))
+    if not on_device(memory):
+        size_bytes = os.fstat(fd_of(memory)).st_size
+        if memory.size_bytes > size_bytes:
+            message = f"the descriptor has {size_bytes} bytes"
+            raise KvtierError(
+                Reason.MAPPING_INVALID, message, field="memory.size_bytes", value=memory.size_bytes
+            )
+    check_layout(groups, memory.size_bytes, ranges)

@@ -61,4 +61,6 @@ class ClientStatus:
     missing_ranks: tuple[int, ...]
     transfers_active: int
     leases: int
+    stream_doorbells: str
+    """How `ring_on` rings, and why not better; empty for a client whose memory is on no GPU."""
     counters: Counters

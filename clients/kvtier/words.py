@@ -12,6 +12,9 @@ What this file promises is the fence: a part of which `state` says that it is ov
 - its page was sealed before it started: a sealed page has every word that is not STARTED raised to the
   highest ticket there is, so that nothing can start on it, whatever the daemon does later.
 
+A doorbell is raised by the process (`ring`) or by a stream of its GPU (`ask`, kvtier.stream_words). A new
+page starts with what has truly been reached: rung by the process, or landed on a page before it.
+
 Used from one thread at a time, like the session that owns it.
 """
 
@@ -37,8 +40,8 @@ from kvtier_kernels import (
 
 from kvtier.errors import KvtierError, Reason
 from kvtier.shared import SharedBuffer
+from kvtier.stream_words import WORD_BYTES, StreamPage, StreamWords
 
-WORD_BYTES = 8
 DOORBELLS_DEFAULT = 64
 PARTS_DEFAULT = 1_024
 WORDS_MAX = 65_536
@@ -111,10 +114,25 @@ class WordsPage:
         """The memfd to register."""
         return self._buffer.fileno()
 
+    @property
+    def buffer(self) -> SharedBuffer:
+        """The memory, which begins with the doorbells. It belongs to the page."""
+        return self._buffer
+
+    @property
+    def doorbells_bytes(self) -> int:
+        """Bytes of the doorbells."""
+        return self._doorbells * WORD_BYTES
+
     def adopt_worker(self, pidfd: int) -> None:
         """From now on the page owns the pidfd of the worker that writes its part words."""
         self._drop_worker()
         self._worker = pidfd
+
+    @property
+    def worker_is_dead(self) -> bool:
+        """Whether the worker that was adopted has exited."""
+        return self._worker is not None and dead(self._worker)
 
     @property
     def sealed(self) -> bool:
@@ -134,11 +152,11 @@ class WordsPage:
     def state(self, word: int, ticket: int) -> PartState | None:
         """The part's state on this page; None if it has not started here and never can."""
         found = self._read(word, ticket)
-        if found is PartState.STARTED and self._worker_is_dead():
+        if found is PartState.STARTED and self.worker_is_dead:
             found = self._read(word, ticket)  # it may have written the end just before it died
             if found is PartState.STARTED:
                 return PartState.FAILED
-        if found is PartState.ARMED and self.sealed and self._worker_is_dead():
+        if found is PartState.ARMED and self.sealed and self.worker_is_dead:
             return None
         return found
 
@@ -168,7 +186,7 @@ class WordsPage:
     def started(self) -> int:
         """Parts that are STARTED, by a worker that lives. Zero on a sealed page: all of it is fenced, for
         ever."""
-        if self._words is None or self._worker_is_dead():
+        if self._words is None or self.worker_is_dead:
             return 0
         if self.sealed:
             self.seal()
@@ -222,9 +240,6 @@ class WordsPage:
             return PartState.STARTED  # no worker writes such a word: all that is sure is that it may go on
         return PartState(state)
 
-    def _worker_is_dead(self) -> bool:
-        return self._worker is not None and dead(self._worker)
-
     def _drop_worker(self) -> None:
         if self._worker is not None:
             os.close(self._worker)
@@ -252,7 +267,8 @@ class RankWords:
                 message = f"must be between {least} and {WORDS_MAX}"
                 raise KvtierError(Reason.WORD_INDEX_RANGE, message, field=field, value=value)
         self._parts = parts
-        self._doorbells = [0] * doorbells
+        self._doorbells = [0] * doorbells  # reached, as far as is known here
+        self._streams = StreamWords(doorbells)
         self._pages: list[WordsPage] = []  # oldest first
         self._epoch: int | None = None
         self._withdrawn: dict[int, int] = {}  # word -> ticket revoked in this epoch
@@ -267,6 +283,10 @@ class RankWords:
         """The session is over: nothing of its epoch can start from now on."""
         self._epoch = None
         self._withdrawn.clear()
+        self.seal()
+
+    def seal(self) -> None:
+        """From now on nothing starts on any page there is; the epoch may get another."""
         for page in self._pages:
             page.seal()
         self.reap()
@@ -274,12 +294,11 @@ class RankWords:
     def new_page(self) -> WordsPage:
         """A page for the current epoch, to be registered now. The ones before it are sealed.
 
-        It starts with the doorbells as they were rung, and with what was revoked in this epoch.
+        It starts with the doorbells as they are, and with what was revoked in this epoch.
         """
         assert self._epoch is not None
-        for old in self._pages:
-            old.seal()
-        self.reap()
+        self.carry_over()
+        self.seal()
         page = WordsPage(self._epoch, self._doorbells, self._parts)
         for word, ticket in self._withdrawn.items():
             page.withdraw(word, ticket)
@@ -289,15 +308,45 @@ class RankWords:
     def ring(self, doorbell: int, value: int) -> None:
         """Raises a doorbell; remembered for pages to come. Raises KvtierError for a doorbell that does not
         exist."""
-        if not 0 <= doorbell < len(self._doorbells):
-            message = f"this client has {len(self._doorbells)} doorbells"
-            raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="doorbell", value=doorbell)
-        if not 0 <= value < 2**64:
-            raise KvtierError(Reason.MALFORMED, "must fit 64 bits", field="value", value=value)
+        self._check_ring(doorbell, value)
         if value > self._doorbells[doorbell]:
             self._doorbells[doorbell] = value
             if self._pages:
                 self._pages[-1].ring(doorbell, value)
+
+    def ask(self, doorbell: int, value: int) -> tuple[bool, int | None]:
+        """A stream is to raise a doorbell: whether it has to be asked at all, and the address on the GPU that
+        it shall write; None if there is none. Raises KvtierError as `ring`."""
+        self._check_ring(doorbell, value)
+        if value <= max(self._doorbells[doorbell], self._streams.asked(doorbell)):
+            return False, None
+        return True, self._streams.ask(doorbell, value)
+
+    def expose(self, buffer: SharedBuffer, device_address: int | None) -> None:
+        """Streams write the doorbells at the start of this buffer from now on; None: they cannot."""
+        page = None
+        if device_address is not None:
+            page = StreamPage(buffer, len(self._doorbells), device_address)
+        self._streams.use(page)
+
+    @property
+    def exposed(self) -> bool:
+        """Whether streams have a page to write."""
+        return self._streams.writable
+
+    @property
+    def behind(self) -> bool:
+        """Whether `carry_over` may soon have something to do."""
+        return self._streams.behind
+
+    def carry_over(self) -> None:
+        """Brings what streams have written, wherever it landed, to the page in use; and what was reached, if
+        a stream that came later has written less."""
+        for doorbell, value in enumerate(self._streams.landed()):
+            if value != self._doorbells[doorbell]:
+                self._doorbells[doorbell] = reached = max(value, self._doorbells[doorbell])
+                if self._pages:
+                    self._pages[-1].ring(doorbell, reached)
 
     def state(self, ref: PartRef) -> PartState:
         """What has become of a part. Changes nothing. Raises KvtierError for a word that does not exist."""
@@ -337,6 +386,14 @@ class RankWords:
         for page in self._pages:
             page.close()
         self._pages.clear()
+        self._streams.clear()
+
+    def _check_ring(self, doorbell: int, value: int) -> None:
+        if not 0 <= doorbell < len(self._doorbells):
+            message = f"this client has {len(self._doorbells)} doorbells"
+            raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="doorbell", value=doorbell)
+        if not 0 <= value < 2**64:
+            raise KvtierError(Reason.MALFORMED, "must fit 64 bits", field="value", value=value)
 
     def _check(self, ref: PartRef) -> None:
         if not 0 <= ref.word < self._parts:

@@ -94,14 +94,16 @@ class Peer:
             hello.id,
             welcome=cache_pb2.Welcome(epoch=epoch, limits=cache_pb2.Limits(**given), instance=instance),
         )
-        if self.session.wants_registration:
+        if self.session.memory.wants_registration:
             self.register()
 
     def register(self) -> None:
         """Registers words with a worker, which maps them as a copy worker does."""
-        page = self.session.new_page()
+        self.session.memory.begin()
+        page = self.session.memory.new_page()
         self.worker = worker_words(page)
-        self.session.registered()
+        self.session.memory.registered(registration=5)
+        self.session.memory.end()
 
     def answer_lookup(self, request: cache_pb2.AttachRequest, hits: int, lease_id: int = 0) -> None:
         answer = cache_pb2.GroupAnswer(hits=hits, states=b"\2" * hits)

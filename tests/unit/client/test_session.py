@@ -23,7 +23,7 @@ def state(peer: Peer) -> ClientState:
 
 
 def wants_registration(peer: Peer) -> bool:
-    return peer.session.wants_registration
+    return peer.session.memory.wants_registration
 
 
 def ask(peer: Peer, *numbers: int, lease: bool = False) -> LookupRecord:
@@ -536,7 +536,7 @@ def test_whatever_the_daemon_says_nothing_is_raised_and_everything_ends_when_it_
         elif step == "hello" and session.epoch is None:
             session.lost("gone")
             session.say_hello(b"t" * 16, 1)
-        if session.wants_registration:
+        if session.memory.wants_registration:
             peer.register()
         session.status()
         peer.sent()

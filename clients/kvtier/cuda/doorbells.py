@@ -1,0 +1,159 @@
+"""Doorbells rung by an engine's stream: by a write of the GPU into the words page, or, where that does not
+work, by an event that a thread of ours watches."""
+
+import logging
+import mmap
+import threading
+import time
+import weakref
+from typing import Any
+
+from kvtier_kernels import SharedWords
+from kvtier_kernels.cuda import CudaError
+
+from kvtier.cuda.events import EventRings
+from kvtier.cuda.gpu import Gpu, driver_errors
+from kvtier.errors import KvtierError, Reason
+from kvtier.memory import Ring
+from kvtier.shared import SharedBuffer
+
+log = logging.getLogger("kvtier")
+
+PAGES_MAX = 4_096
+"""Pages that a process exposes to one GPU, ever: they stay mapped, 4 KiB of pinned memory each. Every
+registration takes one."""
+TEST_DEADLINE_S = 2.0
+TEST_POLL_S = 0.000_2
+TEST_VALUE = 0x6B76_7469_6572_0001
+
+
+class StreamWrites:
+    """Pages of host memory that streams of one GPU write; one of these per GPU and process."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._pages = 0
+        self._tested = False
+        self.why_not = ""
+        """Why there are none (any more); empty if they work, as far as is known."""
+
+    def expose(self, buffer: SharedBuffer, size_bytes: int) -> int | None:
+        """See kvtier.memory.StreamDoorbells."""
+        with self._lock:
+            if not self._tested:
+                self._tested = True
+                self._test()
+            if not self.why_not and self._pages >= PAGES_MAX:
+                self._give_up(f"{PAGES_MAX} registrations have used up the pages that may stay mapped")
+            if self.why_not:
+                return None
+            try:
+                with self._gpu.context:
+                    return self._map(buffer, size_bytes)
+            except CudaError as error:
+                self._give_up(str(error))
+                return None
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Queues the write. Raises CudaError."""
+        with self._gpu.context:
+            self._gpu.driver.write_value(stream, address, value)
+
+    def _map(self, buffer: SharedBuffer, size_bytes: int) -> int:
+        driver, address = self._gpu.driver, buffer.array.ctypes.data
+        buffer.keep_mapped()  # a write that is queued lands there, whatever becomes of the client
+        self._pages += 1
+        driver.host_register(address, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        return driver.host_device_pointer(address)
+
+    def _test(self) -> None:
+        """Has a stream of ours write a word, and looks."""
+        buffer = SharedBuffer.create(mmap.PAGESIZE, "kvtier-doorbell-test")
+        driver = self._gpu.driver
+        try:
+            with self._gpu.context:
+                address = self._map(buffer, 8)
+                words = SharedWords(buffer.array, 1)
+                stream = driver.stream_create()
+                driver.write_value(stream, address, TEST_VALUE)
+                deadline_s = time.monotonic() + TEST_DEADLINE_S
+                while not (done := driver.stream_is_done(stream)) and time.monotonic() < deadline_s:
+                    time.sleep(TEST_POLL_S)
+                if done:
+                    driver.stream_destroy(stream)
+                if not done or words.load(0) != TEST_VALUE:
+                    self._give_up("the word that a stream was asked to write as a test did not arrive")
+        except CudaError as error:
+            self._give_up(str(error))
+        finally:
+            buffer.close()
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        log.warning(
+            "kvtier: streams of %s ring no doorbells by themselves, a thread does it for them, later: %s",
+            self._gpu.name,
+            why,
+        )
+
+
+_writes: "weakref.WeakKeyDictionary[Gpu, StreamWrites]" = weakref.WeakKeyDictionary()
+_writes_lock = threading.Lock()
+
+
+def _writes_of(gpu: Gpu) -> StreamWrites:
+    with _writes_lock:
+        if gpu not in _writes:
+            _writes[gpu] = StreamWrites(gpu)
+        return _writes[gpu]
+
+
+class GpuDoorbells:
+    """One client's. See kvtier.memory.StreamDoorbells."""
+
+    def __init__(self, gpu: Gpu, ring: Ring) -> None:
+        self._writes = _writes_of(gpu)
+        self._events = EventRings(gpu, ring)
+        self._refusal_logged = False
+
+    @property
+    def mode(self) -> str:
+        """See kvtier.memory.StreamDoorbells."""
+        why_not = self._writes.why_not
+        return f"events, watched by a thread: {why_not}" if why_not else "stream writes"
+
+    def expose(self, buffer: SharedBuffer, size_bytes: int) -> int | None:
+        """See kvtier.memory.StreamDoorbells."""
+        return self._writes.expose(buffer, size_bytes)
+
+    def ring_on(self, stream: Any, address: int | None, doorbell: int, value: int) -> None:
+        """See kvtier.memory.StreamDoorbells."""
+        handle = _handle(stream)
+        if address is not None:
+            try:
+                self._writes.write(handle, address, value)
+            except CudaError as error:
+                if not self._refusal_logged:
+                    self._refusal_logged = True
+                    log.warning("kvtier: a stream took no write to a doorbell, an event is used: %s", error)
+            else:
+                return
+        with driver_errors("stream", hex(handle)):
+            self._events.ring_after(handle, doorbell, value)
+
+    def close(self) -> None:
+        """See kvtier.memory.StreamDoorbells."""
+        self._events.close()
+
+
+def _handle(stream: Any) -> int:
+    """Of a number, a torch stream, or an object with `__cuda_stream__`."""
+    if isinstance(stream, int):
+        return stream
+    if (handle := getattr(stream, "cuda_stream", None)) is not None:
+        return int(handle)
+    if callable(protocol := getattr(stream, "__cuda_stream__", None)):
+        return int(protocol()[1])
+    message = "give a CUstream as a number, a torch.cuda.Stream, or an object with __cuda_stream__"
+    raise KvtierError(Reason.DEVICE_MEMORY_INVALID, message, field="stream", value=type(stream).__name__)

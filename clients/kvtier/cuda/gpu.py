@@ -1,0 +1,89 @@
+"""GPUs as this process sees them, each with its primary context, which is the engine's."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from kvtier_kernels.cuda import (
+    Context,
+    CudaError,
+    CudaUnavailableError,
+    DeviceInfo,
+    Driver,
+    PointerInfo,
+    load,
+)
+
+from kvtier.errors import KvtierError, Reason
+
+
+class Gpu:
+    """One GPU. Its context is retained for as long as the process lives: queued writes need it."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        self.driver = driver
+        self.info: DeviceInfo = next(info for info in driver.devices() if info.ordinal == ordinal)
+        self.context: Context = driver.retain_primary(ordinal)
+
+    @property
+    def name(self) -> str:
+        """`GPU-` and its UUID."""
+        return self.info.name
+
+
+_gpus: dict[tuple[str, int], Gpu] = {}
+_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """CUDA does not survive a fork; the parent's objects are left alone."""
+    global _gpus, _lock
+    _gpus, _lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@contextlib.contextmanager
+def driver_errors(field: str, value: object) -> Iterator[None]:
+    """Turns a failed call into KvtierError DEVICE_UNAVAILABLE."""
+    try:
+        yield
+    except (CudaError, CudaUnavailableError) as error:
+        raise KvtierError(Reason.DEVICE_UNAVAILABLE, str(error), field=field, value=value) from error
+
+
+def gpu_of(address: int, ordinal: int | None) -> Gpu:
+    """The GPU whose memory this is.
+
+    `ordinal`: the device to ask through; None if a context of the engine's is current in this thread. Raises
+    KvtierError.
+    """
+    with driver_errors("address", hex(address)):
+        driver = load()
+        if driver.current_context():
+            info = driver.pointer_info(address)
+        elif ordinal is None:
+            message = "no CUDA context is current in this thread: call from the engine's, or name the ordinal"
+            raise KvtierError(Reason.DEVICE_MEMORY_INVALID, message, field="ordinal", value=None)
+        else:
+            info = pointer_info(_gpu(driver, ordinal), address)
+        if not info.is_device:
+            message = "this is no memory of a GPU: share host memory as a SharedBuffer"
+            raise KvtierError(Reason.DEVICE_MEMORY_INVALID, message, field="address", value=hex(address))
+        return _gpu(driver, info.ordinal)
+
+
+def pointer_info(gpu: Gpu, address: int) -> PointerInfo:
+    """What the driver knows of an address. Raises CudaError."""
+    with gpu.context:
+        return gpu.driver.pointer_info(address)
+
+
+def _gpu(driver: Driver, ordinal: int) -> Gpu:
+    with _lock:
+        key = (driver.path, ordinal)
+        if key not in _gpus:
+            _gpus[key] = Gpu(driver, ordinal)
+        return _gpus[key]

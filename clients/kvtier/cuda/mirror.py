@@ -1,0 +1,215 @@
+"""A mirror in host memory of device memory that no other process can map."""
+
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels.cuda import Copies
+
+from kvtier.cuda.doorbells import GpuDoorbells
+from kvtier.cuda.gpu import Gpu, driver_errors
+from kvtier.cuda.memory import DeviceMemory
+from kvtier.errors import KvtierError, Reason
+from kvtier.layout import Group, check_layout
+from kvtier.lookups import BlockIds, list_block_ids
+from kvtier.memory import Ring
+from kvtier.shared import SharedBuffer
+
+STAGING_BYTES = 16 << 20
+"""Pinned, once per GPU and process."""
+
+U64 = npt.NDArray[np.uint64]
+
+
+class MirrorMemory:
+    """Host memory with the shape of a device memory, given to a client as `memory=` in its place.
+
+    The client's process copies between the two, block by block:
+    - store: `copy_out(ids)`, then `client.store(..., ids)`; once that is fenced, `discard(ids)`;
+    - load: `client.load(..., ids)`; once that is DONE, `copy_in(ids)`.
+
+    Only blocks on their way take memory: the mirror is sparse. Copies go over a stream of their own, so they
+    wait for nothing of the engine's and hold nothing of it up: what produced a block must be done before
+    `copy_out`, what still uses it before `copy_in`, and what will use it is launched after `copy_in`.
+
+    Calls wait for their copies: use a helper thread, not the engine's. Any thread may call; one copy per GPU
+    runs at a time. Blocks of two calls at the same time are different ones.
+    """
+
+    def __init__(self, memory: DeviceMemory, groups: Sequence[Group]) -> None:
+        """`groups` as the client's. Raises KvtierError if they do not fit, OSError without memory."""
+        check_layout(groups, memory.size_bytes, memory.range_bytes)
+        self._memory = memory
+        self._groups = tuple(groups)
+        self._buffer = SharedBuffer.create(memory.size_bytes, "kvtier-mirror")
+
+    @property
+    def size_bytes(self) -> int:
+        """As the device memory."""
+        return self._memory.size_bytes
+
+    def fileno(self) -> int:
+        """The memfd; -1 once closed."""
+        return self._buffer.fileno()
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that it takes now."""
+        return self._buffer.held_bytes
+
+    def stream_doorbells(self, ring: Ring) -> GpuDoorbells:
+        """For streams of the GPU."""
+        return self._memory.stream_doorbells(ring)
+
+    def copy_out(self, block_ids: BlockIds, *, group: int = 0) -> None:
+        """Device to mirror. Returns when the bytes are there. Raises KvtierError; what is in the mirror is
+        unknown then."""
+        offsets, addresses, sizes = self._runs(block_ids, group)
+        with driver_errors("block_ids", len(block_ids)), _staging_of(self._memory.gpu) as staging:
+            for batch in staging.batches(offsets, addresses, sizes):
+                staging.copy(batch, to_host=True)
+                for offset, place, size in batch.rows():
+                    self._buffer.array[offset : offset + size] = staging.array[place : place + size]
+
+    def copy_in(self, block_ids: BlockIds, *, group: int = 0, discard: bool = True) -> None:
+        """Mirror to device, and `discard`. Returns when the bytes are there. Raises KvtierError; what is in
+        the device's blocks is unknown then."""
+        offsets, addresses, sizes = self._runs(block_ids, group)
+        with driver_errors("block_ids", len(block_ids)), _staging_of(self._memory.gpu) as staging:
+            for batch in staging.batches(offsets, addresses, sizes):
+                for offset, place, size in batch.rows():
+                    staging.array[place : place + size] = self._buffer.array[offset : offset + size]
+                staging.copy(batch, to_host=False)
+        if discard:
+            self._discard(offsets, sizes)
+
+    def discard(self, block_ids: BlockIds, *, group: int = 0) -> None:
+        """Gives the memory of these blocks back to the system, but for the pages that they share with
+        others."""
+        offsets, _, sizes = self._runs(block_ids, group)
+        self._discard(offsets, sizes)
+
+    def close(self) -> None:
+        """Gives everything back. After the clients that were given it."""
+        self._buffer.close()
+
+    def _discard(self, offsets: U64, sizes: U64) -> None:
+        for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+            self._buffer.discard(offset, size)
+
+    def _runs(self, block_ids: BlockIds, group: int) -> tuple[U64, U64, U64]:
+        """Offset, address and bytes of the pieces that are contiguous on both sides."""
+        if not 0 <= group < len(self._groups):
+            message = f"there are the groups 0 to {len(self._groups) - 1}"
+            raise KvtierError(Reason.UNKNOWN_GROUP, message, field="group", value=group)
+        shape = self._groups[group]
+        ids = np.array(list_block_ids(block_ids, shape.num_blocks, distinct=True), np.uint64)
+        strides = np.array([[plane.block_stride_bytes] for plane in shape.planes], np.uint64)
+        bases = np.array([[plane.base_offset] for plane in shape.planes], np.uint64)
+        offsets = (bases + strides * ids).reshape(-1)
+        sizes = np.repeat(np.array([plane.fragment_bytes for plane in shape.planes], np.uint64), len(ids))
+        order = np.argsort(offsets)
+        return _merge(offsets[order], self._memory.addresses_of(offsets[order]), sizes[order])
+
+
+def _merge(offsets: U64, addresses: U64, sizes: U64) -> tuple[U64, U64, U64]:
+    """Pieces in order of their offsets, joined where one ends at the beginning of the next on both sides."""
+    if not len(offsets):
+        return offsets, addresses, sizes
+    apart = (offsets[:-1] + sizes[:-1] != offsets[1:]) | (addresses[:-1] + sizes[:-1] != addresses[1:])
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return offsets[first], addresses[first], np.add.reduceat(sizes, first)
+
+
+class _Batch:
+    """What fits the staging memory at once."""
+
+    def __init__(self, base: int, pieces: list[tuple[int, int, int]]) -> None:
+        """`pieces`: offset, address, bytes; `base`: address of the staging memory."""
+        self._offsets = [offset for offset, _, _ in pieces]
+        self.addresses = np.array([address for _, address, _ in pieces], np.uint64)
+        self.sizes = np.array([size for _, _, size in pieces], np.uint64)
+        self._starts = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.uint64)
+        self.places = self._starts + np.uint64(base)
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Offset in the mirror, position in the staging memory, bytes."""
+        return zip(self._offsets, self._starts.tolist(), self.sizes.tolist(), strict=True)
+
+
+class _Staging:
+    """Pinned memory and a stream for the copies of one GPU. Inside `with`: for one thread, with the context
+    current."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._mapping: mmap.mmap | None = None
+
+    def __enter__(self) -> "_Staging":
+        self._lock.acquire()
+        self._gpu.context.push()
+        try:
+            self._prepare()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._gpu.context.pop()
+        finally:
+            self._lock.release()
+
+    def batches(self, offsets: U64, addresses: U64, sizes: U64) -> Iterator[_Batch]:
+        """The pieces, cut so that each batch fits."""
+        pieces: list[tuple[int, int, int]] = []
+        room = STAGING_BYTES
+        for offset, address, left in zip(offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True):
+            while left:
+                size = min(left, room)
+                pieces.append((offset, address, size))
+                offset, address, left, room = offset + size, address + size, left - size, room - size
+                if not room:
+                    yield _Batch(self.address, pieces)
+                    pieces, room = [], STAGING_BYTES
+        if pieces:
+            yield _Batch(self.address, pieces)
+
+    def copy(self, batch: _Batch, *, to_host: bool) -> None:
+        """Returns when nothing is under way any more, failed or not. Raises CudaError."""
+        try:
+            if to_host:
+                self._copies.to_host(batch.places, batch.addresses, batch.sizes, self._stream)
+            else:
+                self._copies.to_device(batch.addresses, batch.places, batch.sizes, self._stream)
+        finally:
+            self._gpu.driver.stream_synchronize(self._stream)
+
+    def _prepare(self) -> None:
+        if self._mapping is not None:
+            return
+        driver = self._gpu.driver
+        mapping = mmap.mmap(-1, STAGING_BYTES)
+        array = np.frombuffer(mapping, np.uint8)
+        driver.host_register(array.ctypes.data, STAGING_BYTES)
+        self._stream = driver.stream_create()
+        self._copies = Copies(driver)
+        self.array: npt.NDArray[np.uint8] = array
+        self.address: int = array.ctypes.data
+        self._mapping = mapping
+
+
+_stagings: "weakref.WeakKeyDictionary[Gpu, _Staging]" = weakref.WeakKeyDictionary()
+_stagings_lock = threading.Lock()
+
+
+def _staging_of(gpu: Gpu) -> _Staging:
+    with _stagings_lock:
+        if gpu not in _stagings:
+            _stagings[gpu] = _Staging(gpu)
+        return _stagings[gpu]

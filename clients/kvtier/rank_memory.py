@@ -1,0 +1,103 @@
+"""The memory of one rank, between the engine that lends it and the daemon that has it registered.
+
+Like the session that owns it: no input or output, used with the session's lock held.
+"""
+
+from kvtier.attachment import Attachment
+from kvtier.errors import ConnectionLostError, KvtierError, Reason
+from kvtier.memory import Memory, device_of
+from kvtier.spec import AttachSpec
+from kvtier.words import RankWords, WordsPage
+
+
+class RankMemory:
+    """What is to be registered, and what the daemon may have of it."""
+
+    def __init__(self, spec: AttachSpec, words: RankWords) -> None:
+        self.spec = spec
+        """With the memory that is to be registered; without any from `release` to `give`."""
+        self.error: str | None = None
+        """Why the last attempt to register failed."""
+        self._words = words
+        self._attachment: Attachment | None = None
+        self._registering = False
+
+    def attach(self, attachment: Attachment | None) -> None:
+        """The session has this attachment, or none: then nothing is registered."""
+        self._attachment = attachment
+
+    @property
+    def wants_registration(self) -> bool:
+        """Whether the steps of `attach.register` are due."""
+        attachment = self._attachment
+        return attachment is not None and not attachment.registered and self.spec.memory is not None
+
+    @property
+    def wants_release(self) -> bool:
+        """Whether the steps of `attach.unregister` are due."""
+        return self.registration is not None and self.spec.memory is None
+
+    @property
+    def registration(self) -> int | None:
+        """The daemon's number of the memory that it has."""
+        return None if self._attachment is None else self._attachment.registration
+
+    @property
+    def released(self) -> bool:
+        """Whether the engine has its memory back: nothing of the daemon's touches it any more."""
+        if self.spec.memory is not None or self._registering or self.registration is not None:
+            return False
+        return self._words.started() == 0
+
+    # --- what the engine wants ---
+
+    def release(self) -> None:
+        """The engine takes its memory back; `released` says when it has it. Idempotent."""
+        if not self.spec.role.holds_rank:
+            message = "a scheduler has no memory: its ranks have"
+            raise KvtierError(Reason.ROLE, message, field="role", value=self.spec.role.name)
+        self.spec = self.spec.with_memory(None)
+        if self._attachment is not None:
+            self._attachment.withdraw()
+        if not self._registering:  # else as soon as that is over
+            self._words.seal()
+
+    def give(self, memory: Memory) -> None:
+        """Memory to register, after `release`. Raises KvtierError, and changes nothing, if it does not fit
+        the groups, or if what was there before is not released."""
+        if not self.released:
+            message = "there is memory already: release_memory must have returned True before"
+            raise KvtierError(Reason.ALREADY_REGISTERED, message, field="memory", value=device_of(memory))
+        self.spec = self.spec.with_memory(memory)
+
+    # --- what the steps report ---
+
+    def begin(self) -> tuple[AttachSpec, Memory]:
+        """A registration of this starts; `end` ends it, come what may."""
+        assert self.spec.memory is not None
+        self._registering = True
+        return self.spec, self.spec.memory
+
+    def new_page(self) -> WordsPage:
+        """A page of words for the registration. Raises ConnectionLostError without a session."""
+        if self._attachment is None:
+            raise ConnectionLostError("the session is over")
+        return self._words.new_page()
+
+    def registered(self, registration: int) -> None:
+        """The daemon has words and memory."""
+        self.error = None
+        if self._attachment is not None:
+            self._attachment.register(registration)
+
+    def end(self) -> None:
+        """The registration is over, one way or the other. What the daemon may have of one that failed it
+        drops with the session."""
+        self._registering = False
+        if self.spec.memory is None:  # taken back meanwhile
+            self.release()
+
+    def unregistered(self) -> None:
+        """The daemon has let go of words and memory."""
+        if self._attachment is not None:
+            self._attachment.unregister()
