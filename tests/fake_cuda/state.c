@@ -66,6 +66,7 @@ static bool map_once(const struct settings *given) {
         pthread_mutex_init(&mapped->lock, &attributes);
         atomic_store(&mapped->magic, MAGIC);
     }
+    flock(fd, LOCK_UN); /* closing does not end it: the mapping holds the open file */
     close(fd);
     state = mapped == MAP_FAILED ? NULL : mapped;
     return state != NULL;
