@@ -18,9 +18,26 @@ struct handle_content {
 };
 static const char MAGIC[8] = "fakeipc";
 
-/* The last allocation that was freed: the next of its size gets its address. */
+/* The last allocation that was freed: the next of its size gets its address, which is kept free until then. */
 static uint64_t freed_address;
 static uint64_t freed_bytes;
+
+static void keep_address(uint64_t address, uint64_t bytes) {
+    if (freed_address)
+        munmap((void *)(uintptr_t)freed_address, freed_bytes);
+    void *kept = mmap((void *)(uintptr_t)address, bytes, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    freed_address = kept == MAP_FAILED ? 0 : address;
+    freed_bytes = bytes;
+}
+
+/* That address if it is of this size, else 0. */
+static uint64_t kept_address(uint64_t bytes) {
+    const uint64_t address = bytes == freed_bytes ? freed_address : 0;
+    if (address)
+        freed_address = 0;
+    return address;
+}
 
 EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
     ENTER(cuMemGetInfo_v2);
@@ -41,7 +58,7 @@ static CUresult allocate(uint64_t bytes, struct range *range) {
     if (code != CUDA_SUCCESS)
         return code;
     if (!ftruncate(fd, (off_t)((bytes + 4095) & ~(uint64_t)4095)))
-        range->base = map_device_memory(fd, bytes, bytes == freed_bytes ? freed_address : 0);
+        range->base = map_device_memory(fd, bytes, kept_address(bytes));
     close(fd);
     if (range->base && range_insert(range)) {
         state_set_address(range->allocation, range->base);
@@ -89,9 +106,9 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
     wait_for_work_on(range->base, range->bytes);
     range = range_of(address);
     if (range) { /* no other thread was faster */
-        freed_address = range->base;
-        freed_bytes = range->bytes;
+        const struct range gone = *range;
         let_go(range);
+        keep_address(gone.base, gone.bytes);
     }
     pthread_mutex_unlock(&process_lock);
     return CUDA_SUCCESS;

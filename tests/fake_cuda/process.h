@@ -55,7 +55,7 @@ void range_remove(struct range *range);
 uint64_t next_buffer_id(void);
 /* Whether all of it is device memory that may be read, or written, on one device after another range if need be. */
 bool device_covers(uint64_t address, uint64_t bytes, bool write);
-/* New addresses for a file; prefers `wanted`. 0 when that fails. */
+/* Addresses for a file: `wanted`, which the caller keeps free, or (0) new ones. 0 when that fails. */
 uint64_t map_device_memory(int fd, uint64_t bytes, uint64_t wanted);
 
 /* --- host.c --- */

@@ -82,7 +82,7 @@ uint64_t map_device_memory(int fd, uint64_t bytes, uint64_t wanted) {
     bytes = (bytes + 4095) & ~(uint64_t)4095;
     const int access = PROT_READ | PROT_WRITE;
     if (wanted) {
-        void *there = mmap((void *)(uintptr_t)wanted, bytes, access, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, 0);
+        void *there = mmap((void *)(uintptr_t)wanted, bytes, access, MAP_SHARED | MAP_FIXED, fd, 0);
         if (there != MAP_FAILED)
             return (uint64_t)(uintptr_t)there;
     }

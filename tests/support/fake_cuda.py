@@ -10,8 +10,8 @@ processes. Results on it say nothing about the speed of a GPU.
     def test_something_else(make_fake_cuda):
         fake = make_fake_cuda(version=12080, devices=2, hbm=64 << 20, bandwidth=100_000_000)
 
-The names of the settings are those of tests/fake_cuda/settings.h: `hbm=…` is FAKE_CUDA_HBM. A child process may
-be given others: `env=environment_of(fake, fail="cuMemAlloc:2:2")`.
+The names of the settings are those of tests/fake_cuda/settings.h: `hbm=…` is FAKE_CUDA_HBM. A child process
+may be given others: `env=environment_of(fake, fail="cuMemAlloc:2:2")`.
 """
 
 from __future__ import annotations
