@@ -36,6 +36,16 @@ class ConnectorConfig:
     load_start_deadline_s: float = 2.0
     """A load that has not started this long after it may is given up, and its tokens are computed. The same
     goes for stores that keep a finished request's blocks."""
+    share: str = "auto"
+    """How a KV cache on a GPU is shared. "export": the daemon copies to and from it directly. "mirror": the
+    engine copies blocks to and from host memory that the daemon maps, which costs it time and a thread, and
+    works with every allocator. "auto": export, and mirror only where the engine's allocator makes memory that
+    cannot be exported."""
+    contiguous_blocks: bool = False
+    """Ask the engine, on a GPU, for blocks that are contiguous across layers: one large copy for each instead
+    of one for each layer. vLLM from 0.32 on keeps its own layout, with a warning, where the attention kernels
+    know no such one; it does not start where it has to split blocks for its kernels, or where another
+    connector asks for another layout."""
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
@@ -51,9 +61,14 @@ class ConnectorConfig:
         return cls(**extra_config)
 
 
+_CHOICES = {"share": ("auto", "export", "mirror")}
+
+
 def _check(name: str, value: object, default: object) -> None:
     if isinstance(default, bool):
         expected, good = "true or false", isinstance(value, bool)
+    elif name in _CHOICES:
+        expected, good = f"one of {', '.join(_CHOICES[name])}", value in _CHOICES[name]
     elif isinstance(default, str):
         expected, good = "text", isinstance(value, str)
     else:

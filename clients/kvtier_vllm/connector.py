@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from kvtier import Client, Group, Namespace, Role
+from kvtier.memory import Memory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,11 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier_vllm.config import ConnectorConfig
-from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
+from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
+from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
+from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
-from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive
+from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, version_of
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
 
@@ -70,6 +72,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_without_us = 0
         self._bad_blocks: set[int] = set()
         try:
+            gpu = self._engine_gpu()
+            if gpu is not None:
+                refuse_sleep_mode(vllm_config, version_of(vllm.__version__))
             self._identity = _Identity(vllm_config, self._config)
             if role is KVConnectorRole.SCHEDULER:
                 _warn_of_failure_policy(transfer)
@@ -77,7 +82,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = SchedulerSide(self._config, block_tokens, self._connect_scheduler, log)
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
-                self._worker = WorkerSide(self._config, self._connect_rank, log)
+                self._worker = WorkerSide(self._config, self._connect_rank, log, gpu)
         except Exception as error:
             self._disable(error)
         if self._is_off:  # found out in the background, while this was being made
@@ -87,6 +92,24 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A store that is lost is a miss later, nothing more."""
         return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """From vLLM 0.33 on: asked when the engine starts with sleep mode."""
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Asked before there is a connector. Never fails: what is wrong is said by the constructor."""
+        try:
+            config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            return required_layout(config, version_of(vllm.__version__))
+        except (ConnectorConfigError, UnsupportedConfiguration):
+            return None
+
+    def _engine_gpu(self) -> EngineGpu | None:
+        """The GPU that the engine computes on; None on a CPU. Raises NotShareable for anything else."""
+        return engine_gpu()
 
     # --- the scheduler's hooks
     # ------------------------------------------------------------------------------------------------------
@@ -162,6 +185,18 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard(lambda: side.register(kv_caches, self._kv_cache_config), None)
             if side.link is not None:
                 side.link.wait_ready(ATTACH_WAIT_S)
+
+    def unregister_kv_caches(self) -> None:
+        """From vLLM 0.33 on: the engine goes to sleep, and gives the memory of its KV cache back."""
+        side = self._worker
+        if side is not None:
+            self._guard(side.sleep, None)
+
+    def restore_kv_caches(self) -> None:
+        """From vLLM 0.33 on: the engine is awake, and its KV cache has memory again."""
+        side = self._worker
+        if side is not None:
+            self._guard(side.wake, None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         side = self._worker
@@ -252,7 +287,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def _connect_scheduler(self, generation: int) -> Link:
         return Link(lambda: self._identity.client(generation, Role.SCHEDULER), self._disable)
 
-    def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: SharedKVMemory) -> Link:
+    def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: Memory) -> Link:
         return Link(lambda: self._identity.client(generation, Role.RANK, groups, memory), self._disable)
 
 
@@ -269,7 +304,7 @@ class _Identity:
         generation: int,
         role: Role,
         groups: tuple[Group, ...] = (),
-        memory: SharedKVMemory | None = None,
+        memory: Memory | None = None,
     ) -> Client:
         """A client of this process. Slow: may read the model's weights. Raises UnsupportedConfiguration."""
         parallel = self._vllm_config.parallel_config

@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 
 class NotShareable(Exception):
     """The KV cache cannot be shared with the daemon; the message says why, in one sentence."""
+
+
+class KVMemory(Protocol):
+    """The memory in which a worker's KV cache lies, on whatever device: its offsets are what planes are made
+    of."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Offsets are below it."""
+
+    def check(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Raises NotShareable unless every tensor lies in it."""
+
+    def offset_of(self, name: str, tensor: torch.Tensor) -> int:
+        """Of the tensor's first element. Raises NotShareable, naming `name`, if it does not lie in it."""
 
 
 class SharedKVMemory:
@@ -121,9 +136,7 @@ class SharedKVMemory:
         """Bytes from the start of the mapping to the tensor's first element. Raises NotShareable if its
         storage is not in the mapping; `name` is for the message."""
         if tensor.device.type != "cpu":
-            raise NotShareable(
-                f"{name} is on {tensor.device}; this version shares KV caches in host memory only"
-            )
+            raise NotShareable(f"{name} is on {tensor.device}, and the engine computes on a CPU")
         if self._address is None:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")
         storage = tensor.untyped_storage()

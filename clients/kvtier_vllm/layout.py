@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
+from kvtier_vllm.kv_memory import KVMemory, NotShareable
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +51,7 @@ class GroupLayout:
         return sum(plane.fragment_bytes for plane in self.planes)
 
 
-def describe(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: SharedKVMemory
-) -> GroupLayout:
+def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory) -> GroupLayout:
     """Layout of the registered KV caches.
 
     `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given, `memory`
@@ -102,7 +100,7 @@ def _only_group(kv_cache_config: Any) -> tuple[Any, list[str]]:
     return spec, list(groups[0].layer_names)
 
 
-def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: SharedKVMemory) -> Plane:
+def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory) -> Plane:
     shape, item = tuple(tensor.shape), tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     if len(shape) < 2 or shape[0] == 0 or shape[0] % num_blocks:

@@ -31,6 +31,9 @@ class StoreOrder:
 
     request: str
     part: PartRef
+    block_ids: tuple[int, ...]
+    """What it reads. A worker that copies its blocks out itself needs it, and only the worker knows that it
+    does; a few bytes a block, once."""
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ def derive(
     `revision` set by the user replaces what would be found out about the weights. Raises
     UnsupportedConfiguration.
     """
-    version = _version_of(vllm_version)
+    version = version_of(vllm_version)
     _refuse_what_the_hash_omits(vllm_config)
     scheme, hash_bytes = _hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo, version)
     kv_dtype, kv_scales = _kv_dtype(vllm_config)
@@ -84,7 +84,9 @@ def derive(
     )
 
 
-def _version_of(text: str) -> tuple[int, int]:
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor number of a vLLM release. Raises UnsupportedConfiguration for what is none, and for
+    releases that are too old."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
         raise UnsupportedConfiguration(

@@ -113,10 +113,9 @@ class Storer:
         request.next_block = end
         if not indexes:
             return None
+        sources = tuple(block_ids[index] for index in indexes)
         transfer = client.store(
-            [hashes[index] for index in indexes],
-            [block_ids[index] for index in indexes],
-            doorbell=Doorbell(STORE_DOORBELL, step),
+            [hashes[index] for index in indexes], sources, doorbell=Doorbell(STORE_DOORBELL, step)
         )
         self.counters.transfers += 1
         store = _Store(transfer, request, [hashes[index] for index in indexes], indexes)
@@ -126,7 +125,7 @@ class Storer:
             return None
         self._stores[part.ticket] = store
         request.open[part.ticket] = part
-        return StoreOrder(name, part)
+        return StoreOrder(name, part, sources)
 
     def poll(self) -> list[PartRef]:
         """Takes in what the daemon reported. Returns the parts of stores that ended otherwise than well: a

@@ -1,8 +1,9 @@
-"""A worker's side: shares the KV cache, rings the doorbells, and follows the parts the scheduler tells it
+"""A worker's side: shares the KV cache, has the doorbells rung, and follows the parts the scheduler tells it
 about.
 
 Every request is reported exactly once, and never before the fence: no copy can land in its blocks any more,
-and none still reads them.
+and none still reads them. Until it is reported vLLM keeps its blocks, wherever they lie: so nothing of the
+engine's memory is reused under a copy, and torch need not be told that others use it.
 """
 
 from __future__ import annotations
@@ -14,52 +15,33 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier import Client, Group, KvtierError, PartRef, PartState, Plane
+from kvtier import Client, Group, PartRef, PartState, Plane
+from kvtier.memory import Memory
 from kvtier.status import ClientState
 
 from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import GroupLayout, describe
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL, KvtierMetadata, LoadOrder
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder
+from kvtier_vllm.parts import Part
+from kvtier_vllm.sharing import HostSharing, Landing, Sharing, share_gpu
 
 UNRESPONSIVE_AFTER_S = 0.1
 """A part that has not started for this long is worth asking whether the daemon still answers."""
 CLOSE_TIMEOUT_S = 2.0
+SLEEP_TIMEOUT_S = 10.0
+"""How long an engine that goes to sleep waits for copies that run."""
 
-Connect = Callable[[int, tuple[Group, ...], SharedKVMemory], Link]
+Connect = Callable[[int, tuple[Group, ...], Memory], Link]
 """Makes the link of the client that shares this memory, for a generation of the namespace."""
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """One part, and the client under which it was adopted."""
-
-    client: Client | None
-    ref: PartRef
-    since_s: float
-
-    def state(self) -> PartState:
-        if self.client is None:
-            return PartState.LOST
-        try:
-            return self.client.part_state(self.ref)
-        except KvtierError:  # the reference makes no sense, so nothing can have been started under it
-            return PartState.LOST
-
-    def revoke(self) -> PartState:
-        if self.client is None:
-            return PartState.LOST
-        try:
-            return self.client.revoke(self.ref)
-        except KvtierError:
-            return PartState.LOST
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
     order: LoadOrder
-    part: _Part | None
+    part: Part | None
 
 
 @dataclass(slots=True)
@@ -82,19 +64,27 @@ class WorkerSide:
         config: ConnectorConfig,
         connect: Connect,
         log: logging.Logger,
+        gpu: EngineGpu | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`gpu`: where the KV cache will be; None for an engine on a CPU."""
         self._config = config
         self._connect = connect
         self._log = log
+        self._gpu = gpu
         self._clock = clock
-        self._memory: SharedKVMemory | None = None
+        self._host_memory: SharedKVMemory | None = None
+        self._sharing: Sharing | None = None
+        self._asleep = False
         self._groups: tuple[Group, ...] = ()
         self._link: Link | None = None
         self._old_links: list[Link] = []
         self._generation = 0
         self._loads: list[_Load] = []
-        self._stores: dict[str, list[_Part]] = {}
+        self._stores: dict[str, list[Part]] = {}
+        self._new_loads: list[Part] = []
+        self._new_stores: list[Part] = []
+        """Of this step, not let go yet."""
         self._held: dict[str, float] = {}
         """Requests to report as sent, and since when they wait."""
         self._step = 0
@@ -104,21 +94,56 @@ class WorkerSide:
     # ------------------------------------------------------------------------------------------------------
 
     def memory_context(self, kv_cache_config: Any) -> contextlib.AbstractContextManager[None] | None:
-        """Around the allocation of the KV cache; None leaves it alone. Raises NotShareable."""
+        """Around the allocation of the KV cache; None leaves it alone, as on a GPU. Raises NotShareable."""
+        if self._gpu is not None:
+            return None
         sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
         if len(sizes) != 1:
             raise NotShareable(f"the KV cache is made of {len(sizes)} allocations; one is understood")
-        self._memory = SharedKVMemory(sizes.pop())
-        return self._memory.allocation_context()
+        self._host_memory = SharedKVMemory(sizes.pop())
+        return self._host_memory.allocation_context()
 
     def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
         """Shares the KV cache, in the background. Raises NotShareable."""
-        if self._memory is None:
+        if self._gpu is not None:
+            memory = GpuKVMemory(kv_caches)
+            group = _group(describe(kv_caches, kv_cache_config, memory))
+            self._sharing = share_gpu(memory, group, self._config.share, self._gpu, self._log)
+        elif self._host_memory is not None:
+            group = _group(describe(kv_caches, kv_cache_config, self._host_memory))
+            self._sharing = HostSharing(self._host_memory)
+        else:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")
-        layout = describe(kv_caches, kv_cache_config, self._memory)
-        self._groups = (_group(layout),)
-        if not self._stopped:
-            self._link = self._connect(self._generation, self._groups, self._memory)
+        self._groups = (group,)
+        self._attach()
+
+    def sleep(self) -> None:
+        """The engine takes the memory of its KV cache back for a while. Waits for copies that run. Safe to
+        call again."""
+        if self._asleep or self._sharing is None:
+            return
+        self._asleep = True
+        if self._link is not None and self._client is None:  # not made yet: it must not register now
+            self._link.close(0)
+            self._link = None
+        if not self._sharing.sleep(self._client, SLEEP_TIMEOUT_S):
+            self._log.warning(
+                "kvtier: the engine sleeps, but its KV cache is still held after %s s: that memory comes "
+                "free when the copy ends",
+                SLEEP_TIMEOUT_S,
+            )
+
+    def wake(self) -> None:
+        """The KV cache is there again, at the same addresses. Safe to call again."""
+        if not self._asleep or self._sharing is None:
+            return
+        self._asleep = False
+        if self._stopped:
+            return
+        if not self._sharing.wake(self._client, SLEEP_TIMEOUT_S):
+            self._renew(self._generation)
+        elif self._link is None:
+            self._attach()
 
     @property
     def link(self) -> Link | None:
@@ -146,7 +171,9 @@ class WorkerSide:
         self._revoke(meta.revoke)
         if meta.stopped and not self._stopped:
             self.stop()
-        self._ring(LOAD_DOORBELL)
+        parts, self._new_loads = self._new_loads, []
+        if parts and self._client is not None and self._sharing is not None and not self._stopped:
+            self._sharing.let_load(self._client, self._step, parts)
 
     def adopt(self, meta: KvtierMetadata) -> None:
         """From now on the step's parts are followed, and their requests reported. Once per step: called again
@@ -154,18 +181,30 @@ class WorkerSide:
         if meta.step == self._step:
             return
         self._step = meta.step
+        for left in (*self._new_loads, *self._new_stores):
+            left.revoke()  # a step broke off: the next one's doorbells must not let them go
+        self._new_loads, self._new_stores = [], []
         client, now_s = self._client, self._clock()
         for load in meta.loads:
-            part = None if load.part is None else _Part(client, load.part, now_s)
-            self._loads.append(_Load(load, part))
+            target = None if load.part is None else Part(client, load.part, load.block_ids, now_s)
+            self._loads.append(_Load(load, target))
+            if target is not None:
+                self._new_loads.append(target)
         for store in meta.stores:
-            self._stores.setdefault(store.request, []).append(_Part(client, store.part, now_s))
+            source = Part(client, store.part, store.block_ids, now_s)
+            self._stores.setdefault(store.request, []).append(source)
+            self._new_stores.append(source)
         for request in meta.held:
             self._held[request] = now_s
 
     def end(self) -> None:
-        """After the forward pass: what the step computed is in place."""
-        self._ring(STORE_DOORBELL)
+        """After the forward pass: what the step computed is in place, or enqueued. Once per step: called
+        again it does nothing."""
+        # What is over already may have been followed to its end.
+        parts = [part for part in self._new_stores if not part.state().over]
+        self._new_stores = []
+        if parts and self._client is not None and self._sharing is not None and not self._stopped:
+            self._sharing.let_store(self._client, self._step, parts)
 
     def poll(self) -> Results:
         """Everything that has ended since the last call."""
@@ -173,10 +212,8 @@ class WorkerSide:
         now_s = self._clock()
         self._loads = [load for load in self._loads if not self._load_over(load, now_s, results)]
         for request, parts in list(self._stores.items()):
-            left = [part for part in parts if not part.state().over]
             held_since_s = self._held.get(request)
-            if left and held_since_s is not None:
-                left = [part for part in left if not self._give_up(part, held_since_s, now_s)]
+            left = [part for part in parts if not self._store_over(part, held_since_s, now_s)]
             if left:
                 self._stores[request] = left
             else:
@@ -200,10 +237,14 @@ class WorkerSide:
         self._stopped = True
         deadline_s = self._clock() + CLOSE_TIMEOUT_S
         fenced = [link.close(max(0.0, deadline_s - self._clock())) for link in self._links()]
-        if not all(fenced):
+        if self._sharing is not None:
+            fenced.append(self._sharing.close(max(0.0, deadline_s - self._clock())))
+        if self._host_memory is not None:
+            self._host_memory.close()
+        if all(fenced):
+            self._link, self._old_links, self._sharing = None, [], None  # the engine may free its memory
+        else:
             self._log.warning("kvtier: a copy of the KV cache was still running at shutdown")
-        if self._memory is not None:
-            self._memory.close()
 
     # --- inside
     # ------------------------------------------------------------------------------------------------------
@@ -215,19 +256,18 @@ class WorkerSide:
     def _links(self) -> Iterable[Link]:
         return [*self._old_links, *([] if self._link is None else [self._link])]
 
-    def _ring(self, doorbell: int) -> None:
-        client = self._client
-        if client is not None:
-            client.ring(doorbell, self._step)
+    def _attach(self) -> None:
+        if self._sharing is not None and not (self._stopped or self._asleep):
+            self._link = self._connect(self._generation, self._groups, self._sharing.client_memory)
 
     def _renew(self, generation: int) -> None:
         """Attaches anew, in another generation of the namespace."""
         self._generation = generation
-        if self._link is None or self._memory is None or self._stopped:
-            return
-        self._link.close(0)
-        self._old_links = [self._link]
-        self._link = self._connect(generation, self._groups, self._memory)
+        if self._link is not None:
+            self._link.close(0)
+            self._old_links = [self._link]
+            self._link = None
+        self._attach()
 
     def _revoke(self, refs: Iterable[PartRef]) -> None:
         wanted = {ref.ticket for ref in refs}
@@ -239,23 +279,39 @@ class WorkerSide:
             if part.ref.ticket in wanted:
                 part.revoke()
 
+    def _store_over(self, part: Part, held_since_s: float | None, now_s: float) -> bool:
+        over = part.state().over
+        if not over and held_since_s is not None:
+            over = self._give_up(part, held_since_s, now_s)
+        if over and self._sharing is not None:
+            self._sharing.over(part)
+        return over
+
     def _load_over(self, load: _Load, now_s: float, results: Results) -> bool:
-        state = PartState.LOST
+        landing = Landing.FAILED
         if load.part is not None:
-            state = load.part.state()
-            if state is PartState.ARMED and self._give_up(load.part, load.part.since_s, now_s):
-                state = load.part.state()
-            if not state.over:
+            landing = self._landing(load.part, now_s)
+            if landing is Landing.PENDING:
                 return False
+            if self._sharing is not None:
+                self._sharing.over(load.part)
         results.received.add(load.order.request)
-        if state is not PartState.DONE:
+        if landing is Landing.FAILED:
             if load.order.block_ids:
                 results.bad_blocks.update(load.order.block_ids)
             else:
                 results.failed.add(load.order.request)
         return True
 
-    def _give_up(self, part: _Part, since_s: float, now_s: float) -> bool:
+    def _landing(self, part: Part, now_s: float) -> Landing:
+        state = part.state()
+        if state is PartState.ARMED and self._give_up(part, part.since_s, now_s):
+            state = part.state()
+        if state is PartState.DONE and self._sharing is not None:
+            return self._sharing.landing(part)
+        return Landing.FAILED if state.over else Landing.PENDING
+
+    def _give_up(self, part: Part, since_s: float, now_s: float) -> bool:
         """Revokes a part that has waited for too long, or whose daemon does not answer. True if it is
         over."""
         waited_s = now_s - since_s
