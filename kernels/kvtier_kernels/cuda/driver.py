@@ -65,7 +65,7 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
 
     def describe(self) -> str:
         """One line for the log."""
-        return f"CUDA driver {self.version_text} ({self.path})"
+        return f"CUDA driver {self.version_text} ({self._library.file})"
 
 
 _loaded: dict[str, Driver] = {}

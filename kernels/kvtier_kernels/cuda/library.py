@@ -45,6 +45,11 @@ class Library:
             if name not in self._functions and (name not in _OPTIONAL or hasattr(self._dll, name)):
                 self._functions[name] = self._symbol(name)
 
+    @property
+    def file(self) -> str:
+        """The file that the loader found for `path`, links followed; its name tells the driver's release."""
+        return _file_mapped_at(self.address("cuInit")) or self.path
+
     def has(self, name: str) -> bool:
         return name in self._functions
 
@@ -137,6 +142,16 @@ def _open(path: str) -> CDLL:
             "later); in a container let the NVIDIA container toolkit mount it; "
             f"or set {PATH_VARIABLE} to where it is"
         ) from error
+
+
+def _file_mapped_at(address: int) -> str | None:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            first, last = (int(text, 16) for text in line.split(maxsplit=1)[0].split("-"))
+            if first <= address < last:
+                # Five fields and the path, which may hold spaces.
+                return line.split(maxsplit=5)[5].strip()
+    return None
 
 
 def _argument_text(argument: Any) -> str:

@@ -1,4 +1,4 @@
-"""The structures are those of cuda.h, whose sizes and offsets are written down here (12.8 and 13.0, 64 bit)."""
+"""The structures are those of cuda.h, whose sizes and offsets stand here (12.8 and 13.0, 64 bit)."""
 
 import ctypes
 
