@@ -1,7 +1,7 @@
 """A GPU of the fake driver, by driver version, with its context current in the test's thread.
 
-The fake refuses what the driver refuses, so these tests show that the binding asks for the right things in the
-right order. That both have read cuda.h rightly, and not only alike, is what test_abi.py is for.
+The fake refuses what the driver refuses, so these tests show that the binding asks for the right things in
+the right order. That both have read cuda.h rightly, and not only alike, is what test_abi.py is for.
 """
 
 import os
@@ -21,7 +21,11 @@ __all__ = ["fake_cuda", "make_fake_cuda"]
 
 VERSIONS = (13000, 12080, 12040)
 HBM_BYTES = 64 << 20
-IMPORTS = "import faulthandler, sys\nfaulthandler.dump_traceback_later(40, exit=True)\nfrom kvtier_kernels.cuda import *\n"
+IMPORTS = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(40, exit=True)
+from kvtier_kernels.cuda import *
+"""
 
 
 class Gpu:

@@ -55,7 +55,7 @@ CALLS: dict[str, Callable[[Things], object]] = {
     "cuCtxGetCurrent": lambda t: t.driver.current_context(),
     "cuCtxSetCurrent": lambda t: t.context.make_current(),
     "cuCtxPushCurrent_v2": lambda t: t.context.push(),
-    "cuCtxPopCurrent_v2": lambda t: (t.context.push(), t.context.pop()),
+    "cuCtxPopCurrent_v2": lambda t: t.context.__exit__(None, None, None),
     "cuCtxGetStreamPriorityRange": lambda t: t.driver.stream_priority_range(),
     "cuMemGetInfo_v2": lambda t: t.driver.memory_info(),
     "cuMemAlloc_v2": lambda t: t.driver.alloc(PAGE),

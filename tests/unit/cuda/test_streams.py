@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from kvtier_kernels.cuda import CudaError
+from kvtier_kernels.cuda import CudaError, Driver
 
 from tests.unit.cuda.conftest import Gpu, random_bytes
 
@@ -23,6 +23,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def stream_and_event(driver: Driver, priority: int = 0) -> tuple[int, int]:
+    return driver.stream_create(priority), driver.event_create()
+
+
 class Pinned:
     """Registered host memory."""
 
@@ -33,15 +37,12 @@ class Pinned:
         gpu.driver.host_register(self.address, n)
 
 
-def test_a_copy_is_done_when_its_stream_and_event_say_so(gpu_of_version: Gpu) -> None:
+def test_a_copy_is_done_when_itsstream_and_event_say_so(gpu_of_version: Gpu) -> None:
     driver = gpu_of_version.driver
     least, greatest = driver.stream_priority_range()
     assert greatest <= least
-    host, ptr, stream, event = (
-        Pinned(gpu_of_version, 2 * MIB),
-        driver.alloc(MIB),
-        *_stream_and_event(driver, greatest),
-    )
+    host, ptr = Pinned(gpu_of_version, 2 * MIB), driver.alloc(MIB)
+    stream, event = stream_and_event(driver, greatest)
     assert driver.stream_is_done(stream)
     assert driver.event_is_done(event)
     host.bytes[:MIB] = random_bytes(MIB)
@@ -57,10 +58,6 @@ def test_a_copy_is_done_when_its_stream_and_event_say_so(gpu_of_version: Gpu) ->
     driver.stream_destroy(stream)
     driver.free(ptr)
     driver.host_unregister(host.address)
-
-
-def _stream_and_event(driver, priority=0):
-    return driver.stream_create(priority), driver.event_create()
 
 
 def test_a_value_is_written_after_what_came_before_it(gpu_of_version: Gpu) -> None:
@@ -83,7 +80,7 @@ def test_waiting_for_an_event_lets_other_threads_run(gpu: Gpu) -> None:
     """The event is done only when another thread of this interpreter has seen to it."""
     driver = gpu.driver
     gpu.fake.hang("cuEventSynchronize", 1, os.getpid())
-    stream, event = _stream_and_event(driver)
+    stream, event = stream_and_event(driver)
     driver.event_record(event, stream)
     waiting = threading.Timer(0.1, lambda: gpu.fake.lift(os.getpid()))
     waiting.start()
@@ -101,7 +98,7 @@ def test_an_event_destroyed_twice_is_refused(gpu: Gpu) -> None:
 
 def test_a_failure_under_way_surfaces_at_the_query(gpu: Gpu) -> None:
     driver = gpu.driver
-    stream, event = _stream_and_event(driver)
+    stream, event = stream_and_event(driver)
     driver.event_record(event, stream)
     gpu.fail("cuEventQuery", 719)
     with pytest.raises(CudaError) as lost:
@@ -115,7 +112,7 @@ def test_a_failure_under_way_surfaces_at_the_query(gpu: Gpu) -> None:
 
 def test_work_under_way_is_not_done_and_no_error(gpu_of_version: Gpu) -> None:
     driver = gpu_of_version.driver
-    stream, event = _stream_and_event(driver)
+    stream, event = stream_and_event(driver)
     gpu_of_version.fake.delay(stream, 0.2)
     driver.event_record(event, stream)
     assert not driver.stream_is_done(stream)
