@@ -1,0 +1,1 @@
+"""Programs that steps and tests start beside themselves: engines, and processes that copy."""

@@ -1,0 +1,104 @@
+"""Keeps one direction of the link busy with batched copies, from a thread of its own, as a copy worker's lane does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Self
+
+import numpy as np
+from kvtier_kernels.cuda import Copies, CudaError
+
+from tests.gpu.parts.device import Device
+from tests.gpu.parts.fragments import scattered, sizes_of
+
+H2D, D2H = "h2d", "d2h"
+FLIGHTS = 2
+BATCHES = 4
+"""Different orders of the fragments, taken in turn."""
+STOP_S = 30.0
+
+
+class CopyLoop:
+    """Copies the fragments of a region, each time in another order, two batches in flight, until it is stopped."""
+
+    def __init__(
+        self,
+        device: Device,
+        direction: str,
+        *,
+        device_address: int,
+        host_address: int,
+        region_bytes: int,
+        fragment_bytes: int,
+        prefer_overlap: bool = False,
+    ) -> None:
+        rng = np.random.default_rng()
+        count = min(4_096, region_bytes // fragment_bytes)
+        self._batches = [
+            (
+                scattered(device_address, region_bytes, fragment_bytes, count, rng),
+                scattered(host_address, region_bytes, fragment_bytes, count, rng),
+            )
+            for _ in range(BATCHES)
+        ]
+        self._sizes = sizes_of(count, fragment_bytes)
+        self._batch_bytes = count * fragment_bytes
+        self._device = device
+        self._direction = direction
+        self._prefer_overlap = prefer_overlap
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"copies-{direction}", daemon=True)
+        self.copied_bytes = 0
+        self.seconds = 0.0
+        self.error: CudaError | None = None
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Returns when nothing is in flight; `error` says whether a call failed, `seconds` how long it ran."""
+        self._stopping.set()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"copies {self._direction} still run {STOP_S} s after they were told to stop")
+
+    def rate_gb_per_s(self) -> float:
+        """Over the whole time that it ran."""
+        return self.copied_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def _run(self) -> None:
+        driver = self._device.driver
+        self._device.context.make_current()
+        begin = time.perf_counter()
+        try:
+            copies = Copies(driver, prefer_overlap=self._prefer_overlap)
+            stream = driver.stream_create()
+            events = [driver.event_create() for _ in range(FLIGHTS)]
+            flying: deque[int] = deque()
+            turn = 0
+            begin = time.perf_counter()
+            while not self._stopping.is_set():
+                if len(flying) == FLIGHTS:
+                    driver.event_synchronize(flying.popleft())
+                    self.copied_bytes += self._batch_bytes
+                device, host = self._batches[turn % BATCHES]
+                if self._direction == H2D:
+                    copies.to_device(device, host, self._sizes, stream)
+                else:
+                    copies.to_host(host, device, self._sizes, stream)
+                event = events[turn % FLIGHTS]
+                driver.event_record(event, stream)
+                flying.append(event)
+                turn += 1
+            driver.stream_synchronize(stream)
+            self.copied_bytes += len(flying) * self._batch_bytes
+            self.seconds = time.perf_counter() - begin
+            for event in events:
+                driver.event_destroy(event)
+            driver.stream_destroy(stream)
+        except CudaError as error:
+            self.error = error
+            self.seconds = time.perf_counter() - begin

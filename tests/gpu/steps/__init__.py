@@ -1,0 +1,1 @@
+"""The steps of the matrix, one idea each. A module's `run(bench)` measures and keeps rows; its docstring says how."""

@@ -1,0 +1,149 @@
+"""Store and load through a real kvtierd: client, front, copy worker, pool, every byte compared.
+
+An engine without torch stores its whole cache in transfers of `transfer_mib`, all submitted at once, and loads it back
+into other blocks. `gb_per_s` runs from the first call to the last outcome; a store's outcome means that the blocks are
+committed, checksums and all. `ratio` is to the ceiling of the same way. `first` is the first use of that part of the
+pool, which the worker registers meanwhile. The last rows are of a restart: kill -9, a new daemon on the same pool, the
+same client; from the kill to the first loaded block.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from kvtier import Client
+
+from tests.gpu.parts.bench import GIB, KIB, MIB, Bench, gb_per_s
+from tests.gpu.parts.ceilings import BOTH, ceilings
+from tests.gpu.parts.device import open_device
+from tests.gpu.parts.engine_rig import (
+    DEADLINE_S,
+    Daemon,
+    EngineCache,
+    connected,
+    finish,
+    hashes_of,
+    place_for_a_daemon,
+    running_daemon,
+)
+from tests.gpu.parts.loops import D2H, H2D
+
+SHAPES = ((1, 2 * MIB), (4, 512 * KIB), (32, 64 * KIB))  # planes, bytes of a fragment: blocks of 2 MiB
+TRANSFERS = (128 * MIB, 32 * MIB)
+STORE, LOAD = "store", "load"
+
+
+def run(bench: Bench) -> None:
+    cache_bytes = bench.pick(GIB, 4 * MIB)
+    sizes = bench.pick((10 * GIB, 64 * MIB), (66 * MIB, MIB))  # of the pool, of an extent
+    shapes = bench.pick(SHAPES, ((2, 16 * KIB),))
+    with open_device() as device, place_for_a_daemon() as place:
+        ceiling = ceilings(bench, device)
+        with running_daemon(*place, *sizes) as daemon:
+            for planes, fragment in shapes:
+                cache = EngineCache(device, cache_bytes // planes // fragment, planes, fragment)
+                with connected(daemon, cache, f"engine-{fragment}") as client:
+                    for transfer_bytes in bench.pick(TRANSFERS, (512 * KIB,)):
+                        through = Through(bench, ceiling, client, cache, transfer_bytes)
+                        through.all()
+                    if (planes, fragment) == shapes[-1]:
+                        begin = time.perf_counter()
+                        daemon.kill()
+                        with running_daemon(*place, *sizes) as successor:
+                            through.after_restart(begin, successor)
+
+
+class Through:
+    """One cache, one size of transfers."""
+
+    def __init__(
+        self, bench: Bench, ceiling: dict[str, float], client: Client, cache: EngineCache, transfer_bytes: int
+    ) -> None:
+        self._bench, self._ceiling, self._client, self._cache = bench, ceiling, client, cache
+        self._per_transfer = max(1, transfer_bytes // cache.block_bytes)
+        self._sums = cache.fill()
+        self._known: tuple[str, list[int]] | None = None
+
+    def all(self) -> None:
+        count = self._cache.num_blocks
+        for turn in ("first", "again", "again"):
+            if self._bench.left_s() < 10:
+                return
+            family = f"{turn}/{time.monotonic_ns()}"
+            ids = np.random.default_rng().permutation(count).tolist()
+            taken_s = self._store(family, ids)
+            self._row(STORE, turn, taken_s, count, 0)
+            self._cache.wipe()
+            elsewhere = np.random.default_rng().permutation(count).tolist()
+            taken_s = self._load(family, elsewhere)
+            sums = self._cache.checksums()
+            wrong = int(np.count_nonzero(sums[elsewhere] != self._sums[ids]))
+            self._row(LOAD, turn, taken_s, count, wrong)
+            assert wrong == 0, f"{wrong} of {count} blocks have wrong bytes after the load"
+            self._sums = sums
+            self._known = family, elsewhere
+        self._both(family)
+
+    def after_restart(self, begin: float, daemon: Daemon) -> None:
+        """The daemon was killed at `begin`, and this is its successor on the same pool: how long until something is
+        loaded from it, and until all of the pool is registered again."""
+        assert self._known is not None
+        family, _ = self._known
+        count = self._per_transfer
+        hashes = hashes_of(family, count)
+        while True:
+            found = self._client.lookup(hashes, lease=True, timeout_s=1.0)
+            if found.hits == count:
+                break
+            assert time.perf_counter() < begin + DEADLINE_S, f"{found.hits} hits; {daemon.log()[-2_000:]}"
+            time.sleep(0.005)
+        finish([self._client.load(found, list(range(count)))])
+        self._bench.row(what="restart: kill -9 to the first load", blocks=count, seconds=time.perf_counter() - begin)
+
+    def _store(self, family: str, ids: list[int]) -> float:
+        hashes = hashes_of(family, len(ids))
+        begin = time.perf_counter()
+        finish([self._client.store(hashes[part], ids[part]) for part in self._parts(len(ids))])
+        return time.perf_counter() - begin
+
+    def _load(self, family: str, ids: list[int]) -> float:
+        hashes = hashes_of(family, len(ids))
+        leases = [self._client.lookup(hashes[part], lease=True, timeout_s=DEADLINE_S) for part in self._parts(len(ids))]
+        begin = time.perf_counter()
+        finish(
+            [self._client.load(lease, ids[part]) for lease, part in zip(leases, self._parts(len(ids)), strict=True)]
+        )
+        return time.perf_counter() - begin
+
+    def _both(self, family: str) -> None:
+        """Loads what was stored into one half of the cache while the other half is stored under new names."""
+        half = self._cache.num_blocks // 2
+        hashes = hashes_of(family, half)
+        leases = [self._client.lookup(hashes[part], lease=True, timeout_s=DEADLINE_S) for part in self._parts(half)]
+        new = hashes_of(f"{family}/both", half)
+        begin = time.perf_counter()
+        transfers = []
+        for lease, part in zip(leases, self._parts(half), strict=True):
+            transfers.append(self._client.load(lease, list(range(half))[part]))
+            transfers.append(self._client.store(new[part], list(range(half, 2 * half))[part]))
+        finish(transfers)
+        self._row(BOTH, "again", time.perf_counter() - begin, 2 * half, None)
+
+    def _parts(self, count: int) -> list[slice]:
+        return [slice(first, first + self._per_transfer) for first in range(0, count, self._per_transfer)]
+
+    def _row(self, what: str, turn: str, taken_s: float, blocks: int, wrong: int | None) -> None:
+        cache = self._cache
+        rate = gb_per_s(blocks * cache.block_bytes, taken_s)
+        self._bench.row(
+            what=what,
+            turn=turn,
+            fragment_bytes=cache.fragment_bytes,
+            planes=cache.planes,
+            transfer_mib=self._per_transfer * cache.block_bytes / MIB,
+            blocks=blocks,
+            gb_per_s=rate,
+            ratio=rate / self._ceiling[{STORE: D2H, LOAD: H2D, BOTH: BOTH}[what]],
+            wrong_blocks=wrong,
+        )
