@@ -64,7 +64,8 @@ def main() -> int:
     try:
         device = _device(arguments, pool, status)
     except DeviceUnusableError as error:
-        _log.error("the device cannot be served", device=arguments.device, why=str(error.refusal))
+        # The front says it in the log, once.
+        _log.debug("the device cannot be served", device=arguments.device, why=str(error.refusal))
         with contextlib.suppress(ChannelEndedError):
             channel.send(_unusable(error.refusal))
         return 0

@@ -71,6 +71,7 @@ class GpuDevice:
             self._node = numa.node_of_gpu(self._gpu.pci_bus_id)
             lock_deadline_s = min(LOCK_DEADLINE_S_MAX, options.copy_deadline_s / 2)
             self._registration = PoolRegistration(driver, pool, pool_fd, records, status, lock_deadline_s)
+            self._header = (0, self._registration.areas[0][0])
             self._imports = Imports(driver, self._gpu)
             self._sealer = Sealer(pool, records, options.seal_threads, self._stay_near)
             least, greatest = driver.stream_priority_range()
@@ -127,9 +128,13 @@ class GpuDevice:
         return self._imports.chunk(fd, size_bytes)
 
     def pool_areas(self) -> Iterable[Area]:
-        return self._registration.nearest_first(self._node)
+        # No copy touches the pool's header; it is mapped all the same.
+        yield self._header
+        yield from self._registration.nearest_first(self._node)
 
     def pool_area_mapped(self, area: Area) -> None:
+        if area == self._header:
+            return
         try:
             self._registration.register(area)
         except (CudaError, NotRegisteredError) as error:

@@ -102,18 +102,13 @@ class PoolRegistration:
         if not self._registered[self._areas_of(slots)].all():
             raise NotRegisteredError(f"the pool could not be registered with the GPU: {self._why}")
 
-    def is_registered(self, area: Area) -> bool:
-        return bool(self._registered[self._index(area)])
-
     def register(self, area: Area) -> None:
-        """Registers an area whose pages are mapped, if it is not. CudaError or NotRegisteredError."""
-        self._register(self._index(area))
+        """Registers one of the areas, whose pages are mapped, if it is not. CudaError or
+        NotRegisteredError."""
+        self._register((area[0] - self._first) // self._area_bytes)
 
     def _areas_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         return (slots.astype(np.int64) * PAGE_BYTES - self._first) // self._area_bytes
-
-    def _index(self, area: Area) -> int:
-        return (area[0] - self._first) // self._area_bytes
 
     def _populate(self, index: int) -> None:
         offset, length = self.areas[index]

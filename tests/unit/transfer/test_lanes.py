@@ -1,0 +1,328 @@
+"""Which chunk a lane starts next, when it lands, and what becomes of its part."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
+from kvtierd.transfer.worker.cpu import CpuDevice
+from kvtierd.transfer.worker.device import Blocks, Copier, Flight
+from kvtierd.transfer.worker.lanes import Lanes, PartCalls
+from kvtierd.transfer.worker.parts import Part, PartEnd, PartState
+from kvtierd.transfer.worker.sessions import Session
+from kvtierd.wire import worker_pb2 as wire
+
+SLACK_S = 30.0
+BLOCKS = 4
+"""Blocks of one chunk."""
+
+
+@dataclass
+class Size:
+    slot_bytes: int = 10
+    planes: int = 1
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + SLACK_S
+    while not condition():
+        assert time.monotonic() < deadline_s, condition
+        time.sleep(0.001)
+
+
+class Wire:
+    """A copier whose flights land when the test says so."""
+
+    chunk_bytes = BLOCKS * 10
+    chunk_fragments = 1_000
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.submitted: list[tuple[int, int]] = []
+        """Part and first block of each chunk."""
+        self.landed: list[tuple[int, int]] = []
+        self.flying: deque[Flight] = deque()
+        self.full = False
+        self.refuse_chunk_at: int | None = None
+        self.lose_chunk_at: int | None = None
+        self._allowed = threading.Semaphore(0)
+
+    def let_land(self, flights: int) -> None:
+        self._allowed.release(flights)
+
+    def is_full(self) -> bool:
+        return self.full
+
+    def prepare(self, part: Part, chunk: slice) -> None:
+        pass
+
+    def submit(self, part: Part, chunk: slice) -> Flight:
+        if chunk.start == self.refuse_chunk_at:
+            raise ValueError("refused")
+        self.submitted.append((part.number, chunk.start))
+        flight = Flight(part, chunk, np.ones(chunk.stop - chunk.start, np.bool_))
+        self.flying.append(flight)
+        assert len(self.flying) <= self.depth
+        return flight
+
+    def land(self, flight: Flight) -> Blocks:
+        assert flight is self.flying[0], "out of order"
+        assert self._allowed.acquire(timeout=SLACK_S)
+        self.flying.popleft()
+        self.landed.append((flight.part.number, flight.chunk.start))
+        if flight.chunk.start == self.lose_chunk_at:
+            raise ValueError("lost")
+        return flight.good
+
+    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+        over(end)
+
+
+class Wires(CpuDevice):
+    def __init__(self, depth: int) -> None:
+        self.load: Wire = Wire(depth)  # type: ignore[assignment]
+        self.store: Wire = Wire(depth)  # type: ignore[assignment]
+
+
+class Bench:
+    def __init__(self, depth: int) -> None:
+        self.device = Wires(depth)
+        self.load, self.store = self.device.load, self.device.store
+        fd = create_status_fd()
+        self.status = StatusPage(fd)
+        os.close(fd)
+        self.ends: dict[int, PartEnd] = {}
+        self.unstarted: list[int] = []
+        self.startable: Callable[[Part], bool] = lambda part: True
+        self.lanes = Lanes(
+            self.device,
+            self.status,
+            PartCalls(
+                lambda part: self.startable(part), self._landed, lambda p: self.unstarted.append(p.number)
+            ),
+        )
+
+    def _landed(self, copier: Copier, part: Part, end: PartEnd) -> None:
+        assert not any(flight.part is part for flight in [*self.load.flying, *self.store.flying])
+        assert part.number not in self.ends
+        self.ends[part.number] = end
+
+    def post(self, number: int, session: Session, blocks: int, *, is_load: bool = True) -> Part:
+        empty = np.zeros(blocks, np.uint32)
+        part = Part(
+            number=number,
+            is_load=is_load,
+            session=session,
+            plan=Size() if blocks else None,
+            ticket=number,
+            word=0,
+            doorbell=None,
+            doorbell_value=0,
+            gate_deadline_s=0.0,
+            block_ids=empty,
+            slots=empty,
+            generations=empty.astype(np.uint64),
+            verify=None,
+        )
+        with self.lanes.lock:
+            self.lanes.submit(part)
+        return part
+
+    def withdraw(self, wanted: Callable[[Part], bool]) -> list[Part]:
+        with self.lanes.lock:
+            return self.lanes.withdraw(wanted)
+
+    def abandon(self, *parts: Part) -> None:
+        with self.lanes.lock:
+            self.lanes.abandon(parts)
+
+    def word(self, word: StatusWord) -> int:
+        return self.status.read()[word]
+
+    def stop(self) -> None:
+        with self.lanes.lock:
+            self.lanes.stop()
+        for copier in (self.load, self.store):
+            copier.full = False
+            copier.let_land(1_000)
+        assert self.lanes.join(SLACK_S)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(depth=2)
+    yield bench
+    bench.stop()
+
+
+def test_sessions_take_turns_chunk_by_chunk(bench: Bench) -> None:
+    one, two = Session(1), Session(2)
+    bench.post(11, one, 3 * BLOCKS)
+    bench.post(12, one, BLOCKS)
+    bench.post(21, two, 2 * BLOCKS)
+    bench.lanes.start()
+    bench.load.let_land(6)
+    until(lambda: len(bench.ends) == 3)
+    assert bench.load.submitted == [(11, 0), (21, 0), (11, 4), (21, 4), (11, 8), (12, 0)]
+    assert {end.outcome for end in bench.ends.values()} == {wire.DONE}
+
+
+def test_no_more_fly_than_the_device_wants_and_they_land_in_order(bench: Bench) -> None:
+    bench.post(1, Session(1), 4 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)
+    bench.load.let_land(1)
+    until(lambda: len(bench.load.submitted) == 3)
+    assert bench.load.landed == [(1, 0)]
+    assert bench.ends == {}
+    bench.load.let_land(3)
+    until(lambda: bench.ends)
+    assert bench.load.landed == [(1, 0), (1, 4), (1, 8), (1, 12)]
+    assert bench.ends[1].copied_bytes == 4 * BLOCKS * 10
+
+
+def test_a_chunk_that_cannot_start_fails_its_part_when_nothing_of_it_flies(bench: Bench) -> None:
+    bench.load.refuse_chunk_at = BLOCKS
+    bench.post(1, Session(1), 3 * BLOCKS)
+    bench.post(2, Session(2), BLOCKS)
+    bench.lanes.start()
+    until(lambda: (2, 0) in bench.load.submitted)
+    bench.load.let_land(2)
+    until(lambda: len(bench.ends) == 2)
+    assert bench.ends[1].outcome == wire.FAILED
+    assert "refused" in bench.ends[1].message
+    assert bench.ends[2].outcome == wire.DONE
+    assert bench.load.submitted == [(1, 0), (2, 0)]
+
+
+def test_a_chunk_that_does_not_land_well_fails_its_part_and_what_flies_lands_first(bench: Bench) -> None:
+    bench.load.lose_chunk_at = 0
+    bench.post(1, Session(1), 3 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)
+    bench.load.let_land(2)
+    until(lambda: bench.ends)
+    assert "lost" in bench.ends[1].message
+    assert bench.load.landed == [(1, 0), (1, 4)]
+    assert bench.load.submitted == [(1, 0), (1, 4)]
+
+
+def test_an_abandoned_part_lands_what_flies_and_fails(bench: Bench) -> None:
+    part = bench.post(1, Session(1), 5 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)
+    bench.abandon(part)
+    assert bench.ends == {}
+    bench.load.let_land(2)
+    until(lambda: bench.ends)
+    assert bench.ends[1].outcome == wire.FAILED
+    assert bench.ends[1].copied_bytes == 0
+    assert len(bench.load.submitted) == len(bench.load.landed) == 2
+
+
+def test_an_abandoned_part_does_not_wait_for_its_turn(bench: Bench) -> None:
+    """A store that waits for loads, or for checksums, is ended at once."""
+    part = bench.post(1, Session(1), 2 * BLOCKS, is_load=False)
+    bench.store.full = False
+    bench.lanes.start()
+    until(lambda: len(bench.store.submitted) == 2)
+    other = bench.post(2, Session(2), 3 * BLOCKS, is_load=False)
+    bench.store.let_land(1)
+    until(lambda: (2, 0) in bench.store.submitted)
+    bench.store.full = True
+    bench.store.let_land(2)
+    until(lambda: 1 in bench.ends and not bench.store.flying)
+    bench.abandon(part, other)
+    until(lambda: 2 in bench.ends)
+    assert bench.ends[2].outcome == wire.FAILED
+
+
+def test_what_is_withdrawn_never_starts(bench: Bench) -> None:
+    session = Session(1)
+    bench.post(1, session, 2 * BLOCKS)
+    queued = bench.post(2, session, BLOCKS)
+    other = bench.post(3, Session(2), BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)  # parts 1 and 3
+    assert bench.withdraw(lambda part: True) == [queued]
+    assert queued.state is PartState.OVER
+    bench.load.let_land(3)
+    until(lambda: len(bench.ends) == 2)
+    assert set(bench.ends) == {1, other.number}
+
+
+def test_a_part_that_may_not_start_is_ended_unstarted(bench: Bench) -> None:
+    bench.startable = lambda part: part.number != 1
+    session = Session(1)
+    for number, blocks in ((1, 3 * BLOCKS), (2, BLOCKS), (3, 0)):
+        bench.post(number, session, blocks)
+    bench.lanes.start()
+    bench.load.let_land(1)
+    until(lambda: len(bench.ends) == 2)
+    assert bench.unstarted == [1]
+    assert bench.load.submitted == [(2, 0)]
+    assert bench.ends[3].outcome == wire.DONE
+    until(lambda: not bench.lanes.busy)
+
+
+def test_a_full_copier_gets_nothing_until_it_has_room(bench: Bench) -> None:
+    bench.store.full = True
+    bench.post(1, Session(1), BLOCKS, is_load=False)
+    bench.lanes.start()
+    bench.post(2, Session(1), BLOCKS)
+    bench.load.let_land(1)
+    until(lambda: 2 in bench.ends)
+    assert bench.store.submitted == []
+    bench.store.full = False
+    bench.lanes.wake()
+    bench.store.let_land(1)
+    until(lambda: 1 in bench.ends)
+
+
+def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtierd.transfer.worker.lanes.STORE_YIELD_S_MAX", 3600.0)
+    bench.post(1, Session(1), BLOCKS)
+    bench.post(2, Session(2), BLOCKS, is_load=False)
+    bench.lanes.start()
+    until(lambda: bench.load.submitted)
+    assert bench.store.submitted == []
+    bench.load.let_land(1)
+    until(lambda: bench.store.submitted)
+    bench.store.let_land(1)
+    until(lambda: 2 in bench.ends)
+    monkeypatch.setattr("kvtierd.transfer.worker.lanes.STORE_YIELD_S_MAX", 0.001)
+    bench.post(3, Session(1), BLOCKS)
+    until(lambda: len(bench.load.submitted) == 2)
+    bench.post(4, Session(2), BLOCKS, is_load=False)
+    until(lambda: len(bench.store.submitted) == 2)
+    assert 3 not in bench.ends
+
+
+def test_a_status_word_counts_from_the_oldest_flight(bench: Bench) -> None:
+    bench.post(1, Session(1), 3 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)
+    first = bench.word(StatusWord.LOAD_LANE)
+    assert first > 0
+    bench.load.let_land(1)
+    until(lambda: len(bench.load.submitted) == 3)
+    assert bench.word(StatusWord.LOAD_LANE) > first
+    assert bench.word(StatusWord.STORE_LANE) == 0
+    bench.load.let_land(2)
+    until(lambda: bench.ends)
+    assert bench.word(StatusWord.LOAD_LANE) == 0
+
+
+def test_stopped_lanes_finish_what_has_started(bench: Bench) -> None:
+    part = bench.post(1, Session(1), 3 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)
+    assert bench.withdraw(lambda _: True) == []
+    bench.stop()
+    assert bench.ends[part.number].outcome == wire.DONE
+    assert len(bench.load.landed) == 3
