@@ -158,3 +158,15 @@ EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
         *greatest = -5;
     return CUDA_SUCCESS;
 }
+
+/* Nothing is captured here; only the thread's mode is kept: 0 global, 1 this thread, 2 relaxed. */
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    static _Thread_local int current;
+    ENTER(cuThreadExchangeStreamCaptureMode);
+    if (!mode || *mode < 0 || *mode > 2)
+        REFUSE(CUDA_ERROR_INVALID_VALUE, "mode");
+    const int before = current;
+    current = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}

@@ -24,6 +24,7 @@
     FUNCTION(cuCtxGetDevice, "cuCtxGetDevice", 2000, NEEDS_CONTEXT) \
     FUNCTION(cuCtxSynchronize, "cuCtxSynchronize", 2000, NEEDS_CONTEXT) \
     FUNCTION(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", 5050, NEEDS_CONTEXT) \
+    FUNCTION(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", 10010, NEEDS_DRIVER) \
     FUNCTION(cuMemGetInfo_v2, "cuMemGetInfo", 3020, NEEDS_CONTEXT) \
     FUNCTION(cuMemAlloc_v2, "cuMemAlloc", 3020, NEEDS_CONTEXT) \
     FUNCTION(cuMemFree_v2, "cuMemFree", 3020, NEEDS_CONTEXT) \

@@ -30,6 +30,7 @@ VERSION_BATCH_V2: Final = 13000
 IPC_HANDLE_BYTES: Final = 64
 UUID_BYTES: Final = 16
 
+CAPTURE_MODE_RELAXED: Final = 2
 IPC_MEM_LAZY_ENABLE_PEER_ACCESS: Final = 1
 MEMHOSTREGISTER_PORTABLE: Final = 1
 MEMHOSTREGISTER_DEVICEMAP: Final = 2
@@ -133,6 +134,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_OUT_POINTER,),
     "cuCtxGetStreamPriorityRange": (_OUT_INT, _OUT_INT),
+    "cuThreadExchangeStreamCaptureMode": (_OUT_INT,),
     # memory
     "cuMemGetInfo_v2": (_OUT_SIZE, _OUT_SIZE),
     "cuMemAlloc_v2": (_OUT_PTR, c_size_t),

@@ -1,5 +1,6 @@
 """Devices by UUID, contexts by thread."""
 
+import ctypes
 import threading
 
 import pytest
@@ -116,3 +117,42 @@ def test_an_ordinal_that_is_not_there_has_no_context(gpu: Gpu) -> None:
         gpu.driver.retain_primary(77)
     assert refused.value.name == "CUDA_ERROR_INVALID_DEVICE"
     assert refused.value.arguments.endswith("77")
+
+
+def capture_mode(gpu: Gpu) -> int:
+    """Of this thread: 0 means that its calls are refused, and spoil the capture, while any thread captures."""
+    mode = ctypes.c_int(2)
+    exchange = gpu.fake.raw.cuThreadExchangeStreamCaptureMode
+    assert exchange(ctypes.byref(mode)) == 0
+    before = mode.value
+    assert exchange(ctypes.byref(mode)) == 0
+    return before
+
+
+def test_calls_inside_a_context_leave_captured_graphs_alone_and_the_thread_as_before(gpu: Gpu) -> None:
+    seen = []
+
+    def other_thread() -> None:
+        seen.append(capture_mode(gpu))
+        with gpu.context:
+            seen.append(capture_mode(gpu))
+            with gpu.context:
+                seen.append(capture_mode(gpu))
+            seen.append(capture_mode(gpu))
+        seen.append(capture_mode(gpu))
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join(60)
+    assert seen == [0, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("failing", ["cuThreadExchangeStreamCaptureMode", "cuCtxPushCurrent_v2"])
+def test_a_push_that_fails_leaves_the_thread_as_it_was(gpu: Gpu, failing: str) -> None:
+    gpu.context.pop()
+    gpu.fail(failing, 304)
+    with pytest.raises(CudaError, match=failing), gpu.context:
+        pytest.fail("it was not pushed")
+    assert gpu.driver.current_context() == 0
+    assert capture_mode(gpu) == 0
+    gpu.context.push()

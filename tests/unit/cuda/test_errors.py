@@ -56,6 +56,7 @@ CALLS: dict[str, Callable[[Things], object]] = {
     "cuCtxSetCurrent": lambda t: t.context.make_current(),
     "cuCtxPushCurrent_v2": lambda t: t.context.push(),
     "cuCtxPopCurrent_v2": lambda t: t.context.__exit__(None, None, None),
+    "cuThreadExchangeStreamCaptureMode": lambda t: t.context.push(),
     "cuCtxGetStreamPriorityRange": lambda t: t.driver.stream_priority_range(),
     "cuMemGetInfo_v2": lambda t: t.driver.memory_info(),
     "cuMemAlloc_v2": lambda t: t.driver.alloc(PAGE),
