@@ -120,7 +120,7 @@ def test_an_ordinal_that_is_not_there_has_no_context(gpu: Gpu) -> None:
 
 
 def capture_mode(gpu: Gpu) -> int:
-    """Of this thread: 0 means that its calls are refused, and spoil the capture, while any thread captures."""
+    """Of this thread. 0: while any thread captures, its calls are refused and spoil the capture."""
     mode = ctypes.c_int(2)
     exchange = gpu.fake.raw.cuThreadExchangeStreamCaptureMode
     assert exchange(ctypes.byref(mode)) == 0
