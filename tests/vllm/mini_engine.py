@@ -91,7 +91,7 @@ class MiniEngine:
 
     def __init__(self, config: Any, blocks: int = 64) -> None:
         import torch
-        from kvtier_vllm.connector import KvtierConnector
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -113,7 +113,8 @@ class MiniEngine:
         init_none_hash(sha256)
         context = None
         if config.kv_transfer_config is not None:
-            self.worker = KvtierConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+            connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+            self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
             context = self.worker.get_mem_pool_context()
         if context is None:
             caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
@@ -161,6 +162,7 @@ class MiniEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         self.idle = not output.num_scheduled_tokens
         meta, worker = output.kv_connector_metadata, self.worker
+        self._prepare_blocks(meta)
         if worker is not None:
             worker.handle_preemptions(meta)
             worker.bind_connector_metadata(meta)
@@ -196,6 +198,9 @@ class MiniEngine:
         self.scheduler.shutdown()
         if self.worker is not None:
             self.worker.shutdown()
+
+    def _prepare_blocks(self, meta: Any) -> None:
+        """What a model runner does with blocks before the connector hears of the step."""
 
     def _connector_output(self, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput

@@ -1,0 +1,285 @@
+"""vLLM's scheduler and the connector on a GPU, played by the fake driver: the engine's work lies on a stream
+and is done later, its KV cache is imported by the GPU's copy worker or mirrored; every byte is checked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.daemon import DaemonHost, until
+from tests.support.fake_cuda import FakeCuda
+from tests.support.leaks import SHM, SHM_PREFIX
+from tests.vllm import fake_gpu_connector
+from tests.vllm.conftest import QUICK
+from tests.vllm.fake_gpu import FakeEngineGpu, LaggingEngine
+from tests.vllm.mini_engine import WrongKV, engine_config, output_of
+from tests.vllm.rig import kv_transfer_config, prompt
+from tests.vllm.test_simulation import Chaos, all_came_back, wait_ready, wait_stored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
+
+BLOCKS = 48
+LAG_S = 0.01
+WAYS = {
+    "exported": ("FakeGpuConnector", "export"),
+    "exported in chunks": ("ChunkedGpuConnector", "export"),
+    "mirrored": ("PrivateGpuConnector", "auto"),
+}
+
+
+@dataclass
+class Machine:
+    """One fake GPU, and a daemon beside it."""
+
+    fake: FakeCuda
+    host: DaemonHost
+    gpu: FakeEngineGpu
+    model: Path
+    engines: list[LaggingEngine]
+
+    def engine(self, way: str = "exported", lag_s: float = LAG_S, **extra: Any) -> LaggingEngine:
+        """Attached to the daemon."""
+        engine = self.start(*WAYS[way], lag_s=lag_s, **extra)
+        wait_ready(engine)
+        return engine
+
+    def start(self, connector: str, share: str, lag_s: float = LAG_S, **extra: Any) -> LaggingEngine:
+        """In a namespace of its own unless `salt` says otherwise."""
+        options = {"salt": f"engine {len(self.engines)}", "share": share} | extra
+        config = kv_transfer_config(self.host.socket, **options)
+        config |= {"kv_connector": connector, "kv_connector_module_path": "tests.vllm.fake_gpu_connector"}
+        lag = lambda stream: self.fake.delay(stream, lag_s)  # noqa: E731
+        self.engines.append(LaggingEngine(engine_config(self.model, config), BLOCKS, self.gpu, lag))
+        return self.engines[-1]
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest, model: Path) -> Iterator[Machine]:
+    """`@pytest.mark.parametrize("machine", [{"version": 12080}], indirect=True)` chooses the driver."""
+    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
+    folder = Path(tempfile.mkdtemp(prefix=f"{SHM_PREFIX}cuda-", dir=SHM))
+    fake = FakeCuda(folder, **getattr(request, "param", {}))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    for name, value in fake.environment.items():
+        patch.setenv(name, value)
+    host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
+    host.start()
+    gpu = FakeEngineGpu()
+    patch.setattr(fake_gpu_connector, "_gpu", gpu)
+    machine = Machine(fake, host, gpu, model, [])
+    yield machine
+    host.thaw()
+    for engine in machine.engines:
+        engine.close()
+    host.stop()
+    fake.close()
+    patch.undo()
+    shutil.rmtree(run)
+    shutil.rmtree(pool)
+
+
+DRIVERS = [{"version": 13000}, {"version": 12080}, {"version": 12040}]
+every_driver = pytest.mark.parametrize(
+    "machine", DRIVERS, indirect=True, ids=["13.0", "12.8", "without batches"]
+)
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def store_forget_load(engine: LaggingEngine) -> None:
+    """One prompt, computed, forgotten, loaded."""
+    engine.add("first", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    engine.add("second", prompt(100))
+    engine.run()
+    assert (engine.cached["first"], engine.cached["second"]) == (0, 96)
+    assert engine.finished["second"] == engine.finished["first"] == output_of(prompt(100), 8)
+    all_came_back(engine)
+
+
+@every_driver
+@every_way
+def test_what_a_gpu_forgot_is_loaded(machine: Machine, way: str) -> None:
+    store_forget_load(machine.engine(way))
+
+
+@every_way
+def test_disorder_costs_no_byte_no_block_and_no_request(machine: Machine, way: str) -> None:
+    engine = machine.engine(way, lag_s=0.001, salt="disorder", load_start_deadline_s=0.5)
+    chaos = Chaos(engine, machine.host, seed=1)
+    for _ in range(80):
+        chaos.act()
+    chaos.end()
+    assert chaos.loaded
+
+
+def test_engines_share_blocks_whichever_way_their_memory_goes(machine: Machine) -> None:
+    engines = [machine.engine(way, salt="shared") for way in WAYS]
+    engines[0].add("mine", prompt(100))
+    engines[0].run()
+    wait_stored(engines[0])
+    for engine in engines[1:]:
+        engine.add("yours", prompt(100))
+        engine.run()
+        assert engine.cached["yours"] == 96
+
+
+@pytest.mark.parametrize("hook", ["let_load", "let_store"])
+def test_doorbells_rung_by_the_processor_would_come_too_early(
+    machine: Machine, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of every test above: the engine's work really is late."""
+    engine = machine.engine(lag_s=0.2)
+    sharing = engine.worker._worker._sharing
+
+    def at_once(rank: Any, step: int, parts: Any) -> None:
+        rank.ring(0 if hook == "let_load" else 1, step)
+
+    monkeypatch.setattr(sharing, hook, at_once)
+    with pytest.raises(WrongKV):
+        store_forget_load(engine)
+
+
+def test_a_killed_daemon_is_found_again(machine: Machine) -> None:
+    engine = machine.engine()
+    engine.add("before", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    machine.host.restart()
+    wait_ready(engine)
+    engine.forget()
+    engine.add("after", prompt(100))
+    engine.run()
+    assert engine.cached["after"] == 96
+
+
+def test_no_import_is_left_open(machine: Machine) -> None:
+    engine = machine.engine()
+    store_forget_load(engine)
+    assert [found.exporter_pid for found in machine.fake.open_imports()] == [os.getpid()]
+    machine.engines.remove(engine)
+    engine.close()
+    until(lambda: machine.fake.open_imports() == [], "the daemon has let go of the KV cache")
+
+
+# --- what cannot be exported
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """`told("mirror")`: warnings of the connector that contain it."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return lambda word: [record.getMessage() for record in caplog.records if word in record.getMessage()]
+
+
+def test_memory_that_the_allocator_keeps_private_is_mirrored_with_one_warning(
+    machine: Machine, told: Callable[[str], list[str]]
+) -> None:
+    engine = machine.engine("mirrored")
+    [warning] = told("mirror")
+    assert "allocated for no handles" in warning
+    store_forget_load(engine)
+    assert machine.fake.open_imports() == []
+    memory = engine.worker._worker._sharing.client_memory
+    until(lambda: memory.held_bytes == 0, "the mirror is empty when nothing is on its way")
+
+
+def test_a_user_may_insist_on_export(machine: Machine, told: Callable[[str], list[str]]) -> None:
+    engine = machine.start("PrivateGpuConnector", "export")
+    [warning] = told("kvtier is off")
+    assert "allocated for no handles" in warning
+    assert '"share": "mirror"' in warning
+    engine.add("computed", prompt(100))
+    engine.run()
+    assert engine.finished["computed"] == output_of(prompt(100), 8)
+
+
+@pytest.mark.parametrize(
+    ("machine", "word"),
+    [({"mig": 1}, "MIG"), ({"no_ipc": 1}, "cuIpcGetMemHandle")],
+    indirect=["machine"],
+    ids=["MIG", "no permission"],
+)
+def test_what_the_machine_forbids_is_said_not_worked_around(
+    machine: Machine, word: str, told: Callable[[str], list[str]]
+) -> None:
+    engine = machine.start("FakeGpuConnector", "auto")
+    [warning] = told("kvtier is off")
+    assert word in warning
+    engine.add("computed", prompt(100))
+    engine.run()
+    assert engine.finished["computed"] == output_of(prompt(100), 8)
+    mirrored = machine.start("FakeGpuConnector", "mirror")
+    wait_ready(mirrored)
+    store_forget_load(mirrored)
+
+
+@pytest.mark.parametrize("failing", ["copy_out", "copy_in"])
+def test_a_mirror_that_cannot_copy_costs_misses_only(
+    machine: Machine, failing: str, monkeypatch: pytest.MonkeyPatch, told: Callable[[str], list[str]]
+) -> None:
+    engine = machine.engine("mirrored")
+    memory = engine.worker._worker._sharing.client_memory
+    if failing == "copy_in":
+        engine.add("first", prompt(100))
+        engine.run()
+        wait_stored(engine)
+        engine.forget()
+
+    # Which driver call fails first is the driver's business: all of them do.
+    machine.fake.arm("cuMemcpyBatchAsync_v2", 0, 2, os.getpid())
+    engine.add("while it fails", prompt(100))
+    engine.run()
+    assert engine.finished["while it fails"] == output_of(prompt(100), 8)
+    assert len(told("its mirror failed")) == 1
+    machine.fake.lift(os.getpid())
+    all_came_back(engine)
+    engine.forget()
+    assert machine.host.status().counters.stored_blocks == (6 if failing == "copy_in" else 0)
+    until(lambda: engine.connector._scheduler._storer.has_room, "stores are submitted again")
+    engine.add("afterwards", prompt(120, seed=9))
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    engine.add("again", prompt(120, seed=9))
+    engine.run()
+    assert engine.cached["again"] == 112
+    until(lambda: memory.held_bytes == 0, "the mirror is empty when nothing is on its way")
+
+
+# --- sleep
+# ----------------------------------------------------------------------------------------------------------
+
+
+@every_way
+def test_an_engine_that_sleeps_has_its_memory_back(machine: Machine, way: str) -> None:
+    engine = machine.engine(way)
+    engine.add("before", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    for _ in range(2):  # vLLM may call it twice
+        engine.worker.unregister_kv_caches()
+    assert machine.fake.open_imports() == []
+    engine.add("asleep", [*prompt(100), 1])
+    engine.run()
+    assert engine.finished["asleep"] == output_of([*prompt(100), 1], 8)
+    for _ in range(2):
+        engine.worker.restore_kv_caches()
+    wait_ready(engine)
+    engine.forget()
+    engine.add("awake", prompt(100))
+    engine.run()
+    assert engine.cached["awake"] == 96
+    all_came_back(engine)
