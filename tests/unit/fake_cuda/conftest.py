@@ -5,8 +5,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.fake_cuda import FakeCuda
+from tests.unit.fake_cuda.host import Host
 from tests.unit.fake_cuda.peer import Peer
 from tests.unit.fake_cuda.raw import Raw
+
+
+@pytest.fixture(autouse=True)
+def _host_memory_outlives_the_fake() -> Iterator[None]:
+    yield
+    Host.alive.clear()
 
 
 @pytest.fixture

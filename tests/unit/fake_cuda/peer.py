@@ -1,4 +1,4 @@
-"""Another process that uses the same fake machine, told what to do call by call; it can be killed at any time."""
+"""Another process that uses the same fake machine, told what to do call by call; it can be killed."""
 
 from __future__ import annotations
 

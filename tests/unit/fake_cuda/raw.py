@@ -12,7 +12,7 @@ HANDLE_BYTES = 64
 STREAM, DURING_CALL, ANY = 1, 2, 3
 
 
-class Failed(Exception):  # noqa: N818 - it is a result here
+class Failed(Exception):
     """A driver function returned another code than 0."""
 
     def __init__(self, name: str, code: int) -> None:
