@@ -37,7 +37,7 @@ from kvtier.base import (
     TransferBase,
 )
 from kvtier.client import EVENT_POLL_S, IDLE_WAIT_S, LASTED_S, LOOKUP_TIMEOUT_S, STREAM_JOIN_S, WORD_POLL_S
-from kvtier.errors import ConnectionLostError, KvtierError, explain_rpc_error
+from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, explain_rpc_error
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket
@@ -251,6 +251,8 @@ class Client(ClientBase):
                 await self._perform(attach(self._session), streams)
                 attached_s = time.monotonic()
                 await self._serve(streams)
+            except NotExportableError as error:
+                why = f"this client's memory cannot be shared: {error}"
             except KvtierError as error:
                 why = f"the daemon refused this client: {error}"
             except ConnectionLostError as error:
@@ -283,8 +285,10 @@ class Client(ClientBase):
                 try:
                     await self._perform(register(self._session, self._doorbells), streams)
                 except NotRegisteredError as error:
-                    wait_s = error.retry_s
-                    retry_s = time.monotonic() + wait_s
+                    retry_s = time.monotonic() + error.retry_s
+                    self._report(error)
+            if self._session.memory.wants_registration:
+                wait_s = max(0.0, retry_s - time.monotonic())
             wait_s = min(wait_s, self._session.tick())
             self._wake_writer()
             self._changed.set()
@@ -334,9 +338,12 @@ class Client(ClientBase):
                 return await self._call_side(self._side, step)
             case Work():
                 done = _in_thread(self._loop, step.call)
-                while not done.done():
-                    await asyncio.wait([done], timeout=self._keep_alive())
-                return done.result()
+                try:
+                    while not done.done():
+                        await asyncio.wait([done], timeout=self._keep_alive())
+                    return done.result()
+                finally:
+                    done.cancel()  # nobody asks for what still comes
             case OpenStream():
                 streams.append(self._open_stream())
                 await _until(step.record.event, step.timeout_s)

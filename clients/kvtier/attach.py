@@ -82,6 +82,8 @@ class NotRegisteredError(Exception):
     def __init__(self, error: KvtierError, retry_s: float) -> None:
         super().__init__(str(error))
         self.retry_s = retry_s
+        self.lasting = retry_s >= UNABLE_RETRY_S
+        """Somebody has to change something first."""
 
 
 def _take(reply: SideReply | None, body: str, fds: int = 0) -> SideReply:
@@ -123,16 +125,18 @@ def register(session: Session, doorbells: StreamDoorbells | None) -> Steps:
         if on_device(memory):  # first what only this process can refuse: the daemon knows nothing then
             export = yield Work(memory.export)
         page = session.memory.new_page()
-        if doorbells is not None:
-            buffer, size_bytes = page.buffer, page.doorbells_bytes
-            session.words.expose(buffer, (yield Work(lambda: doorbells.expose(buffer, size_bytes))))
         yield from _register_words(page, spec)
         words_registered = True
         if export is None:
-            yield from _register_memory(session, page, spec.register_memory(), (fd_of(memory),))
+            request, fds = spec.register_memory(), [fd_of(memory)]
         else:
             yield from _add_chunks(export)
-            yield from _register_memory(session, page, spec.register_memory(export.ranges()), ())
+            request, fds = spec.register_memory(export.ranges()), []
+        registration = yield from _register_memory(session, page, request, fds)
+        if doorbells is not None:  # last: what is exposed stays mapped for good, and attempts may be many
+            buffer, size_bytes = page.buffer, page.doorbells_bytes
+            session.words.expose(buffer, (yield Work(lambda: doorbells.expose(buffer, size_bytes))))
+        session.memory.registered(registration)
         session.counters.registrations += 1
     except KvtierError as error:
         session.memory.error = str(error)
@@ -162,8 +166,9 @@ def _add_chunks(export: Export) -> Steps:
 
 
 def _register_memory(
-    session: Session, page: WordsPage, memory: side_pb2.RegisterMemory, fds: tuple[int, ...]
-) -> Steps:
+    session: Session, page: WordsPage, memory: side_pb2.RegisterMemory, fds: Sequence[int]
+) -> Generator[Step, Any, int]:
+    """Returns the daemon's number of the registration."""
     request = side_pb2.SideRequest(register_memory=memory)
     if request.ByteSize() > REGISTER_BYTES_MAX:
         message = "too many ranges and planes for one request: share the allocation behind them as one range"
@@ -174,7 +179,7 @@ def _register_memory(
     again = STALE_TRIES if of_handles else 0
     while True:
         try:
-            reply = _take((yield SideCall(request, fds, REGISTER_TIMEOUT_S)), "memory_registered")
+            reply = _take((yield SideCall(request, tuple(fds), REGISTER_TIMEOUT_S)), "memory_registered")
         except KvtierError as error:
             # A worker that lives may still have an older allocation open under the same handle, for a moment.
             stale = error.reason is Reason.WORKER_UNAVAILABLE and not page.worker_is_dead
@@ -183,8 +188,7 @@ def _register_memory(
             again -= 1
             yield Work(lambda: time.sleep(REGISTER_RETRY_S))
         else:
-            session.memory.registered(reply.response.memory_registered.registration_id)
-            return
+            return reply.response.memory_registered.registration_id
 
 
 def unregister(session: Session) -> Steps:

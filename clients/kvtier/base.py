@@ -1,6 +1,7 @@
 """What both clients share: every call that does not wait. The shells add waiting, threads or tasks, and the
 connection."""
 
+import logging
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Required, TypedDict
 
 from kvtier import address
+from kvtier.attach import NotRegisteredError
 from kvtier.errors import KvtierError, Reason
 from kvtier.layout import Group, Namespace
 from kvtier.lookups import (
@@ -29,6 +31,8 @@ from kvtier.status import ClientState, ClientStatus
 from kvtier.stream_words import WORD_BYTES
 from kvtier.transfers import Event, Outcome, StoreResult, TransferRecord, TransferState
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Direction, PartRef, PartState
+
+log = logging.getLogger("kvtier")
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A connection of its own for every client: its end is the end of the session.
@@ -109,6 +113,7 @@ class ClientBase(ABC):
             self._doorbells = make_doorbells(self._ring_from_thread)
         self._landing_lock = threading.Lock()
         self._landing_made = False
+        self._reported = ""
 
     @property
     def instance(self) -> str:
@@ -263,10 +268,19 @@ class ClientBase(ABC):
 
     # --- inside ---
 
+    def _report(self, error: NotRegisteredError) -> None:
+        """Tells people, once, that memory is not registered for a reason that will not go by itself."""
+        why = str(error)
+        if error.lasting and why != self._reported:
+            self._reported = why
+            log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+
     def _make_landing(self, doorbells: StreamDoorbells) -> None:
         """Somewhere for streams to write as long as there is no page; what lands there is carried over."""
         size_bytes = self._session.spec.doorbells * WORD_BYTES
         with self._landing_lock:
+            with self._lock:
+                self._landing_made |= self._session.words.exposed
             if self._landing_made:
                 return
             with SharedBuffer.create(size_bytes, "kvtier-landing") as buffer:

@@ -41,7 +41,7 @@ from kvtier.base import (
     LookupCallBase,
     TransferBase,
 )
-from kvtier.errors import ConnectionLostError, KvtierError, explain_rpc_error
+from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, explain_rpc_error
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket, call_blocking
@@ -259,6 +259,8 @@ class Client(ClientBase):
                 self._perform(attach(self._session), stream)
                 attached_s = time.monotonic()
                 self._serve(stream)
+            except NotExportableError as error:
+                why = f"this client's memory cannot be shared: {error}"
             except KvtierError as error:
                 why = f"the daemon refused this client: {error}"
             except ConnectionLostError as error:
@@ -299,8 +301,10 @@ class Client(ClientBase):
                 try:
                     self._perform(register(self._session, self._doorbells), stream)
                 except NotRegisteredError as error:
-                    wait_s = error.retry_s
-                    retry_s = time.monotonic() + wait_s
+                    retry_s = time.monotonic() + error.retry_s
+                    self._report(error)
+            if self._session.memory.wants_registration:
+                wait_s = max(0.0, retry_s - time.monotonic())
             with self._lock:
                 wait_s = min(wait_s, self._session.tick())
                 self._wake_writer()

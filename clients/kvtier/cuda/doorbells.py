@@ -20,8 +20,8 @@ from kvtier.shared import SharedBuffer
 log = logging.getLogger("kvtier")
 
 PAGES_MAX = 4_096
-"""Pages that a process exposes to one GPU, ever: they stay mapped, 4 KiB of pinned memory each. Every
-registration takes one."""
+"""Pages that a process exposes to one GPU, ever: they stay mapped, each with 4 KiB pinned. Every registration
+takes one."""
 TEST_DEADLINE_S = 2.0
 TEST_POLL_S = 0.000_2
 TEST_VALUE = 0x6B76_7469_6572_0001

@@ -1,4 +1,4 @@
-"""What importing the client loads: no torch, no daemon, no engine, and no thread."""
+"""What importing the client loads: no torch, no CUDA, no daemon, no engine, and no thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 PROGRAM = """
 import json, sys, threading
 import {module}
-print(json.dumps([sorted({{name.partition(".")[0] for name in sys.modules}}), threading.active_count()]))
+names = {{name.partition(".")[0] for name in sys.modules}}
+cuda = [name for name in sys.modules if "cuda" in name]
+print(json.dumps([sorted(names), cuda, threading.active_count()]))
 """
 HEAVY = {"torch", "kvtierd", "kvtier_vllm", "vllm", "prometheus_client", "click", "uvloop"}
 
@@ -25,7 +27,8 @@ def test_importing_the_client_loads_nothing_heavy(module: str) -> None:
         timeout=60,
         check=True,
     )
-    loaded, threads = json.loads(done.stdout)
+    loaded, cuda, threads = json.loads(done.stdout)
     assert not HEAVY & set(loaded)
     assert {"grpc", "google", "numpy", "kvtier_kernels"} <= set(loaded)
+    assert cuda == []
     assert threads == 1
