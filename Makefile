@@ -45,6 +45,9 @@ test-sanitizers: setup-light ## the native core under address, undefined-behavio
 test-fake-gpu: setup-light ## the GPU data plane on a double of the CUDA driver; needs no GPU
 	@$(PY) -m pytest -m "fake_gpu and not vllm" tests
 
+test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check every byte, measure (tests/gpu/README.md)
+	@$(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) tests/gpu/run.py $(GPU_FLAGS)
+
 test-faults-long: setup ## the kill -9 campaigns at full length
 	@KVTIER_FAULTS_LONG=1 $(PY) -m pytest -m faults --timeout 3600 tests
 

@@ -20,7 +20,9 @@ END_GRACE_S = 5.0
 TAIL_LINES = 12
 
 
-def run_step(step: Step, *, fake: bool, left_s: float, environment: Mapping[str, str], log: Path) -> StepRecord:
+def run_step(
+    step: Step, *, fake: bool, left_s: float, environment: Mapping[str, str], log: Path
+) -> StepRecord:
     """Runs it within its deadline and `left_s`; never raises for what the step did.
 
     Its output is appended to `log`. When this returns, no process of the step is left.
@@ -39,7 +41,14 @@ def run_step(step: Step, *, fake: bool, left_s: float, environment: Mapping[str,
     seconds = min(step.deadline_s, left_s)
     with tempfile.TemporaryDirectory(prefix="kvt-", dir="/tmp") as folder:
         rows = Path(folder) / "rows.jsonl"
-        command = [sys.executable, "-m", "tests.gpu.steps", step.name, f"--rows={rows}", f"--seconds={seconds:.1f}"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.steps",
+            step.name,
+            f"--rows={rows}",
+            f"--seconds={seconds:.1f}",
+        ]
         command += ["--fake"] if fake else []
         started = time.monotonic()
         status, tail = run_group(command, environment, seconds, log)

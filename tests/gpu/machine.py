@@ -18,7 +18,17 @@ REPO = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("clients", "daemon", "kernels", "proto", "tests/gpu")
 SOURCE_SUFFIXES = {".py", ".cpp", ".hpp", ".h", ".proto"}
 COMMAND_S = 20
-PACKAGES = ("numpy", "torch", "triton", "grpcio", "protobuf", "uvloop", "nanobind", "pytest", "pytest-asyncio")
+PACKAGES = (
+    "numpy",
+    "torch",
+    "triton",
+    "grpcio",
+    "protobuf",
+    "uvloop",
+    "nanobind",
+    "pytest",
+    "pytest-asyncio",
+)
 GPU_FIELDS = (
     "name",
     "uuid",
@@ -42,7 +52,9 @@ def said_by(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False, cwd=REPO)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False, cwd=REPO
+        )
     except subprocess.TimeoutExpired:
         return None
     return done.stdout if done.returncode == 0 else None

@@ -1,7 +1,8 @@
-"""Makes the project importable without a network: what is installed if it is this tree's, else a build of its own.
+"""Makes the project importable without a network: what is installed if it is this tree's, else a build of its
+own.
 
-Nothing is put where it was not before: wheels that were carried and the build itself go into one private folder,
-which is only named in PYTHONPATH of what is run.
+Nothing is put where it was not before: wheels that were carried and the build itself go into one private
+folder, which is only named in PYTHONPATH of what is run.
 """
 
 from __future__ import annotations
@@ -91,5 +92,10 @@ def _complaint(environment: Mapping[str, str]) -> str:
 
 def _try(environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WORKS], capture_output=True, text=True, check=False, env=dict(environment), cwd=REPO
+        [sys.executable, "-c", WORKS],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(environment),
+        cwd=REPO,
     )

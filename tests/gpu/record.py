@@ -1,9 +1,11 @@
 """What a run found: one JSON file that is complete and valid after every step, whatever happens next.
 
-    {"format": 1, "fake": false, "started": "2026-11-21T12:00:00Z", "hardware": {…}, "source": {…}, "conditions": {…},
-     "steps": [{"name": …, "number": …, "title": …, "state": "done", "why": "", "seconds": 1.2, "rows": [{…}, …]}, …]}
+    {"format": 1, "fake": false, "started": "2026-11-21T12:00:00Z", "hardware": {…}, "source": {…},
+     "conditions": {…}, "steps": [{"name": …, "number": …, "title": …, "state": "done", "why": "",
+     "seconds": 1.2, "rows": [{…}, …]}, …]}
 
-A row is flat: names with units last, values that JSON knows. What a row means is said by its step's docstring.
+A row is flat: names with units last, values that JSON knows. What a row means is said by its step's
+docstring.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""One command for a machine with an NVIDIA GPU: builds where needed, checks every byte, then measures the matrix.
+"""One command for a machine with an NVIDIA GPU: builds where needed, checks every byte, then measures the
+matrix.
 
     python tests/gpu/run.py                         everything, within 540 s; results under tests/gpu/results/
     python tests/gpu/run.py --steps ceiling,batches some steps of the matrix, without the suite
     python tests/gpu/run.py --fake                  the same steps, tiny, on the fake driver: does it all run?
 
-Needs no network. Each step runs in a process group of its own with a deadline; one that fails is recorded and the
-next goes on. The record (results.json) is complete after every step.
+Needs no network. Each step runs in a process group of its own with a deadline; one that fails is recorded and
+the next goes on. The record (results.json) is complete after every step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ from tests.gpu.plan import BY_NAME, MATRIX, PROBE, Step  # noqa: E402
 from tests.gpu.prepare import CannotPrepareError, prepare  # noqa: E402
 from tests.gpu.record import FAILED, LATE, Record, StepRecord  # noqa: E402
 from tests.gpu.suite import run_suite  # noqa: E402
+from tests.support.leaks import SHM, SHM_PREFIX  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REPORT_S = 10.0
@@ -57,11 +61,11 @@ def main() -> int:
     )
     record.flush()
     try:
-        with driver(arguments.fake) as more:
+        with driver(arguments.fake) as more, scratch() as pools:
             prepared = prepare(arguments.build, arguments.wheels, log)
             record.conditions |= {"prepared": prepared.facts, "prepare_s": round(time.monotonic() - begun, 1)}
             record.flush()
-            environment = prepared.environment | more
+            environment = prepared.environment | more | pools
             for step in steps_to_run(arguments, record, environment, begun, log):
                 say(step)
     except CannotPrepareError as error:
@@ -107,6 +111,16 @@ def driver(fake: bool) -> Iterator[dict[str, str]]:
         yield environment
 
 
+@contextlib.contextmanager
+def scratch() -> Iterator[dict[str, str]]:
+    """A folder for pools in /dev/shm, gone at the end whatever became of the steps that used it."""
+    folder = tempfile.mkdtemp(prefix=f"{SHM_PREFIX}run-", dir=SHM)
+    try:
+        yield {"KVTIER_GPU_SCRATCH": folder}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def say(step: StepRecord) -> None:
     """One line per step, as it ends."""
     why = step.why.splitlines()[0] if step.why else f"{len(step.rows)} rows"
@@ -115,7 +129,8 @@ def say(step: StepRecord) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], epilog=f"Steps: {', '.join(step.name for step in MATRIX)}."
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"Steps: {', '.join(step.name for step in MATRIX)}.",
     )
     parser.add_argument("--out", type=Path, help="folder for results.json, report.md and plots")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for everything (default 540)")

@@ -20,7 +20,8 @@ MESSAGE_CHARACTERS = 600
 
 
 def run_suite(*, deadline_s: float, environment: Mapping[str, str], log: Path) -> StepRecord:
-    """Every test marked `gpu`, within a deadline. One row per test that did not pass, and one with the counts."""
+    """Every test marked `gpu`, within a deadline. One row per test that did not pass, and one with the
+    counts."""
     record = StepRecord("suite", "-", "Correctness on the real driver, every byte checked")
     with tempfile.TemporaryDirectory(prefix="kvt-", dir="/tmp") as folder:
         junit = Path(folder) / "suite.xml"

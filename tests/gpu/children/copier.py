@@ -1,11 +1,12 @@
-"""A process that copies by DMA as a copy worker does: its own context, registered host memory, a lane per direction."""
+"""A process that copies by DMA as a copy worker does: its own context, registered host memory, a lane per
+direction."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tests.gpu.parts.child import Handler
-from tests.gpu.parts.device import take_device, random_bytes
+from tests.gpu.parts.device import random_bytes, take_device
 from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.loops import CopyLoop
 

@@ -1,5 +1,5 @@
-"""A copy worker to be killed: imports device memory of its parent, registers the parent's host memory, and copies one
-way for ever, each pass from the other of two sources, so that a copy that still lands shows."""
+"""A copy worker to be killed: imports device memory of its parent, registers the parent's host memory, and
+copies one way for ever, each pass from the other of two sources, so that a copy that still lands shows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class CopyWorker:
     """Answers `open` and `run`; after `run` it copies until it is killed."""
 
     def open(self, fields: dict[str, Any], fds: list[int]) -> None:
-        """`fields["handle"]` is the device memory, the descriptor the host memory; each holds what its side needs: two
-        sources, or one target, of `region_bytes`."""
+        """`fields["handle"]` is the device memory, the descriptor the host memory; each holds what its side
+        needs: two sources, or one target, of `region_bytes`."""
         self._device = take_device()
         self._region_bytes: int = fields["region_bytes"]
         self._direction: str = fields["direction"]

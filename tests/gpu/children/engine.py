@@ -12,7 +12,8 @@ from tests.gpu.parts.workloads import DECODE, GEMM, NumpySum, TorchDecode, Torch
 
 
 class Engine:
-    """Answers `open`, `measure`, and `open_kernels`, `start`, `stop` for copies inside the engine's process."""
+    """Answers `open`, `measure`, and `open_kernels`, `start`, `stop` for copies inside the engine's
+    process."""
 
     def __init__(self) -> None:
         self._workloads: dict[str, Workload] = {}
@@ -30,7 +31,9 @@ class Engine:
             gemm, decode = TorchGemm(torch, where), TorchDecode(torch, where)
         else:
             gemm = TorchGemm(torch, where, size=64)
-            decode = TorchDecode(torch, where, hidden=64, ffn=128, layers=2, repeats=2, batch=4, heads=2, context=16)
+            decode = TorchDecode(
+                torch, where, hidden=64, ffn=128, layers=2, repeats=2, batch=4, heads=2, context=16
+            )
         self._workloads = {GEMM: gemm, DECODE: decode}
         return {"workload": f"torch {torch.__version__} on {where}"}
 

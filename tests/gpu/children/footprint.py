@@ -41,7 +41,10 @@ def torch_context(fields: dict[str, Any], fds: list[int]) -> dict[str, Any]:
     begin = time.perf_counter()
     _kept.append(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
-    return {"ready_ms": round((time.perf_counter() - begin) * 1e3, 1), "resident_mib": resident_bytes() // MIB}
+    return {
+        "ready_ms": round((time.perf_counter() - begin) * 1e3, 1),
+        "resident_mib": resident_bytes() // MIB,
+    }
 
 
 def handlers() -> dict[str, Handler]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tests.gpu.parts.child import DESCRIPTORS, Handler
-from tests.gpu.parts.device import take_device, random_bytes
+from tests.gpu.parts.device import random_bytes, take_device
 
 FILL_BYTES = 64 << 20
 
 
 class Owner:
-    """Answers `legacy` (allocations), `chunks` (physical memory by descriptor) and `fetch` (the descriptors)."""
+    """Answers `legacy` (allocations), `chunks` (physical memory by descriptor) and `fetch` (the
+    descriptors)."""
 
     def __init__(self) -> None:
         self._device = take_device()

@@ -26,8 +26,8 @@ class Registrar:
         return {"ready_ms": round((time.perf_counter() - begin) * 1e3, 1)}
 
     def register(self, fields: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        """Chunk by chunk, all of the descriptor's memory. A chunk that the driver refuses, which it may while another
-        process registers it, is tried again."""
+        """Chunk by chunk, all of the descriptor's memory. A chunk that the driver refuses, which it may while
+        another process registers it, is tried again."""
         self._host = HostMemory(fields["bytes"], fd=fds[0])
         os.close(fds[0])
         begin, retries = time.perf_counter(), 0

@@ -16,8 +16,9 @@ WAYS = {H2D: (H2D,), D2H: (D2H,), BOTH: (H2D, D2H)}
 
 
 def measure(device: Device, n: int, pages: str, times: int) -> dict[str, float]:
-    """Gigabytes per second by way; "both" adds up two copies, started together on two streams, over the time of the
-    slower. Raises OSError if there is no such host memory, and AssertionError if a byte is wrong afterwards."""
+    """Gigabytes per second by way; "both" adds up two copies, started together on two streams, over the time
+    of the slower. Raises OSError if there is no such host memory, and AssertionError if a byte is wrong
+    afterwards."""
     driver = device.driver
     addresses = {way: device.alloc(n) for way in (H2D, D2H)}
     device.write(addresses[D2H], random_bytes(n))
@@ -48,7 +49,8 @@ def measure(device: Device, n: int, pages: str, times: int) -> dict[str, float]:
 
 
 def ceilings(bench: Bench, device: Device) -> dict[str, float]:
-    """By way: of the step `ceiling` of this run, the best of its kinds of pages; measured now if it did not run."""
+    """By way: of the step `ceiling` of this run, the best of its kinds of pages; measured now if it did not
+    run."""
     rows = [row for row in bench.earlier("ceiling") if "gb_per_s" in row]
     if not rows:
         return measure(device, bench.pick(GIB, MIB), "thp", 3)

@@ -23,7 +23,8 @@ DEVICE_VARIABLE = "KVTIER_GPU_TEST_DEVICE"
 
 @dataclass
 class Device:
-    """One GPU with its context current in this thread. One thread's; others make the context current themselves."""
+    """One GPU with its context current in this thread. One thread's; others make the context current
+    themselves."""
 
     driver: Driver
     info: DeviceInfo
@@ -89,7 +90,8 @@ def find_device() -> tuple[Driver, DeviceInfo]:
 
 
 def take_device() -> Device:
-    """Makes the context current in this thread; for a process that keeps it all its life. Raises Unavailable."""
+    """Makes the context current in this thread; for a process that keeps it all its life. Raises
+    Unavailable."""
     driver, info = find_device()
     context = driver.retain_primary(info.ordinal)
     context.push()

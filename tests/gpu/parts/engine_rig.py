@@ -1,4 +1,5 @@
-"""A real kvtierd, and an engine without torch: device memory of this process, given to the client as any engine does."""
+"""A real kvtierd, and an engine without torch: device memory of this process, given to the client as any
+engine does."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def place_for_a_daemon() -> Iterator[tuple[Path, Path]]:
 @contextmanager
 def running_daemon(run: Path, pool: Path, pool_bytes: int, extent_bytes: int) -> Iterator[Daemon]:
     """Serves until the end of the `with`, if it still lives then."""
-    settings = {"pool__size": str(pool_bytes), "pool__extent_size": str(extent_bytes), "metrics__listen": "127.0.0.1:0"}
+    settings = {
+        "pool__size": str(pool_bytes),
+        "pool__extent_size": str(extent_bytes),
+        "metrics__listen": "127.0.0.1:0",
+    }
     daemon = Daemon(run, pool, **settings)
     try:
         yield daemon
@@ -51,7 +56,8 @@ def running_daemon(run: Path, pool: Path, pool_bytes: int, extent_bytes: int) ->
 
 
 class EngineCache:
-    """Device memory as an engine's paged cache: planes one after another, each with every block's fragment."""
+    """Device memory as an engine's paged cache: planes one after another, each with every block's
+    fragment."""
 
     def __init__(self, device: Device, num_blocks: int, planes: int, fragment_bytes: int) -> None:
         self.num_blocks, self.planes, self.fragment_bytes = num_blocks, planes, fragment_bytes
@@ -115,7 +121,9 @@ def connected(daemon: Daemon, cache: EngineCache, instance: str) -> Iterator[Cli
         socket=daemon.socket,
     ) as client:
         if not client.wait_ready(DEADLINE_S):
-            raise TimeoutError(f"the client did not become ready: {client.status.why}\n{daemon.log()[-2_000:]}")
+            raise TimeoutError(
+                f"the client did not become ready: {client.status.why}\n{daemon.log()[-2_000:]}"
+            )
         yield client
 
 

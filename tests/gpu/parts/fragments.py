@@ -12,7 +12,9 @@ def scattered(base: int, region_bytes: int, fragment_bytes: int, count: int, rng
     """Addresses of `count` different fragments of a region, in no order."""
     chosen = rng.permutation(region_bytes // fragment_bytes)[:count]
     if len(chosen) < count:
-        raise ValueError(f"{region_bytes} bytes hold {len(chosen)} fragments of {fragment_bytes}, not {count}")
+        raise ValueError(
+            f"{region_bytes} bytes hold {len(chosen)} fragments of {fragment_bytes}, not {count}"
+        )
     return (np.uint64(base) + chosen.astype(np.uint64) * np.uint64(fragment_bytes)).astype(np.uint64)
 
 

@@ -32,8 +32,8 @@ def madvise(address: int, n: int, advice: int) -> int:
 
 
 class HostMemory:
-    """A shared anonymous file, mapped. `pages` is "4k", "thp" (asks for transparent huge pages) or "huge" (2 MiB
-    pages that the system has set aside). Raises OSError where there is no such memory.
+    """A shared anonymous file, mapped. `pages` is "4k", "thp" (asks for transparent huge pages) or "huge" (2
+    MiB pages that the system has set aside). Raises OSError where there is no such memory.
 
     Close unregisters and unmaps; views of `array` must be gone by then.
     """

@@ -18,10 +18,17 @@ PROGRAMS = 12
 
 
 class KernelLoop:
-    """Copies the fragments of a region, each time in another order, two launches in flight, until it is stopped."""
+    """Copies the fragments of a region, each time in another order, two launches in flight, until it is
+    stopped."""
 
     def __init__(
-        self, direction: str, host: HostMemory, on_device: Any, *, fragment_bytes: int, programs: int = PROGRAMS
+        self,
+        direction: str,
+        host: HostMemory,
+        on_device: Any,
+        *,
+        fragment_bytes: int,
+        programs: int = PROGRAMS,
     ) -> None:
         """`host` is registered; `on_device` is an int64 CUDA tensor of as many bytes."""
         in_host = torch.from_numpy(host.array).view(torch.int64)

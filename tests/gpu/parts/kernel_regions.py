@@ -1,4 +1,5 @@
-"""Regions of memory for copy kernels, one per direction, with the loops that use them. Needs torch and Triton."""
+"""Regions of memory for copy kernels, one per direction, with the loops that use them. Needs torch and
+Triton."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class KernelRegions:
         self._regions = {}
         for direction in directions:
             host = HostMemory(region_bytes).fill().register(load())
-            on_device = torch.randint(-(1 << 62), 1 << 62, (region_bytes // 8,), device="cuda", dtype=torch.int64)
+            on_device = torch.randint(
+                -(1 << 62), 1 << 62, (region_bytes // 8,), device="cuda", dtype=torch.int64
+            )
             self._regions[direction] = (host, on_device)
         self._loops: list[KernelLoop] = []
 

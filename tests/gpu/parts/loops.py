@@ -1,4 +1,5 @@
-"""Keeps one direction of the link busy with batched copies, from a thread of its own, as a copy worker's lane does."""
+"""Keeps one direction of the link busy with batched copies, from a thread of its own, as a copy worker's lane
+does."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ STOP_S = 30.0
 
 
 class CopyLoop:
-    """Copies the fragments of a region, each time in another order, two batches in flight, until it is stopped."""
+    """Copies the fragments of a region, each time in another order, two batches in flight, until it is
+    stopped."""
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class CopyLoop:
         return self
 
     def stop(self) -> None:
-        """Returns when nothing is in flight; `error` says whether a call failed, `seconds` how long it ran."""
+        """Returns when nothing is in flight; `error` says whether a call failed, `seconds` how long it
+        ran."""
         self._stopping.set()
         self._thread.join(STOP_S)
         if self._thread.is_alive():

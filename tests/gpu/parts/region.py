@@ -36,8 +36,8 @@ class Region:
             self.device.write(self.address + offset, some)
 
     def check(self, on_device: U64, in_host: U64, sizes: U64) -> int:
-        """Compares fragments at both ends, as many as a moment allows; returns how many bytes were compared. Raises
-        AssertionError naming the first that differs."""
+        """Compares fragments at both ends, as many as a moment allows; returns how many bytes were compared.
+        Raises AssertionError naming the first that differs."""
         compared = 0
         for number in np.random.default_rng().permutation(len(sizes)):
             if compared >= CHECK_BYTES:

@@ -1,7 +1,7 @@
 """What an engine computes while others copy: a large matrix product, and a decode-like step in a CUDA graph.
 
-A step ends when its results are there. On the CPU, and without torch, the same steps run small, so that everything
-around them can be tested.
+A step ends when its results are there. On the CPU, and without torch, the same steps run small, so that
+everything around them can be tested.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TorchGemm:
 
 
 class TorchDecode:
-    """One token for each of `batch` sequences: projections whose weights are read once, and attention over cached keys
-    and values, all of it one CUDA graph: bound by memory, as decoding is."""
+    """One token for each of `batch` sequences: projections whose weights are read once, and attention over
+    cached keys and values, all of it one CUDA graph: bound by memory, as decoding is."""
 
     def __init__(
         self,

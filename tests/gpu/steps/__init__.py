@@ -1,1 +1,2 @@
-"""The steps of the matrix, one idea each. A module's `run(bench)` measures and keeps rows; its docstring says how."""
+"""The steps of the matrix, one idea each. A module's `run(bench)` measures and keeps rows; its docstring says
+how."""

@@ -1,10 +1,10 @@
 """Batched copies by fragment size and count: the daemon's own way of copying, scattered on both sides.
 
-`submit_us` is what the call costs the lane, `total_us` runs until the last byte has landed; medians. `order` is what the
-driver is told about when it may read the source, `overlap_hint` the flag that asks for overlap with computation: loads
-are told ANY and stores STREAM, without the hint, and the other combinations are measured at 1,024 fragments. `ratio` is
-to the ceiling of the same way. Some of the fragments of every case are compared at both ends (`checked_mib`).
-At the end both ways at once, on two streams.
+`submit_us` is what the call costs the lane, `total_us` runs until the last byte has landed; medians. `order`
+is what the driver is told about when it may read the source, `overlap_hint` the flag that asks for overlap
+with computation: loads are told ANY and stores STREAM, without the hint, and the other combinations are
+measured at 1,024 fragments. `ratio` is to the ceiling of the same way. Some of the fragments of every case
+are compared at both ends (`checked_mib`). At the end both ways at once, on two streams.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def case(
     driver, rng = region.device.driver, np.random.default_rng()
     copies = Copies(driver, prefer_overlap=overlap)
     stream, sizes = region.stream, sizes_of(count, size)
-    # Which of the two calls it is decides the order that the driver is told; where the bytes go follows from the addresses.
+    # Which of the two calls it is decides the order that the driver is told; where the bytes go follows from
+    # the addresses.
     submit = copies.to_device if order == ANY else copies.to_host
     submits, totals = [], []
     times = bench.pick(5 if count * size < 256 * MIB else 3, 1)

@@ -1,7 +1,8 @@
 """The ceiling that everything else is a ratio to: one pinned copy of 1 GiB, each way, and both ways at once.
 
-`pages` is how the host memory was mapped (4 KiB pages, transparent huge pages asked for, 2 MiB pages). `both` adds up
-two copies, started together on two streams, over the time of the slower. Medians; both ends are compared afterwards.
+`pages` is how the host memory was mapped (4 KiB pages, transparent huge pages asked for, 2 MiB pages). `both`
+adds up two copies, started together on two streams, over the time of the slower. Medians; both ends are
+compared afterwards.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Store and load through a real kvtierd: client, front, copy worker, pool, every byte compared.
 
-An engine without torch stores its whole cache in transfers of `transfer_mib`, all submitted at once, and loads it back
-into other blocks. `gb_per_s` runs from the first call to the last outcome; a store's outcome means that the blocks are
-committed, checksums and all. `ratio` is to the ceiling of the same way. `first` is the first use of that part of the
-pool, which the worker registers meanwhile. The last rows are of a restart: kill -9, a new daemon on the same pool, the
-same client; from the kill to the first loaded block.
+An engine without torch stores its whole cache in transfers of `transfer_mib`, all submitted at once, and
+loads it back into other blocks. `gb_per_s` runs from the first call to the last outcome; a store's outcome
+means that the blocks are committed, checksums and all. `ratio` is to the ceiling of the same way. `first` is
+the first use of that part of the pool, which the worker registers meanwhile. The last rows are of a restart:
+kill -9, a new daemon on the same pool, the same client; from the kill to the first loaded block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.gpu.parts.ceilings import BOTH, ceilings
 from tests.gpu.parts.device import open_device
 from tests.gpu.parts.engine_rig import (
     DEADLINE_S,
-    Daemon,
     EngineCache,
     connected,
     finish,
@@ -28,6 +27,7 @@ from tests.gpu.parts.engine_rig import (
     running_daemon,
 )
 from tests.gpu.parts.loops import D2H, H2D
+from tests.support.process import Daemon
 
 SHAPES = ((1, 2 * MIB), (4, 512 * KIB), (32, 64 * KIB))  # planes, bytes of a fragment: blocks of 2 MiB
 TRANSFERS = (128 * MIB, 32 * MIB)
@@ -86,8 +86,8 @@ class Through:
         self._both(family)
 
     def after_restart(self, begin: float, daemon: Daemon) -> None:
-        """The daemon was killed at `begin`, and this is its successor on the same pool: how long until something is
-        loaded from it, and until all of the pool is registered again."""
+        """The daemon was killed at `begin`, and this is its successor on the same pool: how long until
+        something is loaded from it, and until all of the pool is registered again."""
         assert self._known is not None
         family, _ = self._known
         count = self._per_transfer
@@ -99,7 +99,9 @@ class Through:
             assert time.perf_counter() < begin + DEADLINE_S, f"{found.hits} hits; {daemon.log()[-2_000:]}"
             time.sleep(0.005)
         finish([self._client.load(found, list(range(count)))])
-        self._bench.row(what="restart: kill -9 to the first load", blocks=count, seconds=time.perf_counter() - begin)
+        self._bench.row(
+            what="restart: kill -9 to the first load", blocks=count, seconds=time.perf_counter() - begin
+        )
 
     def _store(self, family: str, ids: list[int]) -> float:
         hashes = hashes_of(family, len(ids))
@@ -109,10 +111,16 @@ class Through:
 
     def _load(self, family: str, ids: list[int]) -> float:
         hashes = hashes_of(family, len(ids))
-        leases = [self._client.lookup(hashes[part], lease=True, timeout_s=DEADLINE_S) for part in self._parts(len(ids))]
+        leases = [
+            self._client.lookup(hashes[part], lease=True, timeout_s=DEADLINE_S)
+            for part in self._parts(len(ids))
+        ]
         begin = time.perf_counter()
         finish(
-            [self._client.load(lease, ids[part]) for lease, part in zip(leases, self._parts(len(ids)), strict=True)]
+            [
+                self._client.load(lease, ids[part])
+                for lease, part in zip(leases, self._parts(len(ids)), strict=True)
+            ]
         )
         return time.perf_counter() - begin
 
@@ -120,7 +128,9 @@ class Through:
         """Loads what was stored into one half of the cache while the other half is stored under new names."""
         half = self._cache.num_blocks // 2
         hashes = hashes_of(family, half)
-        leases = [self._client.lookup(hashes[part], lease=True, timeout_s=DEADLINE_S) for part in self._parts(half)]
+        leases = [
+            self._client.lookup(hashes[part], lease=True, timeout_s=DEADLINE_S) for part in self._parts(half)
+        ]
         new = hashes_of(f"{family}/both", half)
         begin = time.perf_counter()
         transfers = []

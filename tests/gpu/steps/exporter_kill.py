@@ -1,10 +1,12 @@
-"""An engine gets SIGKILL while its memory is being copied to and from: errors, memory held, time until it is back.
+"""An engine gets SIGKILL while its memory is being copied to and from: errors, memory held, time until it is
+back.
 
-This process is the copy worker. The engine's memory is a legacy allocation or chunks passed by descriptor. Copies run
-both ways; the engine is killed; copying goes on for a while (`error` says what the driver answers, if anything); then
-the worker does what it would do: drain (`drain_ms`), unmap (`close_ms`). `held_mib` is what the GPU still counted as
-used after the engine's death and before the unmapping, over what was used before the engine was there; `left_mib` the
-same after it. `released_ms` runs from the kill to the moment the memory was free, without the time copied on purpose.
+This process is the copy worker. The engine's memory is a legacy allocation or chunks passed by descriptor.
+Copies run both ways; the engine is killed; copying goes on for a while (`error` says what the driver answers,
+if anything); then the worker does what it would do: drain (`drain_ms`), unmap (`close_ms`). `held_mib` is
+what the GPU still counted as used after the engine's death and before the unmapping, over what was used
+before the engine was there; `left_mib` the same after it. `released_ms` runs from the kill to the moment the
+memory was free, without the time copied on purpose.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def one(bench: Bench, device: Device, host: HostMemory, region: int, kind: str) 
         held = device.used_bytes() - before
         close()
         closed = time.perf_counter()
-        while device.used_bytes() - before > held - memory_bytes // 2 and time.perf_counter() < closed + BACK_S:
+        while (
+            device.used_bytes() - before > held - memory_bytes // 2 and time.perf_counter() < closed + BACK_S
+        ):
             time.sleep(0.0005)
         free = time.perf_counter()
     errors = [str(loop.error) for loop in loops if loop.error is not None]

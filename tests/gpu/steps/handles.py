@@ -1,8 +1,9 @@
-"""Opening an engine's memory: 1, 80 and 160 legacy handles, and chunks by descriptor; and how soon a host sees that a
-stream has come somewhere: a doorbell (the stream writes registered host memory) against an event.
+"""Opening an engine's memory: 1, 80 and 160 legacy handles, and chunks by descriptor; and how soon a host
+sees that a stream has come somewhere: a doorbell (the stream writes registered host memory) against an event.
 
-`open_us` and `close_us` are for all handles together. Latencies run from the call that enqueues on an idle stream until
-the host has seen it (`poll` reads the word or asks the event without a pause; `sleep` waits for an event that blocks).
+`open_us` and `close_us` are for all handles together. Latencies run from the call that enqueues on an idle
+stream until the host has seen it (`poll` reads the word or asks the event without a pause; `sleep` waits for
+an event that blocks).
 """
 
 from __future__ import annotations
@@ -107,7 +108,6 @@ def latencies(bench: Bench, device: Device) -> None:
                 taken.append((time.perf_counter() - begin) * 1e6)
             kept: dict[str, Any] = {f"p{p}_us": percentile(taken[times // 10 :], p) for p in (50, 99)}
             bench.row(kind=kind, count=times, **kept)
-        del word
     driver.event_destroy(event)
 
 

@@ -1,10 +1,11 @@
 """How much longer an engine's steps take while somebody copies at full rate.
 
-One process computes: a large matrix product (bound by arithmetic), or a decode-like step in a CUDA graph (bound by
-memory). Others copy 512 KiB fragments in random order, two batches in flight: a process like the copy worker by DMA
-(with the prefer-overlap hint and without), a process by a kernel of its own on 12 thread blocks, or the engine's own
-process by the same kernel on another stream. `x_p50`, `x_p99` and `x_max` are ratios to the median of the idle
-measurements around them in the same run; `idle` is measured several times, which shows what such a ratio means.
+One process computes: a large matrix product (bound by arithmetic), or a decode-like step in a CUDA graph
+(bound by memory). Others copy 512 KiB fragments in random order, two batches in flight: a process like the
+copy worker by DMA (with the prefer-overlap hint and without), a process by a kernel of its own on 12 thread
+blocks, or the engine's own process by the same kernel on another stream. `x_p50`, `x_p99` and `x_max` are
+ratios to the median of the idle measurements around them in the same run; `idle` is measured several times,
+which shows what such a ratio means.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def run(bench: Bench) -> None:
 
 def open_copiers(bench: Bench, stack: ExitStack, engine: Child) -> dict[tuple[str, str], Child]:
     """Those who can copy here: by who and how. What cannot is said in a row."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "region_bytes": bench.pick(512 * MIB, 2 * MIB),
         "fragment_bytes": bench.pick(FRAGMENT_BYTES, 4_096),
         "directions": list(BOTH),
@@ -104,11 +105,13 @@ class Measuring:
         for workload, known in self._idle.items():
             steps = self._measure(workload)
             known.append(steps)
-            self._bench.row(workload=workload, copies="idle", way="-", overlap_hint=False, gb_per_s=0.0, **steps)
+            self._bench.row(
+                workload=workload, copies="idle", way="-", overlap_hint=False, gb_per_s=0.0, **steps
+            )
 
     def with_copies(self, workload: str, who: str, how: str, way: str, overlap: bool) -> None:
         copier = self._copiers[who, how]
-        started = {"directions": list(WAYS[way]), "prefer_overlap": overlap}
+        started: dict[str, Any] = {"directions": list(WAYS[way]), "prefer_overlap": overlap}
         started["fragment_bytes"] = self._bench.pick(FRAGMENT_BYTES, 4_096)
         copier.ask("start", **started)
         try:

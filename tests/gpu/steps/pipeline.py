@@ -1,8 +1,9 @@
 """Chunk sizes and flights in flight: what a lane loses between two chunks.
 
-A lane moves a large part chunk by chunk; so many chunks fly at a time, an event after each, and the oldest is waited for
-before the next is submitted, as the copy worker does. Fragments of 64 KiB, 512 KiB and 2 MiB. `ratio` is to the ceiling
-of the same way; `first_us` is how long a chunk takes alone, which is what a load waits for behind a store.
+A lane moves a large part chunk by chunk; so many chunks fly at a time, an event after each, and the oldest is
+waited for before the next is submitted, as the copy worker does. Fragments of 64 KiB, 512 KiB and 2 MiB.
+`ratio` is to the ceiling of the same way; `first_us` is how long a chunk takes alone, which is what a load
+waits for behind a store.
 """
 
 from __future__ import annotations

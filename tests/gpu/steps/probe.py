@@ -53,7 +53,8 @@ def run(bench: Bench) -> None:
 
 def driver(bench: Bench) -> str:
     found, info = find_device()
-    return f"CUDA {found.version_text}, {info.product}, {info.name}, {info.total_bytes // MIB} MiB, MIG: {info.is_mig}"
+    which = f"{info.product}, {info.name}, {info.total_bytes // MIB} MiB, MIG: {info.is_mig}"
+    return f"CUDA {found.version_text}, {which}"
 
 
 def context(bench: Bench) -> str:

@@ -1,9 +1,9 @@
 """Registering host memory: seconds per GB, by chunk size and pages; one pool registered by two processes.
 
-The rows of `who` "two processes" answer whether a process per GPU or one for several is cheaper, as far as one GPU can
-tell: each process retains its own context and registers the same pool, at the same time or one after the other.
-`context_mib` is what both hold of the GPU, `resident_mib` is of one process and counts the pool's pages that it has
-mapped; `shared_mib` is how much of that is the pool, which is there only once.
+The rows of `who` "two processes" answer whether a process per GPU or one for several is cheaper, as far as
+one GPU can tell: each process retains its own context and registers the same pool, at the same time or one
+after the other. `context_mib` is what both hold of the GPU, `resident_mib` is of one process and counts the
+pool's pages that it has mapped; `shared_mib` is how much of that is the pool, which is there only once.
 """
 
 from __future__ import annotations

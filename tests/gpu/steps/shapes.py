@@ -1,9 +1,9 @@
 """The same blocks, handed to the driver in different shapes.
 
-`loop`, `batch` and `rows` (2D copies, one per constant stride) for 128 blocks of 32 planes each, blocks in no order; then
-blocks of one plane in runs of 1, 4 and 16 that are contiguous on both sides, which planning makes one descriptor each.
-`plan_us` is what planning costs, `submit_us` the calls, `total_us` runs until the last byte has landed; medians.
-`ratio` is to the ceiling of the same way.
+`loop`, `batch` and `rows` (2D copies, one per constant stride) for 128 blocks of 32 planes each, blocks in no
+order; then blocks of one plane in runs of 1, 4 and 16 that are contiguous on both sides, which planning makes
+one descriptor each. `plan_us` is what planning costs, `submit_us` the calls, `total_us` runs until the last
+byte has landed; medians. `ratio` is to the ceiling of the same way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,8 @@ RUN_FRAGMENTS = (16 * KIB, 64 * KIB)
 RUNS = (1, 4, 16)
 RUN_BLOCKS = 4_096
 
-U32, U64 = npt.NDArray[np.uint32], npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
 
 
 def run(bench: Bench) -> None:
@@ -57,7 +59,9 @@ def planes_plan(region: Region, planes: int, fragment: int) -> DevicePlan:
     return DevicePlan(bases, same, same, num_blocks)
 
 
-def slots_in_runs(region: Region, plan: DevicePlan, count: int, run_blocks: int, rng: np.random.Generator) -> U32:
+def slots_in_runs(
+    region: Region, plan: DevicePlan, count: int, run_blocks: int, rng: np.random.Generator
+) -> U32:
     """Slots for `count` blocks, contiguous in runs."""
     pages = -(-plan.slot_bytes // PAGE_BYTES)
     # Page 0 is no slot of a pool.
@@ -84,7 +88,10 @@ def measured(
         to_device = way == H2D
         describe = plan.describe_rows if shape == "rows" else plan.describe
         planned = partial(describe, ids, region.host.address, region.n, slots, to_device)
-        taken = [once(region, planned, submitter(copies, shape, to_device, region.stream)) for _ in range(bench.pick(6, 2))]
+        taken = [
+            once(region, planned, submitter(copies, shape, to_device, region.stream))
+            for _ in range(bench.pick(6, 2))
+        ]
         plan_s, submit_s, total_s = np.median(np.array(taken[1:]), axis=0).tolist()
         n = len(ids) * plan.slot_bytes
         rate = gb_per_s(n, total_s)
@@ -109,11 +116,11 @@ def measured(
 def submitter(copies: Copies, shape: str, to_device: bool, stream: int) -> Callable[[tuple[U64, ...]], None]:
     """Hands a plan to the driver."""
 
-    def submit(arrays: tuple[U64, ...]) -> None:
+    def submit(arrays: Any) -> None:
         if shape == "rows":
-            (copies.rows_to_device if to_device else copies.rows_to_host)(*arrays, stream)
+            (copies.rows_to_device if to_device else copies.rows_to_host)(*(*arrays, stream))
         elif to_device:
-            copies.to_device(*arrays, stream)
+            copies.to_device(*(*arrays, stream))
         else:
             on_device, in_host, sizes = arrays
             copies.to_host(in_host, on_device, sizes, stream)

@@ -1,7 +1,8 @@
 """Batches of 4,096 descriptors, one after another, every byte checked: repeated batches have hung a driver.
 
-Each round copies random blocks to the device, and back to other places in the host memory, and compares checksums of all
-of them with those of the source. A round that does not end is ended by the step's deadline, and the rows before it stay.
+Each round copies random blocks to the device, and back to other places in the host memory, and compares
+checksums of all of them with those of the source. A round that does not end is ended by the step's deadline,
+and the rows before it stay.
 """
 
 from __future__ import annotations
@@ -34,19 +35,32 @@ def run(bench: Bench) -> None:
         rounds, begin = 0, time.monotonic()
         while time.monotonic() < end:
             source, there, back = (rng.permutation(count) for _ in range(3))
-            rows[:count] = random_bytes(min(half, MIB)).reshape(-1, n)[rng.integers(0, min(half, MIB) // n, count)]
+            rows[:count] = random_bytes(min(half, MIB)).reshape(-1, n)[
+                rng.integers(0, min(half, MIB) // n, count)
+            ]
             rows[:count, 0:8] ^= rng.integers(0, 256, (count, 8), np.uint8)
             rows[count:] = 0x5A
             on_device = region.address + there.astype(np.uint64) * np.uint64(n)
             host = np.uint64(region.host.address)
             copies.to_device(on_device, host + source.astype(np.uint64) * np.uint64(n), sizes, region.stream)
-            copies.to_host(host + (count + back).astype(np.uint64) * np.uint64(n), on_device, sizes, region.stream)
+            copies.to_host(
+                host + (count + back).astype(np.uint64) * np.uint64(n), on_device, sizes, region.stream
+            )
             driver.stream_synchronize(region.stream)
             wrong = int(np.count_nonzero(xxh3_64_rows(rows[source]) != xxh3_64_rows(rows[count + back])))
-            assert wrong == 0, f"round {rounds}: {wrong} of {count} fragments have other bytes than their source"
+            assert wrong == 0, (
+                f"round {rounds}: {wrong} of {count} fragments have other bytes than their source"
+            )
             rounds += 1
             if rounds % ROUNDS_PER_ROW == 0 or bench.fake:
                 spent = time.monotonic() - begin
-                bench.row(rounds=rounds, descriptors=2 * count * rounds, gib=2 * half * rounds / (1 << 30), seconds=spent)
+                bench.row(
+                    rounds=rounds,
+                    descriptors=2 * count * rounds,
+                    gib=2 * half * rounds / (1 << 30),
+                    seconds=spent,
+                )
         spent = time.monotonic() - begin
-        bench.row(rounds=rounds, descriptors=2 * count * rounds, gib=2 * half * rounds / (1 << 30), seconds=spent)
+        bench.row(
+            rounds=rounds, descriptors=2 * count * rounds, gib=2 * half * rounds / (1 << 30), seconds=spent
+        )

@@ -1,7 +1,7 @@
 """Copy kernels by thread blocks: how many multiprocessors a kernel takes to fill the link.
 
-One process, fragments in random order between registered host memory and the GPU, two launches in flight. `ratio` is to
-the ceiling of the same way. Needs torch and Triton; DMA takes no multiprocessor at all.
+One process, fragments in random order between registered host memory and the GPU, two launches in flight.
+`ratio` is to the ceiling of the same way. Needs torch and Triton; DMA takes no multiprocessor at all.
 """
 
 from __future__ import annotations
@@ -61,12 +61,17 @@ def case(
 
 
 def check(host: HostMemory, on_device: torch.Tensor, way: str, fragment: int) -> None:
-    """One launch over fresh content: afterwards both ends hold the same fragments, every one of them copied."""
+    """One launch over fresh content: afterwards both ends hold the same fragments, every one of them
+    copied."""
     host.fill()
     on_device.random_()
     torch.cuda.synchronize()
-    before = (host.array.copy() if way == H2D else on_device.cpu().numpy().view(np.uint8)).reshape(-1, fragment)
-    loop = KernelLoop(way, host, on_device, fragment_bytes=fragment)  # its first launch copies everything once
+    before = (host.array.copy() if way == H2D else on_device.cpu().numpy().view(np.uint8)).reshape(
+        -1, fragment
+    )
+    loop = KernelLoop(
+        way, host, on_device, fragment_bytes=fragment
+    )  # its first launch copies everything once
     source_index, target_index = (index.cpu().numpy() for index in loop.indexes(0))
     after = (on_device.cpu().numpy().view(np.uint8) if way == H2D else host.array).reshape(-1, fragment)
     assert np.array_equal(after[target_index], before[source_index]), f"{way}: the kernel copied wrong bytes"

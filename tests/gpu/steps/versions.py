@@ -1,9 +1,10 @@
-"""Versions, NUMA and link as they are, and the GPU memory that a process costs before it has allocated anything.
+"""Versions, NUMA and link as they are, and the GPU memory that a process costs before it has allocated
+anything.
 
-Each row is a process of its own: a driver context alone (what a copy worker has), the same with its streams and a
-registered page, and torch's context with one small tensor (what an engine has at least). `context_mib` is the growth of
-the GPU's used memory, seen by a process that has its context already; `ready_ms` is the time from the process's start of
-the work to the context being there, without Python's own start.
+Each row is a process of its own: a driver context alone (what a copy worker has), the same with its streams
+and a registered page, and torch's context with one small tensor (what an engine has at least). `context_mib`
+is the growth of the GPU's used memory, seen by a process that has its context already; `ready_ms` is the time
+from the process's start of the work to the context being there, without Python's own start.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Does memory still change after the pidfd of a copy worker, killed in the middle of its copies, has become readable?
+"""Does memory still change after the pidfd of a copy worker, killed in the middle of its copies, has become
+readable?
 
-This process is the engine (it owns the device memory) and the pool's owner (it owns the host memory). A worker imports
-the one and registers the other, and copies batches for ever, so that every pass changes every byte. It gets SIGKILL at
-a random moment; as soon as its pidfd is readable, the target is sampled again and again for half a second. One row per
-kill. `changed_words` of the sampled words that changed after the first sample: anything but 0 means that the pidfd is
-no fence by itself. What lands between the pidfd and the end of the first sample (`first_sample_us`) is not seen.
-`was_moving`: the target changed right before the kill, so the kill did fall among copies.
+This process is the engine (it owns the device memory) and the pool's owner (it owns the host memory). A
+worker imports the one and registers the other, and copies batches for ever, so that every pass changes every
+byte. It gets SIGKILL at a random moment; as soon as its pidfd is readable, the target is sampled again and
+again for half a second. One row per kill. `changed_words` of the sampled words that changed after the first
+sample: anything but 0 means that the pidfd is no fence by itself. What lands between the pidfd and the end of
+the first sample (`first_sample_us`) is not seen. `was_moving`: the target changed right before the kill, so
+the kill did fall among copies.
 """
 
 from __future__ import annotations
