@@ -37,7 +37,7 @@ def gpu(shm_dir: Path, mode: Mode) -> Iterator[Gpu]:
     """A fake machine's GPU, whose context is current in the test's thread."""
     folder = shm_dir / "gpu"
     folder.mkdir()
-    with contextlib.closing(FakeCuda(folder, version=mode.driver_version, hbm=512 << 20)) as fake:
+    with contextlib.closing(FakeCuda(folder, version=mode.driver_version, devices=2, hbm=512 << 20)) as fake:
         gpu = Gpu(fake)
         with gpu.context:
             yield gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -70,7 +69,12 @@ def memfd(size: int, *, sealed: bool = True) -> int:
 class RankMemory(Protocol):
     """The KV cache of one rank, in this process."""
 
-    array: Bytes
+    @property
+    def array(self) -> Bytes:
+        """Its bytes; writing to it may change nothing."""
+
+    def write(self, content: Bytes) -> None:
+        """Replaces all of it."""
 
     async def register(
         self,
@@ -93,6 +97,9 @@ class Memfd:
         self.fd = memfd(size) if fd is None else fd
         self.array: Bytes = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
 
+    def write(self, content: Bytes) -> None:
+        self.array[:] = content
+
     async def register(
         self,
         supervisor: Supervisor,
@@ -108,26 +115,20 @@ class Memfd:
         os.close(self.fd)
 
 
-def view(address: int, size: int) -> Bytes:
-    """Device memory of the fake driver: its addresses are addresses of this process."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+class DeviceMemory:
+    """Memory of a GPU, in ranges that follow each other."""
 
+    array: Bytes
 
-class Allocation:
-    """Device memory from cuMemAlloc, shared by IPC handle."""
+    def ranges(self) -> list[DeviceRange]:
+        raise NotImplementedError
 
-    def __init__(self, driver: cuda.Driver, size: int, offset: int = 0) -> None:
-        """`size` bytes that begin `offset` bytes into an allocation."""
-        self.size = size
-        self.offset = offset
-        self._driver = driver
-        self.address = driver.alloc(offset + size)
-        self.array = view(self.address + offset, size)
-        self.array[:] = 0
+    def chunk_fds(self) -> tuple[list[int], list[int]]:
+        """Descriptors, which become the caller's, and sizes of the chunks that it is made of."""
+        return [], []
 
-    def range(self) -> DeviceRange:
-        buffer_id = self._driver.pointer_info(self.address).buffer_id
-        return DeviceRange(self.size, self.offset, self._driver.ipc_export(self.address), buffer_id)
+    def write(self, content: Bytes) -> None:
+        self.array[:] = content
 
     async def register(
         self,
@@ -137,33 +138,123 @@ class Allocation:
         registration: RegistrationId,
         groups: Sequence[GroupMapping],
     ) -> None:
-        ranges = [self.range()]
-        await supervisor.map_memory(worker, session, registration, None, self.size, groups, ranges)
-
-    def close(self) -> None:
-        self._driver.free(self.address)
-
-
-class Foreign:
-    """Device memory of another process: `array` is empty here."""
-
-    def __init__(self, range_: DeviceRange) -> None:
-        self.range = range_
-        self.array: Bytes = np.empty(0, np.uint8)
-
-    async def register(
-        self,
-        supervisor: Supervisor,
-        worker: WorkerId,
-        session: SessionId,
-        registration: RegistrationId,
-        groups: Sequence[GroupMapping],
-    ) -> None:
-        size = self.range.size_bytes
-        await supervisor.map_memory(worker, session, registration, None, size, groups, [self.range])
+        fds, sizes = self.chunk_fds()
+        try:
+            if fds:
+                await supervisor.add_chunks(worker, session, fds, sizes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        ranges = self.ranges()
+        size = sum(range_.size_bytes for range_ in ranges)
+        await supervisor.map_memory(worker, session, registration, None, size, groups, ranges)
 
     def close(self) -> None:
         pass
+
+
+class Allocation(DeviceMemory):
+    """From cuMemAlloc, shared by IPC handle."""
+
+    def __init__(self, driver: cuda.Driver, size: int, offset: int = 0) -> None:
+        """`size` bytes that begin `offset` bytes into an allocation."""
+        self._driver = driver
+        self.offset = offset
+        self.address = driver.alloc(offset + size)
+        self.array = FakeCuda.view(self.address + offset, size)
+        self.array[:] = 0
+
+    def ranges(self) -> list[DeviceRange]:
+        buffer_id = self._driver.pointer_info(self.address).buffer_id
+        handle = self._driver.ipc_export(self.address)
+        return [DeviceRange(self.array.nbytes, self.offset, handle, buffer_id)]
+
+    def close(self) -> None:
+        del self.array
+        self._driver.free(self.address)
+
+
+class Chunked(DeviceMemory):
+    """From cuMemCreate, shared by descriptors."""
+
+    def __init__(self, driver: cuda.Driver, ordinal: int, size: int, offset: int = 0) -> None:
+        """`size` bytes that begin `offset` bytes into the first of as many chunks as it takes."""
+        self._driver = driver
+        self.offset = offset
+        self.chunk_bytes = driver.chunk_granularity(ordinal)
+        count = -(-(offset + size) // self.chunk_bytes)
+        self.total_bytes = count * self.chunk_bytes
+        self.address = driver.reserve(self.total_bytes)
+        for index in range(count):
+            chunk = driver.chunk_create(self.chunk_bytes, ordinal)
+            driver.map_chunk(self.address + index * self.chunk_bytes, self.chunk_bytes, chunk)
+            driver.chunk_release(chunk)
+        driver.allow_access(self.address, self.total_bytes, ordinal)
+        self.array = FakeCuda.view(self.address + offset, size)
+
+    @property
+    def chunks(self) -> int:
+        return self.total_bytes // self.chunk_bytes
+
+    def ranges(self) -> list[DeviceRange]:
+        return [DeviceRange(self.array.nbytes, self.offset, chunks=self.chunks)]
+
+    def chunk_fds(self) -> tuple[list[int], list[int]]:
+        fds = []
+        for index in range(self.chunks):
+            chunk = self._driver.chunk_of(self.address + index * self.chunk_bytes)
+            fds.append(self._driver.chunk_export(chunk))
+            self._driver.chunk_release(chunk)
+        return fds, [self.chunk_bytes] * self.chunks
+
+    def close(self) -> None:
+        del self.array
+        self._driver.unmap(self.address, self.total_bytes)
+        self._driver.unreserve(self.address, self.total_bytes)
+
+
+class Joined(DeviceMemory):
+    """Several memories one after another; `array` is a copy."""
+
+    def __init__(self, memories: Sequence[DeviceMemory]) -> None:
+        self.memories = memories
+
+    @property
+    def array(self) -> Bytes:  # type: ignore[override]
+        return np.concatenate([memory.array for memory in self.memories])
+
+    def write(self, content: Bytes) -> None:
+        start = 0
+        for memory in self.memories:
+            memory.write(content[start : start + memory.array.nbytes])
+            start += memory.array.nbytes
+
+    def ranges(self) -> list[DeviceRange]:
+        return [range_ for memory in self.memories for range_ in memory.ranges()]
+
+    def chunk_fds(self) -> tuple[list[int], list[int]]:
+        fds: list[int] = []
+        sizes: list[int] = []
+        for memory in self.memories:
+            more_fds, more_sizes = memory.chunk_fds()
+            fds += more_fds
+            sizes += more_sizes
+        return fds, sizes
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+class Foreign(DeviceMemory):
+    """Another process's, as that has described it: its bytes are not seen here."""
+
+    def __init__(self, range_: DeviceRange) -> None:
+        self._range = range_
+        self.array = np.empty(0, np.uint8)
+
+    def ranges(self) -> list[DeviceRange]:
+        return [self._range]
 
 
 class Gpu:
@@ -174,10 +265,15 @@ class Gpu:
         self.driver = fake.driver()
         self.info = self.driver.devices()[0]
         self.name = self.info.name
+        self.other_name = self.driver.devices()[1].name
+        """Of another GPU of the same machine."""
         self.context = self.driver.retain_primary(self.info.ordinal)
 
     def allocate(self, size: int) -> Allocation:
         return Allocation(self.driver, size)
+
+    def chunked(self, size: int, offset: int = 0) -> Chunked:
+        return Chunked(self.driver, self.info.ordinal, size, offset)
 
     def imports(self, pid: int) -> list[str]:
         """What a process has open of others' device memory."""

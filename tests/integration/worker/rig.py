@@ -93,7 +93,7 @@ class Client:
         return self.cache.array
 
     def fill(self, seed: int) -> None:
-        self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.size, np.uint8)
+        self.cache.write(np.random.default_rng(seed).integers(0, 256, self.layout.mapping_bytes, np.uint8))
 
     def block(self, block: int) -> bytes:
         return self.layout.block(self.memory, block)
@@ -219,16 +219,17 @@ class Rig:
     def seen(self, kind: type[_Event]) -> list[_Event]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def new_client(self, layout: Layout | None = None) -> Client:
-        """A session of which the worker knows nothing yet."""
+    def new_client(self, layout: Layout | None = None, cache: RankMemory | None = None) -> Client:
+        """A session of which the worker knows nothing yet; its memory becomes the client's."""
         layout = layout or Layout()
-        client = Client(SessionId(next(self._sessions)), layout, self.new_memory(layout.mapping_bytes))
+        cache = cache or self.new_memory(layout.mapping_bytes)
+        client = Client(SessionId(next(self._sessions)), layout, cache)
         self.clients.append(client)
         return client
 
-    async def client(self, layout: Layout | None = None) -> Client:
+    async def client(self, layout: Layout | None = None, cache: RankMemory | None = None) -> Client:
         """A session whose words and memory are mapped by the worker."""
-        client = self.new_client(layout)
+        client = self.new_client(layout, cache)
         await self.map(client)
         return client
 

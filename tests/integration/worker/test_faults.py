@@ -232,7 +232,7 @@ class Place:
         """What tells the front of it."""
         if isinstance(self.cache, Memfd):
             return ["memfd", str(self.cache.fd)]
-        range_ = self.cache.range()
+        [range_] = self.cache.ranges()
         return [self.device, str(range_.size_bytes), range_.ipc_handle.hex(), str(range_.buffer_id)]
 
     def message(self) -> tuple[dict[str, object], list[int]]:
@@ -240,7 +240,7 @@ class Place:
         size = self.cache.array.nbytes
         if isinstance(self.cache, Memfd):
             return {"mapping_bytes": size}, [self.cache.fd]
-        range_ = self.cache.range()
+        [range_] = self.cache.ranges()
         wired = wire.DeviceRange(bytes=size, ipc_handle=range_.ipc_handle, buffer_id=range_.buffer_id)
         return {"mapping_bytes": size, "ranges": [wired]}, []
 
