@@ -4,6 +4,8 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +97,14 @@ class MirrorMemory:
     def close(self) -> None:
         """Gives everything back. After the clients that were given it."""
         self._buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _discard(self, offsets: U64, sizes: U64) -> None:
         for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
