@@ -153,8 +153,8 @@ def test_a_doorbell_rung_before_there_is_a_daemon_lets_a_later_part_start(
         ready(client)
         for index, value in enumerate(HASHES):
             cache.fill(index, value)
-        for value, part in ((4, slice(0, 4)), (5, slice(4, 8)), (6, slice(8, 12))):
-            transfer = client.store(HASHES[part], list(IDS)[part], doorbell=Doorbell(0, value))
+        for step, part in ((4, slice(0, 4)), (5, slice(4, 8)), (6, slice(8, 12))):
+            transfer = client.store(HASHES[part], list(IDS)[part], doorbell=Doorbell(0, step))
             assert transfer.wait(TRANSFER_S).done
         load(client, cache)
 
@@ -388,7 +388,7 @@ def test_through_a_mirror_the_same_blocks_come_back(
     cache = GpuCache(gpu)
     with MirrorMemory(cache.memory, [cache.group]) as mirror:
         given = options(cache, gpu_host.socket, "one", namespace) | {"memory": mirror}
-        with Client(**given) as client:  # type: ignore[misc]
+        with Client(**given) as client:
             ready(client)
             for index, value in enumerate(HASHES):
                 cache.fill(index, value)
