@@ -20,6 +20,8 @@ def test_everything_can_be_set() -> None:
         "load": False,
         "lookup_budget_ms": 0.5,
         "load_start_deadline_s": 3,
+        "share": "mirror",
+        "contiguous_blocks": True,
     }
     parsed = ConnectorConfig.parse(given)
     assert {name: getattr(parsed, name) for name in given} == given
@@ -35,6 +37,9 @@ def test_everything_can_be_set() -> None:
         ({"lookup_budget_ms": True}, "lookup_budget_ms=True: write a number"),
         ({"lookup_budget_ms": -1}, "lookup_budget_ms=-1: write a number"),
         ({"load_start_deadline_s": float("nan")}, "load_start_deadline_s=nan: write a number"),
+        ({"share": "ipc"}, "share='ipc': write one of auto, export, mirror"),
+        ({"share": True}, "share=True: write one of auto, export, mirror"),
+        ({"contiguous_blocks": 1}, "contiguous_blocks=1: write true or false"),
     ],
 )
 def test_a_mistake_is_named_with_what_to_write(given: dict[str, object], told: str) -> None:

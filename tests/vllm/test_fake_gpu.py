@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
 BLOCKS = 48
 LAG_S = 0.01
+SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") else 2)
 WAYS = {
     "exported": ("FakeGpuConnector", "export"),
     "exported in chunks": ("ChunkedGpuConnector", "export"),
@@ -97,14 +98,14 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 def store_forget_load(engine: LaggingEngine) -> None:
     """One prompt, computed, forgotten, loaded."""
-    engine.add("first", prompt(100))
+    engine.add("first", prompt(100, seed=3))
     engine.run()
     wait_stored(engine)
     engine.forget()
-    engine.add("second", prompt(100))
+    engine.add("second", prompt(100, seed=3))
     engine.run()
     assert (engine.cached["first"], engine.cached["second"]) == (0, 96)
-    assert engine.finished["second"] == engine.finished["first"] == output_of(prompt(100), 8)
+    assert engine.finished["second"] == engine.finished["first"] == output_of(prompt(100, seed=3), 8)
     all_came_back(engine)
 
 
@@ -114,11 +115,14 @@ def test_what_a_gpu_forgot_is_loaded(machine: Machine, way: str) -> None:
     store_forget_load(machine.engine(way))
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("machine", [{"bandwidth": 8_000_000}], indirect=True, ids=["slow link"])
+@pytest.mark.parametrize("seed", SEEDS)
 @every_way
-def test_disorder_costs_no_byte_no_block_and_no_request(machine: Machine, way: str) -> None:
-    engine = machine.engine(way, lag_s=0.001, salt="disorder", load_start_deadline_s=0.5)
-    chaos = Chaos(engine, machine.host, seed=1)
-    for _ in range(80):
+def test_disorder_costs_no_byte_no_block_and_no_request(machine: Machine, way: str, seed: int) -> None:
+    engine = machine.engine(way, lag_s=0.001, salt="disorder", load_start_deadline_s=0.3)
+    chaos = Chaos(engine, machine.host, seed)
+    for _ in range(60):
         chaos.act()
     chaos.end()
     assert chaos.loaded
@@ -259,8 +263,61 @@ def test_a_mirror_that_cannot_copy_costs_misses_only(
     until(lambda: memory.held_bytes == 0, "the mirror is empty when nothing is on its way")
 
 
+def test_a_mirror_that_falls_behind_gives_stores_up_and_computes(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits without bound: a full line is no reason to hold an engine up."""
+    engine = machine.engine("mirrored")
+    monkeypatch.setattr(engine.worker._worker._sharing._copier, "_jobs_max", 0)
+    engine.add("computed", prompt(100))
+    engine.run()
+    assert engine.finished["computed"] == output_of(prompt(100), 8)
+    all_came_back(engine)
+    monkeypatch.undo()
+    until(lambda: engine.connector._scheduler._storer.has_room, "stores are submitted again")
+    engine.forget()
+    store_forget_load(engine)
+
+
 # --- sleep
 # ----------------------------------------------------------------------------------------------------------
+
+
+def remap(machine: Machine, address: int, size_bytes: int) -> None:
+    """Other memory at the same addresses, as an engine has when it wakes."""
+    driver = machine.gpu.driver
+    exportable = bool(driver.pointer_info(address).allowed_handle_types)
+    while size_bytes:
+        chunk = driver.pointer_info(address)
+        driver.unmap(chunk.base, chunk.size)
+        handle = driver.chunk_create(chunk.size, 0, exportable=exportable)
+        driver.map_chunk(chunk.base, chunk.size, handle)
+        driver.chunk_release(handle)
+        driver.allow_access(chunk.base, chunk.size, 0)
+        address, size_bytes = address + chunk.size, max(0, size_bytes - chunk.size)
+
+
+@pytest.mark.parametrize("way", ["exported in chunks", "mirrored"])
+def test_an_engine_that_slept_has_other_memory(machine: Machine, way: str) -> None:
+    """In the order of vLLM 0.33: unregister, suspend, resume, restore."""
+    engine = machine.engine(way)
+    engine.add("before", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    assert engine.scheduler.reset_prefix_cache()
+    machine.gpu.synchronize()
+    engine.worker.unregister_kv_caches()
+    assert machine.fake.open_imports() == []
+    start = min(pages.ctypes.data for pages in engine.pages)
+    remap(machine, start, sum(pages.nbytes for pages in engine.pages))
+    engine.worker.restore_kv_caches()
+    wait_ready(engine)
+    engine.add("awake", prompt(100))
+    engine.run()
+    assert engine.cached["awake"] == 96
+    assert engine.finished["awake"] == engine.finished["before"]
+    engine.forget()
+    store_forget_load(engine)
 
 
 @every_way
@@ -283,3 +340,38 @@ def test_an_engine_that_sleeps_has_its_memory_back(machine: Machine, way: str) -
     engine.run()
     assert engine.cached["awake"] == 96
     all_came_back(engine)
+
+
+def test_an_engine_wakes_up_even_if_the_daemon_slept_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, told: Callable[[str], list[str]]
+) -> None:
+    monkeypatch.setattr("kvtier_vllm.worker.SLEEP_TIMEOUT_S", 0.2)
+    engine = machine.engine()
+    engine.add("before", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    machine.host.freeze(workers=True)
+    engine.worker.unregister_kv_caches()
+    assert len(told("still held")) == 1
+    engine.worker.restore_kv_caches()
+    machine.host.thaw()
+    rank = engine.worker._worker
+    until(lambda: rank.link.client is not None and rank.link.client.ready, "the worker is attached anew")
+    wait_ready(engine)
+    engine.forget()
+    engine.add("awake", prompt(100))
+    engine.run()
+    assert engine.cached["awake"] == 96
+    all_came_back(engine)
+
+
+def test_an_engine_that_falls_asleep_before_it_is_attached_registers_when_it_wakes(machine: Machine) -> None:
+    machine.host.stop()
+    engine = machine.start("FakeGpuConnector", "export", salt="early")
+    engine.worker.unregister_kv_caches()
+    machine.host.start()
+    engine.run()
+    assert machine.fake.open_imports() == []
+    engine.worker.restore_kv_caches()
+    wait_ready(engine)
+    store_forget_load(engine)
