@@ -1,4 +1,4 @@
-"""An engine whose KV cache is in a GPU's memory, of either kind; its blocks are filled by the host or a stream."""
+"""An engine whose KV cache is in a GPU's memory of either kind, filled by the host or by a stream."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OFFSET = 12_288
 class GpuEngine:
     """One instance with `num_blocks` engine blocks, in the same planes as `PlainEngine`, so that they share.
 
-    A stream stands for the engine's kernels: `fill` and `wipe` may be queued on it, and the host sees them done
-    only after `settle`. The process ends without closing anything, as engines do.
+    A stream stands for the engine's kernels: `fill` and `wipe` may be queued on it, and the host sees them
+    done only after `settle`. The process ends without closing anything, as engines do.
     """
 
     def __init__(

@@ -249,7 +249,7 @@ def victims(chance: random.Random, of_daemons: bool) -> list[str]:
 
 
 def check_last_stored(witness: PlainEngine, engine: Engine) -> int:
-    """What it said was stored must be there, on whatever daemon runs now, and right; returns how many blocks."""
+    """What it said was stored must be there, whatever daemon runs now, and right; returns how many blocks."""
     if engine.last_stored is None:
         return 0
     hashes = hashes_of(family_of(engine.number), BATCH, first=engine.last_stored * BATCH)
