@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.integration.daemon.gpu import connect_gpu as connect_gpu
+from tests.integration.daemon.gpu import fake as fake
+from tests.integration.daemon.gpu import gpu as gpu
 from tests.integration.daemon.raw import RawSession
 from tests.support.process import Daemon
 

@@ -163,6 +163,7 @@ class RawSession:
         self, socket_path: Path, *, fragments: Sequence[int] = (4096, 8192), num_blocks: int = 32
     ) -> None:
         """Opens the side connection and the channel; nothing else."""
+        self.device = ""
         self.fragments = fragments
         self.num_blocks = num_blocks
         self.side = SideSocket(socket_path.with_name("kvtierd.side.sock"))
@@ -223,15 +224,16 @@ class RawSession:
         self.epoch = welcome.epoch
         return welcome
 
+    def words_request(self) -> side_pb2.RegisterWords:
+        return side_pb2.RegisterWords(doorbells=DOORBELLS, parts=PARTS, device=self.device)
+
     def register_words(self) -> int:
         """A pidfd of the worker, closed with the session."""
         size = (DOORBELLS + PARTS) * 8
         fd = memfd(size)
         mapped = mmap.mmap(fd, size)
         try:
-            response, fds = self.side.call(
-                [fd], register_words=side_pb2.RegisterWords(doorbells=DOORBELLS, parts=PARTS)
-            )
+            response, fds = self.side.call([fd], register_words=self.words_request())
         finally:
             os.close(fd)
         assert response.words_registered.worker_pid > 0

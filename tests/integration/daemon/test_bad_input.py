@@ -20,6 +20,8 @@ def picture(daemon: Daemon) -> admin_pb2.StatusResponse:
     """Everything Status tells, but for the passing of time."""
     status = daemon.status()
     status.ClearField("uptime_s")
+    for worker in status.workers:
+        worker.ClearField("registered_bytes")  # the pool is registered bit by bit
     for instance in status.instances:
         for session in instance.sessions:
             session.ClearField("attached_s")
