@@ -85,10 +85,10 @@ class Engine:
                 elif word == "LOADED":
                     self.loaded_blocks += int(more[0])
 
-    def wait_started(self, parts: int) -> None:
-        """Until it reports so many more parts being copied."""
-        target, deadline_s = self.seen["STARTED"] + parts, time.monotonic() + DEADLINE_S
-        while self.seen["STARTED"] < target:
+    def wait_said(self, word: str, times: int) -> None:
+        """Until it has said this so many times more."""
+        target, deadline_s = self.seen[word] + times, time.monotonic() + DEADLINE_S
+        while self.seen[word] < target:
             select.select([self._out], [], [], 0.5)
             self.look()
             self.check()
@@ -211,13 +211,16 @@ def test_whoever_is_killed_no_byte_is_wrong_and_nothing_is_left_open(
                 engine.look()
                 engine.check()
             if chance.random() < 0.8:  # else whatever they are at: starting, registering, reconnecting
-                chance.choice(campaign.engines).wait_started(chance.randrange(1, ACTIVITY + 1))
+                chance.choice(campaign.engines).wait_said("STARTED", chance.randrange(1, ACTIVITY + 1))
             time.sleep(chance.random() * 0.005)
             dead = [campaign.kill(what) for what in victims(chance, of_daemons)]
             engines = [engine for engine in dead if engine is not None]
             campaign.wait_released({engine.pid for engine in engines})
             for engine in engines:
                 checked += check_last_stored(witness, engine)
+        for engine in campaign.engines:  # those that are left have got over it all
+            engine.wait_said("STORED", 1)
+            engine.wait_said("LOADED", 1)
         last = [campaign.kill_engine(engine) for engine in list(campaign.engines)]
         campaign.wait_released({engine.pid for engine in last})
         for engine in last:
