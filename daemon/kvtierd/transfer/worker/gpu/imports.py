@@ -191,7 +191,9 @@ class Imports:
             entry.times += 1
         try:
             with _refused(
-                f"{field}.handle", handle[:8].hex(), "is the engine alive, and its memory of cuMemAlloc?"
+                f"{field}.handle",
+                handle[:8].hex(),
+                "is the engine alive, and its memory on this GPU, from cuMemAlloc?",
             ):
                 base = self._driver.ipc_open(handle)
         except BaseException:

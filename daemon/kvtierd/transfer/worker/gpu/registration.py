@@ -15,7 +15,7 @@ from kvtier_kernels.cuda import CudaError, Driver
 
 from kvtierd.core.ids import Slots
 from kvtierd.memory.pool_file import HEADER_AREA_BYTES
-from kvtierd.transfer.status import StatusPage
+from kvtierd.transfer.status import StatusPage, StatusWord
 from kvtierd.transfer.worker.device import Area
 from kvtierd.transfer.worker.gpu import numa
 from kvtierd.transfer.worker.gpu.fatal import context_guard
@@ -123,7 +123,7 @@ class PoolRegistration:
             if self._registered[index]:
                 return
             offset, length = self.areas[index]
-            with self._alone(deadline_s), context_guard():
+            with self._alone(deadline_s), self._watched(), context_guard():
                 self._driver.host_register(self.address + offset, length)
             self._registered[index] = True
             self._registered_bytes += length
@@ -151,6 +151,15 @@ class PoolRegistration:
             yield
         finally:
             fcntl.lockf(self._pool_fd, fcntl.LOCK_UN)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Should it hang, the watchdog ends this process, and with it the lock that the others wait for."""
+        self._status.enter(StatusWord.REGISTERING)
+        try:
+            yield
+        finally:
+            self._status.leave(StatusWord.REGISTERING)
 
     def nearest_first(self, node: int | None) -> Iterable[Area]:
         """The areas that are not registered when their turn comes, those on a memory node first."""
