@@ -2,7 +2,9 @@
 
 import array
 import asyncio
+import itertools
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -123,6 +125,29 @@ async def test_queued_descriptors_outlive_the_sender_s_copy(ends: tuple[End, End
     os.close(memfd)
     await until(lambda: right.packets and right.packets[-1] == b"last")
     assert len(right.fds) == 1
+
+
+async def test_descriptors_that_would_have_to_wait_and_do_not_fit_are_refused_whole(
+    ends: tuple[End, End],
+) -> None:
+    left, right = ends
+    while not left.channel.queued[0]:
+        assert left.channel.send(b"x" * PACKET_BYTES_MAX)
+    memory = os.memfd_create("test")
+    before = os.listdir("/proc/self/fd")
+    free = (number for number in itertools.count() if str(number) not in before)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, FDS_MAX // 2, None)), limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            left.channel.send(b"chunks", [memory] * FDS_MAX)
+        assert len(os.listdir("/proc/self/fd")) == len(before), "no copy is left"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert left.channel.send(b"chunks", [memory] * FDS_MAX), "the channel goes on"
+    await until(lambda: right.packets and right.packets[-1] == b"chunks")
+    assert len(right.fds) == FDS_MAX
+    os.close(memory)
 
 
 async def test_an_overflowing_queue_closes_the_channel_and_says_so(ends: tuple[End, End]) -> None:
