@@ -1,8 +1,8 @@
 """A copy worker's status page: what it is busy with, readable without asking it.
 
 Words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0 outside
-of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; and how
-many bytes of the pool are registered with its GPU's driver.
+of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; how many
+bytes of the pool are registered with its GPU's driver, and since when it registers more of it.
 """
 
 import mmap
@@ -23,12 +23,15 @@ class StatusWord(IntEnum):
     STORE_LANE = 1
     HEARTBEAT = 2
     REGISTERED_BYTES = 3
+    REGISTERING = 4
 
 
 _CULPRITS = {
     StatusWord.LOAD_LANE: "its load lane has been inside one copy call",
     StatusWord.STORE_LANE: "its store lane has been inside one copy call",
     StatusWord.HEARTBEAT: "its main thread has not come round",
+    # It holds up the other GPUs' workers.
+    StatusWord.REGISTERING: "it has been registering the pool with the driver",
 }
 
 

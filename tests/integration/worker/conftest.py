@@ -24,7 +24,13 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": uvloop.new_event_loop}
 
 
-@pytest.fixture(params=params(USUAL))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mode" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("modes")
+        metafunc.parametrize("mode", params(marker.args if marker else USUAL), indirect=True)
+
+
+@pytest.fixture
 def mode(request: pytest.FixtureRequest) -> Mode:
     """What the test's rigs copy from and to; `on()` asks for others."""
     mode = request.param
@@ -34,7 +40,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 @pytest.fixture
 def gpu(shm_dir: Path, mode: Mode) -> Iterator[Gpu]:
-    """A fake machine's GPU, whose context is current in the test's thread."""
+    """The first GPU of a fake machine, whose context is current in the test's thread."""
     folder = shm_dir / "gpu"
     folder.mkdir()
     with contextlib.closing(FakeCuda(folder, version=mode.driver_version, devices=2, hbm=512 << 20)) as fake:
@@ -42,7 +48,12 @@ def gpu(shm_dir: Path, mode: Mode) -> Iterator[Gpu]:
         with gpu.context:
             yield gpu
         assert fake.open_imports() == []
-        gpu.context.release()
+
+
+@pytest.fixture
+def other_gpu(gpu: Gpu) -> Gpu:
+    """The second."""
+    return Gpu(gpu.fake, 1)
 
 
 @pytest_asyncio.fixture

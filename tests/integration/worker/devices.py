@@ -54,8 +54,9 @@ def params(modes: Sequence[Mode]) -> list[Any]:
 
 
 def on(*modes: Mode) -> pytest.MarkDecorator:
-    """Runs a test, or all of a module's, with rigs of these modes instead of the usual ones."""
-    return pytest.mark.parametrize("mode", params(modes), indirect=True)
+    """Runs a test, or all of a module's that say nothing else, with rigs of these modes instead of the usual
+    ones."""
+    return pytest.mark.modes(*modes)
 
 
 def memfd(size: int, *, sealed: bool = True) -> int:
@@ -258,22 +259,21 @@ class Foreign(DeviceMemory):
 
 
 class Gpu:
-    """The first GPU of a fake machine, as this process uses it."""
+    """A GPU of a fake machine, as this process uses it."""
 
-    def __init__(self, fake: FakeCuda) -> None:
+    def __init__(self, fake: FakeCuda, ordinal: int = 0) -> None:
         self.fake = fake
         self.driver = fake.driver()
-        self.info = self.driver.devices()[0]
-        self.name = self.info.name
-        self.other_name = self.driver.devices()[1].name
-        """Of another GPU of the same machine."""
-        self.context = self.driver.retain_primary(self.info.ordinal)
+        self.ordinal = ordinal
+        self.name = fake.device_name(ordinal)
+        self.context = self.driver.retain_primary(ordinal)
 
-    def allocate(self, size: int) -> Allocation:
-        return Allocation(self.driver, size)
+    def allocate(self, size: int, offset: int = 0) -> Allocation:
+        with self.context:
+            return Allocation(self.driver, size, offset)
 
     def chunked(self, size: int, offset: int = 0) -> Chunked:
-        return Chunked(self.driver, self.info.ordinal, size, offset)
+        return Chunked(self.driver, self.ordinal, size, offset)
 
     def imports(self, pid: int) -> list[str]:
         """What a process has open of others' device memory."""

@@ -1,6 +1,9 @@
 """A real pool, a real supervisor with a real worker process, and clients played by the test's own process."""
 
+from __future__ import annotations
+
 import asyncio
+import copy
 import itertools
 import mmap
 import os
@@ -26,7 +29,7 @@ from kvtierd.transfer.supervisor import (
     WorkerStimulus,
 )
 
-from tests.integration.worker.devices import Memfd, RankMemory, memfd
+from tests.integration.worker.devices import Gpu, Memfd, RankMemory, memfd
 
 SLACK_S = 30.0
 """For anything that takes milliseconds on an idle machine."""
@@ -164,6 +167,12 @@ class Rig:
         self._extents = itertools.count()
         self._free: dict[int, list[int]] = {}
         self._hashes = np.random.default_rng(1)
+
+    def beside(self, gpu: Gpu) -> Rig:
+        """The same daemon, where clients have memory of this GPU."""
+        other = copy.copy(self)
+        other.device, other.new_memory, other._imports = gpu.name, gpu.allocate, gpu.imports
+        return other
 
     async def start(self, fault: str = "") -> None:
         if fault:

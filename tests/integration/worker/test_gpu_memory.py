@@ -48,7 +48,7 @@ async def round_trip(rig: Rig, client: Client) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1_000_003])
 async def test_memory_anywhere_in_an_allocation_is_shared_by_handle(rig: Rig, gpu: Gpu, offset: int) -> None:
-    await round_trip(rig, await rig.client(LAYOUT, Allocation(gpu.driver, SIZE, offset)))
+    await round_trip(rig, await rig.client(LAYOUT, gpu.allocate(SIZE, offset)))
 
 
 @pytest.mark.parametrize("offset", [0, 4_097])
@@ -67,7 +67,7 @@ async def test_each_plane_may_lie_in_a_range_of_its_own(rig: Rig, gpu: Gpu) -> N
     ends = [*LAYOUT.bases[1:], SIZE]
     sizes = [end - base for base, end in zip(LAYOUT.bases, ends, strict=True)]
     memories: list[DeviceMemory] = [
-        Allocation(gpu.driver, sizes[0], 77),
+        gpu.allocate(sizes[0], 77),
         gpu.chunked(sizes[1], 640),
         gpu.chunked(sizes[2]),
     ]
@@ -141,16 +141,8 @@ async def test_a_handle_that_names_no_memory_is_refused(rig: Rig, gpu: Gpu) -> N
         assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].handle")
 
 
-async def test_memory_of_another_gpu_is_refused(rig: Rig, gpu: Gpu) -> None:
-    other = gpu.driver.retain_primary(1)
-    with other:
-        memory = Allocation(gpu.driver, SIZE)
-        [range_] = memory.ranges()
-    refusal = await refused(rig, Described([range_]))
-    assert refusal.reason == Reason.DEVICE_MEMORY_INVALID
-    with other:
-        memory.close()
-    other.release()
+async def test_memory_of_another_gpu_is_refused(rig: Rig, other_gpu: Gpu) -> None:
+    assert (await refused(rig, other_gpu.allocate(SIZE))).reason == Reason.DEVICE_MEMORY_INVALID
 
 
 async def test_a_plane_that_lies_in_two_ranges_is_refused(rig: Rig, gpu: Gpu) -> None:

@@ -1,0 +1,179 @@
+"""Copies that take their time, as a GPU's do: what overtakes what, and how they end early."""
+
+import asyncio
+
+import numpy as np
+from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
+from kvtierd.core.actions import Direction
+from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
+
+from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, on
+from tests.integration.worker.rig import Layout, Rig, until
+
+pytestmark = on(GPU_13)
+
+MIB = 1 << 20
+BIG = Layout(num_blocks=96, fragments=(MIB,))
+"""16 blocks a chunk of a store, 32 of a load."""
+
+SLOW = {"FAKE_CUDA_BANDWIDTH": str(64 * MIB)}
+"""Bytes per second in each direction: a store's chunk takes a quarter of a second, a load's half of one."""
+
+POOL = 194 * MIB
+
+
+async def filled(rig: Rig, blocks: int) -> np.ndarray:
+    """Slots with random blocks of the size of BIG's, made without a copy."""
+    slots = rig.open(blocks, BIG.slot_bytes)
+    random = np.random.default_rng(4)
+    for slot in slots:
+        start = int(slot) * 4096
+        rig.pool.array[start : start + BIG.slot_bytes] = random.integers(0, 256, BIG.slot_bytes, np.uint8)
+    rig.commit(slots)
+    return slots
+
+
+async def test_two_chunks_are_on_their_way_and_no_more(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    client = await rig.client(BIG)
+    part, ticket = rig.post(client, Direction.STORE, range(80), rig.open(80, BIG.slot_bytes))
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    submitted, landed = [], []
+    while not rig.is_over(part):
+        landed.append(gpu.fake.calls("cuEventSynchronize", rig.pid))
+        submitted.append(gpu.fake.calls("cuMemcpyBatchAsync_v2", rig.pid))
+        await asyncio.sleep(0.01)
+    assert (await rig.finished(part)).outcome == Outcome.DONE
+    ahead = [started - begun for started, begun in zip(submitted, landed, strict=True)]
+    # While the oldest is waited for, that is one call more than have landed.
+    assert max(ahead) <= 2
+    assert ahead.count(1) > len(ahead) / 2
+
+
+async def test_a_withdrawn_store_stores_nothing(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    client = await rig.client(BIG)
+    part, ticket = rig.post(client, Direction.STORE, range(64), rig.open(64, BIG.slot_bytes))
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    assert client.withdraw(ticket)
+    finished = await rig.finished(part)
+    assert (finished.outcome, finished.failed.tolist()) == (Outcome.REVOKED, [])
+    assert client.part_state(ticket) == PART_REVOKED
+
+
+async def test_a_queued_part_is_revoked_while_another_copies(start_rig: StartRig) -> None:
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    client = await rig.client(BIG)
+    slots = await filled(rig, 48)
+    first, started = rig.post(client, Direction.LOAD, range(40), slots[:40])
+    second, ticket = rig.post(client, Direction.LOAD, range(40, 44), slots[40:44])
+    third, asked = rig.post(client, Direction.LOAD, range(44, 48), slots[44:])
+    await until(lambda: client.part_state(started) == PART_STARTED)
+    before = client.block(44)
+    rig.supervisor.revoke(rig.worker, third)
+    assert (await rig.finished(third)).outcome == Outcome.REVOKED
+    assert not rig.is_over(first)
+    assert client.part_state(asked) == PART_REVOKED
+    for part in (first, second):
+        assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert client.block(44) == before
+    assert client.part_state(ticket) == PART_DONE
+
+
+async def test_release_in_the_middle_of_a_load_is_its_fence(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    client = await rig.client(BIG)
+    slots = await filled(rig, 96)
+    part, ticket = rig.post(client, Direction.LOAD, range(96), slots)
+    await until(lambda: client.block(0) == rig.slot(int(slots[0]), BIG.slot_bytes), "bytes to arrive")
+    rig.supervisor.release_session(rig.worker, client.session)
+    await until(lambda: client.part_state(ticket) == PART_FAILED)
+    client.fill(5)  # from here on its memory is its own
+    after = client.memory.copy()
+    await rig.released(client.session)
+    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert [type(event) for event in rig.events[-2:]] == [PartFinished, SessionReleased]
+    assert rig.mapped() == []
+    await asyncio.sleep(0.5)
+    assert np.array_equal(client.memory, after)
+
+
+async def test_release_in_the_middle_of_a_store_leaves_its_rest_undone(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    client = await rig.client(BIG)
+    client.fill(6)
+    slots = rig.open(96, BIG.slot_bytes)
+    part, ticket = rig.post(client, Direction.STORE, range(96), slots)
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    rig.supervisor.release_session(rig.worker, client.session)
+    await rig.released(client.session)
+    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert [type(event) for event in rig.events[-2:]] == [PartFinished, SessionReleased]
+    assert client.part_state(ticket) == PART_FAILED
+    assert gpu.fake.calls("cuMemcpyBatchAsync_v2", rig.pid) <= 3  # of six
+    assert rig.mapped() == []
+
+
+async def test_sessions_take_turns(start_rig: StartRig) -> None:
+    """A session's small load does not wait for all that another has asked for before."""
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    large, small = await rig.client(BIG), await rig.client(BIG)
+    slots = await filled(rig, 97)
+    parts = [rig.post(large, Direction.LOAD, range(96), slots[:96]) for _ in range(2)]
+    (first, ticket), (last, _) = parts
+    await until(lambda: large.part_state(ticket) == PART_STARTED)
+    quick, _ = rig.post(small, Direction.LOAD, [0], slots[96:])
+    assert (await rig.finished(quick)).outcome == Outcome.DONE
+    assert not rig.is_over(last)
+    rig.supervisor.release_session(rig.worker, large.session)
+    await rig.released(large.session)
+    assert rig.is_over(first)
+
+
+async def test_a_load_takes_the_link_from_a_store_that_has_begun(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(environment=SLOW, pool_bytes=POOL)
+    client = await rig.client(BIG)
+    slots = await filled(rig, 40)
+    store, ticket = rig.post(client, Direction.STORE, range(40, 64), rig.open(24, BIG.slot_bytes))
+    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    load, _ = rig.post(client, Direction.LOAD, range(4), slots[:4])
+    assert (await rig.finished(load)).outcome == Outcome.DONE
+    assert not rig.is_over(store)
+    assert (await rig.finished(store)).outcome == Outcome.DONE
+
+
+async def test_blocks_are_the_engines_again_before_they_are_sealed(start_rig: StartRig) -> None:
+    """Word DONE, then checksums, then the report that lets the core commit: at the report all is in place."""
+    rig = await start_rig(pool_bytes=POOL)
+    client = await rig.client(BIG)
+    client.fill(7)
+    slots = rig.open(64, BIG.slot_bytes)
+    generations = rig.pool.records.generations(slots)
+    part, ticket = rig.post(client, Direction.STORE, range(64), slots)
+    await until(lambda: client.part_state(ticket) == PART_DONE)
+    kept = [client.block(block) for block in range(64)]
+    client.fill(8)  # what the engine writes next
+    assert (await rig.finished(part)).outcome == Outcome.DONE
+    rig.commit(slots)
+    assert rig.pool.records.verify_data(slots, generations).all()
+    assert [rig.slot(int(slot), BIG.slot_bytes) for slot in slots] == kept
+
+
+@on(GPU_13, GPU_12, GPU_LOOP, GPU_ROWS)
+async def test_every_method_copies_runs_of_any_order(start_rig: StartRig, gpu: Gpu) -> None:
+    """Many small fragments, blocks up, down and shuffled: nothing that the driver refuses, no byte wrong."""
+    rig = await start_rig(pool_bytes=98 * MIB)
+    layout = Layout(num_blocks=1_000, fragments=(2_048, 1_024, 1_024))
+    client = await rig.client(layout)
+    random = np.random.default_rng(9)
+    for order in (list(range(1_000)), list(range(999, -1, -1)), random.permutation(1_000).tolist()):
+        client.fill(10)
+        blocks = [client.block(block) for block in order]
+        slots = await rig.store(client, order)
+        assert [rig.slot(int(slot), layout.slot_bytes) for slot in slots] == blocks
+        client.fill(11)
+        part, _ = rig.post(client, Direction.LOAD, order[::-1], slots, verify=True)
+        assert (await rig.finished(part)).outcome == Outcome.DONE
+        assert [client.block(block) for block in order[::-1]] == blocks
+    assert gpu.fake.refusals() == []

@@ -1,0 +1,126 @@
+"""The pool's registration with the driver: on first use, in the background, by one process at a time."""
+
+import asyncio
+
+from kvtierd.core.actions import Direction
+from kvtierd.core.stimuli import Outcome, WorkerLost
+from kvtierd.transfer.supervisor import SupervisorLimits
+
+from tests.integration.worker.conftest import StartRig
+from tests.integration.worker.devices import GPU_13, GPU_ROWS, Gpu, on
+from tests.integration.worker.rig import Layout, Rig, until
+
+pytestmark = on(GPU_13)
+
+MIB = 1 << 20
+LAYOUT = Layout(num_blocks=8, fragments=(MIB, MIB))
+
+TWO_AREAS = 290 * MIB
+"""16 extents, which are registered at one go, and one."""
+
+REGISTERS = "cuMemHostRegister_v2"
+
+
+def extents_bytes(rig: Rig) -> int:
+    return rig.pool.geometry.extents * rig.pool.geometry.extent_bytes
+
+
+async def registered(rig: Rig, size: int) -> None:
+    await until(lambda: rig.supervisor.registered_bytes(rig.worker) == size, f"{size} bytes to be registered")
+
+
+async def test_an_idle_worker_registers_the_whole_pool(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(pool_bytes=TWO_AREAS)
+    await registered(rig, extents_bytes(rig))
+    assert gpu.fake.calls(REGISTERS, rig.pid) == 2
+    await rig.store(await rig.client(LAYOUT), [0, 1])
+    assert gpu.fake.calls(REGISTERS, rig.pid) == 2
+
+
+async def test_a_copy_has_registered_what_it_needs(start_rig: StartRig, gpu: Gpu) -> None:
+    """Where the background could not register it."""
+    rig = await start_rig(pool_bytes=TWO_AREAS, environment={"FAKE_CUDA_FAIL": f"{REGISTERS}:1:2"})
+    client = await rig.client(LAYOUT)
+    await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 2)
+    assert rig.supervisor.registered_bytes(rig.worker) < extents_bytes(rig)
+    slots = [rig.open(1, LAYOUT.slot_bytes) for _ in range(120)]  # in both areas
+    for slot in (slots[0], slots[-1]):
+        part, _ = rig.post(client, Direction.STORE, [1], slot)
+        assert (await rig.finished(part)).outcome == Outcome.DONE
+    await registered(rig, extents_bytes(rig))
+
+
+@on(GPU_13, GPU_ROWS)
+async def test_no_copy_spans_two_registrations(start_rig: StartRig, gpu: Gpu) -> None:
+    """Slots on both sides of the border between two areas, equally far from each other, as rows would be."""
+    rig = await start_rig(pool_bytes=TWO_AREAS)
+    client = await rig.client(LAYOUT)
+    client.fill(1)
+    slots = rig.open(120, LAYOUT.slot_bytes)
+    border = 2 * MIB + 256 * MIB
+    behind = int((slots.astype(int) * 4096 >= border).argmax())
+    assert 0 < behind < len(slots) - 4
+    around = slots[behind - 4 : behind + 4]
+    part, _ = rig.post(client, Direction.STORE, range(8), around)
+    assert (await rig.finished(part)).outcome == Outcome.DONE
+    rig.commit(around)
+    kept = [client.block(block) for block in range(8)]
+    assert [rig.slot(int(slot), LAYOUT.slot_bytes) for slot in around] == kept
+    client.fill(2)
+    part, _ = rig.post(client, Direction.LOAD, range(8), around, verify=True)
+    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert [client.block(block) for block in range(8)] == kept
+    assert gpu.fake.refusals() == []
+
+
+async def test_a_part_of_the_pool_that_cannot_be_registered_fails_what_needs_it(
+    start_rig: StartRig, gpu: Gpu
+) -> None:
+    rig = await start_rig(environment={"FAKE_CUDA_FAIL": f"{REGISTERS}:*:2"})
+    client = await rig.client(LAYOUT)
+    part, _ = rig.post(client, Direction.STORE, [0], rig.open(1, LAYOUT.slot_bytes))
+    finished = await rig.finished(part)
+    assert finished.outcome == Outcome.FAILED
+    assert "registered" in finished.message
+    gpu.fake.lift(rig.pid)
+    await rig.store(client, [0])
+
+
+async def test_two_workers_register_one_after_the_other(
+    start_rig: StartRig, gpu: Gpu, other_gpu: Gpu
+) -> None:
+    """The first takes its time over it, and the second waits for that and for nothing else."""
+    rig = await start_rig(environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1:1500"})
+    await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the first to begin")
+    del rig.environment["FAKE_CUDA_HANG"]
+    await rig.supervisor.worker_for(other_gpu.name)
+    second = rig.beside(other_gpu)
+    while rig.supervisor.registered_bytes(rig.worker) == 0:
+        assert gpu.fake.calls(REGISTERS, second.pid) == 0
+        await asyncio.sleep(0.02)
+    await registered(second, extents_bytes(rig))
+    for each in (rig, second):
+        await each.store(await each.client(LAYOUT), [0])
+    assert gpu.fake.refusals() == []
+
+
+async def test_a_worker_that_hangs_in_registering_is_killed_and_the_others_go_on(
+    start_rig: StartRig, gpu: Gpu, other_gpu: Gpu
+) -> None:
+    limits = SupervisorLimits(copy_deadline_s=3.0)
+    rig = await start_rig(limits=limits, environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1"})
+    await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the first to begin")
+    del rig.environment["FAKE_CUDA_HANG"]
+    await rig.supervisor.worker_for(other_gpu.name)
+    healthy = rig.beside(other_gpu)
+    client = await healthy.client(LAYOUT)
+    slots = healthy.open(1, LAYOUT.slot_bytes)
+    part, _ = healthy.post(client, Direction.STORE, [0], slots)
+    # It waits for less time than would make it look stuck itself.
+    finished = await healthy.finished(part)
+    assert finished.outcome == Outcome.FAILED
+    assert "another GPU's worker has been registering" in finished.message
+    await until(lambda: rig.seen(WorkerLost))
+    assert "registering the pool" in rig.seen(WorkerLost)[0].why
+    part, _ = healthy.post(client, Direction.STORE, [0], slots)
+    assert (await healthy.finished(part)).outcome == Outcome.DONE
