@@ -34,8 +34,9 @@ class Device:
 
     @property
     def idle(self) -> bool:
-        """It has no worker because no session needs one."""
-        return self.worker is None and not self.permanent and not self.broken
+        """It has no worker, or soon has none, because no session needs one."""
+        ending = self.worker is None or self.worker.state is WorkerState.ENDING
+        return ending and not self.permanent and not self.broken
 
 
 class Devices:

@@ -172,13 +172,13 @@ async def test_words_beyond_their_memfd_are_refused(rig: Rig) -> None:
 async def test_a_worker_without_descriptors_left_refuses_and_goes_on(rig: Rig) -> None:
     client = await rig.client()
     pid = rig.pid
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (48, 48))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (112, 112))
 
     async def map_many() -> None:
         for session in range(2_000, 2_048):
             await rig.supervisor.map_words(rig.worker, SessionId(session), client.words_fd, DOORBELLS, PARTS)
 
-    with pytest.raises(Refusal, match="48 descriptors"):
+    with pytest.raises(Refusal, match="112 descriptors"):
         await map_many()
     await rig.store(client, [0])
     for session in (SessionId(2_000), SessionId(2_001)):

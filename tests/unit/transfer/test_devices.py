@@ -89,8 +89,12 @@ def test_a_lost_gpu_is_replaced_when_somebody_asks_but_not_at_once() -> None:
 
 def test_a_gpu_that_was_idle_is_started_again_at_once_and_was_not_lost() -> None:
     host = Host()
-    assert host.end(host.start(GPU), lost=False) is None
+    worker = host.start(GPU)
     [_, device] = host.devices
+    assert not device.idle
+    worker.state = WorkerState.ENDING
+    assert device.idle
+    assert host.end(worker, lost=False) is None
     assert (device.idle, device.broken) == (True, False)
     assert host.start(GPU).respawns == 0
     assert not device.idle

@@ -11,6 +11,7 @@ from kvtier_kernels import PART_DONE, PART_FAILED
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
+from kvtierd.transfer.packets import FDS_MAX
 from kvtierd.transfer.status import StatusPage
 from kvtierd.transfer.worker.device import Copier, Device
 from kvtierd.transfer.worker.lanes import Lanes, PartCalls
@@ -28,7 +29,7 @@ memory."""
 
 SESSIONS_MAX = 4_096
 
-FDS_SPARE = 16
+FDS_SPARE = FDS_MAX + 16
 """Descriptors that stay free: a packet whose descriptors do not fit would be the worker's end."""
 
 _OVERWRITTEN = "its part word was overwritten by somebody else"
