@@ -145,7 +145,12 @@ def _choose(library: Library, wanted: CopyMethod | None) -> tuple[CopyMethod, st
             f"copy method {wanted.value!r} needs a newer driver: {has}; "
             "let the method be chosen by the driver's version"
         )
-    return CopyMethod.LOOP, f"{has}, which has no cuMemcpyBatchAsync", None
+    lacks = (
+        "whose cuMemcpyBatchAsync is not to be found"
+        if library.version >= abi.VERSION_BATCH
+        else "without batches"
+    )
+    return CopyMethod.LOOP, f"{has}, {lacks}", None
 
 
 def _attributes(order: int, prefer_overlap: bool) -> abi.CUmemcpyAttributes:

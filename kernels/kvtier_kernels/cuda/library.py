@@ -7,7 +7,7 @@ from ctypes import CDLL, CFUNCTYPE, byref, c_char_p, c_int, c_void_p
 from typing import Any, Final
 
 from kvtier_kernels.cuda import abi
-from kvtier_kernels.cuda.errors import SUCCESS, CudaError, CudaUnavailableError, init_advice
+from kvtier_kernels.cuda.errors import STICKY_CODES, SUCCESS, CudaError, CudaUnavailableError, init_advice
 
 PATH_VARIABLE: Final = "KVTIER_CUDA_LIBRARY"
 PATH_DEFAULT: Final = "libcuda.so.1"
@@ -78,7 +78,7 @@ class Library:
         return ctypes.cast(self._dll[name], c_void_p).value or 0
 
     def versioned(self, name: str, version: int, prototype: tuple[Any, ...]) -> Callable[..., int] | None:
-        """The form that function `name` (without suffix) had in CUDA `version`; None if the driver is older.
+        """The form that function `name` (without suffix) had in CUDA `version`; None if there is none.
 
         cuGetProcAddress answers a version above the driver's own with the newest form it has, whose
         parameters may be others: so the driver's version is looked at first.
@@ -94,6 +94,9 @@ class Library:
             abi.GET_PROC_ADDRESS_DEFAULT,
             byref(status),
         )
+        if code in STICKY_CODES:
+            arguments = (c_char_p(name.encode("ascii")), byref(found), version)
+            raise self.error("cuGetProcAddress_v2", code, arguments)
         if code != SUCCESS or status.value != abi.PROC_ADDRESS_FOUND or not found.value:
             return None
         return CFUNCTYPE(c_int, *prototype)(found.value)
@@ -160,4 +163,6 @@ def _argument_text(argument: Any) -> str:
         return hex(argument) if argument >= 1 << 40 else str(argument)
     if isinstance(argument, c_int):
         return str(argument.value)
+    if isinstance(argument, c_char_p) and argument.value is not None:
+        return argument.value.decode("ascii", "replace")
     return "…"

@@ -145,8 +145,16 @@ def test_without_the_batch_function_copies_loop(gpu: Gpu) -> None:
     gpu.fail("cuGetProcAddress_v2", 1, n=0)
     copies = Copies(gpu.driver)
     assert copies.method is CopyMethod.LOOP
+    assert "cuMemcpyBatchAsync is not to be found" in copies.describe()
     with pytest.raises(CudaUnavailableError):
         Copies(gpu.driver, CopyMethod.BATCH)
+
+
+def test_a_context_lost_while_the_batch_function_is_looked_up_is_no_reason_to_loop(gpu: Gpu) -> None:
+    gpu.fail("cuGetProcAddress_v2", 719)
+    with pytest.raises(CudaError, match=r"cuGetProcAddress_v2\(cuMemcpyBatchAsync, …, 13000\)") as lost:
+        Copies(gpu.driver)
+    assert lost.value.sticky
 
 
 def test_loading_from_many_threads_gives_one_driver(gpu: Gpu) -> None:
