@@ -26,7 +26,7 @@ EXPORT int fake_cuda_open_imports(struct open_import *imports, int room) {
         return 0;
     state_lock();
     state_sweep();
-    for (int index = 0; index < REFERENCES; index++) {
+    for (uint32_t index = 0; index < state->references_end; index++) {
         const struct reference *reference = &state->references[index];
         const struct allocation *allocation = reference->allocation ? state_find(reference->allocation) : NULL;
         if (!allocation || reference->pid == allocation->owner_pid)

@@ -14,7 +14,7 @@
 
 #include "settings.h"
 
-static const uint64_t MAGIC = 0x3141444355454b46; /* changes with the layout */
+static const uint64_t MAGIC = 0x3241444355454b46; /* changes with the layout */
 
 struct state *state;
 static struct process *mine;
@@ -125,7 +125,7 @@ void state_leave(void) {
         return;
     state_lock();
     atomic_store(&mine->contexts, 0);
-    for (int index = 0; index < REFERENCES; index++) {
+    for (uint32_t index = 0; index < state->references_end; index++) {
         struct reference *reference = &state->references[index];
         if (reference->allocation && reference->pid == my_pid && reference->started == my_start)
             state_drop_reference(reference->allocation);
@@ -151,7 +151,7 @@ static void name_of(uint64_t id, char *path, size_t size) {
 }
 
 static struct allocation *find(uint64_t id) {
-    for (int index = 0; index < ALLOCATIONS; index++)
+    for (uint32_t index = 0; index < state->allocations_end; index++)
         if (id && state->allocations[index].id == id)
             return &state->allocations[index];
     return NULL;
@@ -164,7 +164,7 @@ const struct allocation *state_find(uint64_t id) {
 const struct allocation *state_find_exported(int32_t pid, uint64_t started, uint64_t address) {
     if (!process_lives(pid, started))
         return NULL;
-    for (int index = 0; index < ALLOCATIONS; index++) {
+    for (uint32_t index = 0; index < state->allocations_end; index++) {
         const struct allocation *allocation = &state->allocations[index];
         if (allocation->id && allocation->kind == LEGACY && allocation->owner_pid == pid &&
             allocation->owner_started == started && allocation->owner_address == address)
@@ -180,7 +180,7 @@ int state_open(uint64_t id) {
 }
 
 static bool held(uint64_t id) {
-    for (int index = 0; index < REFERENCES; index++)
+    for (uint32_t index = 0; index < state->references_end; index++)
         if (state->references[index].allocation == id)
             return true;
     return false;
@@ -194,7 +194,7 @@ static void forget(struct allocation *allocation) {
 }
 
 static struct reference *my_reference(uint64_t id) {
-    for (int index = 0; index < REFERENCES; index++) {
+    for (uint32_t index = 0; index < state->references_end; index++) {
         struct reference *reference = &state->references[index];
         if (reference->allocation == id && reference->pid == my_pid && reference->started == my_start)
             return reference;
@@ -208,14 +208,15 @@ bool state_add_reference(uint64_t id) {
         return false;
     if (my_reference(id))
         return true;
-    for (int index = 0; index < REFERENCES; index++) {
+    for (uint32_t index = 0; index < REFERENCES; index++) {
         struct reference *reference = &state->references[index];
         if (reference->allocation)
             continue;
+        if (index >= state->references_end)
+            atomic_store(&state->references_end, index + 1);
+        reference->index = (uint32_t)(allocation - state->allocations);
         reference->pid = my_pid;
         reference->started = my_start;
-        reference->device = allocation->device;
-        reference->owner_pid = allocation->owner_pid;
         atomic_store(&reference->allocation, id);
         return true;
     }
@@ -242,10 +243,12 @@ void state_set_address(uint64_t id, uint64_t address) {
 }
 
 void state_sweep(void) {
+    static bool has_holder[ALLOCATIONS]; /* the lock makes it ours */
+    memset(has_holder, 0, sizeof has_holder);
     int32_t pid = 0;
     uint64_t started = 0;
     bool lives = false;
-    for (int index = 0; index < REFERENCES; index++) {
+    for (uint32_t index = 0; index < state->references_end; index++) {
         struct reference *reference = &state->references[index];
         if (!reference->allocation)
             continue;
@@ -256,9 +259,11 @@ void state_sweep(void) {
         }
         if (!lives)
             atomic_store(&reference->allocation, 0);
+        else if (state->allocations[reference->index].id == reference->allocation)
+            has_holder[reference->index] = true;
     }
-    for (int index = 0; index < ALLOCATIONS; index++)
-        if (state->allocations[index].id && !held(state->allocations[index].id))
+    for (uint32_t index = 0; index < state->allocations_end; index++)
+        if (state->allocations[index].id && !has_holder[index])
             forget(&state->allocations[index]);
     for (int index = 0; index < PROCESSES; index++) {
         struct process *process = &state->processes[index];
@@ -269,7 +274,7 @@ void state_sweep(void) {
 
 static uint64_t count_used(uint32_t device, bool with_contexts) {
     uint64_t used = 0;
-    for (int index = 0; index < ALLOCATIONS; index++)
+    for (uint32_t index = 0; index < state->allocations_end; index++)
         if (state->allocations[index].id && state->allocations[index].device == device)
             used += state->allocations[index].bytes;
     for (int index = 0; with_contexts && index < PROCESSES; index++)
@@ -292,10 +297,12 @@ bool state_has_room(uint32_t device, uint64_t bytes) {
 
 static bool enter_allocation(uint64_t id, uint32_t device, uint64_t bytes, enum memory_kind kind, int32_t pid,
                              uint64_t started) {
-    for (int index = 0; index < ALLOCATIONS; index++) {
+    for (uint32_t index = 0; index < ALLOCATIONS; index++) {
         struct allocation *allocation = &state->allocations[index];
         if (allocation->id)
             continue;
+        if (index >= state->allocations_end)
+            atomic_store(&state->allocations_end, index + 1);
         allocation->device = device;
         allocation->bytes = bytes;
         allocation->kind = kind;

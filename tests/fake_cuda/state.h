@@ -45,10 +45,9 @@ struct allocation {
 
 struct reference {
     _Atomic uint64_t allocation; /* id; 0: free */
+    uint32_t index;              /* of the allocation */
     int32_t pid;
     uint64_t started;
-    uint32_t device;
-    int32_t owner_pid;
 };
 
 /* An import, as tests see it. */
@@ -64,6 +63,9 @@ struct state {
     _Atomic uint64_t magic;
     pthread_mutex_t lock;
     _Atomic uint64_t last_id;
+    /* Entries from here on were never used: most tests need few of them. */
+    _Atomic uint32_t allocations_end;
+    _Atomic uint32_t references_end;
     /* When the link of a device is free again, monotonic nanoseconds; to the device, from the device. */
     _Atomic int64_t link_free_ns[DEVICES][2];
     struct process processes[PROCESSES];
