@@ -67,8 +67,9 @@ async def start_rig(mode: Mode, request: pytest.FixtureRequest) -> AsyncIterator
         limits: SupervisorLimits | None = None,
         pool_bytes: int = 66 << 20,
         environment: dict[str, str] | None = None,
+        worker: bool = True,
     ) -> Rig:
-        """`environment`: for the workers of a GPU."""
+        """`environment`: for the workers of a GPU. Without `worker`, none is started."""
         pool = HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1)
         of_gpu: dict[str, Any] = {}
         if gpu is not None:
@@ -80,7 +81,7 @@ async def start_rig(mode: Mode, request: pytest.FixtureRequest) -> AsyncIterator
                 "options": WorkerOptions(gpu_copy_method=mode.method),
             }
         rigs.append(Rig(pool, limits, **of_gpu))
-        await rigs[-1].start(fault)
+        await rigs[-1].start(fault, worker)
         return rigs[-1]
 
     yield start

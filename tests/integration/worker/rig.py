@@ -174,10 +174,12 @@ class Rig:
         other.device, other.new_memory, other._imports = gpu.name, gpu.allocate, gpu.imports
         return other
 
-    async def start(self, fault: str = "") -> None:
+    async def start(self, fault: str = "", worker: bool = True) -> None:
         if fault:
             self.environment["KVTIER_TEST_WORKER_FAULT"] = fault
         await self.supervisor.start()
+        if not worker:
+            return
         if self.device != CPU:
             await self.supervisor.worker_for(self.device)
         await until(lambda: self.seen(WorkerLive))
