@@ -34,8 +34,8 @@ class ConnectorConfig:
     """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
     in the next step."""
     load_start_deadline_s: float = 2.0
-    """A load that has not started this long after it may is given up, and its tokens are computed. The same
-    goes for stores that keep a finished request's blocks."""
+    """A load that has not started this long after it was let go (on a GPU: after its step was enqueued) is
+    given up, and its tokens are computed. The same goes for stores that keep a finished request's blocks."""
     share: str = "auto"
     """How a KV cache on a GPU is shared. "export": the daemon copies to and from it directly. "mirror": the
     engine copies blocks to and from host memory that the daemon maps, which costs it time and a thread, and

@@ -65,7 +65,7 @@ def engine_gpu() -> EngineGpu | None:
     if current_platform.is_cuda():
         return CudaGpu()
     raise NotShareable(
-        f"KV caches on {current_platform.device_type!r} devices are not supported: CPUs and NVIDIA GPUs are"
+        f"KV caches on {current_platform.device_name!r} devices are not supported: CPUs and NVIDIA GPUs are"
     )
 
 

@@ -14,7 +14,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier import Client, Group
@@ -28,8 +28,8 @@ from kvtier_vllm.sharing import Landing, Sharing
 if TYPE_CHECKING:
     from kvtier.cuda import DeviceMemory, MirrorMemory
 
-JOBS_MAX = 256
-"""Copies that wait. Beyond them stores are given up, and loads fail."""
+JOBS_MAX = 4_096
+"""Copies that wait; fewer than there are part words can. Beyond them stores are given up, and loads fail."""
 
 
 class _Job(ABC):
@@ -94,15 +94,39 @@ class _CopyIn(_Job):
         self.landing = Landing.FAILED
 
 
-class _Empty(_Job):
-    def __init__(self, memory: MirrorMemory, block_ids: Sequence[int]) -> None:
-        self._memory, self._block_ids = memory, block_ids
+class _Unused(_Job):
+    """Blocks whose place in the mirror is to be emptied. One job for all, submitted as often as needed: what
+    it finds when it runs is used by nobody, or by jobs that come after it."""
+
+    def __init__(self, memory: MirrorMemory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._blocks: set[int] = set()
+        self._waiting = False
+
+    def add(self, block_ids: Iterable[int]) -> bool:
+        """True: it is to be submitted."""
+        with self._lock:
+            self._blocks.update(block_ids)
+            submit = bool(self._blocks) and not self._waiting
+            self._waiting |= submit
+            return submit
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """They are used again."""
+        with self._lock:
+            self._blocks.difference_update(block_ids)
 
     def run(self) -> None:
-        self._memory.discard(self._block_ids)
+        with self._lock:
+            block_ids, self._blocks, self._waiting = list(self._blocks), set(), False
+        if block_ids:
+            self._memory.discard(block_ids)
 
     def give_up(self) -> None:
-        """They are emptied after their next use."""
+        """They stay until others are added."""
+        with self._lock:
+            self._waiting = False
 
 
 class _Copier:
@@ -193,8 +217,7 @@ class MirrorSharing(Sharing):
         self._users: Counter[int] = Counter()
         """By block: parts that were let go and are not over."""
         self._let_go: set[Part] = set()
-        self._unused: set[int] = set()
-        """Blocks whose place in the mirror is to be emptied."""
+        self._unused = _Unused(self._memory)
         self._ready: dict[Part, Callable[[], None]] = {}
         """Waits until the engine writes a load's target blocks no more."""
         self._landings: dict[Part, _CopyIn] = {}
@@ -219,6 +242,8 @@ class MirrorSharing(Sharing):
 
     def landing(self, part: Part) -> Landing:
         """See Sharing."""
+        if part not in self._ready:
+            return Landing.FAILED  # nobody let it go: whatever it loaded, the engine has not got it
         job = self._landings.get(part)
         if job is None:
             job = self._landings[part] = _CopyIn(self._memory, self._ready[part], part)
@@ -232,13 +257,12 @@ class MirrorSharing(Sharing):
         self._let_go.remove(part)
         self._ready.pop(part, None)
         self._landings.pop(part, None)
-        for block in part.block_ids:
-            self._users[block] -= 1
-            if not self._users[block]:
-                del self._users[block]
-                self._unused.add(block)
-        if self._unused and self._copier.submit(_Empty(self._memory, list(self._unused))):
-            self._unused.clear()
+        self._users.subtract(part.block_ids)
+        unused = [block for block in part.block_ids if not self._users[block]]
+        for block in unused:
+            del self._users[block]
+        if self._unused.add(unused):
+            self._copier.submit(self._unused)
 
     def sleep(self, client: Client | None, timeout_s: float) -> bool:
         """See Sharing. The daemon knows the mirror only, and keeps it."""
@@ -260,4 +284,4 @@ class MirrorSharing(Sharing):
         for part in parts:
             self._let_go.add(part)
             self._users.update(part.block_ids)
-            self._unused.difference_update(part.block_ids)
+            self._unused.remove(part.block_ids)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu]
 
 def platform(kind: str) -> Any:
     """As vLLM's `current_platform`."""
-    return SimpleNamespace(is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda", device_type=kind)
+    return SimpleNamespace(is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda", device_name=kind)
 
 
 @pytest.fixture
