@@ -1,4 +1,5 @@
-"""The matrix is ready to run as it is: on the fake driver every step runs, and the record and the report appear."""
+"""The matrix is ready to run as it is: on the fake driver every step runs, and the record and the report
+appear."""
 
 from __future__ import annotations
 

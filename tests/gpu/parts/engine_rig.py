@@ -24,6 +24,9 @@ DEADLINE_S = 60.0
 SCRATCH_VARIABLE = "KVTIER_GPU_SCRATCH"
 """Folder in /dev/shm for pools; whoever set it removes it, also after a kill."""
 
+STEP_BYTES = 64 << 20
+
+U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 
 
@@ -59,14 +62,18 @@ class EngineCache:
     """Device memory as an engine's paged cache: planes one after another, each with every block's
     fragment."""
 
-    def __init__(self, device: Device, num_blocks: int, planes: int, fragment_bytes: int) -> None:
+    def __init__(
+        self, device: Device, num_blocks: int, planes: int, fragment_bytes: int, address: int | None = None
+    ) -> None:
+        """In memory of its own, unless `address` says where as many bytes are."""
         self.num_blocks, self.planes, self.fragment_bytes = num_blocks, planes, fragment_bytes
         self.block_bytes = planes * fragment_bytes
         self.n = num_blocks * self.block_bytes
         self._device = device
-        self.address = device.alloc(self.n)
+        self.address = device.alloc(self.n) if address is None else address
 
     def group(self) -> Group:
+        """What a client is told of it."""
         return Group(
             block_tokens=16,
             num_blocks=self.num_blocks,
@@ -80,33 +87,45 @@ class EngineCache:
             ),
         )
 
+    def fragment_address(self, plane: int, block: int) -> int:
+        """Where this plane's part of a block lies."""
+        return self.address + (plane * self.num_blocks + block) * self.fragment_bytes
+
+    def write_block(self, block: int, content: U8) -> None:
+        """`content` has the block's bytes, plane by plane."""
+        for plane, part in enumerate(content.reshape(self.planes, self.fragment_bytes)):
+            self._device.write(self.fragment_address(plane, block), part)
+
+    def contents(self) -> U8:
+        """The whole cache as it is now, of shape (planes, blocks, bytes of a fragment)."""
+        return self._device.read(self.address, self.n).reshape(
+            self.planes, self.num_blocks, self.fragment_bytes
+        )
+
     def fill(self) -> U64:
         """New random content everywhere; returns each block's checksum."""
         rng = np.random.default_rng()
-        step = 64 << 20
-        for offset in range(0, self.n, step):
-            some = np.frombuffer(rng.bytes(min(step, self.n - offset)), np.uint8)
+        for offset in range(0, self.n, STEP_BYTES):
+            some = np.frombuffer(rng.bytes(min(STEP_BYTES, self.n - offset)), np.uint8)
             self._device.write(self.address + offset, some)
         return self.checksums()
 
-    def wipe(self) -> None:
-        """Every byte becomes another."""
-        step = 64 << 20
-        poison = np.full(min(step, self.n), 0x5A, np.uint8)
-        for offset in range(0, self.n, step):
+    def wipe(self, value: int = 0x5A) -> None:
+        """Every byte becomes this one."""
+        poison = np.full(min(STEP_BYTES, self.n), value, np.uint8)
+        for offset in range(0, self.n, STEP_BYTES):
             self._device.write(self.address + offset, poison[: self.n - offset])
 
     def checksums(self) -> U64:
         """Of every block, over all its planes, as the device has it now."""
-        content = self._device.read(self.address, self.n)
-        blocks = content.reshape(self.planes, self.num_blocks, self.fragment_bytes)
         total = np.zeros(self.num_blocks, np.uint64)
-        for plane in range(self.planes):
+        for plane in self.contents():
             # Multiplied, so that two planes with exchanged contents do not give the same sum.
-            total = total * np.uint64(0x9E3779B97F4A7C15) + xxh3_64_rows(np.ascontiguousarray(blocks[plane]))
+            total = total * np.uint64(0x9E3779B97F4A7C15) + xxh3_64_rows(np.ascontiguousarray(plane))
         return total
 
     def close(self) -> None:
+        """Gives memory of its own back."""
         self._device.free(self.address)
 
 

@@ -50,7 +50,7 @@ class TorchGemm:
         for _ in range(self._products):
             self._torch.mm(self._a, self._b, out=self._c)
         if self._cuda:
-            self._torch.cuda.synchronize()
+            self._torch.cuda.current_stream().synchronize()
 
 
 class TorchDecode:
@@ -107,7 +107,7 @@ class TorchDecode:
             self.forward()
             return
         self._graph.replay()
-        self._torch.cuda.synchronize()
+        self._torch.cuda.current_stream().synchronize()
 
     def _capture(self) -> None:
         torch = self._torch

@@ -1,0 +1,53 @@
+"""A copy worker that dies in the middle of its copies: nothing lands after the fence, and another replaces it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from tests.gpu.conftest import Place, StartEngine, gpu_worker, places
+from tests.gpu.test_engines import right, shuffled
+from tests.support.daemon import DaemonHost
+
+
+@pytest.fixture
+def pool_mib(place: Place) -> int:
+    """An instance may lease a quarter of it: all of the engine's cache."""
+    return place.pick(6146, 66)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "place", places(real=("driver", "chunks", "torch-caching"), fake=("driver",)), indirect=True
+)
+def test_a_copy_worker_killed_among_its_copies_is_replaced_and_nothing_lands_after_the_fence(
+    start_engine: StartEngine, host: DaemonHost, place: Place, family: str
+) -> None:
+    count = place.pick(1_024, 64)  # a gigabyte on a GPU: about 20 ms
+    engine = start_engine(num_blocks=count)
+    asked: dict[str, Any] = {
+        "family": family,
+        "numbers": list(range(count)),
+        "ids": shuffled(count, of=count),
+    }
+    assert engine.ask("store", **asked)["done"]
+    among = 0
+    for _ in range(place.pick(6, 3)):
+        worker = gpu_worker(host).pid
+        assert engine.ask("begin_load", **asked)["hits"] == count
+        os.kill(worker, signal.SIGKILL)
+        outcome = engine.ask("outcome")
+        assert outcome["fenced"], outcome["said"]
+        assert outcome["changed"] == 0
+        among += not outcome["done"]
+        loaded = engine.ask("load", **asked)
+        for _ in range(100):
+            if loaded["hits"] == count and loaded["done"]:
+                break
+            engine.ask("wait_ready")
+            loaded = engine.ask("load", **asked)
+        assert right(loaded, count)
+    assert among, "no kill fell among the copies"

@@ -1,0 +1,58 @@
+"""Memory that an engine gives back, or leaves behind when it is killed, is free for others.
+
+These look at what the whole GPU has in use: run them while nobody else uses it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from tests.gpu.conftest import Place, StartEngine, gpu_worker, places
+from tests.gpu.parts.child import Child
+from tests.gpu.test_engines import right, shuffled
+from tests.support.daemon import DaemonHost, until
+
+SLACK_BYTES = 256 << 20
+"""A real driver keeps a little of what it once took; a victim's cache is four times as large."""
+
+
+def memory_used(engine: Child) -> int:
+    return int(engine.ask("used")["bytes"])
+
+
+def test_an_engine_sleeps_gives_its_memory_back_and_wakes_with_other_memory(
+    start_engine: StartEngine, family: str
+) -> None:
+    engine = start_engine()
+    assert engine.ask("store", family=family, numbers=list(range(16)), ids=shuffled(16))["done"]
+    for _ in range(2):
+        slept = engine.ask("sleep")
+        assert slept["released"]
+        assert slept["freed"] > 0, "somebody still held the memory"
+        assert slept["ready"], slept["why"]
+        assert right(engine.ask("load", family=family, numbers=list(range(16)), ids=shuffled(16)), 16)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("place", places(real=("driver", "chunks", "torch-caching")), indirect=True)
+def test_an_engine_killed_among_its_copies_gives_all_its_memory_back(
+    start_engine: StartEngine, host: DaemonHost, place: Place, family: str
+) -> None:
+    survivor = start_engine("survivor", kind="driver")
+    assert survivor.ask("store", family=family, numbers=list(range(32)), ids=shuffled(32))["done"]
+    before = memory_used(survivor)
+    mapped = gpu_worker(host).mapped_bytes
+    slack = place.pick(SLACK_BYTES, 0)
+    for turn in range(place.pick(6, 2)):
+        victim = start_engine(f"victim-{turn}", num_blocks=place.pick(1_024, 64))
+        assert memory_used(survivor) > before + slack
+        victim.ask("churn", family=f"{family}-{turn}")
+        time.sleep(random.uniform(0.05, 0.5))
+        victim.kill()
+        victim.close()
+        until(lambda: memory_used(survivor) <= before + slack, "the dead engine's memory to be free")
+        assert right(survivor.ask("load", family=family, numbers=list(range(32)), ids=shuffled(32)), 32)
+        assert gpu_worker(host).mapped_bytes == mapped
