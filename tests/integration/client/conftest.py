@@ -12,10 +12,13 @@ import pytest
 from kvtier import Namespace
 
 from tests.support.daemon import DaemonHost
+from tests.support.engine_gpu import EngineGpu
+from tests.support.fake_cuda import FakeCuda
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.support.plain_client import NAMESPACE, PlainClient
 
 Connect = Callable[..., PlainClient]
+MakeGpu = Callable[..., EngineGpu]
 HEARTBEAT = {"server__heartbeat_interval_s": "0.2"}
 
 
@@ -68,3 +71,20 @@ def connect_to(namespace: Namespace) -> Iterator[Connect]:
     yield connect
     for plain in made:
         plain.close()
+
+
+@pytest.fixture
+def make_gpu(make_fake_cuda: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGpu]:
+    """Of a fake machine that this process and the daemons that it starts are on."""
+    made: list[EngineGpu] = []
+
+    def make(**settings: object) -> EngineGpu:
+        fake = make_fake_cuda(**settings)
+        for name, value in fake.environment.items():
+            monkeypatch.setenv(name, value)
+        made.append(EngineGpu(fake))
+        return made[-1]
+
+    yield make
+    for gpu in made:
+        gpu.driver.library.result("cuCtxSetCurrent", 0)

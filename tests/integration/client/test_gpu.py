@@ -14,9 +14,10 @@ from kvtier import Client, ClientState, Doorbell, Namespace, Outcome, Reason
 from kvtier.cuda import MirrorMemory
 from kvtier_kernels.cuda import CudaError
 
+from tests.integration.client.conftest import MakeGpu
 from tests.support.daemon import DaemonHost, until
 from tests.support.engine_gpu import EngineGpu
-from tests.support.fake_cuda import FakeCuda, make_fake_cuda
+from tests.support.fake_cuda import make_fake_cuda
 from tests.support.gpu_client import GpuCache, options, ready
 from tests.support.plain_client import READY_S, TRANSFER_S, block_hashes
 
@@ -27,26 +28,6 @@ HASHES = block_hashes("gpu", range(12))
 IDS = range(len(HASHES))
 WORK_S = 0.2
 """Of the engine's stream: far longer than a copy takes."""
-
-
-MakeGpu = Callable[..., EngineGpu]
-
-
-@pytest.fixture
-def make_gpu(make_fake_cuda: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeGpu]:
-    """Of a fake machine that this process and the daemons that it starts are on."""
-    made: list[EngineGpu] = []
-
-    def make(**settings: object) -> EngineGpu:
-        fake = make_fake_cuda(**settings)
-        for name, value in fake.environment.items():
-            monkeypatch.setenv(name, value)
-        made.append(EngineGpu(fake))
-        return made[-1]
-
-    yield make
-    for gpu in made:
-        gpu.driver.library.result("cuCtxSetCurrent", 0)
 
 
 @pytest.fixture
