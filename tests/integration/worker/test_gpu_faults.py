@@ -6,6 +6,7 @@ import pytest
 from kvtier_kernels import PART_FAILED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import PartId, Ticket
 from kvtierd.core.stimuli import Outcome, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.transfer.supervisor import SupervisorLimits
 
@@ -27,8 +28,8 @@ INVALID_VALUE = 1
 LOST = "exited with status 76"
 
 
-async def store(rig: Rig, client: Client) -> tuple[int, int]:
-    """Posts a store of one block: its number and ticket."""
+def store(rig: Rig, client: Client) -> tuple[PartId, Ticket]:
+    """Posts a store of one block."""
     return rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
 
 
@@ -49,7 +50,7 @@ async def test_a_lost_context_ends_the_worker_with_the_part_as_it_stands(
     rig = await start_rig()
     client = await rig.client()
     gpu.fake.arm(CALLS[mode], 1, LAUNCH_FAILED, rig.pid)
-    part, ticket = await store(rig, client)
+    part, ticket = store(rig, client)
     await until(lambda: rig.seen(WorkerExited))
     assert LOST in rig.seen(WorkerLost)[0].why
     assert client.part_state(ticket) == PART_STARTED  # its end is the fence
@@ -66,7 +67,7 @@ async def test_a_copy_of_which_nobody_knows_whether_it_landed_ends_the_worker(
 ) -> None:
     client = await rig.client()
     gpu.fake.arm(call, 1, code, rig.pid)
-    part, ticket = await store(rig, client)
+    part, ticket = store(rig, client)
     await until(lambda: rig.seen(WorkerExited))
     assert LOST in rig.seen(WorkerLost)[0].why
     assert client.part_state(ticket) == PART_STARTED
@@ -121,7 +122,7 @@ async def test_other_gpus_do_not_notice(start_rig: StartRig, gpu: Gpu, other_gpu
     await until(lambda: client.part_state(ticket) == PART_STARTED)
     victim = await rig.client()
     gpu.fake.arm(BATCH, 1, LAUNCH_FAILED, rig.pid)
-    await store(rig, victim)
+    store(rig, victim)
     await until(lambda: rig.seen(WorkerExited))
     assert not healthy.is_over(part)
     assert (await healthy.finished(part)).outcome == Outcome.DONE
@@ -154,7 +155,7 @@ async def test_a_copy_that_hangs_in_the_driver_kills_its_worker(
     client = await rig.client()
     await rig.store(client, [1])
     gpu.fake.hang(call, 1, rig.pid)
-    part, ticket = await store(rig, client)
+    part, ticket = store(rig, client)
     await until(lambda: rig.seen(WorkerExited))
     assert "store lane has been inside one copy call" in rig.seen(WorkerLost)[0].why
     assert client.part_state(ticket) == PART_STARTED
