@@ -14,6 +14,7 @@ import pytest
 from kvtier.v1 import admin_pb2
 
 from tests.gpu.parts.child import Child
+from tests.gpu.parts.device import Device, open_device
 from tests.gpu.parts.engine_memory import ENVIRONMENT, WITH_TORCH, WITHOUT_TORCH
 from tests.support.daemon import DaemonHost
 from tests.support.fake_cuda import FakeCuda, make_fake_cuda
@@ -76,6 +77,13 @@ def fake(
     for name, value in machine.environment.items():
         monkeypatch.setenv(name, value)
     return machine
+
+
+@pytest.fixture
+def device(fake: FakeCuda | None) -> Iterator[Device]:
+    """The GPU, its context current in this thread."""
+    with open_device() as device:
+        yield device
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def _shard(
     junit = log.with_suffix(".xml")
     # Names what the run makes in /dev/shm, so that shards do not take each other's for leaks.
     run_id = os.urandom(16).hex()
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--no-header", f"--junit-xml={junit}"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--no-header", f"--junit-xml={junit}"]
     command += ["-p", "no:cacheprovider", *what]
     begin = time.monotonic()
     status, tail = run_group(command, {**environment, "KVTIER_TEST_RUN": run_id}, deadline_s, log)

@@ -1,4 +1,4 @@
-"""A copy worker that dies in the middle of its copies: nothing lands after the fence, and another replaces it."""
+"""A copy worker that dies among its copies: nothing lands after the fence, and another takes its place."""
 
 from __future__ import annotations
 

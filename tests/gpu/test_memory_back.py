@@ -8,13 +8,17 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 
 from tests.gpu.conftest import Place, StartEngine, gpu_worker, places
 from tests.gpu.parts.child import Child
+from tests.gpu.parts.device import Device
 from tests.gpu.test_engines import right, shuffled
 from tests.support.daemon import DaemonHost, until
 
+MIB = 1 << 20
+WAIT_S = 30.0
 SLACK_BYTES = 256 << 20
 """A real driver keeps a little of what it once took; a victim's cache is four times as large."""
 
@@ -56,3 +60,22 @@ def test_an_engine_killed_among_its_copies_gives_all_its_memory_back(
         until(lambda: memory_used(survivor) <= before + slack, "the dead engine's memory to be free")
         assert right(survivor.ask("load", family=family, numbers=list(range(32)), ids=shuffled(32)), 32)
         assert gpu_worker(host).mapped_bytes == mapped
+
+
+@pytest.mark.parametrize("place", places(real=("driver",), fake=("driver",)), indirect=True)
+def test_an_allocation_stays_as_long_as_another_process_has_it_open(place: Place, device: Device) -> None:
+    """Its exporter may be killed: the memory goes when the last importer closes it."""
+    n = 64 * MIB
+    with Child("tests.gpu.children.owner") as owner:
+        [handle] = owner.ask("legacy", bytes=n, count=1)["handles"]
+        address = device.driver.ipc_open(bytes.fromhex(handle))
+        content = device.read(address, n)
+        owner.kill()
+        owner.close()
+    assert np.array_equal(device.read(address, n), content)
+    used = device.used_bytes()
+    device.driver.ipc_close(address)
+    end = time.monotonic() + WAIT_S
+    while used - device.used_bytes() < n:
+        assert time.monotonic() < end, "the memory is still in use"
+        time.sleep(0.01)
