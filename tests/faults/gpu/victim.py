@@ -29,6 +29,7 @@ BATCH = 32
 FENCE_S = 60.0
 STEP_S = 0.001
 READY_S = 1.0
+REFUSED_S = 0.02
 
 
 def family_of(number: int) -> str:
@@ -169,6 +170,8 @@ class Victim:
                 print("STORED", job.batch, flush=True)
         elif job.batch is not None or not copied:
             print("ENDED", "REFUSED" if job.transfer.outcome.refused else job.how, flush=True)
+            if job.transfer.outcome.refused:
+                time.sleep(REFUSED_S)  # nobody is there to serve it
         self.jobs[index] = None
 
 
