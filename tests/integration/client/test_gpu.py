@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import kvtier.aio
 import pytest
@@ -315,6 +316,42 @@ async def test_an_asyncio_client_may_be_closed_while_the_driver_hangs(
     gpu.fake.lift(os.getpid())
     until(lambda: not any(one.name == "kvtier-work" for one in threading.enumerate()), "the thread ends")
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- a daemon that needs its time ---
+
+SLOW_START_MS = 3_000
+IMPATIENT = {"server__heartbeat_interval_s": "0.2", "server__session_silence_s": "1"}
+
+
+@pytest.fixture
+def slow_host(
+    gpu: EngineGpu, socket_dir: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[DaemonHost]:
+    """Its copy worker needs three times as long for its context as a session may be silent."""
+    monkeypatch.setenv("FAKE_CUDA_HANG", f"cuDevicePrimaryCtxRetain:1:{SLOW_START_MS}")
+    host = DaemonHost(socket_dir, shm_dir / "pool", **IMPATIENT)
+    host.start()
+    yield host
+    host.stop()
+
+
+def test_a_client_stays_alive_while_it_is_registered(
+    gpu: EngineGpu, slow_host: DaemonHost, namespace: Namespace
+) -> None:
+    cache = GpuCache(gpu)
+    with Client(**options(cache, slow_host.socket, "one", namespace)) as client:
+        ready(client)
+        assert client.status.counters.epochs == 1
+
+
+async def test_an_asyncio_client_stays_alive_while_it_is_registered(
+    gpu: EngineGpu, slow_host: DaemonHost, namespace: Namespace
+) -> None:
+    cache = GpuCache(gpu)
+    async with kvtier.aio.Client(**options(cache, slow_host.socket, "one", namespace)) as client:
+        assert await client.wait_ready(READY_S), client.status
+        assert client.status.counters.epochs == 1
 
 
 # --- a driver that does not do everything ---

@@ -21,7 +21,7 @@ __all__ = ["make_fake_cuda"]
 pytestmark = [pytest.mark.fake_gpu, pytest.mark.faults]
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 400 if LONG else 40
+ROUNDS = 400 if LONG else 30
 BATCH = 8
 INTERFERENCE = (
     Reason.CANCELLED,

@@ -18,6 +18,7 @@ from kvtier_kernels import SharedWords
 from tests.support.daemon import until
 from tests.support.engine_gpu import EngineGpu
 from tests.support.fake_cuda import environment_of
+from tests.unit.client.cuda.conftest import MakeGpu
 
 pytestmark = pytest.mark.fake_gpu
 
@@ -157,6 +158,16 @@ def test_where_streams_cannot_write_a_thread_rings_after_the_work(
     bells.ring_on(stream, None, 3, 8)
     assert rung.all == []
     until(lambda: rung.all == [(3, 8)], "the thread has rung")
+
+
+def test_a_write_that_never_arrives_is_found_out(make_gpu: MakeGpu, rung: Rung, page: SharedBuffer) -> None:
+    gpu = make_gpu(memops="silent")
+    bells = DeviceMemory(gpu.alloc(4096), 4096).stream_doorbells(rung)
+    assert bells.expose(page, 64) is None
+    assert "did not arrive" in bells.mode
+    bells.ring_on(gpu.stream(), None, 3, 8)
+    until(lambda: rung.all == [(3, 8)], "the thread has rung")
+    close(bells)
 
 
 def test_a_write_that_is_refused_once_becomes_an_event(
