@@ -118,6 +118,8 @@ def register(session: Session, doorbells: StreamDoorbells | None) -> Steps:
     `doorbells`: how streams of a GPU ring here, if they do. Raises NotRegisteredError if it is worth another
     try in the same session.
     """
+    if not session.memory.wants_registration:
+        return  # it was taken back since somebody looked
     spec, memory = session.memory.begin()
     export: Export | None = None
     words_registered = False
@@ -194,7 +196,8 @@ def _register_memory(
 def unregister(session: Session) -> Steps:
     """Afterwards no copy can touch the memory any more, and the daemon has it mapped no longer."""
     registration = session.memory.registration
-    assert registration is not None
+    if registration is None:
+        return  # the session has ended since somebody looked
     body = side_pb2.UnregisterMemory(registration_id=registration)
     call = SideCall(side_pb2.SideRequest(unregister_memory=body), (), UNREGISTER_TIMEOUT_S)
     try:

@@ -11,7 +11,7 @@ from kvtier import KvtierError, NotExportableError, Reason, SharedBuffer
 from kvtier.attach import NotRegisteredError, SideCall, SideReply, Steps, Work, register, unregister
 from kvtier.errors import ConnectionLostError
 from kvtier.memory import ChunkPacket
-from kvtier.v1 import side_pb2
+from kvtier.v1 import cache_pb2, side_pb2
 
 from tests.unit.client.peer import BLOCK_BYTES, BLOCKS, Peer
 
@@ -233,7 +233,14 @@ def test_each_registration_exports_anew(attached: Peer, daemon: Daemon) -> None:
     memory = give(attached, GpuMemory())
     for _ in range(2):
         daemon.perform(register(attached.session, None))
+        lose_worker(attached)
     assert len(memory.exports) == 2
+
+
+def lose_worker(peer: Peer) -> None:
+    """The daemon asks for another registration."""
+    peer.say(instance=cache_pb2.InstanceEvent(missing_ranks=[0]))
+    peer.say(instance=cache_pb2.InstanceEvent(missing_ranks=[0], reregister_ranks=[0]))
 
 
 def test_doorbells_are_exposed_when_all_else_has_worked(attached: Peer, daemon: Daemon) -> None:
@@ -247,6 +254,18 @@ def test_doorbells_are_exposed_when_all_else_has_worked(attached: Peer, daemon: 
     daemon.perform(register(attached.session, bells))
     assert bells.exposed == [attached.session.spec.doorbells * 8]
     assert attached.session.words.exposed
+
+
+def test_memory_that_is_taken_back_at_the_last_moment_is_not_registered(
+    attached: Peer, daemon: Daemon
+) -> None:
+    give(attached, GpuMemory())
+    steps = register(attached.session, None)
+    attached.session.memory.release()
+    daemon.perform(steps)
+    daemon.perform(unregister(attached.session))
+    assert daemon.requests == []
+    assert attached.session.memory.released
 
 
 # --- refusals ---
