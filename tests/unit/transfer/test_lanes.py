@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from kvtier_kernels import PART_REVOKED, PART_STARTED, SharedWords
 from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.transfer.worker.cpu import CpuDevice
 from kvtierd.transfer.worker.device import Blocks, Copier, Flight
@@ -48,6 +49,9 @@ class Wire:
         self.landed: list[tuple[int, int]] = []
         self.flying: deque[Flight] = deque()
         self.full = False
+        self.steps_left = 0
+        self.prepared: list[bool] = []
+        """For each step of preparing: whether the part had started."""
         self.refuse_chunk_at: int | None = None
         self.lose_chunk_at: int | None = None
         self._allowed = threading.Semaphore(0)
@@ -58,8 +62,12 @@ class Wire:
     def is_full(self) -> bool:
         return self.full
 
-    def prepare(self, part: Part, chunk: slice) -> None:
-        pass
+    def prepare(self, part: Part, chunk: slice) -> bool:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            return False
+        self.prepared.append(part.run is not None)
+        return True
 
     def submit(self, part: Part, chunk: slice) -> Flight:
         if chunk.start == self.refuse_chunk_at:
@@ -89,6 +97,11 @@ class Wires(CpuDevice):
         self.store: Wire = Wire(depth)  # type: ignore[assignment]
 
 
+def session(number: int) -> Session:
+    words = SharedWords(bytearray(8 * 64), 64)
+    return Session(number, doorbells=0, parts=64, words=words)
+
+
 class Bench:
     def __init__(self, depth: int) -> None:
         self.device = Wires(depth)
@@ -98,7 +111,7 @@ class Bench:
         os.close(fd)
         self.ends: dict[int, PartEnd] = {}
         self.unstarted: list[int] = []
-        self.startable: Callable[[Part], bool] = lambda part: True
+        self.startable: Callable[[Part], bool] = lambda part: part.session.try_start(part)
         self.lanes = Lanes(
             self.device,
             self.status,
@@ -120,7 +133,7 @@ class Bench:
             session=session,
             plan=Size() if blocks else None,
             ticket=number,
-            word=0,
+            word=number,
             doorbell=None,
             doorbell_value=0,
             gate_deadline_s=0.0,
@@ -161,7 +174,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_sessions_take_turns_chunk_by_chunk(bench: Bench) -> None:
-    one, two = Session(1), Session(2)
+    one, two = session(1), session(2)
     bench.post(11, one, 3 * BLOCKS)
     bench.post(12, one, BLOCKS)
     bench.post(21, two, 2 * BLOCKS)
@@ -173,7 +186,7 @@ def test_sessions_take_turns_chunk_by_chunk(bench: Bench) -> None:
 
 
 def test_no_more_fly_than_the_device_wants_and_they_land_in_order(bench: Bench) -> None:
-    bench.post(1, Session(1), 4 * BLOCKS)
+    bench.post(1, session(1), 4 * BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)
     bench.load.let_land(1)
@@ -188,8 +201,8 @@ def test_no_more_fly_than_the_device_wants_and_they_land_in_order(bench: Bench) 
 
 def test_a_chunk_that_cannot_start_fails_its_part_when_nothing_of_it_flies(bench: Bench) -> None:
     bench.load.refuse_chunk_at = BLOCKS
-    bench.post(1, Session(1), 3 * BLOCKS)
-    bench.post(2, Session(2), BLOCKS)
+    bench.post(1, session(1), 3 * BLOCKS)
+    bench.post(2, session(2), BLOCKS)
     bench.lanes.start()
     until(lambda: (2, 0) in bench.load.submitted)
     bench.load.let_land(2)
@@ -202,7 +215,7 @@ def test_a_chunk_that_cannot_start_fails_its_part_when_nothing_of_it_flies(bench
 
 def test_a_chunk_that_does_not_land_well_fails_its_part_and_what_flies_lands_first(bench: Bench) -> None:
     bench.load.lose_chunk_at = 0
-    bench.post(1, Session(1), 3 * BLOCKS)
+    bench.post(1, session(1), 3 * BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)
     bench.load.let_land(2)
@@ -213,7 +226,7 @@ def test_a_chunk_that_does_not_land_well_fails_its_part_and_what_flies_lands_fir
 
 
 def test_an_abandoned_part_lands_what_flies_and_fails(bench: Bench) -> None:
-    part = bench.post(1, Session(1), 5 * BLOCKS)
+    part = bench.post(1, session(1), 5 * BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)
     bench.abandon(part)
@@ -227,11 +240,11 @@ def test_an_abandoned_part_lands_what_flies_and_fails(bench: Bench) -> None:
 
 def test_an_abandoned_part_does_not_wait_for_its_turn(bench: Bench) -> None:
     """A store that waits for loads, or for checksums, is ended at once."""
-    part = bench.post(1, Session(1), 2 * BLOCKS, is_load=False)
+    part = bench.post(1, session(1), 2 * BLOCKS, is_load=False)
     bench.store.full = False
     bench.lanes.start()
     until(lambda: len(bench.store.submitted) == 2)
-    other = bench.post(2, Session(2), 3 * BLOCKS, is_load=False)
+    other = bench.post(2, session(2), 3 * BLOCKS, is_load=False)
     bench.store.let_land(1)
     until(lambda: (2, 0) in bench.store.submitted)
     bench.store.full = True
@@ -243,10 +256,10 @@ def test_an_abandoned_part_does_not_wait_for_its_turn(bench: Bench) -> None:
 
 
 def test_what_is_withdrawn_never_starts(bench: Bench) -> None:
-    session = Session(1)
-    bench.post(1, session, 2 * BLOCKS)
-    queued = bench.post(2, session, BLOCKS)
-    other = bench.post(3, Session(2), BLOCKS)
+    one = session(1)
+    bench.post(1, one, 2 * BLOCKS)
+    queued = bench.post(2, one, BLOCKS)
+    other = bench.post(3, session(2), BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)  # parts 1 and 3
     assert bench.withdraw(lambda part: True) == [queued]
@@ -257,10 +270,10 @@ def test_what_is_withdrawn_never_starts(bench: Bench) -> None:
 
 
 def test_a_part_that_may_not_start_is_ended_unstarted(bench: Bench) -> None:
-    bench.startable = lambda part: part.number != 1
-    session = Session(1)
+    bench.startable = lambda part: part.number != 1 and part.session.try_start(part)
+    one = session(1)
     for number, blocks in ((1, 3 * BLOCKS), (2, BLOCKS), (3, 0)):
-        bench.post(number, session, blocks)
+        bench.post(number, one, blocks)
     bench.lanes.start()
     bench.load.let_land(1)
     until(lambda: len(bench.ends) == 2)
@@ -270,11 +283,33 @@ def test_a_part_that_may_not_start_is_ended_unstarted(bench: Bench) -> None:
     until(lambda: not bench.lanes.busy)
 
 
+def test_what_takes_a_while_comes_before_the_start(bench: Bench) -> None:
+    """So that a client can still revoke a part that waits for it."""
+    bench.load.steps_left = 3
+    bench.post(1, session(1), BLOCKS)
+    bench.lanes.start()
+    bench.load.let_land(1)
+    until(lambda: bench.ends)
+    assert bench.load.prepared == [False] * 3
+
+
+def test_a_store_that_its_client_withdraws_reads_no_further_chunk(bench: Bench) -> None:
+    part = bench.post(1, session(1), 5 * BLOCKS, is_load=False)
+    bench.lanes.start()
+    until(lambda: len(bench.store.submitted) == 2)
+    assert part.session.words is not None
+    assert part.session.words.compare_exchange(1, 1 << 8 | PART_STARTED, 1 << 8 | PART_REVOKED)
+    bench.store.let_land(2)
+    until(lambda: bench.ends)
+    assert len(bench.store.submitted) == len(bench.store.landed) == 2
+    assert bench.ends[1].outcome == wire.FAILED
+
+
 def test_a_full_copier_gets_nothing_until_it_has_room(bench: Bench) -> None:
     bench.store.full = True
-    bench.post(1, Session(1), BLOCKS, is_load=False)
+    bench.post(1, session(1), BLOCKS, is_load=False)
     bench.lanes.start()
-    bench.post(2, Session(1), BLOCKS)
+    bench.post(2, session(1), BLOCKS)
     bench.load.let_land(1)
     until(lambda: 2 in bench.ends)
     assert bench.store.submitted == []
@@ -286,8 +321,8 @@ def test_a_full_copier_gets_nothing_until_it_has_room(bench: Bench) -> None:
 
 def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtierd.transfer.worker.lanes.STORE_YIELD_S_MAX", 3600.0)
-    bench.post(1, Session(1), BLOCKS)
-    bench.post(2, Session(2), BLOCKS, is_load=False)
+    bench.post(1, session(1), BLOCKS)
+    bench.post(2, session(2), BLOCKS, is_load=False)
     bench.lanes.start()
     until(lambda: bench.load.submitted)
     assert bench.store.submitted == []
@@ -296,15 +331,15 @@ def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: p
     bench.store.let_land(1)
     until(lambda: 2 in bench.ends)
     monkeypatch.setattr("kvtierd.transfer.worker.lanes.STORE_YIELD_S_MAX", 0.001)
-    bench.post(3, Session(1), BLOCKS)
+    bench.post(3, session(1), BLOCKS)
     until(lambda: len(bench.load.submitted) == 2)
-    bench.post(4, Session(2), BLOCKS, is_load=False)
+    bench.post(4, session(2), BLOCKS, is_load=False)
     until(lambda: len(bench.store.submitted) == 2)
     assert 3 not in bench.ends
 
 
 def test_a_status_word_counts_from_the_oldest_flight(bench: Bench) -> None:
-    bench.post(1, Session(1), 3 * BLOCKS)
+    bench.post(1, session(1), 3 * BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)
     first = bench.word(StatusWord.LOAD_LANE)
@@ -319,7 +354,7 @@ def test_a_status_word_counts_from_the_oldest_flight(bench: Bench) -> None:
 
 
 def test_stopped_lanes_finish_what_has_started(bench: Bench) -> None:
-    part = bench.post(1, Session(1), 3 * BLOCKS)
+    part = bench.post(1, session(1), 3 * BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)
     assert bench.withdraw(lambda _: True) == []

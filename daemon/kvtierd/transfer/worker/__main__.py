@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 
 import numpy as np
@@ -40,12 +39,9 @@ NICENESS = 5
 
 STUCK_STATUS = 75
 
-POPULATE_END_S = 1.0
-"""For the thread that maps the pool to end: far longer than it takes. Nothing depends on how it ends."""
 
-
-def main() -> int:
-    """Runs a worker; returns its exit status."""
+def main() -> None:
+    """Runs a worker and ends the process with its status."""
     arguments = _parse()
     faulthandler.enable()
     logs.configure(arguments.log_level, arguments.log_format)
@@ -68,7 +64,7 @@ def main() -> int:
         _log.debug("the device cannot be served", device=arguments.device, why=str(error.refusal))
         with contextlib.suppress(ChannelEndedError):
             channel.send(_unusable(error.refusal))
-        return 0
+        return
     engine = Engine(device, channel, status)
     engine.start()
     populator = Populator(pool, engine.is_busy, device)
@@ -86,10 +82,10 @@ def main() -> int:
         exit_status = 1
     populator.stop()
     _finish(engine, status, arguments.copy_deadline_s)
-    if not populator.join(POPULATE_END_S):
-        logging.shutdown()
-        os._exit(exit_status)
-    return exit_status
+    # Without an end of the interpreter: threads may be inside a driver, or still have something to unmap, and
+    # the end of the process does all that is left.
+    logging.shutdown()
+    os._exit(exit_status)
 
 
 def _parse() -> argparse.Namespace:
@@ -170,4 +166,4 @@ def _finish(engine: Engine, status: StatusPage, copy_deadline_s: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -86,8 +86,8 @@ class CpuCopier:
     def is_full(self) -> bool:
         return False
 
-    def prepare(self, part: Part, chunk: slice) -> None:
-        pass
+    def prepare(self, part: Part, chunk: slice) -> bool:
+        return False
 
     def submit(self, part: Part, chunk: slice) -> Flight:
         assert isinstance(part.plan, CopyPlan)

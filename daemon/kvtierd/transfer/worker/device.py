@@ -91,9 +91,9 @@ class Copier(Protocol):
     def is_full(self) -> bool:
         """True while it can take no chunk; the `on_room` of its device is called when that ends."""
 
-    def prepare(self, part: Part, chunk: slice) -> None:
-        """Makes ready what a chunk needs and what may take a while, before the part starts. Raises nothing:
-        what is not ready then shows in `submit`."""
+    def prepare(self, part: Part, chunk: slice) -> bool:
+        """Makes ready what a chunk needs and what may take a while, before the part starts, step by step:
+        True if it is to be called again. Raises nothing: what is not ready then shows in `submit`."""
 
     def submit(self, part: Part, chunk: slice) -> Flight:
         """Starts a chunk of a started part.

@@ -287,9 +287,10 @@ class Lanes:
 
     def _submit(self, lane: _Lane, part: Part, chunk: slice | None) -> None:
         self._watch(lane)
-        if chunk is not None and not part.abandoned:
+        if chunk is not None:
             # Before the start, so that a client can still revoke a part that waits for this.
-            lane.copier.prepare(part, chunk)
+            while not part.abandoned and lane.copier.prepare(part, chunk):
+                self._status.enter(lane.word)
         if part.run is None:
             if part.abandoned or not self._calls.start(part):
                 self._unwatch(lane)
@@ -299,6 +300,12 @@ class Lanes:
                 self._ended(lane)
                 return
             part.run = Run(np.zeros(len(part.block_ids), np.bool_))
+        elif not part.is_load and part.session.is_revoked(part):
+            # Its client has withdrawn it: what it would still read may be somebody else's by now.
+            chunk = None
+            part.run.error = part.run.error or "withdrawn"
+            with self.lock:
+                lane.drop(part)
         if chunk is not None and not part.abandoned:
             started_ns = time.monotonic_ns()
             try:

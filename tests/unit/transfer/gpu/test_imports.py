@@ -253,3 +253,20 @@ def test_mapping_goes_on_while_other_memory_is_being_let_go_of(
     assert not slow.is_alive()
     other.unmap()
     context.release()
+
+
+def test_chunks_of_another_gpu_are_refused(imports: Imports, engine: Engine, gpu: Gpu) -> None:
+    other = Engine(gpu.fake, ordinal=1)
+    chunks = []
+    try:
+        for owner in (engine, other):
+            fd = owner.chunk(CHUNK)
+            chunks.append(imports.chunk(fd, CHUNK))
+            os.close(fd)
+        refusal = refused(imports, message(wire.DeviceRange(bytes=2 * CHUNK, chunks=2)), chunks)
+    finally:
+        for chunk in chunks:
+            chunk.release()
+        other.close()
+    assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].chunks")
+    assert gpu.info.name in refusal.message

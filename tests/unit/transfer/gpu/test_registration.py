@@ -35,6 +35,10 @@ class Bench:
             gpu.driver, mapping, self.pool.fd, records, self.status, lock_deadline_s, area_bytes
         )
 
+    def ensure(self, slots: Slots) -> None:
+        while self.registration.ensure_next(slots):
+            pass
+
     def slot_of(self, extent: int) -> Slots:
         return self.pool.geometry.slots_of(extent, 5_000)[-1:]
 
@@ -64,11 +68,11 @@ def test_what_a_lane_needs_is_registered_once(bench: Bench, gpu: Gpu) -> None:
     one, far = bench.slot_of(1), bench.slot_of(EXTENTS - 1)
     with pytest.raises(NotRegisteredError):
         bench.registration.require(one)
-    bench.registration.ensure(np.concatenate([one, far, one]))
+    bench.ensure(np.concatenate([one, far, one]))
     bench.registration.require(np.concatenate([far, one]))
     bench.registration.require(bench.slot_of(0))
     assert bench.status.registered_bytes() == 3 * MIB
-    bench.registration.ensure(one)
+    bench.ensure(one)
     bench.registration.register(bench.registration.areas[0])
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 2
     with pytest.raises(NotRegisteredError):
@@ -76,25 +80,25 @@ def test_what_a_lane_needs_is_registered_once(bench: Bench, gpu: Gpu) -> None:
 
 
 def test_slots_that_the_pool_has_not_are_left_to_others(bench: Bench, gpu: Gpu) -> None:
-    bench.registration.ensure(np.array([0, 1, 0xFFFF_FFFF], np.uint32))
+    bench.ensure(np.array([0, 1, 0xFFFF_FFFF], np.uint32))
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 0
 
 
 def test_the_background_gets_what_is_not_registered_when_it_comes_to_it(bench: Bench) -> None:
     areas = iter(bench.registration.nearest_first(None))
     bench.registration.register(next(areas))
-    bench.registration.ensure(bench.slot_of(2))
+    bench.ensure(bench.slot_of(2))
     assert list(areas) == bench.registration.areas[2:]
 
 
 def test_what_cannot_be_registered_is_named_and_tried_again(bench: Bench, gpu: Gpu) -> None:
     gpu.fake.arm("cuMemHostRegister_v2", 1, 2, os.getpid())
     slot = bench.slot_of(0)
-    bench.registration.ensure(slot)
+    bench.ensure(slot)
     with pytest.raises(NotRegisteredError, match="OUT_OF_MEMORY"):
         bench.registration.require(slot)
     assert bench.status.registered_bytes() == 0
-    bench.registration.ensure(slot)
+    bench.ensure(slot)
     bench.registration.require(slot)
 
 
@@ -110,11 +114,11 @@ def test_another_process_that_registers_is_waited_for_but_not_for_ever(gpu: Gpu)
     with other:
         assert other.stdout is not None
         assert other.stdout.readline()
-        bench.registration.ensure(bench.slot_of(0))
+        bench.ensure(bench.slot_of(0))
         with pytest.raises(NotRegisteredError, match="another GPU's worker"):
             bench.registration.require(bench.slot_of(0))
         other.kill()
-    bench.registration.ensure(bench.slot_of(0))
+    bench.ensure(bench.slot_of(0))
     bench.registration.require(bench.slot_of(0))
     bench.close()
 
@@ -135,7 +139,7 @@ def test_the_lock_of_the_pool_is_another(bench: Bench) -> None:
         ).stdout.strip()
 
     before = state()
-    bench.registration.ensure(bench.slot_of(0))
+    bench.ensure(bench.slot_of(0))
     assert state() == before
 
 

@@ -40,6 +40,10 @@ class SlotTakenError(Exception):
 class Descriptors(Protocol):
     """How one direction's descriptors get to the driver."""
 
+    @property
+    def how(self) -> str:
+        """For the log."""
+
     def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
         """Puts the copies on the stream. ValueError, and nothing was; CudaError, and some may have been."""
 
@@ -48,6 +52,7 @@ class Batches:
     """Batches of runs."""
 
     def __init__(self, copies: Copies, pool: PoolRegistration, stream: int, to_device: bool) -> None:
+        self.how = copies.describe()
         self._copies = copies
         self._pool = pool
         self._stream = stream
@@ -68,6 +73,7 @@ class Rows:
     """Two-dimensional copies, one by one."""
 
     def __init__(self, copies: Copies, pool: PoolRegistration, stream: int, to_device: bool) -> None:
+        self.how = "two-dimensional copies, one by one (as asked for)"
         self._copy = copies.rows_to_device if to_device else copies.rows_to_host
         self._pool = pool
         self._stream = stream
@@ -108,13 +114,14 @@ class GpuCopier:
         self._fault = fault
         self._idle = [driver.event_create() for _ in range(DEPTH)]
         self._flying: deque[int] = deque()
+        self.how = descriptors.how
         self.chunk_bytes = LOAD_CHUNK_BYTES if sealer is None else STORE_CHUNK_BYTES
 
     def is_full(self) -> bool:
         return self._sealer is not None and self._sealer.is_full()
 
-    def prepare(self, part: Part, chunk: slice) -> None:
-        self._pool.ensure(part.slots[chunk])
+    def prepare(self, part: Part, chunk: slice) -> bool:
+        return self._pool.ensure_next(part.slots[chunk])
 
     def submit(self, part: Part, chunk: slice) -> Flight:
         assert isinstance(part.plan, DevicePlan)

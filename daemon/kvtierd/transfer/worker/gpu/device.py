@@ -31,6 +31,9 @@ from kvtierd.wire import worker_pb2 as wire
 
 _log = logger(__name__)
 
+REGISTER_FAILURES_MAX = 3
+"""In the background; then the pool is registered as it is used."""
+
 LOCK_DEADLINE_S_MAX = 5.0
 """For another GPU's worker to end registering an area, 25 ms each."""
 
@@ -61,6 +64,7 @@ class GpuDevice:
     ) -> None:
         """Makes the primary context and makes it current in this thread. DeviceUnusableError, whose refusal
         says what to change. `pool_fd` stays open as long as this object lives."""
+        self._register_failures = 0
         # The driver then loads kernels as they are needed, which is never: less of the GPU's memory.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         with _unusable(name):
@@ -93,7 +97,7 @@ class GpuDevice:
             device=name,
             product=self._gpu.product,
             driver=driver.version_text,
-            copies=Copies(driver, _method(options.copy_method)).describe(),
+            copies=self.load.how,
             numa_node=self._node,
         )
 
@@ -130,7 +134,10 @@ class GpuDevice:
     def pool_areas(self) -> Iterable[Area]:
         # No copy touches the pool's header; it is mapped all the same.
         yield self._header
-        yield from self._registration.nearest_first(self._node)
+        for area in self._registration.nearest_first(self._node):
+            if self._register_failures >= REGISTER_FAILURES_MAX:
+                return
+            yield area
 
     def pool_area_mapped(self, area: Area) -> None:
         if area == self._header:
@@ -138,7 +145,8 @@ class GpuDevice:
         try:
             self._registration.register(area)
         except (CudaError, NotRegisteredError) as error:
-            _log.info("an area of the pool is registered when it is used", why=str(error))
+            self._register_failures += 1
+            _log.warning("a part of the pool is registered when it is used", why=str(error))
 
     def _stay_near(self) -> None:
         numa.stay_near(self._node)

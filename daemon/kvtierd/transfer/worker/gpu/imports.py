@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from kvtier_kernels import DevicePlan
-from kvtier_kernels.cuda import IPC_HANDLE_BYTES, CudaError, DeviceInfo, Driver
+from kvtier_kernels.cuda import IPC_HANDLE_BYTES, CudaError, DeviceInfo, Driver, PointerInfo
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.worker.gpu.fatal import context_guard, must_succeed
@@ -231,18 +231,25 @@ class Imports:
                 self._driver.unreserve(address, total)
             raise
         memory.add(wanted.bytes, address + wanted.offset, _Reservation(address, total))
+        for chunk in reversed(chunks):
+            end -= chunk.size_bytes
+            self._on_this_gpu(f"{field}.chunks", len(chunks), end)
 
-    def _check_place(self, field: str, base: int, offset: int, size_bytes: int) -> None:
-        """Is the range inside what its handle opened, and that on this GPU?"""
-        with _refused(field, offset, "the driver does not know what it has opened"):
-            info = self._driver.pointer_info(base)
+    def _on_this_gpu(self, field: str, value: object, address: int) -> PointerInfo:
+        with _refused(field, value, "the driver does not know what it has opened"):
+            info = self._driver.pointer_info(address)
         if not info.is_device or info.ordinal != self._gpu.ordinal:
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,
                 f"this memory is not on {self._gpu.name}: name its own GPU in RegisterWords.device",
                 field=field,
-                value=offset,
+                value=value,
             )
+        return info
+
+    def _check_place(self, field: str, base: int, offset: int, size_bytes: int) -> None:
+        """Is the range inside what its handle opened, and that on this GPU?"""
+        info = self._on_this_gpu(field, offset, base)
         have = info.base + info.size - base
         if offset + size_bytes > have:
             raise Refusal(

@@ -85,17 +85,24 @@ class PoolRegistration:
     def pool_bytes(self) -> int:
         return len(self._pool)
 
-    def ensure(self, slots: Slots) -> None:
-        """Has what is missing of these slots' areas registered, which takes a while. What fails shows in
-        `require`; slots that the pool has not are none of its business."""
-        for index in np.unique(self._areas_of(slots)).tolist():
-            if 0 <= index < len(self.areas) and not self._registered[index]:
-                try:
-                    self._populate(index)
-                    self._register(index)
-                except (CudaError, NotRegisteredError, OSError) as error:
-                    self._why = str(error)
-                    _log.error("a part of the pool cannot be registered", area=index, error=str(error))
+    def ensure_next(self, slots: Slots) -> bool:
+        """Has an area registered that these slots lack, which takes a while; True if they may lack another.
+
+        What fails shows in `require`; slots that the pool has not are none of its business.
+        """
+        indexes = np.unique(self._areas_of(slots))
+        indexes = indexes[(indexes >= 0) & (indexes < len(self.areas))]
+        missing = indexes[~self._registered[indexes]].tolist()
+        if not missing:
+            return False
+        try:
+            self._populate(missing[0])
+            self._register(missing[0])
+        except (CudaError, NotRegisteredError, OSError) as error:
+            self._why = str(error)
+            _log.error("a part of the pool cannot be registered", area=missing[0], why=str(error))
+            return False
+        return len(missing) > 1
 
     def require(self, slots: Slots) -> None:
         """NotRegisteredError unless all these slots' areas are registered."""

@@ -67,6 +67,8 @@ class Sealer:
         enter_thread: Callable[[], None],
         unsealed_bytes_max: int = UNSEALED_BYTES_MAX,
     ) -> None:
+        if threads < 1:
+            raise ValueError(f"{threads} threads to compute checksums: use 1 or more")
         self._pool = pool
         self._records = records
         self._enter_thread = enter_thread
