@@ -191,14 +191,16 @@ async def test_a_first_worker_that_does_not_come_up_says_why() -> None:
 async def test_stop_finishes_what_runs_and_revokes_the_rest(start_rig: StartRig) -> None:
     rig = await start_rig(fault="slow-copy:800")
     client = await rig.client()
-    slots = rig.open(3, client.layout.slot_bytes)
+    slots = rig.open(4, client.layout.slot_bytes)
     runs, running = rig.post(client, Direction.STORE, [0], slots[:1])
-    queued, _ = rig.post(client, Direction.STORE, [1], slots[1:2])
-    gated, _ = rig.post(client, Direction.STORE, [2], slots[2:], gate=(0, 1))
+    rig.post(client, Direction.STORE, [1], slots[1:2])  # on a GPU it may run, too
+    queued, _ = rig.post(client, Direction.STORE, [2], slots[2:3])
+    gated, _ = rig.post(client, Direction.STORE, [3], slots[3:], gate=(0, 1))
     await until(lambda: client.part_state(running) == PART_STARTED)
     assert await rig.supervisor.stop(SLACK_S)
     outcomes = {event.part: event.outcome for event in rig.seen(PartFinished)}
-    assert outcomes == {runs: Outcome.DONE, queued: Outcome.REVOKED, gated: Outcome.REVOKED}
+    assert outcomes[runs] == Outcome.DONE
+    assert outcomes[queued] == outcomes[gated] == Outcome.REVOKED
     assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited"]
     assert "exited with status 0" in rig.seen(WorkerLost)[0].why
 

@@ -147,9 +147,10 @@ async def test_loads_overtake_a_store_that_runs(start_rig: StartRig) -> None:
     slots = await rig.store(client, [0])
     store, ticket = rig.post(client, Direction.STORE, list(range(1, 61)), rig.open(60, BIG.slot_bytes))
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    loads = [rig.post(client, Direction.LOAD, [63], slots)[0] for _ in range(5)]
+    # A GPU's store has four chunks, two of which may be on their way.
+    loads = [rig.post(client, Direction.LOAD, [63], slots)[0] for _ in range(2)]
     assert (await rig.finished(store)).outcome == Outcome.DONE
-    assert [event.part for event in rig.seen(PartFinished)][-6:] == [*loads, store]
+    assert [event.part for event in rig.seen(PartFinished)][-3:] == [*loads, store]
 
 
 async def test_loads_without_end_do_not_starve_a_store(start_rig: StartRig) -> None:
