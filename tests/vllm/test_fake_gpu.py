@@ -89,10 +89,13 @@ def machine(request: pytest.FixtureRequest, model: Path) -> Iterator[Machine]:
     shutil.rmtree(pool)
 
 
-DRIVERS = [{"version": 13000}, {"version": 12080}, {"version": 12040}]
-every_driver = pytest.mark.parametrize(
-    "machine", DRIVERS, indirect=True, ids=["13.0", "12.8", "without batches"]
-)
+DRIVERS = {
+    "13.0": {"version": 13000},
+    "12.8": {"version": 12080},
+    "without batches": {"version": 12040},
+    "streams write no words": {"memops": "none"},
+}
+every_driver = pytest.mark.parametrize("machine", DRIVERS.values(), indirect=True, ids=DRIVERS)
 every_way = pytest.mark.parametrize("way", WAYS)
 
 

@@ -124,6 +124,32 @@ def test_a_second_engine_continues_where_a_killed_one_was(
     )
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", ["while it starts", "while it computes"])
+def test_a_killed_engine_leaves_nothing_on_the_gpu(machine: Machine, moment: str, tmp_path: Path) -> None:
+    engine = Engine.launch(machine.options("FakeGpuConnector"), tmp_path / "log")
+    try:
+        if moment == "while it starts":
+            until(lambda: machine.fake.hbm_used() > 0, "the KV cache is allocated")
+        else:
+            engine.wait_ready()
+            rig = Rig(machine.host, engine)
+            rig.wait_ready()
+            stored = machine.host.status().counters.stored_blocks
+            engine.send(
+                "generate",
+                prompts=[prompt(600, seed=70 + index) for index in range(6)],
+                max_tokens=200,
+                logprobs=1,
+                engine_timeout_s=60,
+            )
+            until(lambda: machine.host.status().counters.stored_blocks > stored, "blocks are stored")
+    finally:
+        engine.kill()
+    machine.wait_gone()
+    assert machine.host.status().state == "serving"
+
+
 @pytest.mark.slow
 def test_scheduler_and_worker_in_processes_of_their_own(machine: Machine, tmp_path: Path) -> None:
     tokens = prompt(11 * BLOCK + 5, seed=80)
