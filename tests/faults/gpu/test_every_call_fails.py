@@ -9,11 +9,13 @@ nothing stays mapped, and the next engine finds everything as if nothing had bee
 import contextlib
 import itertools
 import os
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pytest
 from kvtier import Client, ClientState
@@ -31,6 +33,8 @@ N = 8
 """Blocks of a store."""
 PASSING, LOST = 304, 719
 """CUDA_ERROR_OPERATING_SYSTEM and CUDA_ERROR_LAUNCH_FAILED."""
+SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+ROUNDS = 200 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 24
 REFUSED = "cannot be registered"
 DEADLINE_S = 60.0
 ATTEMPTS = 5
@@ -45,6 +49,7 @@ class Fault:
     code: int
 
 
+Result = TypeVar("Result")
 Case = tuple[Fault, ...]
 """What fails together. Mostly one thing."""
 
@@ -151,7 +156,15 @@ class Rig:
     # ---- failures
 
     def fails_while_serving(self, device: Device, case: Case) -> set[str]:
-        """In a worker that lives. Which functions it has called only because of that."""
+        """In a worker that lives, all of the case. Which functions it has called only because of that."""
+        before, after = self.fails_perhaps(device, case)
+        for fault in case:
+            struck = after.get(fault.function, 0) >= before.get(fault.function, 0) + fault.n
+            assert struck, f"{fault} did not come to pass"
+        return set(after) - set(before)
+
+    def fails_perhaps(self, device: Device, case: Case) -> tuple[dict[str, int], dict[str, int]]:
+        """In a worker that lives, as far as it gets there. Its calls until then, and after."""
         self.good_round(device)
         pid = self.worker(device)
         before = self.calls_of_worker(pid)
@@ -159,12 +172,9 @@ class Rig:
             self.fake.arm(fault.function, fault.n, fault.code, pid)
         self.hard_round(device)
         after = self.calls_of_worker(pid)
-        for fault in case:
-            struck = after.get(fault.function, 0) >= before.get(fault.function, 0) + fault.n
-            assert struck, f"{fault} did not come to pass"
         self.fake.lift(pid)
         self.good_round(device)
-        return set(after) - set(before)
+        return before, after
 
     def fails_at_start(self, device: Device, case: Case) -> None:
         """In a worker that is started."""
@@ -222,11 +232,11 @@ def cases(counts: dict[str, int]) -> list[Case]:
 
 
 def in_turns(
-    run: Callable[[Device, Case], set[str]], devices: Sequence[Device], todo: Sequence[Case]
-) -> dict[Case, set[str]]:
+    run: Callable[[Device, Case], Result], devices: Sequence[Device], todo: Sequence[Case]
+) -> dict[Case, Result]:
     """Runs cases, one at a time on each device: what each has returned."""
     queue, failed = deque(todo), threading.Event()
-    results: dict[Case, set[str]] = {}
+    results: dict[Case, Result] = {}
 
     def serve(device: Device) -> None:
         while not failed.is_set():
@@ -279,6 +289,19 @@ def test_while_an_engine_is_served(rig: Rig, proved: Callable[[str], None]) -> N
         f"each of {len(counts)} functions of the driver that serve an engine has failed, in "
         f"{len(called) + len(worse)} ways: always a defined end, no wrong byte, no import left open"
     )
+
+
+def test_several_at_once(rig: Rig) -> None:
+    """What goes back when something has failed can fail as well."""
+    print(f"KVTIER_SEED={SEED}")
+    chance = random.Random(SEED)
+    _, counts = rig.find_calls(rig.devices[0])
+    calls = sorted((name, n) for name, count in counts.items() for n in range(1, 2 * count + 1))
+    todo = [
+        tuple(Fault(*call, chance.choices((PASSING, LOST), (4, 1))[0]) for call in chance.sample(calls, 4))
+        for _ in range(ROUNDS)
+    ]
+    in_turns(rig.fails_perhaps, rig.devices, todo)
 
 
 @pytest.mark.parametrize("rig", [{"daemon": {"workers__gpu_idle_s": 0.5}}], indirect=True)
