@@ -21,9 +21,9 @@ TAIL_LINES = 12
 
 
 def run_step(
-    step: Step, *, fake: bool, left_s: float, environment: Mapping[str, str], log: Path
+    step: Step, *, fake: bool, left_s: float, at_most_s: float, environment: Mapping[str, str], log: Path
 ) -> StepRecord:
-    """Runs it within its deadline and `left_s`; never raises for what the step did.
+    """Runs it within `at_most_s` and `left_s`; never raises for what the step did.
 
     Its output is appended to `log`. When this returns, no process of the step is left.
     """
@@ -38,7 +38,7 @@ def run_step(
     if left_s < step.worth_s:
         record.why = f"{left_s:.0f} s of the budget were left; it takes at least {step.worth_s:.0f} s"
         return record
-    seconds = min(step.deadline_s, left_s)
+    seconds = min(at_most_s, left_s)
     with tempfile.TemporaryDirectory(prefix="kvt-", dir="/tmp") as folder:
         rows = Path(folder) / "rows.jsonl"
         command = [

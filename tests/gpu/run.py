@@ -86,7 +86,15 @@ def steps_to_run(
         return float(arguments.budget_s) - REPORT_S - (time.monotonic() - begun)
 
     def one(step: Step) -> StepRecord:
-        done = run_step(step, fake=arguments.fake, left_s=left_s(), environment=environment, log=log)
+        at_most_s = min(step.deadline_s, arguments.step_s)
+        done = run_step(
+            step,
+            fake=arguments.fake,
+            left_s=left_s(),
+            at_most_s=at_most_s,
+            environment=environment,
+            log=log,
+        )
         record.add(done)
         return done
 
@@ -135,6 +143,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for results.json, report.md and plots")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for everything (default 540)")
     parser.add_argument("--suite-s", type=float, help="seconds for the suite at most (default: 40 %% of it)")
+    parser.add_argument("--step-s", type=float, default=600.0, help="seconds for one step at most")
     parser.add_argument("--steps", help="names, separated by commas (default: all); without the suite")
     parser.add_argument("--no-suite", dest="suite", action="store_false", help="only measure")
     parser.add_argument("--no-matrix", dest="matrix", action="store_false", help="only probe and check")
@@ -148,7 +157,7 @@ def parse() -> argparse.Namespace:
         names = arguments.steps.split(",")
         if unknown := [name for name in names if name not in BY_NAME]:
             parser.error(f"unknown step {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
-        chosen = [BY_NAME[name] for name in names]
+        chosen = [BY_NAME[name] for name in names if name != PROBE.name]  # which always runs
         arguments.suite = False
     arguments.steps = chosen
     if arguments.suite_s is None:
