@@ -4,6 +4,7 @@ from typing import Final
 
 SUCCESS: Final = 0
 NOT_READY: Final = 600
+UNKNOWN: Final = 999
 
 STICKY_CODES: Final = frozenset(
     {
@@ -24,7 +25,7 @@ STICKY_CODES: Final = frozenset(
         721,  # TENSOR_MEMORY_LEAK
         810,  # MPS_CLIENT_TERMINATED
         911,  # EXTERNAL_DEVICE
-        999,  # UNKNOWN
+        UNKNOWN,
     }
 )
 """Errors after which the context is lost: every later call fails, and only a new process can go on. Most of
@@ -38,23 +39,35 @@ class CudaError(Exception):
 
     `call` is the function as the library exports it, `code` its result and `name` the driver's name for it.
     `arguments` are the call's plain arguments, for the log. `sticky`: the context is lost and this process
-    must exit (STICKY_CODES). A failed asynchronous call may report an earlier call's failure.
+    must exit. A failed asynchronous call may report an earlier call's failure.
     """
 
-    def __init__(self, call: str, code: int, name: str, arguments: str = "") -> None:
-        super().__init__(call, code, name, arguments)
+    def __init__(
+        self, call: str, code: int, name: str, arguments: str = "", sticky: bool | None = None
+    ) -> None:
+        """`sticky`: by STICKY_CODES if None."""
+        super().__init__(call, code, name, arguments, sticky)
         self.call = call
         self.code = code
         self.name = name
         self.arguments = arguments
-
-    @property
-    def sticky(self) -> bool:
-        return self.code in STICKY_CODES
+        self.sticky = code in STICKY_CODES if sticky is None else sticky
 
     def __str__(self) -> str:
         lost = "; the context is lost" if self.sticky else ""
         return f"{self.call}({self.arguments}) failed: {self.name} ({self.code}){lost}"
+
+
+ANSWERS_UNKNOWN_TO_BAD_INPUT: Final = frozenset(
+    {
+        "cuIpcGetMemHandle",
+        "cuIpcOpenMemHandle_v2",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+    }
+)
+"""Calls that may answer UNKNOWN to a handle or descriptor that is none, or that a container does not let
+through, with the context as it was. After these the context is asked whether it is lost."""
 
 
 class CudaUnavailableError(Exception):

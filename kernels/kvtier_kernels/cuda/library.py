@@ -3,11 +3,19 @@
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import CDLL, CFUNCTYPE, byref, c_char_p, c_int, c_void_p
+from ctypes import CDLL, CFUNCTYPE, byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, Final
 
 from kvtier_kernels.cuda import abi
-from kvtier_kernels.cuda.errors import STICKY_CODES, SUCCESS, CudaError, CudaUnavailableError, init_advice
+from kvtier_kernels.cuda.errors import (
+    ANSWERS_UNKNOWN_TO_BAD_INPUT,
+    STICKY_CODES,
+    SUCCESS,
+    UNKNOWN,
+    CudaError,
+    CudaUnavailableError,
+    init_advice,
+)
 
 PATH_VARIABLE: Final = "KVTIER_CUDA_LIBRARY"
 PATH_DEFAULT: Final = "libcuda.so.1"
@@ -64,8 +72,13 @@ class Library:
         return self._functions[name](*arguments)
 
     def error(self, name: str, code: int, arguments: tuple[Any, ...] = (), more: str = "") -> CudaError:
-        text = ", ".join(_argument_text(argument) for argument in arguments)
-        return CudaError(name, code, self.error_name(code), text + more)
+        text = ", ".join(_argument_text(argument) for argument in arguments) + more
+        sticky = self._is_context_lost() if code == UNKNOWN and name in ANSWERS_UNKNOWN_TO_BAD_INPUT else None
+        return CudaError(name, code, self.error_name(code), text, sticky)
+
+    def _is_context_lost(self) -> bool:
+        # Every call that needs the context then fails like this one.
+        return self.result("cuMemGetInfo_v2", byref(c_size_t()), byref(c_size_t())) in STICKY_CODES
 
     def error_name(self, code: int) -> str:
         name = c_char_p()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kvtier_kernels.cuda import Copies, CopyMethod, CudaError, CudaUnavailableError, abi, load
+from kvtier_kernels.cuda.errors import ANSWERS_UNKNOWN_TO_BAD_INPUT
 
 from tests.unit.cuda.conftest import Gpu
 
@@ -16,17 +17,17 @@ PAGE = 4096
 class Things:
     """One of everything that calls are made on."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, shared: bool = True) -> None:
         driver = self.driver = gpu.driver
         self.context = gpu.context
         self.map = mmap.mmap(-1, PAGE)
         self.host = np.frombuffer(self.map, np.uint8).ctypes.data
         driver.host_register(self.host, PAGE)
         self.device = driver.alloc(PAGE)
-        self.handle = driver.ipc_export(self.device)
+        self.handle = driver.ipc_export(self.device) if shared else bytes(64)
         self.n = driver.chunk_granularity(0)
         self.chunk = driver.chunk_create(self.n, 0)
-        self.fd = driver.chunk_export(self.chunk)
+        self.fd = driver.chunk_export(self.chunk) if shared else -1
         self.range = driver.reserve(self.n)
         self.stream, self.event = driver.stream_create(), driver.event_create()
         self.array = np.array([self.device], np.uint64)
@@ -128,6 +129,38 @@ def test_a_lost_context_is_seen_by_every_call_that_needs_it(gpu: Gpu) -> None:
             CALLS[symbol](things)
         assert lost.value.code == 700
         assert lost.value.sticky
+
+
+def test_unknown_in_answer_to_what_a_peer_sent_is_no_lost_context(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some drivers answer so to a descriptor that is none; nobody else's copies may suffer from it."""
+    functions = gpu.driver.library._functions
+    for symbol in ANSWERS_UNKNOWN_TO_BAD_INPUT:
+        monkeypatch.setitem(functions, symbol, lambda *arguments: 999)
+    things = Things(gpu, shared=False)
+    for symbol in ANSWERS_UNKNOWN_TO_BAD_INPUT:
+        with pytest.raises(CudaError, match=symbol) as refused:
+            CALLS[symbol](things)
+        assert (refused.value.code, refused.value.sticky) == (999, False)
+    things.driver.free(things.device)
+
+
+@pytest.mark.parametrize("symbol", sorted(ANSWERS_UNKNOWN_TO_BAD_INPUT))
+def test_unknown_with_a_lost_context_is_one(gpu: Gpu, symbol: str) -> None:
+    things = Things(gpu)
+    gpu.fail(symbol, 999)
+    with pytest.raises(CudaError, match=symbol) as lost:
+        CALLS[symbol](things)
+    assert lost.value.sticky
+
+
+def test_unknown_from_a_copy_is_taken_for_a_lost_context(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    things = Things(gpu)
+    monkeypatch.setitem(gpu.driver.library._functions, "cuEventSynchronize", lambda event: 999)
+    with pytest.raises(CudaError) as lost:
+        things.driver.event_synchronize(things.event)
+    assert lost.value.sticky
 
 
 def test_a_driver_whose_start_fails_says_so_and_can_be_tried_again(gpu: Gpu) -> None:
