@@ -69,6 +69,7 @@ class RankMemory:
             message = "there is memory already: release_memory must have returned True before"
             raise KvtierError(Reason.ALREADY_REGISTERED, message, field="memory", value=device_of(memory))
         self.spec = self.spec.with_memory(memory)
+        self.error = None
 
     # --- what the steps report ---
 

@@ -5,6 +5,8 @@ page. So such pages stay mapped for good, and what lands on one that has been re
 page in use: a little late, but never before the stream was there.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from kvtier_kernels import SharedWords
 
@@ -33,10 +35,9 @@ class StreamPage:
         values: list[int] = self._words.load_many(self._indexes).tolist()
         return values
 
-    @property
-    def landed(self) -> bool:
-        """Whether everything that was asked of it is there."""
-        return bool((self._words.load_many(self._indexes) >= self._asked).all())
+    def expects_more(self, reached: Sequence[int]) -> bool:
+        """Whether something was asked of it that is beyond these values."""
+        return bool((self._asked > np.array(reached, np.uint64)).any())
 
 
 class StreamWords:
@@ -69,12 +70,13 @@ class StreamWords:
         return None if self._current is None else self._current.ask(doorbell, value)
 
     def landed(self) -> list[int]:
-        """The highest value of each doorbell that has landed anywhere; empty without pages. Pages of the past
-        that wait for nothing more are forgotten."""
+        """The highest value of each doorbell that has landed anywhere; empty without pages."""
         pages = [*self._past, *([] if self._current is None else [self._current])]
-        # Asked before the values are read: what lands between the two is read, too.
-        self._past = [page for page in self._past if not page.landed]
         return [max(values) for values in zip(*(page.values() for page in pages), strict=True)]
+
+    def forget(self, reached: Sequence[int]) -> None:
+        """Forgets the pages of the past that can bring nothing beyond these values."""
+        self._past = [page for page in self._past if page.expects_more(reached)]
 
     @property
     def behind(self) -> bool:

@@ -347,6 +347,7 @@ class RankWords:
                 self._doorbells[doorbell] = reached = max(value, self._doorbells[doorbell])
                 if self._pages:
                     self._pages[-1].ring(doorbell, reached)
+        self._streams.forget(self._doorbells)
 
     def state(self, ref: PartRef) -> PartState:
         """What has become of a part. Changes nothing. Raises KvtierError for a word that does not exist."""

@@ -113,6 +113,21 @@ def test_what_lands_on_a_page_of_the_past_is_carried_over(words: RankWords, stre
     assert not words.behind, "nothing more is waited for"
 
 
+def test_a_page_of_the_past_that_can_bring_nothing_more_is_not_waited_for(
+    words: RankWords, stream: Stream
+) -> None:
+    """The driver refused the write, and a thread rang in its place; or the process rang it itself."""
+    stream.new_page()
+    stream.ring(0, 5)
+    worker = worker_words(stream.new_page())
+    words.carry_over()
+    assert words.behind
+    words.ring(0, 5)
+    assert worker.load(0) == 5
+    words.carry_over()
+    assert not words.behind
+
+
 def test_what_lands_before_the_first_page_is_carried_over(words: RankWords, stream: Stream) -> None:
     with SharedBuffer.create(DOORBELLS * 8) as landing:
         stream.expose(landing)
