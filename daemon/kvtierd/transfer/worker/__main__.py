@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import time
+from typing import NoReturn
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -40,7 +41,7 @@ NICENESS = 5
 STUCK_STATUS = 75
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Runs a worker and ends the process with its status."""
     arguments = _parse()
     faulthandler.enable()
@@ -64,7 +65,7 @@ def main() -> None:
         _log.debug("the device cannot be served", device=arguments.device, why=str(error.refusal))
         with contextlib.suppress(ChannelEndedError):
             channel.send(_unusable(error.refusal))
-        return
+        _leave(0)
     engine = Engine(device, channel, status)
     engine.start()
     populator = Populator(pool, engine.is_busy, device)
@@ -82,10 +83,7 @@ def main() -> None:
         exit_status = 1
     populator.stop()
     _finish(engine, status, arguments.copy_deadline_s)
-    # Without an end of the interpreter: threads may be inside a driver, or still have something to unmap, and
-    # the end of the process does all that is left.
-    logging.shutdown()
-    os._exit(exit_status)
+    _leave(exit_status)
 
 
 def _parse() -> argparse.Namespace:
@@ -151,18 +149,30 @@ def _finish(engine: Engine, status: StatusPage, copy_deadline_s: float) -> None:
     is the fence."""
     engine.stop()
     stalls = StallDetector(copy_deadline_s)
+    settling_s = 0.0
     last_s = time.monotonic()
     while True:
         status.enter(StatusWord.HEARTBEAT)
         if engine.join(HEARTBEAT_PERIOD_S / 4):
             return
         now_s = time.monotonic()
-        stuck = stalls.observe(status.read(), min(now_s - last_s, HEARTBEAT_PERIOD_S))
+        elapsed_s = min(now_s - last_s, HEARTBEAT_PERIOD_S)
         last_s = now_s
+        stuck = stalls.observe(status.read(), elapsed_s)
+        if engine.has_landed:
+            settling_s += elapsed_s
+            if settling_s >= copy_deadline_s:
+                stuck = f"what has landed is not settled after {settling_s:.1f} s"
         if stuck is not None:
             _log.error("the worker ends at once", why=stuck)
-            logging.shutdown()
-            os._exit(STUCK_STATUS)
+            _leave(STUCK_STATUS)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process without an end of the interpreter: threads may be inside a driver, or still have
+    something to unmap, and the end of the process does all that is left."""
+    logging.shutdown()
+    os._exit(status)
 
 
 if __name__ == "__main__":

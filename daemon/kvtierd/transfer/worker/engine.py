@@ -95,6 +95,11 @@ class Engine:
         for part in unstarted:
             self._end_unstarted(part)
 
+    @property
+    def has_landed(self) -> bool:
+        """After `stop`: nothing is left to copy, only something to settle."""
+        return self._lanes_ended
+
     def join(self, timeout_s: float) -> bool:
         """Waits after `stop` until every part that had started has been reported; False if not all have.
 

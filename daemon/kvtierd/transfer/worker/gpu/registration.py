@@ -60,26 +60,23 @@ class PoolRegistration:
         keeps workers from registering at the same time, which some drivers do not survive."""
         self._driver = driver
         self._pool = np.frombuffer(pool, np.uint8)
+        self.address = self._pool.ctypes.data
+        """Where the pool is mapped."""
         self._pool_fd = pool_fd
         self._status = status
         self._lock_deadline_s = lock_deadline_s
-        extents_bytes = records.extents * records.extent_bytes
+        self._areas_bytes = records.extents * records.extent_bytes
         self._first = HEADER_AREA_BYTES
         self._area_bytes = max(1, area_bytes // records.extent_bytes) * records.extent_bytes
         self.areas: list[Area] = [
-            (offset, min(self._area_bytes, self._first + extents_bytes - offset))
-            for offset in range(self._first, self._first + extents_bytes, self._area_bytes)
+            (offset, min(self._area_bytes, self._first + self._areas_bytes - offset))
+            for offset in range(self._first, self._first + self._areas_bytes, self._area_bytes)
         ]
         self.borders = np.array([offset for offset, _ in self.areas], np.uint64)
         self._registered = np.zeros(len(self.areas), np.bool_)
         self._registered_bytes = 0
         self._registering = threading.Lock()
         self._why = ""
-
-    @property
-    def address(self) -> int:
-        """Where the pool is mapped."""
-        return self._pool.ctypes.data
 
     @property
     def pool_bytes(self) -> int:
@@ -90,19 +87,22 @@ class PoolRegistration:
 
         What fails shows in `require`; slots that the pool has not are none of its business.
         """
-        indexes = np.unique(self._areas_of(slots))
-        indexes = indexes[(indexes >= 0) & (indexes < len(self.areas))]
-        missing = indexes[~self._registered[indexes]].tolist()
-        if not missing:
+        if self._registered_bytes == self._areas_bytes:
             return False
+        indexes = self._areas_of(slots)
+        indexes = indexes[(indexes >= 0) & (indexes < len(self.areas))]
+        missing = indexes[~self._registered[indexes]]
+        if len(missing) == 0:
+            return False
+        index = int(missing[0])
         try:
-            self._populate(missing[0])
-            self._register(missing[0])
+            self._populate(index)
+            self._register(index)
         except (CudaError, NotRegisteredError, OSError) as error:
             self._why = str(error)
-            _log.error("a part of the pool cannot be registered", area=missing[0], why=str(error))
+            _log.error("a part of the pool cannot be registered", area=index, why=str(error))
             return False
-        return len(missing) > 1
+        return bool((missing != index).any())
 
     def require(self, slots: Slots) -> None:
         """NotRegisteredError unless all these slots' areas are registered."""
