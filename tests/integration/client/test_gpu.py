@@ -214,6 +214,24 @@ def test_memory_of_cuda_malloc_may_come_again_with_the_same_handle(gpu: EngineGp
     assert before.buffer_id != after.buffer_id
 
 
+def test_a_handle_that_comes_again_while_the_old_one_is_still_open_is_waited_for(
+    gpu: EngineGpu, gpu_host: DaemonHost, namespace: Namespace
+) -> None:
+    """An engine that restarts at once gets the memory, and the handle, of the one that went."""
+    cache = GpuCache(gpu)
+    with Client(**options(cache, gpu_host.socket, "one", namespace)) as first:
+        ready(first)
+        assert store(first, cache).done
+        [worker] = [worker for worker in gpu_host.status().workers if worker.device == cache.memory.device]
+        gpu.fake.hang("cuIpcCloseMemHandle", 1, worker.pid, pause_ms=1_000)
+    cache.free()
+    cache.allocate()
+    with Client(**options(cache, gpu_host.socket, "two", namespace)) as second:
+        ready(second)
+        assert second.status.counters.epochs == 1
+        load(second, cache)
+
+
 def test_a_copy_that_runs_is_over_when_the_memory_is_given_back(
     gpu: EngineGpu, client: Client, cache: GpuCache
 ) -> None:
