@@ -1,4 +1,4 @@
-"""Every call that a copy worker makes of the driver, failing: in passing, and with the context lost.
+"""Every call that a copy worker makes of the driver: failing, with the context lost as well, and hanging.
 
 Which calls there are is read from a worker that works. Then each function fails once, at its first call or at
 a later one, in a worker that an engine registers with, stores to, loads from and leaves. Whatever fails, the
@@ -176,6 +176,16 @@ class Rig:
         self.good_round(device)
         return before, after
 
+    def never_returns(self, device: Device, case: Case) -> None:
+        """In a worker that lives: it is killed, and replaced."""
+        [fault] = case
+        self.good_round(device)
+        pid = self.worker(device)
+        self.fake.hang(fault.function, fault.n, pid)
+        self.hard_round(device)
+        assert pid not in self.fake.processes(), f"a worker that {fault} holds up is killed"
+        self.good_round(device)
+
     def fails_at_start(self, device: Device, case: Case) -> None:
         """In a worker that is started."""
         [fault] = case
@@ -288,6 +298,16 @@ def test_while_an_engine_is_served(rig: Rig, proved: Callable[[str], None]) -> N
     proved(
         f"each of {len(counts)} functions of the driver that serve an engine has failed, in "
         f"{len(called) + len(worse)} ways: always a defined end, no wrong byte, no import left open"
+    )
+
+
+@pytest.mark.parametrize("rig", [{"daemon": {"workers__copy_deadline_s": 2}}], indirect=True)
+def test_calls_that_never_return(rig: Rig, proved: Callable[[str], None]) -> None:
+    _, counts = rig.find_calls(rig.devices[0])
+    todo: list[Case] = [(Fault(function, 1, 0),) for function in sorted(counts)]
+    in_turns(rig.never_returns, rig.devices, todo)
+    proved(
+        f"each of {len(todo)} functions of the driver that serve an engine has hung for ever: only its worker died"
     )
 
 
