@@ -87,7 +87,7 @@ class ServerConfig:
 
     @property
     def lock_path(self) -> Path:
-        return self.socket_path.with_name(self.socket_path.name + ".lock")
+        return lock_of(self.socket_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +248,11 @@ class Loaded:
 def side_socket_of(socket: Path) -> Path:
     """The side socket that belongs to a gRPC socket: kvtierd.sock has kvtierd.side.sock beside it."""
     return socket.with_name(f"{socket.name.removesuffix('.sock')}.side.sock")
+
+
+def lock_of(socket: Path) -> Path:
+    """The file whose lock makes a daemon the owner of a gRPC socket; removed when its owner ends."""
+    return socket.with_name(f"{socket.name}.lock")
 
 
 def load(

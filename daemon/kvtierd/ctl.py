@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -12,12 +14,19 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import settings
+from kvtierd.rpc.errors import ERROR_METADATA
 from kvtierd.settings import human_size
 
 TIMEOUT_S = 5.0
 CPU = "cpu"
 """What a StatusResponse calls the device that is the host itself."""
 EXIT_NO_DAEMON = 69
+EXIT_NOT_YET = 75
+"""Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
+EXIT_INTERRUPTED = 130
+END_GRACE_S = 30.0
+"""For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
+END_POLL_S = 0.02
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -26,23 +35,124 @@ def main() -> None:
     """Look at a running kvtierd."""
 
 
-@main.command()
-@click.option(
+_socket_option = click.option(
     "--socket", type=click.Path(path_type=Path), help="Its gRPC socket; default: where kvtierd puts it."
 )
+
+
+@main.command()
+@_socket_option
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.StatusResponse as JSON.")
 def status(socket: Path | None, as_json: bool) -> None:
     """Show the pool, the engines attached, the copy workers and the traffic."""
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(lines(response)))
+
+
+@main.command()
+@_socket_option
+@click.option("--for-restart", is_flag=True, help="Stop the daemon, once nothing is under way any more.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 86_400),
+    default=150.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for transfers; none takes longer than limits.transfer_deadline_s.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the last kvtier.v1.DrainProgress as JSON.")
+def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: bool) -> None:
+    """Take nothing new, and wait until what runs has ended.
+
+    Engines go on: their lookups miss, their stores are refused. The daemon stays like this until `kvtierctl
+    resume`, or until it is stopped; with --for-restart it stops by itself, with exit status 0, and nothing
+    that it has stored is lost. Exit status 75: transfers were still running when the time was up, or somebody
+    has resumed it; nothing was stopped.
+    """
     path = socket or _configured_socket()
+    lock_before = _identity(configuration.lock_of(path))
+    request = admin_pb2.DrainRequest(for_restart=for_restart, timeout_ms=round(timeout_s * 1000))
+    progress = admin_pb2.DrainProgress()
+    told = -1
+    try:
+        with _admin(path) as admin:
+            for progress in admin.Drain(request, timeout=timeout_s + TIMEOUT_S, wait_for_ready=False):
+                if progress.state == "waiting" and progress.transfers_active != told:
+                    told = progress.transfers_active
+                    click.echo(f"waiting for {_count(told, 'transfer')}", err=as_json)
+            if progress.state == "stopping":
+                _wait_gone(path, lock_before)
+    except KeyboardInterrupt:
+        click.echo("kvtierctl: the daemon goes on draining; `kvtierctl resume` takes that back", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    click.echo(to_json(progress) if as_json else "\n".join(drained(progress)))
+    if progress.state not in ("drained", "stopping"):
+        sys.exit(EXIT_NOT_YET)
+
+
+@main.command()
+@_socket_option
+def resume(socket: Path | None) -> None:
+    """Take `drain` back: stores, loads and new engines are accepted again."""
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo("serving again" if response.was_draining else "serving; it was not draining")
+
+
+@contextmanager
+def _admin(path: Path) -> Iterator[admin_pb2_grpc.AdminStub]:
+    """Calls of a daemon; one that fails is explained, and ends the program."""
     try:
         with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
-            response = admin_pb2_grpc.AdminStub(channel).Status(
-                admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False
-            )
+            yield admin_pb2_grpc.AdminStub(channel)
     except grpc.RpcError as error:
         click.echo(f"kvtierctl: {explain(path, error)}", err=True)
         sys.exit(EXIT_NO_DAEMON)
-    click.echo(to_json(response) if as_json else "\n".join(lines(response)))
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
+    """Until the daemon has given up its sockets: then another may be started at once."""
+    deadline_s = time.monotonic() + END_GRACE_S
+    while lock_before is not None and _identity(configuration.lock_of(path)) == lock_before:
+        if time.monotonic() > deadline_s:
+            click.echo(f"kvtierctl: it says that it stops, but still owns {path}: see its log", err=True)
+            sys.exit(EXIT_NOT_YET)
+        time.sleep(END_POLL_S)
+
+
+def drained(progress: admin_pb2.DrainProgress) -> Iterator[str]:
+    """How a drain ended, for people, and what to do next."""
+    kept = f"{_count(progress.kept_blocks, 'block')}, {human_size(progress.kept_bytes)}"
+    match progress.state:
+        case "stopping":
+            yield f"kvtierd, pid {progress.pid}, has stopped; everything accepted was committed"
+            yield f"  kept   {kept}, in {progress.pool_path}"
+            yield f"  start  {progress.start_again}"
+            yield "         with the same configuration file and environment; engines attach by themselves"
+        case "drained":
+            yield f"kvtierd, pid {progress.pid}, is drained: nothing is under way, and nothing new is taken"
+            yield f"  holds  {kept}, in {progress.pool_path or 'anonymous memory, which ends with it'}"
+            yield "  next   `kvtierctl resume`, or stop it: kill -TERM, systemctl stop"
+        case "late":
+            yield f"{_count(progress.transfers_active, 'transfer')} still active when the time was up"
+            yield f"  kvtierd, pid {progress.pid}, goes on draining: wait again with the same command, or"
+            yield "  take it back with `kvtierctl resume`; SIGTERM stops it and fails what is under way"
+        case _:
+            yield "somebody has resumed it meanwhile: it takes stores and loads again"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _configured_socket() -> Path:
@@ -58,6 +168,9 @@ def explain(path: Path, error: grpc.RpcError) -> str:
     code = getattr(error, "code", lambda: None)()  # the library's types do not say that every error has one
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the daemon at {path} does not answer within {TIMEOUT_S:g} s: it is stopped or overloaded"
+    metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
+    if any(key == ERROR_METADATA for key, _ in metadata):  # its own words
+        return str(getattr(error, "details", lambda: error)())
     if not path.exists():
         return f"no daemon: {path} does not exist; start `kvtierd serve`, or name its socket with --socket"
     if code is grpc.StatusCode.UNAVAILABLE:
@@ -65,7 +178,7 @@ def explain(path: Path, error: grpc.RpcError) -> str:
     return f"{path}: {error}"
 
 
-def to_json(response: admin_pb2.StatusResponse) -> str:
+def to_json(response: Message) -> str:
     """One JSON object: every field of the contract by its name there, numbers as numbers."""
     return json.dumps(_plain(response), indent=2)
 
@@ -100,11 +213,14 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
     yield f"  extents    {pool.extents - pool.extents_free:,} assigned, {pool.extents_free:,} free"
     if pool.start == "warm":
         found = f"{pool.recovered_blocks:,} blocks, {human_size(pool.recovered_bytes)}"
-        yield f"  start      warm: {found} found in {pool.recovery_s:.2f} s"
+        yield (
+            f"  start      warm: {found} found in {pool.recovery_s:.2f} s, "
+            f"{_count(pool.discarded_slots, 'slot')} discarded"
+        )
     else:
         yield f"  start      cold: {pool.cold_reason}"
     if pool.quarantined_slots:
-        yield f"  quarantine {pool.quarantined_slots:,} slots: their writers are not proved gone"
+        yield f"  quarantine {_count(pool.quarantined_slots, 'slot')}: their writers are not proved gone yet"
     yield ""
     hit_rate = counters.lookup_hits / counters.lookup_hashes if counters.lookup_hashes else 0.0
     yield "Traffic      since the start"

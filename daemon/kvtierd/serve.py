@@ -6,8 +6,10 @@ import grp
 import importlib.metadata
 import os
 import resource
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
@@ -60,6 +62,11 @@ log = logger(__name__)
 
 def version() -> str:
     return importlib.metadata.version("kvtier")
+
+
+def command_line() -> str:
+    """What this process was started with, as a person would type it."""
+    return shlex.join(["kvtierd", *sys.argv[1:]])
 
 
 def run(config: Config) -> int:
@@ -205,8 +212,11 @@ class _Daemon:
                 sessions,
                 limits,
                 self._rpc_settings(),
-                AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url),
+                AboutDaemon(
+                    version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()
+                ),
                 metrics.observe_rpc,
+                self._drained,
             )
             side = await self._listen(rpc, sessions, cache, stack)
             self._greet(metrics_url)
@@ -325,6 +335,10 @@ class _Daemon:
         )
         self._stop.set()
 
+    def _drained(self) -> None:
+        log.info("stopping: drained for a restart")
+        self._stop.set()
+
     async def _until_told(self, cache: Cache, background: list[asyncio.Task[None]]) -> None:
         """Returns when the daemon is to stop. A background task that ends by itself is an internal error."""
         told = {asyncio.create_task(self._stop.wait()), asyncio.create_task(cache.poisoned.wait())}
@@ -345,7 +359,7 @@ class _Daemon:
 
     async def _wind_down(self, cache: Cache, sessions: Sessions, rpc: RpcServer, side: SideServer) -> None:
         """Refuses what is new, lets transfers finish, says goodbye."""
-        await rpc.drain()
+        await rpc.stopping()
         if cache.poisoned.is_set():
             why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
         else:

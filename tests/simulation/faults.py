@@ -11,6 +11,7 @@ from kvtierd.core.stimuli import (
     CancelTransfers,
     Drain,
     PartFinished,
+    Resume,
     SessionReleased,
     SlotsProven,
     Tick,
@@ -159,7 +160,11 @@ def record_rots(world: World) -> None:
 
 
 def drain(world: World) -> None:
-    if world.draining:
+    if world.draining and world.random.random() < 0.5:
+        world.faults["drain", "resumed"] += 1
+        world.draining = False
+        world.do(Resume())
+    elif world.draining:
         world.restart()
     elif world.random.random() < 0.1:
         world.draining = True

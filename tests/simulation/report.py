@@ -49,6 +49,7 @@ WANTED_FAULTS = (
     ("data rots", "while the daemon is down"),
     ("drain", "transfers open"),
     ("drain", "idle"),
+    ("drain", "resumed"),
     ("daemon restart", "between stimuli"),
     ("daemon restart", "in the middle of actions"),
     ("writers proven gone", "some"),

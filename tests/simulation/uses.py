@@ -59,7 +59,7 @@ def lookup(world: World, engine: Engine) -> None:
     assert engine.scheduler is not None
     reply = world.do(LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease))
     assert isinstance(reply, LookupReply)
-    ready = engine.view is not None and engine.view.ready
+    ready = engine.view is not None and engine.view.ready and not world.draining
     states = [world.expected(engine, group, key) if ready else MISS for key in keys]
     hits = [key for key, state in zip(keys, states, strict=True) if state == HIT]
     if mode is LookupMode.PREFIX:

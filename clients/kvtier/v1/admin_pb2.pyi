@@ -23,6 +23,94 @@ class StatusRequest(google.protobuf.message.Message):
 global___StatusRequest = StatusRequest
 
 @typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOR_RESTART_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    for_restart: builtins.bool
+    """Stop, with exit status 0, once no transfer is active: everything that was accepted has then been committed
+    or has failed, and the next daemon on this pool finds all of it.
+    """
+    timeout_ms: builtins.int
+    """How long to wait for transfers. 0: say how things are, at once."""
+    def __init__(
+        self,
+        *,
+        for_restart: builtins.bool = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_restart", b"for_restart", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+global___DrainRequest = DrainRequest
+
+@typing.final
+class DrainProgress(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    TRANSFERS_ACTIVE_FIELD_NUMBER: builtins.int
+    KEPT_BLOCKS_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    POOL_PATH_FIELD_NUMBER: builtins.int
+    START_AGAIN_FIELD_NUMBER: builtins.int
+    state: builtins.str
+    """"waiting": transfers are active, more messages follow. Otherwise this is the last message: "drained",
+    "stopping" (with for_restart: the daemon ends now), "late" (the time is up, transfers are still active,
+    the daemon goes on draining), "serving" (somebody has called Resume meanwhile).
+    """
+    transfers_active: builtins.int
+    kept_blocks: builtins.int
+    """What the next daemon will find in the pool: blocks that are whole, and the bytes of their slots."""
+    kept_bytes: builtins.int
+    pid: builtins.int
+    pool_path: builtins.str
+    """Empty for an anonymous pool that dies with the daemon."""
+    start_again: builtins.str
+    """The command line that the daemon was started with; it may have had a configuration file or environment too."""
+    def __init__(
+        self,
+        *,
+        state: builtins.str = ...,
+        transfers_active: builtins.int = ...,
+        kept_blocks: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+        pid: builtins.int = ...,
+        pool_path: builtins.str = ...,
+        start_again: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_blocks", b"kept_blocks", "kept_bytes", b"kept_bytes", "pid", b"pid", "pool_path", b"pool_path", "start_again", b"start_again", "state", b"state", "transfers_active", b"transfers_active"]) -> None: ...
+
+global___DrainProgress = DrainProgress
+
+@typing.final
+class ResumeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ResumeRequest = ResumeRequest
+
+@typing.final
+class ResumeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAS_DRAINING_FIELD_NUMBER: builtins.int
+    was_draining: builtins.bool
+    """Whether it was draining."""
+    def __init__(
+        self,
+        *,
+        was_draining: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["was_draining", b"was_draining"]) -> None: ...
+
+global___ResumeResponse = ResumeResponse
+
+@typing.final
 class StatusResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

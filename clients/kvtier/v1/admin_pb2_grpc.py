@@ -39,6 +39,16 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/kvtier.v1.Admin/Drain',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/kvtier.v1.Admin/Resume',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -51,6 +61,25 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """From now on nothing new is taken: stores and loads are refused with REASON_DRAINING, lookups miss, new
+        sessions are refused. What runs ends as it would have; sessions that are attached stay. Reports until the
+        last transfer has ended, or the time is up; a stream that breaks off changes nothing. Draining lasts until
+        Resume, or until the daemon stops.
+        Refused with REASON_MODE_UNSUPPORTED: for_restart of a daemon whose pool would not outlive it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
+        being stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +87,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +126,60 @@ class Admin(object):
             '/kvtier.v1.Admin/Status',
             kvtier_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.Admin/Drain',
+            kvtier_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Resume',
+            kvtier_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

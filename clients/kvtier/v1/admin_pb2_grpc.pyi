@@ -25,12 +25,50 @@ class AdminStub:
     ]
     """A snapshot of the daemon: cheap, safe to poll every second."""
 
+    Drain: grpc.UnaryStreamMultiCallable[
+        kvtier.v1.admin_pb2.DrainRequest,
+        kvtier.v1.admin_pb2.DrainProgress,
+    ]
+    """From now on nothing new is taken: stores and loads are refused with REASON_DRAINING, lookups miss, new
+    sessions are refused. What runs ends as it would have; sessions that are attached stay. Reports until the
+    last transfer has ended, or the time is up; a stream that breaks off changes nothing. Draining lasts until
+    Resume, or until the daemon stops.
+    Refused with REASON_MODE_UNSUPPORTED: for_restart of a daemon whose pool would not outlive it.
+    """
+
+    Resume: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ResumeRequest,
+        kvtier.v1.admin_pb2.ResumeResponse,
+    ]
+    """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
+    being stopped.
+    """
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatusRequest,
         kvtier.v1.admin_pb2.StatusResponse,
     ]
     """A snapshot of the daemon: cheap, safe to poll every second."""
+
+    Drain: grpc.aio.UnaryStreamMultiCallable[
+        kvtier.v1.admin_pb2.DrainRequest,
+        kvtier.v1.admin_pb2.DrainProgress,
+    ]
+    """From now on nothing new is taken: stores and loads are refused with REASON_DRAINING, lookups miss, new
+    sessions are refused. What runs ends as it would have; sessions that are attached stay. Reports until the
+    last transfer has ended, or the time is up; a stream that breaks off changes nothing. Draining lasts until
+    Resume, or until the daemon stops.
+    Refused with REASON_MODE_UNSUPPORTED: for_restart of a daemon whose pool would not outlive it.
+    """
+
+    Resume: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ResumeRequest,
+        kvtier.v1.admin_pb2.ResumeResponse,
+    ]
+    """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
+    being stopped.
+    """
 
 class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -40,5 +78,28 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.admin_pb2.StatusResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.StatusResponse]]:
         """A snapshot of the daemon: cheap, safe to poll every second."""
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: kvtier.v1.admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[kvtier.v1.admin_pb2.DrainProgress], collections.abc.AsyncIterator[kvtier.v1.admin_pb2.DrainProgress]]:
+        """From now on nothing new is taken: stores and loads are refused with REASON_DRAINING, lookups miss, new
+        sessions are refused. What runs ends as it would have; sessions that are attached stay. Reports until the
+        last transfer has ended, or the time is up; a stream that breaks off changes nothing. Draining lasts until
+        Resume, or until the daemon stops.
+        Refused with REASON_MODE_UNSUPPORTED: for_restart of a daemon whose pool would not outlive it.
+        """
+
+    @abc.abstractmethod
+    def Resume(
+        self,
+        request: kvtier.v1.admin_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ResumeResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ResumeResponse]]:
+        """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
+        being stopped.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -27,6 +27,7 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     Drain,
     EndSession,
+    Resume,
     SessionReleased,
     SlotsProven,
     Stimulus,
@@ -224,10 +225,21 @@ class Cache:
             self.post(SlotsProven(proven))
 
     def drain(self) -> None:
-        """Refuses new sessions, stores and loads from now on; what runs goes on."""
+        """Refuses new sessions, stores and loads from now on, and lookups miss; what runs goes on."""
         if not self._draining:
             self._draining = True
             self.post(Drain())
+
+    def resume(self) -> None:
+        """Takes `drain` back."""
+        if self._draining:
+            self._draining = False
+            self.post(Resume())
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken."""
+        return self._draining
 
     @property
     def transfers_active(self) -> int:

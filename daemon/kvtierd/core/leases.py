@@ -36,7 +36,7 @@ class Leases:
         hashes = stimulus.hashes
         check_hashes(hashes, books.limits.lookup_hashes_max)
         tally = books.tally
-        if not instance.live:
+        if not instance.live or books.draining:  # who hits would ask for a load, which is refused
             instance.alive_at_s = books.now_s
             tally.lookups += 1
             tally.lookup_hashes += len(hashes)

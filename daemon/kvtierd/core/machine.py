@@ -30,6 +30,7 @@ from kvtierd.core.stimuli import (
     RegisterWords,
     ReleaseLeases,
     RenewSession,
+    Resume,
     SessionReleased,
     SlotsProven,
     Stimulus,
@@ -96,6 +97,7 @@ class Machine:
             Recovered: self._recovered,
             SlotsProven: self._slots_proven,
             Drain: self._drain,
+            Resume: self._resume,
             Tick: self._tick,
         }
 
@@ -125,6 +127,9 @@ class Machine:
 
     def _drain(self, stimulus: Drain) -> None:
         self.books.draining = True
+
+    def _resume(self, stimulus: Resume) -> None:
+        self.books.draining = False
 
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()

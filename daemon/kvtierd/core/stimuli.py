@@ -263,7 +263,12 @@ class SlotsProven:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new stores, loads and sessions from now on."""
+    """Refuse new stores, loads and sessions, and let lookups miss, until `Resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Take `Drain` back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +297,7 @@ Stimulus = (
     | Recovered
     | SlotsProven
     | Drain
+    | Resume
     | Tick
 )
 

@@ -18,6 +18,7 @@ from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.convert import Caller
+from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.errors import abort
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
 from kvtierd.rpc.sessions import Sessions
@@ -60,12 +61,15 @@ class RpcServer:
         settings: RpcSettings,
         about: AboutDaemon,
         observe: Observe,
+        stop: Callable[[], None],
     ) -> None:
+        """`stop` begins the end of the daemon, as an operator's signal would."""
         self._cache = cache
         self._sessions = sessions
         self._about = about
         self._observe = observe
         self._calls = Calls(cache, limits)
+        self._draining = Draining(cache, about, self._set_health, stop)
         self._bytes_max = settings.message_bytes_max
         self._stream_settings = StreamSettings(
             hello_deadline_s=settings.hello_deadline_s,
@@ -114,10 +118,21 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.StatusRequest, self._bytes_max),
             response_serializer=admin_pb2.StatusResponse.SerializeToString,
         )
+        drain = grpc.unary_stream_rpc_method_handler(
+            self._draining.drain,
+            request_deserializer=decoder(admin_pb2.DrainRequest, self._bytes_max),
+            response_serializer=admin_pb2.DrainProgress.SerializeToString,
+        )
+        resume = grpc.unary_unary_rpc_method_handler(
+            self._draining.resume,
+            request_deserializer=decoder(admin_pb2.ResumeRequest, self._bytes_max),
+            response_serializer=admin_pb2.ResumeResponse.SerializeToString,
+        )
+        admin = {"Status": status, "Drain": drain, "Resume": resume}
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
-                grpc.method_handlers_generic_handler(ADMIN.full_name, {"Status": status}),
+                grpc.method_handlers_generic_handler(ADMIN.full_name, admin),
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -133,17 +148,19 @@ class RpcServer:
 
     async def start(self) -> None:
         await self._server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(True)
 
-    async def drain(self) -> None:
-        """Says in health checks that nothing new should come here."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+    async def stopping(self) -> None:
+        """Says in health checks that nothing new should come here; a drain can be taken back no more."""
+        await self._draining.stopping()
 
     async def stop(self, grace_s: float) -> None:
         """Ends the server; calls that are still running have `grace_s`. End the sessions before."""
         await self._server.stop(grace_s)
 
-    async def _set_health(self, status: Any) -> None:
+    async def _set_health(self, serving: bool) -> None:
+        known = health_pb2.HealthCheckResponse
+        status = known.SERVING if serving else known.NOT_SERVING
         for name in ("", CACHE.full_name, ADMIN.full_name):
             await self._health.set(name, status)
 

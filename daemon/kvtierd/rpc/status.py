@@ -16,6 +16,8 @@ class AboutDaemon:
     socket: str
     metrics_url: str
     """Empty if there are none."""
+    command: str = ""
+    """The command line that started it, as a shell takes it."""
 
 
 def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusResponse:

@@ -21,7 +21,7 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, SessionId, Ticket
-from kvtierd.core.stimuli import CancelTransfers, CoreLimits, Drain, Outcome, Tick
+from kvtierd.core.stimuli import CancelTransfers, CoreLimits, Drain, Outcome, Resume, Tick
 
 from tests.unit.core.host import Host, finished, keys
 
@@ -162,6 +162,15 @@ class TestSubmission:
         host.do(Drain())
         assert host.reason(one.store_of(2)) is Reason.DRAINING
         assert running.finish().end is TransferEnd.DONE
+
+    def test_a_draining_daemon_misses_until_it_is_resumed(self, host: Host) -> None:
+        one = host.instance()
+        one.stored(1)
+        host.do(Drain())
+        assert one.lookup(1).hits == 0
+        host.do(Resume())
+        assert one.lookup(1).hits == 1
+        assert one.store(2).finish().end is TransferEnd.DONE
 
 
 class TestEnds:

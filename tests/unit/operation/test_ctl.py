@@ -37,7 +37,7 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         "8 MiB of 16 MiB",
         "██████████░░░░░░░░░░  50%",
         "60 ready, 5 writing",
-        "warm: 41 blocks, 42 KiB found in 0.50 s",
+        "warm: 41 blocks, 42 KiB found in 0.50 s, 44 slots discarded",
         "21 of 400 blocks, 100 hit (25.0%)",
         "36 blocks failed their check",
         "engine-0  ready  tiny",
