@@ -11,6 +11,7 @@ import itertools
 import os
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ PASSING, LOST = 304, 719
 """CUDA_ERROR_OPERATING_SYSTEM and CUDA_ERROR_LAUNCH_FAILED."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 ROUNDS = 200 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 24
+LATENCY_S, SETTLE_S = 0.003, 0.02
+"""Of each operation on a stream; and how long after its fence a copy is still looked for."""
 REFUSED = "cannot be registered"
 DEADLINE_S = 60.0
 ATTEMPTS = 5
@@ -116,6 +119,9 @@ class Rig:
                 device.check(N, hashes)
                 return
             device.check_outside(N, N)
+            device.wipe()
+            time.sleep(SETTLE_S)
+            device.check(0, [])
         pytest.fail(f"{ATTEMPTS} loads failed: {client.status}")
 
     # ---- which calls there are
@@ -275,7 +281,13 @@ def rig(
     request: pytest.FixtureRequest,
 ) -> Iterator[Rig]:
     given = {"fake": {}, "daemon": {}} | getattr(request, "param", {})
-    fake = make_fake_cuda(devices=DEVICES, granularity=CHUNK_BYTES, hbm=256 << 20, **given["fake"])
+    fake = make_fake_cuda(
+        devices=DEVICES,
+        granularity=CHUNK_BYTES,
+        hbm=256 << 20,
+        latency_us=round(LATENCY_S * 1e6),
+        **given["fake"],
+    )
     for name, value in fake.environment.items():
         monkeypatch.setenv(name, value)
     rig = Rig(fake, start(**given["daemon"]))
