@@ -1,4 +1,4 @@
-"""The native core of kvtier: block table, fragment copies and plans, shared words, pool records and checksums.
+"""The native core of kvtier: block table, copies and their plans, shared words, pool records and checksums.
 
 Array arguments are C-contiguous numpy arrays of exactly the dtype named. Every call checks all of its input
 before it changes anything: a ValueError names argument, index and value, and leaves everything as it was.
