@@ -70,7 +70,7 @@ class WorkerOptions:
 
     gpu_copy_method: str = "auto"
     """How a GPU's worker copies: "auto" (by driver version), "batch", "loop" or "rows"."""
-    seal_threads: int = 2
+    seal_threads: int = 4
     """Threads of a GPU's worker that compute checksums of what was stored."""
     log_level: str = "info"
     log_format: str = "auto"
