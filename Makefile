@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-faults-long clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-gpu test-faults test-faults-short test-faults-long clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -28,10 +28,10 @@ check-generated: setup-light ## fail if committed generated code is out of date
 	@$(PY) tools/generate.py --check
 
 lint: ## ruff, mypy --strict, import contracts; needs no built module
-	@tools/setup.sh tools && $(PY) tools/check.py lint
+	@tools/setup.sh tools && $(PY) -m tools.check lint
 
 test: setup ## everything that must hold before a change is merged
-	@$(PY) tools/check.py all
+	@$(PY) -m tools.check all
 
 demo: setup ## two engines, one cache: the story of the README, on this machine
 	@$(PY) -m tools.demo
@@ -48,8 +48,13 @@ test-fake-gpu: setup-light ## the GPU data plane on a double of the CUDA driver;
 test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check every byte, measure (tests/gpu/README.md)
 	@$(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) tests/gpu/run.py $(GPU_FLAGS)
 
-test-faults-long: setup ## the kill -9 campaigns at full length
-	@KVTIER_FAULTS_LONG=1 $(PY) -m pytest -m faults --timeout 3600 tests
+test-faults: setup ## the fault suite at full length (an hour and more): counts, the last line is JSON
+	@$(PY) -m tools.faults long
+
+test-faults-short: setup ## the same tests, each campaign a few rounds, as in `make test`
+	@$(PY) -m tools.faults short
+
+test-faults-long: test-faults
 
 clean: ## remove builds and caches, keep .venv
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,3 +68,13 @@ def shm_dir() -> Iterator[Path]:
 def proved(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """`proved("200 kills, no byte wrong")` adds the sentence to the summary of `make test`."""
     return lambda sentence: record_property("proved", sentence)
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Iterator[Counter[str]]:
+    """`count["daemon_kills"] += 1` as it happens. `make test-faults` adds up what all campaigns have counted,
+    those that failed included, and wants its share of each (tools/fault_counts.py)."""
+    counts: Counter[str] = Counter()
+    yield counts
+    for name, number in counts.items():
+        record_property(f"count.{name}", number)

@@ -1,7 +1,7 @@
 """Runs the checks of `make test` stage by stage, shows what they say, and ends with what was proved.
 
-    python tools/check.py all     lint, generated code, tests
-    python tools/check.py lint    the static checks only
+    python -m tools.check all     lint, generated code, tests
+    python -m tools.check lint    the static checks only
 
 Every stage runs even if an earlier one failed, within a deadline; its whole output is kept under build/logs/.
 """
@@ -14,9 +14,12 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tools import fault_counts
 
 REPO = Path(__file__).resolve().parent.parent
 LOGS = REPO / "build" / "logs"
@@ -33,6 +36,8 @@ class Stage:
     proves: str
     deadline_s: int = 300
     is_pytest: bool = False
+    least: dict[str, int] = field(default_factory=dict)
+    """What its tests must have counted (`fault_counts`), or it has proved too little."""
 
     @property
     def log(self) -> Path:
@@ -53,12 +58,15 @@ class Outcome:
     passed: bool
     seconds: float
     remarks: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
-def pytest_stage(name: str, marks: str, proves: str, deadline_s: int) -> Stage:
+def pytest_stage(
+    name: str, marks: str, proves: str, deadline_s: int, least: dict[str, int] | None = None
+) -> Stage:
     """A stage that runs the tests that `marks` selects; none selected is a failure."""
     command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", "tests"]
-    return Stage(name, command, proves, deadline_s, is_pytest=True)
+    return Stage(name, command, proves, deadline_s, is_pytest=True, least=least or {})
 
 
 LINT = [
@@ -93,6 +101,7 @@ REST = [
         "faults and not vllm and not gpu and not fake_gpu",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
         deadline_s=600,
+        least=fault_counts.IN_MAKE_TEST,
     ),
     pytest_stage(
         "tests-fake-gpu",
@@ -182,6 +191,12 @@ def read_junit(outcome: Outcome) -> None:
         assert reason is not None
         outcome.remarks.append(f"skipped: {case.get('name')}: {reason.get('message')}")
     outcome.remarks += [f"proved: {sentence}" for sentence in proved(cases)]
+    outcome.counts = fault_counts.counted(cases)
+    if outcome.counts:
+        outcome.remarks.append(f"counted: {fault_counts.text(outcome.counts)}")
+    for missing in fault_counts.shortfalls(outcome.counts, outcome.stage.least):
+        outcome.passed = False
+        outcome.remarks.append(f"not enough: {missing}")
 
 
 def proved(cases: list[ElementTree.Element]) -> Iterator[str]:

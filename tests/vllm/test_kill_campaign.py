@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.support.daemon import DaemonHost, until
 from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import Rig, kv_transfer_config, prompt, same
 
-KILLS = 6 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
+KILLS = 10 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 RELEASE_S = 1.0
 SLACK = 5
@@ -42,7 +43,12 @@ def host(socket_dir: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
-    model: Path, host: DaemonHost, plain: Engine, tmp_path: Path, proved: Callable[[str], None]
+    model: Path,
+    host: DaemonHost,
+    plain: Engine,
+    tmp_path: Path,
+    proved: Callable[[str], None],
+    count: Counter[str],
 ) -> None:
     print(f"KVTIER_SEED={SEED}, {KILLS} kills")
     chance = random.Random(SEED)
@@ -69,6 +75,7 @@ def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
             time.sleep(chance.random() * 0.05)
         finally:
             engine.kill()
+        count["engine_kills"] += 1
         killed_s = time.monotonic()
         while left := held(host):
             assert time.monotonic() - killed_s < RELEASE_S * SLACK, left

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_a_killed_engine_leaves_nothing_behind(
     session_host: DaemonHost,
     tmp_path: Path,
     proved: Callable[[str], None],
+    count: Counter[str],
 ) -> None:
     sessions, mapped = len(session_host.status().instances), copies_mapped(session_host)
     engine = Engine.launch(options, tmp_path / "log")
@@ -58,6 +60,7 @@ def test_a_killed_engine_leaves_nothing_behind(
             until(lambda: session_host.status().counters.stored_blocks > stored, "blocks are stored")
     finally:
         engine.kill()
+    count["engine_kills"] += 1
     killed_s = time.monotonic()
     until(
         lambda: len(session_host.status().instances) == sessions and copies_mapped(session_host) == mapped,

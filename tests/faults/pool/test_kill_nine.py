@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +29,11 @@ def campaign(module: str, *arguments: str, timeout_s: float = 100) -> dict[str, 
     return figures
 
 
-def test_no_step_of_a_store_loses_or_spoils_a_block(shm_dir: Path, proved: Callable[[str], None]) -> None:
+def test_no_step_of_a_store_loses_or_spoils_a_block(
+    shm_dir: Path, proved: Callable[[str], None], count: Counter[str]
+) -> None:
     figures = campaign("crash_points", "store", str(shm_dir))
+    count["crash_points"] += figures["points"]
     assert figures["points"] > 80
     assert figures["wanted"] > 60
     proved(
@@ -38,21 +42,27 @@ def test_no_step_of_a_store_loses_or_spoils_a_block(shm_dir: Path, proved: Calla
     )
 
 
-def test_no_step_of_a_recovery_loses_a_block(shm_dir: Path) -> None:
+def test_no_step_of_a_recovery_loses_a_block(shm_dir: Path, count: Counter[str]) -> None:
+    figures = campaign("crash_points", "recover", str(shm_dir))
+    count["crash_points"] += figures["points"]
     # The older copy's two slots, and the ready half of a block whose other half is not.
-    assert campaign("crash_points", "recover", str(shm_dir))["points"] == 3
+    assert figures["points"] == 3
 
 
-def test_a_pool_half_made_is_recognised_at_every_step(shm_dir: Path) -> None:
+def test_a_pool_half_made_is_recognised_at_every_step(shm_dir: Path, count: Counter[str]) -> None:
     figures = campaign("crash_points", "create", str(shm_dir))
+    count["crash_points"] += figures["points"]
     assert figures["points"] == 5
     assert figures["recovered"] == 4, "only after its last step is it a pool"
 
 
-def test_random_kills_of_front_and_worker(shm_dir: Path, proved: Callable[[str], None]) -> None:
+def test_random_kills_of_front_and_worker(
+    shm_dir: Path, proved: Callable[[str], None], count: Counter[str]
+) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     figures = campaign("random_kills", str(shm_dir), str(ROUNDS), str(seed), timeout_s=3000 if LONG else 100)
+    count["pool_owner_kills"] += figures["rounds"]
     assert figures["rounds"] == ROUNDS
     assert figures["locked"] > 0
     assert figures["wanted"] > 0

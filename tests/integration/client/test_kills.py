@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Victim:
 
 
 def test_twenty_clients_killed_in_the_middle_of_a_store_harm_nobody(
-    host: DaemonHost, connect_to: Connect, proved: Callable[[str], None]
+    host: DaemonHost, connect_to: Connect, proved: Callable[[str], None], count: Counter[str]
 ) -> None:
     randomness = random.Random(SEED)
     print(f"seed {SEED}")
@@ -72,6 +73,7 @@ def test_twenty_clients_killed_in_the_middle_of_a_store_harm_nobody(
             time.sleep(randomness.random() * 0.003)
         finally:
             victim.kill()
+        count["client_kills"] += 1
         until(
             lambda: [instance.instance for instance in host.status().instances] == [witness.client.instance],
             "the victim's session, leases and mapping are gone",
@@ -83,6 +85,7 @@ def test_twenty_clients_killed_in_the_middle_of_a_store_harm_nobody(
             found = reader.load(hashes)
             assert found == BLOCKS or batch not in victim.stored, "what was said to be stored is there"
             checked += found
+            count["blocks_compared"] += found
         reader.close()
         assert witness.client.lookup(own, timeout_s=READY_S).hits == BLOCKS, "and stays, being used"
     assert witness.client.epoch == epoch

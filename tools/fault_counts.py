@@ -1,0 +1,65 @@
+"""What the fault campaigns have counted, added up, and what they must have counted at least.
+
+A test counts through the fixture `count` (tests/conftest.py); pytest writes that into its results as
+properties named count.NAME. Counted as it happens: a campaign that fails half way says how far it got.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+PREFIX = "count."
+NEVER = ("wrong_bytes", "lost_blocks")
+"""Of these there must be none, and somebody must have looked: no count is no proof."""
+
+IN_MAKE_TEST = {
+    "daemon_kills": 16,
+    "planned_restarts": 14,
+    "pool_owner_kills": 25,
+    "worker_kills": 1,
+    "client_kills": 30,
+    "crash_points": 85,
+    "blocks_compared": 20_000,
+}
+"""Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
+SHORT = IN_MAKE_TEST | {"engine_kills": 4}
+LONG = {
+    "daemon_kills": 1_000,
+    "planned_restarts": 140,
+    "pool_owner_kills": 1_500,
+    "worker_kills": 35,
+    "client_kills": 200,
+    "engine_kills": 10,
+    "crash_points": 85,
+    "blocks_compared": 500_000,
+}
+
+
+def counted(cases: Iterable[ElementTree.Element]) -> Counter[str]:
+    """The sum over all test cases of a JUnit file, whether they passed or not."""
+    counts: Counter[str] = Counter()
+    for case in cases:
+        for entry in case.iter("property"):
+            name = entry.get("name", "")
+            if name.startswith(PREFIX):
+                counts[name.removeprefix(PREFIX)] += int(entry.get("value", "0"))
+    return counts
+
+
+def text(counts: Mapping[str, int]) -> str:
+    """In one line, for people."""
+    return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in sorted(counts.items()))
+
+
+def shortfalls(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[str]:
+    """What is missing, and what must not be; nothing if `least` is empty."""
+    for name, number in least.items():
+        if counts.get(name, 0) < number:
+            yield f"{counts.get(name, 0):,} {name.replace('_', ' ')}, {number:,} are wanted"
+    for name in NEVER if least else ():
+        if name not in counts:
+            yield f"nobody has looked for {name.replace('_', ' ')}"
+        elif counts[name]:
+            yield f"{counts[name]:,} {name.replace('_', ' ')}"

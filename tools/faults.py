@@ -1,0 +1,60 @@
+"""The fault suite: `python -m tools.faults short|long`. The last line is one JSON object: what was counted.
+
+Exit status 0 only if every test passed, every count is as high as it must be (`fault_counts`), and there was
+no wrong byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+
+from tools import check, fault_counts
+
+DEADLINES_S = {"short": 1_800, "long": 4 * 3_600}
+LEAST = {"short": fault_counts.SHORT, "long": fault_counts.LONG}
+TEST_TIMEOUT_S = 3_600
+"""For a test that sets none; campaigns set their own."""
+
+
+def table(counts: Counter[str], least: dict[str, int]) -> None:
+    """What was counted, and what was wanted."""
+    print()
+    for name in sorted({*counts, *least}):
+        wanted = f"   at least {least[name]:,}" if name in least else ""
+        wanted = "   none allowed" if name in fault_counts.NEVER else wanted
+        print(f"  {name.replace('_', ' '):<20} {counts[name]:>12,}{wanted}")
+
+
+def main() -> int:
+    """Runs the suite; returns 0 if it proves what it is to prove."""
+    form = sys.argv[1] if len(sys.argv) == 2 else ""
+    if form not in LEAST:
+        print("usage: faults.py short|long", file=sys.stderr)
+        return 2
+    check.LOGS.mkdir(parents=True, exist_ok=True)
+    stage = check.pytest_stage(
+        f"faults-{form}",
+        "faults and not gpu",
+        "Killing, stopping and corrupting real processes and files ends as the failure table says.",
+        DEADLINES_S[form],
+        LEAST[form],
+    )
+    stage.command.insert(1, f"--timeout={TEST_TIMEOUT_S}")
+    os.environ["KVTIER_FAULTS_LONG"] = "1" if form == "long" else "0"
+    try:
+        outcome = check.run(stage)
+    except KeyboardInterrupt:
+        print("\nInterrupted; nothing was left running.", file=sys.stderr)
+        return 130
+    check.summary([outcome])
+    table(outcome.counts, LEAST[form])
+    figures = {"form": form, "passed": outcome.passed, "seconds": round(outcome.seconds)}
+    print(json.dumps(figures | dict(sorted(outcome.counts.items()))), flush=True)
+    return 0 if outcome.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
