@@ -3,10 +3,13 @@
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from kvtier_kernels import DevicePlan
+from kvtier_kernels.cuda import Driver
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.worker.gpu.imports import GpuChunk, GpuMemory, Imports
 from kvtierd.wire import worker_pb2 as wire
@@ -270,3 +273,50 @@ def test_chunks_of_another_gpu_are_refused(imports: Imports, engine: Engine, gpu
         other.close()
     assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].chunks")
     assert gpu.info.name in refusal.message
+
+
+@dataclass
+class Steps:
+    """A driver whose slow calls are counted from step to step."""
+
+    driver: Driver
+    calls: int = 0
+    calls_since: int = 0
+    most: int = 0
+    """Between two steps."""
+
+    def step(self) -> None:
+        self.calls_since = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.driver, name)
+        if name not in ("ipc_open", "ipc_close", "map_chunk", "chunk_import", "chunk_release", "unmap"):
+            return method
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            self.calls_since += 1
+            self.most = max(self.most, self.calls_since)
+            return method(*arguments)
+
+        return counted
+
+
+def test_much_memory_is_taken_and_let_go_of_in_steps(gpu: Gpu, engine: Engine) -> None:
+    """A worker is not stuck because its client has a thousand pieces of memory."""
+    steps = Steps(gpu.driver)
+    imports = Imports(cast(Driver, steps), gpu.info, steps.step)
+    fds = [engine.chunk(CHUNK) for _ in range(3)]
+    chunks = [imports.chunk(fd, CHUNK) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    handles = [by_handle(engine.alloc(MIB), 100) for _ in range(3)]
+    wanted = message(*handles, wire.DeviceRange(bytes=10, chunks=3))
+    memory, _ = imports.map(wanted, chunks)
+    memory.unmap()
+    gpu.fake.arm("cuMemSetAccess", 1, 2, os.getpid())
+    refused(imports, wanted, chunks)
+    for chunk in chunks:
+        chunk.release()
+    assert steps.calls == 26
+    assert steps.most == 1

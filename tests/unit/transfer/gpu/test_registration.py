@@ -12,7 +12,7 @@ from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
 from kvtierd.transfer.status import StatusPage, create_status_fd
-from kvtierd.transfer.worker.gpu import numa
+from kvtierd.transfer.worker.gpu import numa, registration
 from kvtierd.transfer.worker.gpu.registration import NotRegisteredError, PoolRegistration
 
 from tests.unit.transfer.gpu.conftest import Gpu
@@ -77,6 +77,20 @@ def test_what_a_lane_needs_is_registered_once(bench: Bench, gpu: Gpu) -> None:
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 2
     with pytest.raises(NotRegisteredError):
         bench.registration.require(bench.slot_of(2))
+
+
+def test_what_takes_long_is_done_in_steps(bench: Bench, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages may have to come from far, all the more for an extent of a gigabyte."""
+    mapped: list[tuple[int, int]] = []
+    monkeypatch.setattr(registration, "POPULATE_BYTES", MIB)
+    monkeypatch.setattr(registration, "populate", lambda pool, *piece: mapped.append(piece))
+    slots = np.concatenate([bench.slot_of(0), bench.slot_of(EXTENTS - 1)])
+    steps = []
+    while bench.registration.ensure_next(slots):
+        steps.append((len(mapped), gpu.fake.calls("cuMemHostRegister_v2", os.getpid())))
+    assert steps == [(1, 0), (2, 0), (2, 1), (3, 1)]
+    assert mapped == [(2 * MIB, MIB), (3 * MIB, MIB), (6 * MIB, MIB)]
+    bench.registration.require(slots)
 
 
 def test_slots_that_the_pool_has_not_are_left_to_others(bench: Bench, gpu: Gpu) -> None:

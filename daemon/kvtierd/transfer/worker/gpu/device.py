@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kvtier_kernels.cuda import (
 )
 
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.transfer.status import StatusPage
+from kvtierd.transfer.status import StatusPage, StatusWord
 from kvtierd.transfer.worker.device import Area, Chunk, DeviceUnusableError, Memory
 from kvtierd.transfer.worker.gpu import numa
 from kvtierd.transfer.worker.gpu.copying import Batches, Descriptors, GpuCopier, Rows
@@ -65,6 +66,7 @@ class GpuDevice:
         """Makes the primary context and makes it current in this thread. DeviceUnusableError, whose refusal
         says what to change. `pool_fd` stays open as long as this object lives."""
         self._register_failures = 0
+        self._status = status
         # The driver then loads kernels as they are needed, which is never: less of the GPU's memory.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         with _unusable(name):
@@ -76,7 +78,7 @@ class GpuDevice:
             lock_deadline_s = min(LOCK_DEADLINE_S_MAX, options.copy_deadline_s / 2)
             self._registration = PoolRegistration(driver, pool, pool_fd, records, status, lock_deadline_s)
             self._header = (0, self._registration.areas[0][0])
-            self._imports = Imports(driver, self._gpu)
+            self._imports = Imports(driver, self._gpu, self._beat)
             self._sealer = Sealer(pool, records, options.seal_threads, self._stay_near)
             least, greatest = driver.stream_priority_range()
             streams = [driver.stream_create(greatest), driver.stream_create(least)]
@@ -144,9 +146,14 @@ class GpuDevice:
             return
         try:
             self._registration.register(area)
-        except (CudaError, NotRegisteredError) as error:
+        except (CudaError, NotRegisteredError, OSError) as error:
             self._register_failures += 1
             _log.warning("a part of the pool is registered when it is used", why=str(error))
+
+    def _beat(self) -> None:
+        """Between two steps of something long: the main thread, if it is in it, comes round."""
+        if threading.current_thread() is threading.main_thread():
+            self._status.enter(StatusWord.HEARTBEAT)
 
     def _stay_near(self) -> None:
         numa.stay_near(self._node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,12 +25,15 @@ OUT_OF_MEMORY = 2
 class GpuChunk:
     """A chunk's handle."""
 
-    def __init__(self, driver: Driver, handle: int, size_bytes: int) -> None:
+    def __init__(self, driver: Driver, handle: int, size_bytes: int, step: Callable[[], None]) -> None:
+        """`step()` is called before its release."""
         self._driver = driver
+        self._step = step
         self.handle = handle
         self.size_bytes = size_bytes
 
     def release(self) -> None:
+        self._step()
         with context_guard():
             self._driver.chunk_release(self.handle)
 
@@ -127,10 +130,12 @@ class Imports:
     the driver would then answer with that. So what is open is known, with the buffer id of each.
     """
 
-    def __init__(self, driver: Driver, gpu: DeviceInfo) -> None:
-        """A context of the GPU is current."""
+    def __init__(self, driver: Driver, gpu: DeviceInfo, step: Callable[[], None] = lambda: None) -> None:
+        """A context of the GPU is current. `step()` is called, in whichever thread, before each range or
+        chunk is taken or let go of: there may be tens of thousands."""
         self._driver = driver
         self._gpu = gpu
+        self._step = step
         self._granularity = driver.chunk_granularity(gpu.ordinal)
         self._open: dict[bytes, _Open] = {}
         self._lock = threading.Lock()
@@ -144,8 +149,9 @@ class Imports:
                 field="bytes",
                 value=size_bytes,
             )
+        self._step()
         with _refused("chunks", fd, "is the descriptor that of a chunk of this GPU's memory?"):
-            return GpuChunk(self._driver, self._driver.chunk_import(fd), size_bytes)
+            return GpuChunk(self._driver, self._driver.chunk_import(fd), size_bytes, self._step)
 
     def map(self, message: wire.MapMemory, chunks: Sequence[GpuChunk]) -> tuple[GpuMemory, int]:
         """Maps all ranges of a registration; says how many chunks they took. Refusal, and nothing changed."""
@@ -154,6 +160,7 @@ class Imports:
         used = 0
         try:
             for index, wanted in enumerate(message.ranges):
+                self._step()
                 if wanted.chunks:
                     mine = chunks[used : used + wanted.chunks]
                     used += wanted.chunks
@@ -167,6 +174,7 @@ class Imports:
 
     def let_go(self, piece: _Handle | _Reservation) -> None:
         """Unmaps a piece of memory. It must work: otherwise only the end of the process helps."""
+        self._step()
         with must_succeed("letting go of an engine's memory"):
             if isinstance(piece, _Reservation):
                 self._driver.unmap(piece.address, piece.size_bytes)
@@ -221,8 +229,10 @@ class Imports:
         try:
             with _refused(f"{field}.chunks", len(chunks), "are the chunks as large as AddChunks said?"):
                 for chunk in chunks:
+                    self._step()
                     self._driver.map_chunk(end, chunk.size_bytes, chunk.handle)
                     end += chunk.size_bytes
+                self._step()
                 self._driver.allow_access(address, total, self._gpu.ordinal)
         except BaseException:
             with must_succeed("letting go of chunks"):
@@ -232,6 +242,7 @@ class Imports:
             raise
         memory.add(wanted.bytes, address + wanted.offset, _Reservation(address, total))
         for chunk in reversed(chunks):
+            self._step()
             end -= chunk.size_bytes
             self._on_this_gpu(f"{field}.chunks", len(chunks), end)
 

@@ -74,6 +74,7 @@ class PoolRegistration:
         ]
         self.borders = np.array([offset for offset, _ in self.areas], np.uint64)
         self._registered = np.zeros(len(self.areas), np.bool_)
+        self._populated_bytes = [0] * len(self.areas)
         self._registered_bytes = 0
         self._registering = threading.Lock()
         self._why = ""
@@ -83,7 +84,8 @@ class PoolRegistration:
         return len(self._pool)
 
     def ensure_next(self, slots: Slots) -> bool:
-        """Has an area registered that these slots lack, which takes a while; True if they may lack another.
+        """Takes a step towards the registration of an area that these slots lack: maps some of its pages, or
+        registers it, which may take a while; True if another step may be needed.
 
         What fails shows in `require`; slots that the pool has not are none of its business.
         """
@@ -96,7 +98,8 @@ class PoolRegistration:
             return False
         index = int(missing[0])
         try:
-            self._populate(index)
+            if self._populate_next(index):
+                return True
             self._register(index)
         except (CudaError, NotRegisteredError, OSError) as error:
             self._why = str(error)
@@ -117,10 +120,17 @@ class PoolRegistration:
     def _areas_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         return (slots.astype(np.int64) * PAGE_BYTES - self._first) // self._area_bytes
 
-    def _populate(self, index: int) -> None:
+    def _populate_next(self, index: int) -> bool:
+        """Maps the next pages of an area; False if there are none left. Two threads at once may map some
+        twice."""
         offset, length = self.areas[index]
-        for start in range(offset, offset + length, POPULATE_BYTES):
-            populate(self._pool, start, min(POPULATE_BYTES, offset + length - start))
+        done = self._populated_bytes[index]
+        if done == length:
+            return False
+        step_bytes = min(POPULATE_BYTES, length - done)
+        populate(self._pool, offset + done, step_bytes)
+        self._populated_bytes[index] = done + step_bytes
+        return True
 
     def _register(self, index: int) -> None:
         deadline_s = time.monotonic() + self._lock_deadline_s
