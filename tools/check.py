@@ -105,9 +105,15 @@ REST = [
     ),
     pytest_stage(
         "tests-fake-gpu",
-        "fake_gpu and not vllm and not gpu",
+        "fake_gpu and not faults and not vllm and not gpu",
         "Copies from and to a GPU keep the same contract as those of the CPU (driver: a double of our own).",
-        deadline_s=600,
+        deadline_s=720,
+    ),
+    pytest_stage(
+        "tests-fake-gpu-faults",
+        "fake_gpu and faults and not vllm and not gpu",
+        "Driver calls that fail or hang, and processes that are killed, cost no more than one GPU's worker.",
+        deadline_s=720,
     ),
     pytest_stage(
         "tests-vllm",

@@ -13,8 +13,6 @@ from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ALL, on
 from tests.integration.worker.rig import Layout, Rig, is_armed, until
 
-pytestmark = on(*ALL)
-
 BIG = Layout(num_blocks=64, fragments=(1 << 20,))
 """Four blocks a chunk."""
 
@@ -140,6 +138,7 @@ async def test_a_gate_that_does_not_open_in_time_ends_the_part(rig: Rig) -> None
     assert (await rig.finished(waits)).outcome == Outcome.DONE
 
 
+@on(*ALL)
 async def test_loads_overtake_a_store_that_runs(start_rig: StartRig) -> None:
     rig = await start_rig(fault="slow-copy:60", pool_bytes=130 << 20)
     client = await rig.client(BIG)
@@ -188,6 +187,7 @@ async def test_an_idle_worker_sleeps(rig: Rig) -> None:
     assert wakeups() - before < 40  # the heartbeat, once a second, and nothing that polls
 
 
+@on(*ALL)
 async def test_gates_survive_random_traffic(rig: Rig) -> None:
     """Parts gated, free and revoked, of two sessions: every one ends, every byte is right."""
     random = np.random.default_rng(11)
