@@ -13,9 +13,11 @@ from kvtierd.core.stimuli import (
     PartFinished,
     Resume,
     SessionReleased,
+    SlotsChecked,
     SlotsProven,
     Tick,
     UnregisterMemory,
+    Verify,
     WorkerLost,
 )
 from kvtierd.core.transitions import MappingState, TransferState
@@ -24,6 +26,7 @@ from tests.simulation.engine import (
     REVOKED,
     SCHEDULER,
 )
+from tests.simulation.worker import Told
 from tests.simulation.world import LIMITS, World
 
 
@@ -111,7 +114,10 @@ def told_again(world: World) -> None:
         _repeat(world, world.random.choice(world.told))
 
 
-def _repeat(world: World, message: PartFinished | SessionReleased) -> None:
+def _repeat(world: World, message: Told) -> None:
+    if isinstance(message, SlotsChecked):
+        check = world.machine.books.check
+        assert check is None or check.check != message.check, "it has been answered"
     if isinstance(message, SessionReleased):
         worker = world.machine.books.workers.get(message.worker)
         mapping = None if worker is None else worker.mappings.get(message.session)
@@ -157,6 +163,12 @@ def takes_memory_back(world: World) -> None:
 def record_rots(world: World) -> None:
     if world.pool.rot(world.random, "record"):
         world.faults["record rots", "READY"] += 1
+
+
+def data_rots(world: World) -> None:
+    """While the daemon runs: only one that verifies always is sure to notice before a load."""
+    if world.verify is Verify.ALWAYS and world.pool.rot(world.random, "data"):
+        world.faults["data rots", "while every load is verified"] += 1
 
 
 def drain(world: World) -> None:

@@ -8,13 +8,15 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from kvtierd.core.actions import AssignExtent, CommitSlots, FreeSlots, OpenSlots
+from kvtierd.core.actions import AssignExtent, CommitSlots, FreeSlots, OpenSlots, QuarantineSlots
 from kvtierd.core.ids import PAGE_BYTES, NamespaceDigest
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Recovered, RecoveredExtent
 
 FREE, WRITING, READY = 0, 1, 2
 TORN = "torn"
+NOBODY = -1
+"""Writer of a slot that was set aside."""
 
 Key = tuple[bytes, int, bytes]
 """Namespace digest, group, hash."""
@@ -96,6 +98,15 @@ class FakePool:
             assert self.slots[number].state != FREE, f"slot {number} is freed twice"
             self._free(number)
 
+    def set_aside(self, action: QuarantineSlots) -> None:
+        for number in action.slots.tolist():
+            slot = self.slots[number]
+            assert slot.rot, f"slot {number} is set aside, and nothing is wrong with it"
+            self._free(number)
+            slot.state, slot.writer = WRITING, NOBODY
+            slot.generation += 1
+            self.states[number] = WRITING
+
     def _free(self, number: int) -> None:
         self._forget_key(number)
         slot = self.slots[number]
@@ -126,17 +137,29 @@ class FakePool:
         assert len(states) == 1, f"shards of {key} are in different states"
         return states.pop()
 
+    def holds(self, number: int, generation: int) -> bool:
+        """Whether a slot still is what it was when it had this generation."""
+        slot = self.slots.get(number)
+        return slot is not None and slot.generation == generation
+
+    def is_rotten(self, number: int, generation: int) -> bool:
+        """What a look at record and data shows of a slot that holds what it held."""
+        return self.holds(number, generation) and bool(self.slots[number].rot)
+
     # --- the next daemon ---
 
     def recover(self, random: Random) -> Recovered:
         """What a scan finds. Some writers of WRITING slots cannot be proved gone yet."""
         self.boot += 1
-        unproven = {slot.writer for slot in self.slots.values() if random.random() < 0.5}
+        unproven = {slot.writer for slot in self.slots.values() if random.random() < 0.5} - {NOBODY}
         whole: list[tuple[int, Key, list[int]]] = []
         quarantined = [
             n for n, slot in self.slots.items() if slot.state == WRITING and slot.writer in unproven
         ]
+        corrupt = [n for n, slot in self.slots.items() if slot.state == WRITING and slot.writer == NOBODY]
         for number in [number for number, slot in self.slots.items() if slot.state == WRITING]:
+            if number in corrupt:
+                continue
             if number in quarantined:
                 self._forget_key(number)
             else:
@@ -168,6 +191,7 @@ class FakePool:
             slots=np.array([number for _, _, own in whole for number in own], np.uint32),
             clock=max((clock for clock, _, _ in whole), default=0),
             quarantined=np.array(sorted(quarantined), np.uint32),
+            corrupt=np.array(sorted(corrupt), np.uint32),
         )
 
     def rot(self, random: Random, kind: str) -> bool:

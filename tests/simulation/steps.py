@@ -160,7 +160,7 @@ USES: dict[Callable[[World, Engine], None], float] = {
 STEPS: dict[Callable[[World], None], float] = {
     engine_step: 32,
     worker_step: 64,
-    faults.tick: 1,
+    faults.tick: 3,
     faults.engine_dies: 0.3,
     faults.cancel: 1.5,
     faults.client_revokes: 1.5,
@@ -171,6 +171,7 @@ STEPS: dict[Callable[[World], None], float] = {
     faults.part_is_silent: 0.5,
     faults.takes_memory_back: 0.4,
     faults.record_rots: 0.3,
+    faults.data_rots: 0.3,
     faults.drain: 0.5,
     faults.daemon_dies: 0.1,
     faults.writers_proven: 0.3,

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-from kvtierd.core.actions import Direction, PostPart, ReleaseSession, RevokePart
+from kvtierd.core.actions import CheckSlots, Direction, PostPart, ReleaseSession, RevokePart
 from kvtierd.core.ids import PartId, SessionId, WorkerId
-from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
+from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased, SlotsChecked
 
 from tests.simulation.engine import DONE, FAILED, REVOKED, STARTED, Engine
 from tests.simulation.pool import READY, TORN, WRITING, FakePool
 
 NONE = np.empty(0, np.uint32)
+
+Told = PartFinished | SessionReleased | SlotsChecked
 
 
 @dataclass(slots=True, eq=False)
@@ -47,18 +49,21 @@ class FakeWorker:
         self.pool = pool
         self.lost = False
         self.mapped: dict[SessionId, tuple[Engine, int]] = {}
-        self.inbox: deque[tuple[PostPart, list[int]] | RevokePart | ReleaseSession] = deque()
+        self.inbox: deque[tuple[PostPart | CheckSlots, list[int]] | RevokePart | ReleaseSession] = deque()
         self.queued: list[Job] = []
         self.started: list[Job] = []
-        self.outbox: deque[PartFinished | SessionReleased] = deque()
+        self.checks: list[tuple[CheckSlots, list[int], list[bool]]] = []
+        """Begun: with what was seen of each slot so far."""
+        self.outbox: deque[Told] = deque()
 
     def idle(self) -> bool:
-        return not (self.inbox or self.queued or self.started or self.outbox)
+        return not (self.inbox or self.queued or self.started or self.checks or self.outbox)
 
     def become_zombie(self, quarantined: set[int]) -> None:
         """Its front is dead. It copies on to slots that no later daemon may touch before it is proved
         gone."""
         self.inbox.clear()
+        self.checks.clear()
         self.outbox.clear()
         for jobs in (self.queued, self.started):
             jobs[:] = [
@@ -86,6 +91,8 @@ class FakeWorker:
             can.append(lambda: self._start(random.choice(self.queued), random, faults, fault_rate))
         if self.started and random.random() < 0.5:  # copies take time
             can.append(lambda: self._finish(random.choice(self.started), random, faults, fault_rate))
+        if self.checks and not self.started:
+            can.append(lambda: self._check(random, faults))
         if can:
             random.choice(can)()
 
@@ -108,8 +115,32 @@ class FakeWorker:
             self.outbox.append(SessionReleased(self.worker, item.session))
         else:
             post, generations = item
+            if isinstance(post, CheckSlots):
+                seen = [
+                    self.pool.is_rotten(number, generation)
+                    for number, generation in zip(post.slots.tolist(), generations, strict=True)
+                ]
+                self.checks.append((post, generations, seen))
+                return
             engine, rank = self.mapped[post.session]
             self.queued.append(Job(post, generations, engine, rank))
+
+    def _check(self, random: Random, faults: Counter[tuple[str, str]]) -> None:
+        """Reads the generations again, and answers; sometimes its lanes were busy."""
+        check, generations, seen = self.checks.pop()
+        looked_at = len(seen) if random.random() < 0.8 else random.randrange(len(seen) + 1)
+        numbers = check.slots.tolist()
+        corrupt = []
+        for i in range(looked_at):
+            if not self.pool.holds(numbers[i], generations[i]):
+                faults["check", "slot given away meanwhile"] += 1
+            elif seen[i]:
+                corrupt.append(i)
+        if looked_at < len(seen):
+            faults["check", "lanes busy"] += 1
+        self.outbox.append(
+            SlotsChecked(self.worker, check.check, looked_at, np.array(corrupt, np.uint32))
+        )
 
     def _start(self, job: Job, random: Random, faults: Counter[tuple[str, str]], fault_rate: float) -> None:
         signals = job.post.signals

@@ -19,6 +19,7 @@ from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.actions import (
     Action,
     AssignExtent,
+    CheckSlots,
     CommitSlots,
     Direction,
     FreeSlots,
@@ -26,6 +27,7 @@ from kvtierd.core.actions import (
     Notify,
     OpenSlots,
     PostPart,
+    QuarantineSlots,
     ReleaseSession,
     Reply,
     RevokePart,
@@ -38,11 +40,13 @@ from kvtierd.core.ids import PAGE_BYTES, SessionId, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
+    CoreIntegrity,
     CoreLimits,
     EndSession,
     PartFinished,
-    SessionReleased,
+    SlotsChecked,
     Stimulus,
+    Verify,
     WorkerExited,
 )
 from kvtierd.core.transitions import Event, State
@@ -54,7 +58,7 @@ from tests.simulation.engine import (
     Pending,
 )
 from tests.simulation.pool import READY, WRITING, FakePool, Key, generation_of
-from tests.simulation.worker import FakeWorker
+from tests.simulation.worker import FakeWorker, Told
 
 GEOMETRY = PoolGeometry(extents=6, extent_bytes=1 << 15, first_extent_offset=2 << 20)
 LIMITS = CoreLimits(
@@ -68,6 +72,11 @@ LIMITS = CoreLimits(
     transfer_deadline_s=20.0,
     terminal_kept=4,
 )
+SAMPLED_BYTES_PER_S = 40_000
+"""About a block between two ticks."""
+REMEMBERED = 24
+CORRUPT_MAX = 6
+"""Of the pool's slots; then it is made anew."""
 DEVICES = 2
 ENGINES = 3
 MISS, PENDING, HIT = 0, 1, 2
@@ -104,7 +113,15 @@ class World:
         pages = (GEOMETRY.first_extent_offset + GEOMETRY.capacity_bytes) // PAGE_BYTES
         capacity = self.random.choice((64, 64, 14))
         table = OracleTable(capacity, pages) if self.oracle else NativeTable(capacity, pages, 1)
-        self.machine = Machine(table, lambda: self.now_s, LIMITS, GEOMETRY)
+        self.verify = self.random.choice(list(Verify))
+        self.machine = Machine(
+            table,
+            lambda: self.now_s,
+            LIMITS,
+            GEOMETRY,
+            integrity=CoreIntegrity(self.verify, SAMPLED_BYTES_PER_S, REMEMBERED),
+            randomness=np.random.default_rng(self.random.getrandbits(32)),
+        )
         self.fault_rate = self.random.choice((0.0, 0.02, 0.1))
         self.draining = False
         self.engines: list[Engine] = []
@@ -115,16 +132,18 @@ class World:
         self.condemned: set[Key] = set()
         self.writing: dict[int, Engine] = {}
         """Who last had a slot written."""
-        self.told: list[PartFinished | SessionReleased] = []
+        self.told: list[Told] = []
         """What workers have said lately; some of it is said again."""
         self.crash_after: int | None = None
         if self.pool.boot or self.pool.extents:
             found = self.pool.recover(self.random)
             self.quarantined = set(found.quarantined.tolist())
+            self.corrupt = set(found.corrupt.tolist())
             self.do(found)
             assert self.machine.books.blocks.live == min(capacity, len(found.hashes))
         else:
             self.quarantined = set()
+            self.corrupt = set()
 
     def restart(self, *, crash: bool = False) -> None:
         """kill -9. `crash`: while the actions of the last stimulus were being performed."""
@@ -134,6 +153,9 @@ class World:
         for _ in range(self.random.choice((0, 1, 5))):
             self.faults["data rots", "while the daemon is down"] += self.pool.rot(self.random, "data")
         self.zombies = []
+        if len(self.corrupt) > CORRUPT_MAX:
+            self.faults["cold start", "too many corrupt slots"] += 1
+            self.pool = FakePool(GEOMETRY)
         self._start()
         for worker in workers:
             worker.become_zombie(self.quarantined)
@@ -188,6 +210,17 @@ class World:
                     if (key := self.pool.slots[number].key) is not None:
                         self.condemned.discard(key)
                 self.pool.free(action)
+            case QuarantineSlots():
+                numbers = action.slots.tolist()
+                for number in numbers:
+                    if (key := self.pool.slots[number].key) is not None:
+                        self.condemned.discard(key)
+                self.corrupt.update(numbers)
+                self.pool.set_aside(action)
+            case CheckSlots():
+                worker = self._worker(action.worker)
+                if worker is not None:
+                    worker.inbox.append((action, generation_of(self.pool, action.slots)))
             case PostPart():
                 if action.direction is Direction.STORE:
                     self.writing.update(dict.fromkeys(action.slots.tolist(), self.of_session[action.session]))
@@ -261,7 +294,9 @@ class World:
         told[dump["slots"]] = np.repeat(as_record, dump["slot_counts"])
         quarantined = self.machine.books.blocks.slots.quarantined
         assert quarantined == self.quarantined
-        told[list(quarantined)] = WRITING
+        corrupt = self.machine.books.blocks.slots.corrupt
+        assert corrupt == self.corrupt
+        told[[*quarantined, *corrupt]] = WRITING
         wrong = np.flatnonzero(told != self.pool.states)
         assert len(wrong) == 0, (
             f"slot {wrong[0]}: the table says {told[wrong[0]]}, its record {self.pool.states[wrong[0]]}"
@@ -281,7 +316,7 @@ class World:
             return MISS
         return {WRITING: PENDING, READY: HIT}.get(self.pool.state_of(name), MISS)
 
-    def late(self, message: PartFinished | SessionReleased, state: str) -> None:
+    def late(self, message: Told, state: str) -> None:
         self.faults["late message", f"{type(message).__name__} {state}"] += 1
         before = snapshot(self.machine, counters=False)
         self.do(message)
@@ -324,8 +359,29 @@ class World:
             assert digest is not None
             hashes = self.machine.books.blocks.table.hashes(np.ascontiguousarray(bad))
             self.condemned |= {(digest, group, row.tobytes()) for row in hashes}
+        if isinstance(message, SlotsChecked):
+            self._found(message)
         self.do(message)
         assert self.machine.books.tally.late_messages == late, "a message in time was taken for a late one"
+
+    def _found(self, message: SlotsChecked) -> None:
+        """A sample has found slots rotten: those that are still read are condemned from now on."""
+        check = self.machine.books.check
+        assert check is not None
+        table = self.machine.books.blocks.table
+        for position in message.corrupt.tolist():
+            number = int(check.slots[position])
+            entry = check.entries[position : position + 1]
+            slot = self.pool.slots[number]
+            assert slot.rot or slot.state != READY or table.generations(entry) != check.generations[position]
+            same = table.owners(check.slots[position : position + 1]) == entry
+            if same and table.generations(entry) == check.generations[position]:
+                assert slot.key is not None
+                known = slot.key in self.condemned
+                self.faults["sample finds", "corrupt block" if not known else "condemned block"] += 1
+                self.condemned.add(slot.key)
+            else:
+                self.faults["sample finds", "block that has gone"] += 1
 
     def note(self, fault: str, transfer: Any) -> None:
         """Counts a fault by what transfer it struck."""
@@ -349,4 +405,5 @@ def snapshot(machine: Machine, *, counters: bool = True) -> tuple[Any, ...]:
             sorted(i.words_in_use), list(i.sessions), list(i.ended), i.leased_bytes, len(i.mappings)) for
             name, i in books.instances.items() }, {n: (t.state, t.open_parts, t.revoked) for n, t in
             books.transfers.items()}, list(books.parts), list(books.names), list(books.workers),
-            books.draining, repr(books.tally) if counters else None, )  # fmt: skip
+            books.draining, books.blocks.history.total, books.check,
+            repr(books.tally) if counters else None, )  # fmt: skip

@@ -8,11 +8,13 @@ import numpy as np
 from kvtierd.core.actions import (
     Action,
     AssignExtent,
+    CheckSlots,
     CommitSlots,
     FreeSlots,
     Notify,
     OpenSlots,
     PostPart,
+    QuarantineSlots,
     ReleaseSession,
     RevokePart,
 )
@@ -54,6 +56,10 @@ class Performer:
                 self._commit(action)
             case FreeSlots():
                 self._pool.records.free(np.ascontiguousarray(action.slots).reshape(-1))
+            case QuarantineSlots():
+                self._pool.set_aside(action.slots)
+            case CheckSlots():
+                self._workers.check_slots(action, self._pool.records.generations(action.slots))
             case Notify():
                 self._notify(action)
             case RevokePart():

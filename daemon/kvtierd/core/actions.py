@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import (
+    CheckId,
     Epoch,
     Fingerprint,
     Hashes,
@@ -67,6 +68,23 @@ class CommitSlots:
 class FreeSlots:
     """Bump the generation of slots and mark them free: before any byte of them changes."""
 
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineSlots:
+    """Set slots aside that have failed a check: nothing is stored there again while this pool file lives."""
+
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSlots:
+    """Have a worker compare slots with their records and checksums, when its lanes are idle. The front adds
+    the slots' generations. `SlotsChecked` follows, or the worker's end."""
+
+    worker: WorkerId
+    check: CheckId
     slots: Slots
 
 
@@ -146,7 +164,18 @@ class Notify:
     event: TransferEnded | InstanceView | SessionEnded
 
 
-Action = AssignExtent | OpenSlots | CommitSlots | FreeSlots | PostPart | RevokePart | ReleaseSession | Notify
+Action = (
+    AssignExtent
+    | OpenSlots
+    | CommitSlots
+    | FreeSlots
+    | QuarantineSlots
+    | CheckSlots
+    | PostPart
+    | RevokePart
+    | ReleaseSession
+    | Notify
+)
 
 
 @dataclass(frozen=True, slots=True)

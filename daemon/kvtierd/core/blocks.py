@@ -5,14 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtierd.core.actions import Action, CommitSlots, FreeSlots
+from kvtierd.core.actions import Action, CommitSlots, FreeSlots, QuarantineSlots
 from kvtierd.core.domains import Domain, Domains, Spaces
+from kvtierd.core.errors import Reason
+from kvtierd.core.history import Fate, History
 from kvtierd.core.ids import NO_ENTRY, Entries, Hashes, Slots, SpaceId
 from kvtierd.core.slots import PoolGeometry, SlotAllocator
+from kvtierd.core.stimuli import CoreIntegrity, Verify
 from kvtierd.core.table import U8, BlockFlag, BlockState, BlockTable
 
 EVICTING = int(BlockState.EVICTING)
 READY = int(BlockState.READY)
+VERIFY = int(BlockFlag.VERIFY)
+RECOVERED = int(BlockFlag.RECOVERED)
 STAMPS_PER_S = 10
 
 
@@ -28,7 +33,18 @@ class Inserted:
 class Blocks:
     """The only owner of table and slots. Batches; appends what must be done to `actions`."""
 
-    def __init__(self, table: BlockTable, geometry: PoolGeometry) -> None:
+    def __init__(
+        self, table: BlockTable, geometry: PoolGeometry, integrity: CoreIntegrity | None = None
+    ) -> None:
+        integrity = integrity or CoreIntegrity()
+        always = integrity.verify is Verify.ALWAYS
+        self.integrity = integrity
+        self._flags_of_new = VERIFY if always else 0
+        self._flags_once = RECOVERED if always else VERIFY | RECOVERED
+        """What a load that found a block sound takes from it."""
+        self.history = History(integrity.remembered_blocks)
+        self.corrupt: set[int] = set()
+        """Slots of condemned blocks that are to be set aside when their blocks go."""
         self.table = table
         self.geometry = geometry
         self.slots = SlotAllocator(geometry)
@@ -50,7 +66,7 @@ class Blocks:
 
     def insert(self, space: SpaceId, domain: Domain, hashes: Hashes) -> Inserted:
         """Creates the absent keys, WRITING and without slots."""
-        entries, created = self.table.insert(space, domain.domain, hashes)
+        entries, created = self.table.insert(space, domain.domain, hashes, self._flags_of_new)
         count = int(np.count_nonzero(created == 1))
         self.live += count
         domain.blocks += count
@@ -88,29 +104,62 @@ class Blocks:
         self.table.remove(entries)
         self.live -= n
         domain.blocks -= n
-        if slots is not None:
-            self.actions.append(FreeSlots(slots.reshape(-1)))
-            if len(domain.per_size) == 1:
-                self.slots.give_back(domain.sizes[0], slots.reshape(-1))
-            else:
-                for rank, slot_bytes in enumerate(domain.sizes):
-                    self.slots.give_back(slot_bytes, slots[rank])
+        if slots is None:
+            return
+        if self.corrupt and self._set_aside(domain, slots):
+            return
+        self.actions.append(FreeSlots(slots.reshape(-1)))
+        if len(domain.per_size) == 1:
+            self.slots.give_back(domain.sizes[0], slots.reshape(-1))
+        else:
+            for rank, slot_bytes in enumerate(domain.sizes):
+                self.slots.give_back(slot_bytes, slots[rank])
+
+    def _set_aside(self, domain: Domain, slots: Slots) -> bool:
+        """Frees slots of shape (world, n), but those that have failed a check; False if none of them has."""
+        bad = np.isin(slots, np.fromiter(self.corrupt, np.uint32, len(self.corrupt)))
+        if not bad.any():
+            return False
+        self.corrupt.difference_update(slots[bad].tolist())
+        self.slots.set_aside(slots[bad])
+        self.actions.append(QuarantineSlots(slots[bad]))
+        if not bad.all():
+            self.actions.append(FreeSlots(slots[~bad]))
+        for rank, slot_bytes in enumerate(domain.sizes):
+            self.slots.give_back(slot_bytes, slots[rank][~bad[rank]])
+        return True
 
     def evict(self, domain: Domain, entries: Entries) -> None:
         """Removes READY, unpinned entries of a domain."""
+        self.remember(entries, Fate.EVICTED)
         self.table.begin_evict(entries)
         self.discard(domain, entries, self.slots_of(domain, entries))
 
-    def condemn(self, entries: Entries) -> int:
-        """Makes pinned blocks unfindable, to be removed with their last pin; returns how many were still
-        READY."""
+    def remember(self, entries: Entries, fate: Fate, reason: Reason | None = None) -> None:
+        """Remembers why blocks that are still in the table are not going to be."""
+        table = self.table
+        self.history.remember(table.spaces(entries), table.hashes(entries), fate, self.now, reason)
+
+    # --- doubt ---
+
+    def sound(self, entries: Entries) -> None:
+        """A load has found the data of READY blocks to fit its checksums."""
+        self.table.clear_flags(entries, self._flags_once)
+
+    def condemn(self, entries: Entries, slots: Slots) -> Entries:
+        """Makes blocks unfindable because these slots of theirs have failed a check; parallel, an entry may
+        come several times. Returns those that were READY until now. They go with their last pin, and the
+        slots with them; `reap` at once those that may have none."""
+        there = self.table.states(entries) >= READY
+        self.corrupt.update(slots[there].tolist())
         entries = np.unique(entries)
-        ready = entries[self.table.states(entries) == READY]
+        ready: Entries = entries[self.table.states(entries) == READY]
         if len(ready):
+            self.remember(ready, Fate.CORRUPT)
             self.table.condemn(ready)
-            self.table.set_flags(ready, int(BlockFlag.VERIFY))  # whoever still loads it shall see it fail
+            self.table.set_flags(ready, VERIFY)  # whoever still loads it shall see it fail
             self.condemned += len(ready)
-        return len(ready)
+        return ready
 
     # --- pins and recency ---
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.actions import InstanceView, Notify, SessionEnded, TransferEnded
 from kvtierd.core.blocks import STAMPS_PER_S, Blocks
-from kvtierd.core.entities import GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
+from kvtierd.core.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.room import Room
@@ -43,6 +43,8 @@ class Books:
     """Those of them that have not been asked to end, oldest first."""
     parts: dict[PartId, Part] = field(default_factory=dict)
     """Open ones."""
+    check: Check | None = None
+    """The one that is on its way."""
     epoch_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     lease_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import NamespaceDigest, SpaceId
+from kvtierd.core.namespaces import NamespaceAbout
 from kvtierd.core.table import BlockTable
 
 DOMAINS_MAX = 65_536
@@ -81,6 +82,8 @@ class Spaces:
     def __init__(self, table: BlockTable) -> None:
         self._table = table
         self.ids: dict[tuple[NamespaceDigest, int], SpaceId] = {}
+        self.about: dict[NamespaceDigest, NamespaceAbout] = {}
+        """Of namespaces whose instances have attached in this boot; those of `ids` only."""
         self.users: Counter[SpaceId] = Counter()
         """Groups of instances that are not GONE."""
         self._issued = 0
@@ -107,4 +110,6 @@ class Spaces:
         for key, space in list(self.ids.items()):
             if space not in self.users and self._table.count(space) == 0:
                 del self.ids[key]
+        digests = {digest for digest, _ in self.ids}
+        self.about = {digest: about for digest, about in self.about.items() if digest in digests}
         self._sweep_at = max(SWEEP_AT_LEAST, 2 * len(self.ids))

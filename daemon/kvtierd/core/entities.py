@@ -10,6 +10,7 @@ from kvtierd.core.actions import Direction, TransferEnded
 from kvtierd.core.domains import Domain
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import (
+    CheckId,
     Entries,
     Epoch,
     Fingerprint,
@@ -27,6 +28,7 @@ from kvtierd.core.ids import (
 )
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.core.transitions import (
+    CheckState,
     Entity,
     InstanceState,
     LeaseState,
@@ -205,3 +207,19 @@ class Transfer(Entity):
     """All its parts have been asked to end."""
     abandoned: bool = False
     """Its epoch has ended: nothing of it is committed."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Check(Entity):
+    """Slots of READY blocks that a worker compares with their checksums."""
+
+    state: State = CheckState.OPEN
+    check: CheckId
+    worker: Worker
+    slots: Slots
+    sizes: npt.NDArray[np.int64]
+    """Bytes of each slot."""
+    entries: Entries
+    """Whose slots they were when they were chosen; the blocks are not held."""
+    generations: npt.NDArray[np.uint32]
+    """Of the entries, to tell their blocks from later ones."""

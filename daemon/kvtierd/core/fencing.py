@@ -3,16 +3,17 @@
 import numpy as np
 
 from kvtierd.core.actions import Direction, TransferEnd, TransferEnded
+from kvtierd.core.blocks import RECOVERED
 from kvtierd.core.books import Books
 from kvtierd.core.entities import Instance, Mapping, Part, Transfer
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.history import Fate
 from kvtierd.core.stimuli import Outcome, PartFinished
-from kvtierd.core.table import U8, U32, BlockFlag, BlockState
+from kvtierd.core.table import U8, U32, BlockState
 from kvtierd.core.transfers import Transfers
 from kvtierd.core.transitions import Event, PartState
 
 READY = int(BlockState.READY)
-VERIFY = int(BlockFlag.VERIFY)
 _NONE = np.empty(0, np.uint32)
 
 
@@ -43,9 +44,17 @@ class Fencing:
         if all_failed or int(failed.max()) >= len(part.transfer.entries):
             failed = np.arange(len(part.transfer.entries), dtype=np.uint32)
         if stimulus.corrupt and part.transfer.direction is Direction.LOAD:
-            count = self._blocks.condemn(part.transfer.entries[failed])
-            self._books.tally.integrity_failures += count
+            self._condemn(part, failed)
         self._end(part, _EVENT[outcome], failed, _why(stimulus))
+
+    def _condemn(self, part: Part, failed: U32) -> None:
+        """Blocks whose records or data did not match when they were to be loaded; their pins are held."""
+        blocks, tally = self._blocks, self._books.tally
+        rank = part.mapping.session.rank
+        condemned = blocks.condemn(part.transfer.entries[failed], part.transfer.slots[rank][failed])
+        recovered = int(np.count_nonzero(blocks.table.flags(condemned) & RECOVERED))
+        tally.corrupt_after_restart += recovered
+        tally.corrupt_on_load += len(condemned) - recovered
 
     def mapping_released(self, mapping: Mapping) -> None:
         """The worker has fenced all of it: parts of which it has not said how they ended have failed."""
@@ -124,6 +133,8 @@ class Fencing:
             ok = ~transfer.failed
             good = entries[ok]
             blocks.commit(domain, good, slots[:, ok])
+            why = transfer.cause.reason if transfer.cause is not None else None
+            blocks.remember(entries[~ok], Fate.STORE_ENDED, why)
             blocks.discard(domain, entries[~ok], slots[:, ~ok])
         else:
             blocks.commit(domain, good, slots)
@@ -161,7 +172,7 @@ class Fencing:
         if transfer.verified is not None and len(good):
             verified = good[np.isin(good, transfer.verified)]
             sound = verified[blocks.table.states(verified) == READY]
-            blocks.table.clear_flags(sound, VERIFY)
+            blocks.sound(sound)
         blocks.unpin(domain, entries)
         self._books.tally.loaded_blocks += len(good)
         self._books.tally.loaded_bytes += len(good) * domain.block_bytes

@@ -32,6 +32,9 @@ WorkerId = NewType("WorkerId", int)
 RegistrationId = NewType("RegistrationId", int)
 """One rank's mapped memory, as known to its copy worker."""
 
+CheckId = NewType("CheckId", int)
+"""One request to a copy worker to look at slots."""
+
 Rank = NewType("Rank", int)
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)

@@ -8,7 +8,8 @@ from kvtierd.core.fencing import Fencing
 from kvtierd.core.hello import check_hello, shape_of
 from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
 from kvtierd.core.leases import Leases
-from kvtierd.core.namespaces import layout_fingerprint, namespace_digest
+from kvtierd.core.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest
+from kvtierd.core.sampling import Sampler
 from kvtierd.core.stimuli import (
     AttachSession,
     EndSession,
@@ -27,12 +28,15 @@ from kvtierd.core.transitions import Event, MappingState, WorkerState
 
 
 class Instances:
-    def __init__(self, books: Books, leases: Leases, transfers: Transfers, fencing: Fencing) -> None:
+    def __init__(
+        self, books: Books, leases: Leases, transfers: Transfers, fencing: Fencing, sampler: Sampler
+    ) -> None:
         self._books = books
         self._blocks = books.blocks
         self._leases = leases
         self._transfers = transfers
         self._fencing = fencing
+        self._sampler = sampler
 
     # --- attaching ---
 
@@ -99,6 +103,14 @@ class Instances:
             self._blocks.spaces.users[space] += 1
             domain.users += 1
             plans.append(GroupPlan(space=space, domain=domain))
+        self._blocks.spaces.about[digest] = NamespaceAbout(
+            instance.model,
+            instance.namespace_fields,
+            instance.hash_bytes,
+            instance.world_size,
+            tuple(fingerprints),
+            ranks[0].groups,
+        )
         instance.digest = digest
         instance.plans = tuple(plans)
 
@@ -300,6 +312,7 @@ class Instances:
             field="worker",
             value=worker.worker,
         )
+        self._sampler.worker_lost(worker)
         broken: dict[Instance, None] = {}
         for mapping in worker.mappings.values():
             books.step(mapping, Event.LOSE)

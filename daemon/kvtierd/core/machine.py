@@ -5,21 +5,26 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
-from kvtierd.core.blocks import Blocks
+from kvtierd.core.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.books import Books, Clock, wrong_epoch
 from kvtierd.core.entities import Instance
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.explain import Explained, explain
 from kvtierd.core.fencing import Fencing
 from kvtierd.core.ids import Epoch, SessionId, Ticket
 from kvtierd.core.instances import Instances
 from kvtierd.core.leases import Leases
 from kvtierd.core.recovery import recover
+from kvtierd.core.sampling import Sampler, expected_detection_s
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, SizeStatus, WorkerStatus
 from kvtierd.core.stimuli import (
     AttachSession,
     CancelTransfers,
+    CoreIntegrity,
     CoreLimits,
     Drain,
     EndSession,
@@ -32,6 +37,7 @@ from kvtierd.core.stimuli import (
     RenewSession,
     Resume,
     SessionReleased,
+    SlotsChecked,
     SlotsProven,
     Stimulus,
     SubmitLoad,
@@ -64,18 +70,27 @@ class Machine:
         geometry: PoolGeometry,
         *,
         first_epoch: int = 1,
+        integrity: CoreIntegrity | None = None,
+        randomness: np.random.Generator | None = None,
     ) -> None:
         """`table` is empty and from now on the machine's own. `clock` gives monotonic seconds. `first_epoch`:
         epochs are counted from here; no earlier daemon may have issued them, because clients outlive daemons
-        and tell by the epoch alone what their leases and parts still mean.
+        and tell by the epoch alone what their leases and parts still mean. `randomness` chooses what is
+        sampled.
         """
         self._clock = clock
-        self.books = Books(Blocks(table, geometry), limits, epoch_ids=itertools.count(first_epoch))
+        blocks = Blocks(table, geometry, integrity)
+        self.books = Books(blocks, limits, epoch_ids=itertools.count(first_epoch))
         """For the validator, and for looking; nobody else changes anything in it."""
         self._leases = Leases(self.books)
         self._transfers = Transfers(self.books, self._leases)
         self._fencing = Fencing(self.books, self._transfers)
-        self._instances = Instances(self.books, self._leases, self._transfers, self._fencing)
+        self._sampler = Sampler(
+            self.books, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
+        )
+        self._instances = Instances(
+            self.books, self._leases, self._transfers, self._fencing, self._sampler
+        )
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             AttachSession: self._instances.attach,
             RegisterWords: self._instances.register_words,
@@ -90,6 +105,7 @@ class Machine:
             ReleaseLeases: self._leases.release,
             CancelTransfers: self._transfers.cancel_tickets,
             PartFinished: self._fencing.part_finished,
+            SlotsChecked: self._sampler.checked,
             SessionReleased: self._instances.session_released,
             WorkerLive: self._instances.worker_live,
             WorkerLost: self._instances.worker_lost,
@@ -134,6 +150,7 @@ class Machine:
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()
         self._transfers.cancel_overdue()
+        self._sampler.tick()
 
     # --- questions; they change nothing ---
 
@@ -160,26 +177,37 @@ class Machine:
             )
         return ended
 
+    def explain(self, key: bytes, namespace: str = "", group: int | None = None) -> Explained:
+        """Why the block of a hash can be read or not, in each namespace whose hexadecimal digest begins with
+        `namespace`. Takes milliseconds. Raises Refusal."""
+        return explain(self.books, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
+
     def status(self) -> CoreStatus:
         """A picture of everything, in time proportional to instances, workers and slot sizes, not to
         blocks."""
         books, slots = self.books, self.books.blocks.slots
         table = books.blocks.table.stats()
-        quarantined = slots.quarantined_by_size()
+        withheld = slots.withheld_by_size()
         sizes = tuple(
-            SizeStatus(slot_bytes, extents, total, free, quarantined.get(slot_bytes, 0))
+            SizeStatus(slot_bytes, extents, total, free, withheld.get(slot_bytes, 0))
             for slot_bytes, extents, total, free in slots.sizes()
         )
+        used_bytes = sum((size.slots - size.free - size.withheld) * size.slot_bytes for size in sizes)
+        used_slots = sum(size.slots - size.free - size.withheld for size in sizes)
+        integrity = books.blocks.integrity
         instances = tuple(_instance_status(instance) for instance in books.instances.values())
         return CoreStatus(
             leases=len(books.leases),
             leased_blocks=sum(instance.leased_blocks for instance in instances),
             transfers_active=len(books.transfers),
             blocks=BlockCounts(table["writing"], table["ready"], table["evicting"], table["capacity"]),
-            used_bytes=sum((size.slots - size.free - size.quarantined) * size.slot_bytes for size in sizes),
+            used_bytes=used_bytes,
             extents=slots.geometry.extents,
             extents_free=slots.extents_free,
             quarantined_slots=len(slots.quarantined),
+            corrupt_slots=len(slots.corrupt),
+            integrity=integrity,
+            expected_detection_s=expected_detection_s(used_bytes, used_slots, integrity.sample_bytes_per_s),
             sizes=sizes,
             instances=instances,
             workers=tuple(

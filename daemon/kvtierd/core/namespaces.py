@@ -3,11 +3,27 @@
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtierd.core.ids import Fingerprint, NamespaceDigest
 from kvtierd.core.stimuli import GroupGeometry
 
 DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceAbout:
+    """What a namespace's digest was made of."""
+
+    model: str
+    fields: bytes
+    """As `AttachSession.namespace_fields`."""
+    hash_bytes: int
+    world_size: int
+    fingerprints: tuple[Fingerprint, ...]
+    """Of every rank's layout, in rank order."""
+    groups: tuple[GroupGeometry, ...]
+    """The layout of rank 0."""
 
 
 def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:

@@ -14,8 +14,8 @@ def recover(blocks: Blocks, found: Recovered) -> None:
     """Builds table, slots and recency of what was found. Once, before anything else; ValueError if it makes
     no sense.
 
-    Blocks start READY and are verified before their first load. If the table is too small, the oldest are
-    given up.
+    Blocks start READY and are verified before their first load, at least. If the table is too small, the
+    oldest are given up.
     """
     worlds = np.array([world for _, _, world in found.namespaces], np.int64)
     count = len(found.hashes)
@@ -33,9 +33,12 @@ def recover(blocks: Blocks, found: Recovered) -> None:
         size_of_extent[extent.extent] = extent.slot_bytes
     taken = _by_extent(blocks, found.slots)
     quarantined = _by_extent(blocks, found.quarantined)
+    corrupt = _by_extent(blocks, found.corrupt)
     for extent in found.extents:
         index = extent.extent
-        blocks.slots.recover(index, extent.slot_bytes, taken[index], quarantined[index])
+        blocks.slots.recover(
+            index, extent.slot_bytes, taken[index], quarantined[index], corrupt[index]
+        )
     sizes = size_of_extent[blocks.geometry.extent_of(found.slots)]
 
     entries = np.zeros(count, np.uint32)
@@ -77,9 +80,8 @@ def _insert(
     blocks: Blocks, space: int, domain: Domain, hashes: np.ndarray, slots: Slots
 ) -> tuple[U32, np.ndarray]:
     """Entries, and which of the keys are new; a key that was there already is given up."""
-    entries, created = blocks.table.insert(
-        space, domain.domain, np.ascontiguousarray(hashes), int(BlockFlag.VERIFY)
-    )
+    flags = int(BlockFlag.VERIFY | BlockFlag.RECOVERED)
+    entries, created = blocks.table.insert(space, domain.domain, np.ascontiguousarray(hashes), flags)
     new = created == 1
     blocks.table.attach_slots(entries[new], np.ascontiguousarray(slots[new]))
     added = int(np.count_nonzero(new))

@@ -58,6 +58,18 @@ class PoolGeometry:
         step = pages_up(slot_bytes) // PAGE_BYTES
         return (np.arange(count, dtype=np.int64) * step + first // PAGE_BYTES).astype(np.uint32)
 
+    def slots_at(
+        self,
+        extents: npt.NDArray[np.int64],
+        slot_bytes: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> Slots:
+        """The slot at each position of an extent that holds `counts` slots of `slot_bytes`; all parallel."""
+        tables = -(-counts * RECORD_BYTES // PAGE_BYTES)
+        firsts = (self.first_extent_offset + extents * self.extent_bytes) // PAGE_BYTES + 1 + tables
+        return (firsts + positions * -(-slot_bytes // PAGE_BYTES)).astype(np.uint32)
+
     def extent_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         """The extent that each slot lies in."""
         return (slots.astype(np.int64) * PAGE_BYTES - self.first_extent_offset) // self.extent_bytes
@@ -79,16 +91,21 @@ class SlotAllocator:
     """Which slots are free, by size, and which extent holds slots of which size. Decides nothing about
     blocks.
 
-    Every slot of an assigned extent is free, taken or quarantined.
+    Every slot of an assigned extent is free, taken, quarantined or corrupt.
     """
 
     def __init__(self, geometry: PoolGeometry) -> None:
         self.geometry = geometry
         self.extent_size = np.zeros(geometry.extents, np.int64)
         """Slot bytes of each extent; 0: it is assigned to no size."""
+        self.extent_slots = np.zeros(geometry.extents, np.int64)
+        """Number of slots of each extent."""
         self.used_at = np.zeros(geometry.extents, np.uint32)
         """When a slot of each extent was last stored to or loaded from; the caller's unit."""
         self.quarantined: set[int] = set()
+        """Slots that somebody may still be writing."""
+        self.corrupt: set[int] = set()
+        """Slots that have failed a check: they are never handed out again."""
         self._sizes: dict[int, _Size] = {}
         self._unassigned = list(range(geometry.extents - 1, -1, -1))
 
@@ -143,24 +160,30 @@ class SlotAllocator:
             assigned.append(extent)
         return assigned
 
-    def recover(self, extent: int, slot_bytes: int, taken: Slots, quarantined: Slots) -> None:
-        """An extent as found: `taken` and `quarantined` are slots of it, the others are free."""
+    def recover(
+        self, extent: int, slot_bytes: int, taken: Slots, quarantined: Slots, corrupt: Slots
+    ) -> None:
+        """An extent as found: `taken`, `quarantined` and `corrupt` are slots of it, the others are free."""
         assert self.extent_size[extent] == 0, f"extent {extent} was recovered twice"
         slots = self.geometry.slots_of(extent, slot_bytes)
         assert np.isin(taken, slots).all()
         assert np.isin(quarantined, slots).all()
+        assert np.isin(corrupt, slots).all()
         self._unassigned.remove(extent)
         self._assign(extent, slot_bytes)
-        free = slots[~np.isin(slots, np.concatenate((taken, quarantined)))]
-        assert len(free) + len(taken) + len(quarantined) == len(slots)
+        held = np.concatenate((taken, quarantined, corrupt))
+        free = slots[~np.isin(slots, held)]
+        assert len(free) + len(held) == len(slots)
         self.give_back(slot_bytes, free[::-1])
         self.quarantined.update(quarantined.tolist())
+        self.corrupt.update(corrupt.tolist())
 
     def _assign(self, extent: int, slot_bytes: int) -> None:
         size = self._sizes.get(slot_bytes)
         if size is None:
             size = self._sizes[slot_bytes] = _Size(slot_bytes, self.geometry.slots_per_extent(slot_bytes))
         self.extent_size[extent] = slot_bytes
+        self.extent_slots[extent] = size.per_extent
         self.used_at[extent] = 0
         size.extents += 1
         size.slots += size.per_extent
@@ -187,6 +210,7 @@ class SlotAllocator:
         if size.extents == 0:
             del self._sizes[size.slot_bytes]
         self.extent_size[extent] = 0
+        self.extent_slots[extent] = 0
         self._unassigned.append(extent)
 
     def retire_empty(self, keep: Collection[int]) -> bool:
@@ -206,9 +230,14 @@ class SlotAllocator:
 
     # --- quarantine ---
 
-    def quarantined_by_size(self) -> dict[int, int]:
-        """Number of quarantined slots of each size that has some."""
-        slots = np.fromiter(self.quarantined, np.uint32, len(self.quarantined))
+    def set_aside(self, slots: Slots) -> None:
+        """Taken slots that have failed a check are never free again."""
+        self.corrupt.update(slots.tolist())
+
+    def withheld_by_size(self) -> dict[int, int]:
+        """Number of quarantined and corrupt slots of each size that has some."""
+        withheld = self.quarantined | self.corrupt
+        slots = np.fromiter(withheld, np.uint32, len(withheld))
         sizes, counts = np.unique(self.extent_size[self.geometry.extent_of(slots)], return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 

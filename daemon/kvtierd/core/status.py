@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvtierd.core.ids import Epoch, NamespaceDigest, SessionId, WorkerId
+from kvtierd.core.stimuli import CoreIntegrity
 
 
 @dataclass(slots=True)
@@ -27,11 +28,22 @@ class Tally:
     cancelled_transfers: int = 0
     expired_leases: int = 0
     refused_leases: int = 0
-    integrity_failures: int = 0
+    corrupt_on_load: int = 0
     """Blocks whose record or checksum did not match when they were to be loaded."""
+    corrupt_after_restart: int = 0
+    """Of those an earlier daemon has stored: likewise, on their first load."""
+    corrupt_in_sample: int = 0
+    """Blocks that sampling found."""
+    sampled_slots: int = 0
+    sampled_bytes: int = 0
     ended_epochs: int = 0
     late_messages: int = 0
     """From workers, about what was over already."""
+
+    @property
+    def integrity_failures(self) -> int:
+        """Blocks that did not match, however they were found."""
+        return self.corrupt_on_load + self.corrupt_after_restart + self.corrupt_in_sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,8 @@ class SizeStatus:
     extents: int
     slots: int
     free: int
-    quarantined: int
+    withheld: int
+    """Quarantined or corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,13 @@ class CoreStatus:
     extents: int
     extents_free: int
     quarantined_slots: int
+    """Whose writers are not proved gone."""
+    corrupt_slots: int
+    """Set aside because they have failed a check, by this daemon or an earlier one."""
+    integrity: CoreIntegrity
+    expected_detection_s: float | None
+    """How long sampling takes, on average, to find a slot that has rotted, if copies leave it its time; None
+    if it is off."""
     sizes: tuple[SizeStatus, ...]
     instances: tuple[InstanceStatus, ...]
     workers: tuple[WorkerStatus, ...]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.ids import (
+    CheckId,
     Epoch,
     Hashes,
     LeaseId,
@@ -202,6 +203,18 @@ class PartFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsChecked:
+    """A copy worker has looked at slots, in the order in which it was asked to."""
+
+    worker: WorkerId
+    check: CheckId
+    looked_at: int
+    """How many of them; it leaves the rest out when its lanes have work."""
+    corrupt: npt.NDArray[np.uint32]
+    """Positions of those whose record or data does not match, although they still hold the same block."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionReleased:
     """A copy worker has fenced and unmapped everything of a session."""
 
@@ -252,6 +265,8 @@ class Recovered:
     """Highest recency clock found."""
     quarantined: Slots
     """Slots whose writer is not proved gone; they stay out of use until `SlotsProven`."""
+    corrupt: Slots = field(default_factory=lambda: np.empty(0, np.uint32))
+    """Slots that an earlier daemon has set aside by `QuarantineSlots`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +305,7 @@ Stimulus = (
     | ReleaseLeases
     | CancelTransfers
     | PartFinished
+    | SlotsChecked
     | SessionReleased
     | WorkerLive
     | WorkerLost
@@ -323,3 +339,23 @@ class CoreLimits:
     """A transfer older than this is cancelled; its fence is still waited for."""
     terminal_kept: int = field(default=4_096)
     """Terminal transfers remembered per epoch for Wait."""
+
+
+class Verify(Enum):
+    """When a host block's data is compared with its checksum before a load."""
+
+    RESTART = "restart"
+    """Before the first load of a block that an earlier daemon has stored."""
+    ALWAYS = "always"
+    """Before every load."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreIntegrity:
+    """How blocks are doubted, and how much is remembered of those that are gone."""
+
+    verify: Verify = Verify.RESTART
+    sample_bytes_per_s: int = 64 << 20
+    """Of READY blocks chosen at random and compared with their checksums; 0: none."""
+    remembered_blocks: int = 1 << 17
+    """Of which it is remembered why they are gone, the latest; 44 bytes each."""

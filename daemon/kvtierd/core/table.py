@@ -26,7 +26,9 @@ class BlockState(IntEnum):
 
 class BlockFlag(IntEnum):
     VERIFY = 1
-    """Recovered from an earlier daemon: its checksum is checked before its first load."""
+    """Its checksum is checked before it is loaded."""
+    RECOVERED = 2
+    """Found in the pool at the start, and not seen to fit its checksum since."""
 
 
 class BlockTable(Protocol):

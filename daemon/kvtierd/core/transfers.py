@@ -7,6 +7,7 @@ from kvtierd.core.actions import Direction, OpenSlots, PostPart, RevokePart, Sub
 from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Part, Transfer
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.history import Fate
 from kvtierd.core.ids import Entries, PartId, Rank, Slots, TransferNumber
 from kvtierd.core.leases import Leases, check_hashes
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
@@ -83,7 +84,10 @@ class Transfers:
             transfer.batch = entries[np.sort(np.concatenate((existing_positions, accepted)))]
             block_ids, new_hashes = block_ids[accepted], hashes[accepted]
             tally = books.tally
-            tally.throttled_blocks += int(np.count_nonzero(results == THROTTLED))
+            refused = results == THROTTLED
+            if refused.any():
+                blocks.history.remember(plan.space, hashes[refused], Fate.REFUSED, blocks.now)
+            tally.throttled_blocks += int(np.count_nonzero(refused))
             tally.deduplicated_blocks += int(np.count_nonzero((results == EXISTS) | (results == PENDING)))
         if len(new):
             self._open_slots(transfer, plan, new_hashes)

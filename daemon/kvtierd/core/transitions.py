@@ -73,6 +73,15 @@ class LeaseState(State):
     EXPIRED = "expired"
 
 
+class CheckState(State):
+    """Of slots, by a worker whose lanes are idle."""
+
+    OPEN = "open"
+    DONE = "done"
+    LOST = "lost"
+    """Its worker is lost: what it would have said is not known."""
+
+
 class Event(_Word):
     """What happens to an entity; each belongs to one or two kinds."""
 
@@ -99,6 +108,8 @@ class Event(_Word):
     LOAD = "load"
     LOAD_AND_KEEP = "load and keep"
     EXPIRE = "expire"
+    # checks
+    CHECKED = "checked"
 
 
 TABLE: dict[tuple[State, Event], State] = {
@@ -137,6 +148,9 @@ TABLE: dict[tuple[State, Event], State] = {
     (LeaseState.HELD, Event.RELEASE): LeaseState.RELEASED,
     (LeaseState.HELD, Event.EXPIRE): LeaseState.EXPIRED,
     (LeaseState.HELD, Event.END): LeaseState.RELEASED,
+    #
+    (CheckState.OPEN, Event.CHECKED): CheckState.DONE,
+    (CheckState.OPEN, Event.LOSE): CheckState.LOST,
 }
 
 STORY_LENGTH = 16

@@ -14,8 +14,10 @@ from kvtierd.core.books import Books
 from kvtierd.core.entities import Instance, Transfer
 from kvtierd.core.leases import EXPIRED_KEPT
 from kvtierd.core.machine import Machine
-from kvtierd.core.table import BlockState
+from kvtierd.core.stimuli import Verify
+from kvtierd.core.table import BlockFlag, BlockState
 from kvtierd.core.transitions import (
+    CheckState,
     InstanceState,
     LeaseState,
     MappingState,
@@ -46,6 +48,7 @@ def validate(machine: Machine) -> None:
     for transfer in books.transfers.values():
         _check_transfer(books, transfer)
     _check_transfers_together(books)
+    _check_doubts(books, dump)
 
 
 # --- blocks ---
@@ -104,8 +107,8 @@ def _check_blocks(books: Books, dump: Dump) -> None:
 
 
 def _check_slots(books: Books, dump: Dump) -> None:
-    """Each slot of each assigned extent is free, owned or quarantined: exactly one of these, and of the
-    right size."""
+    """Each slot of each assigned extent is free, owned, quarantined or corrupt: exactly one of these, and of
+    the right size."""
     blocks, slots = books.blocks, books.blocks.slots
     worlds = {number: domain.world for number, domain in blocks.domains.by_id.items()}
     expected = np.array([worlds[number] for number in dump["domains"].tolist()], np.int64)
@@ -117,6 +120,8 @@ def _check_slots(books: Books, dump: Dump) -> None:
 
     quarantined = np.array(sorted(slots.quarantined), np.uint32)
     quarantined_sizes = slots.extent_size[slots.geometry.extent_of(quarantined)]
+    corrupt = np.array(sorted(slots.corrupt), np.uint32)
+    corrupt_sizes = slots.extent_size[slots.geometry.extent_of(corrupt)]
     known = {slot_bytes: (extents, total, free) for slot_bytes, extents, total, free in slots.sizes()}
     assigned = np.flatnonzero(slots.extent_size)
     assert set(slots.extent_size[assigned].tolist()) == set(known), "a size has no extents"
@@ -125,11 +130,14 @@ def _check_slots(books: Books, dump: Dump) -> None:
         own = np.flatnonzero(slots.extent_size == slot_bytes)
         everything = np.concatenate([slots.geometry.slots_of(e, slot_bytes) for e in own.tolist()])
         assert (extents, total) == (len(own), len(everything)), f"slots of {slot_bytes} bytes are miscounted"
+        per_extent = slots.geometry.slots_per_extent(slot_bytes)
+        assert (slots.extent_slots[own] == per_extent).all(), "an extent's slots are miscounted"
         found = np.concatenate(
             (
                 slots.free_slots(slot_bytes),
                 owned[lie_in == slot_bytes],
                 quarantined[quarantined_sizes == slot_bytes],
+                corrupt[corrupt_sizes == slot_bytes],
             )
         )
         assert len(slots.free_slots(slot_bytes)) == free
@@ -247,3 +255,32 @@ def _check_transfers_together(books: Books) -> None:
     assert sum(len(instance.transfers) for instance in books.instances.values()) == len(books.transfers)
     open_parts = sum(transfer.open_parts for transfer in books.transfers.values())
     assert open_parts == len(books.parts), f"{len(books.parts)} parts open, transfers count {open_parts}"
+
+
+# --- doubts ---
+
+
+def _check_doubts(books: Books, dump: Dump) -> None:
+    """What is known to be corrupt cannot be found, what verification asks for is flagged, and the check that
+    is on its way has a worker."""
+    blocks = books.blocks
+    starts = np.cumsum(dump["slot_counts"]) - dump["slot_counts"]
+    bad = np.isin(dump["slots"], np.array(sorted(blocks.corrupt), np.uint32))
+    assert np.count_nonzero(bad) == len(blocks.corrupt), "a corrupt slot has no block, and is not set aside"
+    of_block = np.searchsorted(starts, np.flatnonzero(bad), "right") - 1
+    assert (dump["states"][of_block] == BlockState.EVICTING).all(), "a block with a corrupt slot can be found"
+    evicting = dump["states"] == BlockState.EVICTING
+    flags = dump["flags"]
+    doubted = flags & BlockFlag.VERIFY != 0
+    assert doubted[evicting].all(), "a condemned block would be loaded unseen"
+    if blocks.integrity.verify is Verify.ALWAYS:
+        assert doubted.all(), "a block would be loaded unverified"
+    assert doubted[flags & BlockFlag.RECOVERED != 0].all(), "a recovered block would be loaded unverified"
+    assert not blocks.slots.corrupt & blocks.slots.quarantined, "a slot is quarantined twice"
+    assert {digest for digest, _ in blocks.spaces.ids} >= set(blocks.spaces.about), "a namespace has no space"
+    check = books.check
+    if check is not None:
+        assert books.workers.get(check.worker.worker) is check.worker, "a check's worker is gone"
+        assert (check.worker.state, check.state) == (WorkerState.LIVE, CheckState.OPEN), check.describe()
+        lengths = {len(check.slots), len(check.sizes), len(check.entries), len(check.generations)}
+        assert len(lengths) == 1, "a check does not know what it asks about"

@@ -12,6 +12,8 @@ from kvtierd.core.ids import NamespaceDigest, Slots
 from kvtierd.core.stimuli import Recovered, RecoveredExtent
 
 WRITING = 1
+NOBODY = 0xFFFF
+"""A writer id that no process has: slots in WRITING by nobody were set aside because they failed a check."""
 Columns = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
 
@@ -38,6 +40,7 @@ NOTHING_FOUND = Recovery(
         slots=np.empty(0, np.uint32),
         clock=0,
         quarantined=np.empty(0, np.uint32),
+        corrupt=np.empty(0, np.uint32),
     ),
     blocks=0,
     data_bytes=0,
@@ -52,10 +55,12 @@ def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:
     first.
 
     `gone(writer)` says whether a writer is proved gone; slots in WRITING of any other writer are left as they
-    are, quarantined. Killed at any point, it can simply be run again.
+    are, quarantined, and so are slots that were set aside. Killed at any point, it can simply be run again.
     """
     found = records.scan()
     writing = np.flatnonzero(found["states"] == WRITING)
+    set_aside = writing[found["writers"][writing] == NOBODY]
+    writing = writing[found["writers"][writing] != NOBODY]
     writers = found["writers"][writing]
     alive = [writer for writer in np.unique(writers).tolist() if not gone(writer)]
     quarantined = writing[np.isin(writers, alive)]
@@ -71,6 +76,7 @@ def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:
 
     lost = np.ones(len(found["slots"]), bool)
     lost[quarantined] = False
+    lost[set_aside] = False
     lost[kept] = False
     discarded = found["slots"][lost]
     if len(discarded):
@@ -89,6 +95,7 @@ def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:
         slots=found["slots"][kept],
         clock=clock,
         quarantined=found["slots"][quarantined],
+        corrupt=found["slots"][set_aside],
     )
     return Recovery(
         recovered,

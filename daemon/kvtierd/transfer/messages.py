@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.actions import CheckSlots, Direction, PostPart
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
-from kvtierd.core.stimuli import Outcome, PartFinished
+from kvtierd.core.ids import CheckId, PartId, RegistrationId, SessionId, WorkerId
+from kvtierd.core.stimuli import Outcome, PartFinished, SlotsChecked
 from kvtierd.wire import worker_pb2 as wire
 
 GATE_DEADLINE_MS_MAX = 0xFFFF_FFFF
@@ -129,6 +129,16 @@ def post_part_packet(action: PostPart, generations: npt.NDArray[np.uint64], gate
     ).SerializeToString()
 
 
+def check_slots_packet(action: CheckSlots, generations: npt.NDArray[np.uint64]) -> bytes:
+    return wire.ToWorker(
+        check_slots=wire.CheckSlots(
+            check=action.check,
+            slots=action.slots.astype("<u4").tobytes(),
+            generations=generations.astype("<u8").tobytes(),
+        )
+    ).SerializeToString()
+
+
 def revoke_part_packet(part: PartId) -> bytes:
     return wire.ToWorker(revoke_part=wire.RevokePart(part=part)).SerializeToString()
 
@@ -155,4 +165,14 @@ def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
         failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
         corrupt=message.corrupt,
         message=message.message,
+    )
+
+
+def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
+    """ValueError if the message holds what no worker of ours sends."""
+    return SlotsChecked(
+        worker=worker,
+        check=CheckId(message.check),
+        looked_at=message.looked_at,
+        corrupt=np.frombuffer(message.corrupt, "<u4").astype(np.uint32, copy=False),
     )

@@ -10,10 +10,17 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.actions import CheckSlots, Direction, PostPart
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
-from kvtierd.core.stimuli import PartFinished, SessionReleased, WorkerExited, WorkerLive, WorkerLost
+from kvtierd.core.stimuli import (
+    PartFinished,
+    SessionReleased,
+    SlotsChecked,
+    WorkerExited,
+    WorkerLive,
+    WorkerLost,
+)
 from kvtierd.logs import logger
 from kvtierd.transfer import messages
 from kvtierd.transfer.handles import (
@@ -48,7 +55,7 @@ __all__ = [
 
 _log = logger(__name__)
 
-WorkerStimulus = WorkerLive | PartFinished | SessionReleased | WorkerLost | WorkerExited
+WorkerStimulus = WorkerLive | PartFinished | SlotsChecked | SessionReleased | WorkerLost | WorkerExited
 
 
 class Supervisor:
@@ -162,6 +169,12 @@ class Supervisor:
         handle = self.workers.get(action.worker)
         if handle is not None and self._lives.send(handle, packet):
             handle.parts[action.part] = action.direction
+
+    def check_slots(self, action: CheckSlots, generations: npt.NDArray[np.uint64]) -> None:
+        """Has a worker look at slots; SlotsChecked follows, or the worker's end. Otherwise as `post`."""
+        handle = self.workers.get(action.worker)
+        if handle is not None:
+            self._lives.send(handle, messages.check_slots_packet(action, generations))
 
     def revoke(self, worker: WorkerId, part: PartId) -> None:
         """Ends a part that has not started; PartFinished follows either way. Otherwise as `post`."""
@@ -306,6 +319,8 @@ class Supervisor:
             totals.copied_bytes += finished.copied_bytes
             totals.copy_ns += finished.copy_ns
             return stimulus
+        if kind == "slots_checked":
+            return messages.slots_checked(handle.worker, message.slots_checked)
         if kind == "session_released":
             session = SessionId(message.session_released.session)
             deadlines = handle.releases[session]

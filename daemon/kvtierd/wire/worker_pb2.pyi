@@ -78,6 +78,7 @@ class ToWorker(google.protobuf.message.Message):
     REVOKE_PART_FIELD_NUMBER: builtins.int
     RELEASE_SESSION_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    CHECK_SLOTS_FIELD_NUMBER: builtins.int
     @property
     def map_words(self) -> global___MapWords:
         """one descriptor"""
@@ -98,6 +99,8 @@ class ToWorker(google.protobuf.message.Message):
     def release_session(self) -> global___ReleaseSession: ...
     @property
     def stop(self) -> global___Stop: ...
+    @property
+    def check_slots(self) -> global___CheckSlots: ...
     def __init__(
         self,
         *,
@@ -108,10 +111,11 @@ class ToWorker(google.protobuf.message.Message):
         revoke_part: global___RevokePart | None = ...,
         release_session: global___ReleaseSession | None = ...,
         stop: global___Stop | None = ...,
+        check_slots: global___CheckSlots | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots"] | None: ...
 
 global___ToWorker = ToWorker
 
@@ -125,6 +129,7 @@ class ToFront(google.protobuf.message.Message):
     PART_FINISHED_FIELD_NUMBER: builtins.int
     SESSION_RELEASED_FIELD_NUMBER: builtins.int
     UNUSABLE_FIELD_NUMBER: builtins.int
+    SLOTS_CHECKED_FIELD_NUMBER: builtins.int
     @property
     def ready(self) -> global___Ready: ...
     @property
@@ -137,6 +142,8 @@ class ToFront(google.protobuf.message.Message):
     def session_released(self) -> global___SessionReleased: ...
     @property
     def unusable(self) -> global___Unusable: ...
+    @property
+    def slots_checked(self) -> global___SlotsChecked: ...
     def __init__(
         self,
         *,
@@ -146,10 +153,11 @@ class ToFront(google.protobuf.message.Message):
         part_finished: global___PartFinished | None = ...,
         session_released: global___SessionReleased | None = ...,
         unusable: global___Unusable | None = ...,
+        slots_checked: global___SlotsChecked | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "unusable", b"unusable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "unusable", b"unusable"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked"] | None: ...
 
 global___ToFront = ToFront
 
@@ -482,6 +490,54 @@ class ReleaseSession(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
 
 global___ReleaseSession = ReleaseSession
+
+@typing.final
+class CheckSlots(google.protobuf.message.Message):
+    """Compare slots with their records and checksums, off the copy path. One at a time. The arrays are parallel."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    GENERATIONS_FIELD_NUMBER: builtins.int
+    check: builtins.int
+    slots: builtins.bytes
+    """u32"""
+    generations: builtins.bytes
+    """u64: what each slot's record says now"""
+    def __init__(
+        self,
+        *,
+        check: builtins.int = ...,
+        slots: builtins.bytes = ...,
+        generations: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check", b"check", "generations", b"generations", "slots", b"slots"]) -> None: ...
+
+global___CheckSlots = CheckSlots
+
+@typing.final
+class SlotsChecked(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: builtins.int
+    LOOKED_AT_FIELD_NUMBER: builtins.int
+    CORRUPT_FIELD_NUMBER: builtins.int
+    check: builtins.int
+    looked_at: builtins.int
+    """How many slots were looked at, in order; fewer than asked for when the lanes had work."""
+    corrupt: builtins.bytes
+    """Positions of those that do not match although they still have their generation, u32."""
+    def __init__(
+        self,
+        *,
+        check: builtins.int = ...,
+        looked_at: builtins.int = ...,
+        corrupt: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check", b"check", "corrupt", b"corrupt", "looked_at", b"looked_at"]) -> None: ...
+
+global___SlotsChecked = SlotsChecked
 
 @typing.final
 class SessionReleased(google.protobuf.message.Message):

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtierd.core.actions import CommitSlots, Direction, FreeSlots, OpenSlots, PostPart, TransferEnd
+from kvtierd.core.actions import (
+    CommitSlots,
+    Direction,
+    FreeSlots,
+    OpenSlots,
+    PostPart,
+    QuarantineSlots,
+    TransferEnd,
+)
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import LeaseId
 from kvtierd.core.stimuli import LookupMode, Outcome, ReleaseLeases
@@ -118,30 +126,52 @@ def test_a_block_is_in_place_only_if_every_rank_has_it(host: Host) -> None:
 
 
 class TestCorruptBlocks:
-    def test_are_misses_at_once_and_freed_with_the_last_pin(self, host: Host, one: Instance) -> None:
+    def test_are_misses_at_once_and_go_with_the_last_pin(self, host: Host, one: Instance) -> None:
         held = one.lease(2)
         load = one.load(one.lease(1, 2), [0, 1])
         ended = load.part(0, Outcome.FAILED, [1], corrupt=True)
         assert ended is not None
         assert ended.error is not None
         assert (ended.succeeded.tolist(), ended.error.reason) == ([1, 0], Reason.CORRUPT)
-        assert host.of(FreeSlots) == []
+        assert host.of(QuarantineSlots) == []
         assert one.hits(1, 2) == [1]
         assert one.store(2).results == [3], "its key is in the way until then"
         host.do(ReleaseLeases(one.scheduler, one.epoch, (held,)))
-        assert len(host.of(FreeSlots)[0].slots) == 1
+        assert [len(action.slots) for action in host.of(QuarantineSlots)] == [1]
+        assert host.of(FreeSlots) == []
         assert one.store(2).results == [0]
         assert host.counters.integrity_failures == 1
 
-    def test_are_freed_when_the_load_ends_if_nobody_else_holds_them(self, host: Host) -> None:
+    def test_go_when_the_load_ends_if_nobody_else_holds_them(self, host: Host) -> None:
         pair = host.instance(sizes=((4096, 4096),))
         pair.stored(1)
         load = pair.load(pair.lease(1), [0])
         load.part(0, Outcome.FAILED, corrupt=True)
-        assert host.of(FreeSlots) == [], "the other rank still reads"
+        assert host.of(QuarantineSlots) == [], "the other rank still reads"
         load.part(1, Outcome.FAILED, corrupt=True)
-        assert len(host.of(FreeSlots)[0].slots) == 2
+        assert len(host.of(QuarantineSlots)[0].slots) == 2
         assert host.counters.integrity_failures == 1, "one block, whoever notices"
+
+    def test_only_the_slots_that_failed_are_set_aside(self, host: Host) -> None:
+        pair = host.instance(sizes=((4096, 8192),))
+        pair.stored(1)
+        load = pair.load(pair.lease(1), [0])
+        bad, good = (post.slots.tolist() for post in load.posts)
+        load.part(1)
+        load.part(0, Outcome.FAILED, corrupt=True)
+        assert host.of(QuarantineSlots)[0].slots.tolist() == bad
+        assert host.of(FreeSlots)[0].slots.tolist() == good
+        status = host.machine.status()
+        assert (status.corrupt_slots, status.used_bytes) == (1, 0)
+
+    def test_a_slot_that_failed_is_never_handed_out_again(self, host: Host, one: Instance) -> None:
+        load = one.load(one.lease(1), [0])
+        [bad] = load.posts[0].slots.tolist()
+        load.part(0, Outcome.FAILED, corrupt=True)
+        for first in range(100, 200, 5):
+            opened = one.store(*range(first, first + 5))
+            assert bad not in opened.posts[0].slots.tolist()
+            opened.finish()
 
     def test_are_verified_by_whoever_still_loads_them(self, host: Host, one: Instance) -> None:
         held = one.lease(1)

@@ -90,12 +90,12 @@ class TestAllocator:
         assert slots.free_slots(8192).tolist() == GEOMETRY.slots_of(2, 8192)[::-1].tolist()
         assert 2 not in GEOMETRY.extent_of(slots.free_slots(4096))
 
-    def test_recovered_extents_have_their_taken_and_quarantined_slots(self) -> None:
+    def test_recovered_extents_have_their_taken_and_withheld_slots(self) -> None:
         slots = SlotAllocator(GEOMETRY)
         everything = GEOMETRY.slots_of(1, 4096)
-        slots.recover(1, 4096, everything[:3], everything[3:5])
-        assert set(slots.free_slots(4096).tolist()) == set(everything[5:].tolist())
-        assert slots.quarantined_by_size() == {4096: 2}
-        freed = slots.release_quarantined(everything[:4])
+        slots.recover(1, 4096, everything[:3], everything[3:5], everything[5:6])
+        assert set(slots.free_slots(4096).tolist()) == set(everything[6:].tolist())
+        assert slots.withheld_by_size() == {4096: 3}
+        freed = slots.release_quarantined(everything[[0, 1, 2, 3, 5]])
         assert freed.tolist() == [everything[3]]
-        assert slots.free(4096) == 10
+        assert slots.free(4096) == 9

@@ -58,15 +58,16 @@ def main() -> NoReturn:
     channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     # The pool's descriptor stays open as long as this process lives: it is the pool's lock.
     pool = mmap.mmap(arguments.pool_fd, arguments.pool_bytes)
+    records = PoolRecords(np.frombuffer(pool, np.uint8))
     try:
-        device = _device(arguments, pool, status)
+        device = _device(arguments, pool, records, status)
     except DeviceUnusableError as error:
         # The front says it in the log, once.
         _log.debug("the device cannot be served", device=arguments.device, why=str(error.refusal))
         with contextlib.suppress(ChannelEndedError):
             channel.send(_unusable(error.refusal))
         _leave(0)
-    engine = Engine(device, channel, status)
+    engine = Engine(device, records, channel, status)
     engine.start()
     populator = Populator(pool, engine.is_busy, device)
     # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
@@ -103,9 +104,10 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _device(arguments: argparse.Namespace, pool: mmap.mmap, status: StatusPage) -> Device:
+def _device(
+    arguments: argparse.Namespace, pool: mmap.mmap, records: PoolRecords, status: StatusPage
+) -> Device:
     """The device, ready. DeviceUnusableError."""
-    records = PoolRecords(np.frombuffer(pool, np.uint8))
     fault = fault_in_copy(os.environ)
     if arguments.device == "cpu":
         return CpuDevice(pool, records, fault)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvtier_kernels import PART_DONE, PART_FAILED
+from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import FDS_MAX
 from kvtierd.transfer.status import StatusPage
+from kvtierd.transfer.worker.checking import Checker
 from kvtierd.transfer.worker.device import Copier, Device
 from kvtierd.transfer.worker.lanes import Lanes, PartCalls
 from kvtierd.transfer.worker.log import logger
@@ -47,7 +48,9 @@ class Engine:
     go out before its SessionReleased.
     """
 
-    def __init__(self, device: Device, channel: BlockingPacketChannel, status: StatusPage) -> None:
+    def __init__(
+        self, device: Device, records: PoolRecords, channel: BlockingPacketChannel, status: StatusPage
+    ) -> None:
         self._device = device
         self._channel = channel
         self._sessions: dict[int, Session] = {}
@@ -55,12 +58,14 @@ class Engine:
         self._lanes = Lanes(device, status, PartCalls(self._start, self._landed, self._end_unstarted))
         self._lock = self._lanes.lock
         self._teardown = Teardown(device, self._unmapped)
+        self._checker = Checker(records, self.is_busy, self._checked)
         self._lanes_ended = False
 
     def start(self) -> None:
         self._device.start(self._lanes.wake)
         self._lanes.start()
         self._teardown.start()
+        self._checker.start()
 
     def is_busy(self) -> bool:
         """Whether a part runs or could run; from any thread."""
@@ -82,6 +87,8 @@ class Engine:
                 self._post_part(message.post_part)
             case "revoke_part":
                 self._revoke_part(message.revoke_part.part)
+            case "check_slots":
+                self._check_slots(message.check_slots)
             case "release_session":
                 self._release_session(message.release_session.session)
             case _:
@@ -89,6 +96,7 @@ class Engine:
 
     def stop(self) -> None:
         """Revokes what has not started and lets the lanes end after what has."""
+        self._checker.stop()
         with self._lock:
             unstarted = self._lanes.withdraw(lambda part: True)
             self._lanes.stop()
@@ -105,7 +113,7 @@ class Engine:
 
         The sessions stay mapped: the end of the process unmaps them.
         """
-        if not self._lanes.join(timeout_s):
+        if not self._lanes.join(timeout_s) or not self._checker.join(timeout_s):
             return False
         if not self._lanes_ended:
             self._lanes_ended = True
@@ -213,6 +221,14 @@ class Engine:
             withdrawn = self._lanes.withdraw(lambda other: other is part)
         for queued in withdrawn:
             self._end_unstarted(queued)
+
+    def _check_slots(self, message: wire.CheckSlots) -> None:
+        if len(message.slots) % 4 or len(message.generations) != 2 * len(message.slots):
+            raise ProtocolError("a check whose slots and generations are not parallel")
+        self._checker.ask(message)
+
+    def _checked(self, answer: wire.SlotsChecked) -> None:
+        self._send(wire.ToFront(slots_checked=answer))
 
     def _release_session(self, number: int) -> None:
         with self._lock:
