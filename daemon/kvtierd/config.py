@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvtierd import settings as s
-from kvtierd.core.stimuli import CoreLimits
+from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
 from kvtierd.settings import ConfigError, Doc, Given
 from kvtierd.transfer.handles import SupervisorLimits, WorkerOptions
 
@@ -24,6 +24,7 @@ SOCKET_PATH_BYTES_MAX = 107
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
 
 _CORE = CoreLimits()
+_INTEGRITY = CoreIntegrity()
 _SUPERVISOR = SupervisorLimits()
 _WORKERS = WorkerOptions()
 
@@ -165,6 +166,39 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IntegrityConfig:
+    verify: Annotated[
+        str,
+        Doc(
+            "When a host block is compared with its checksum before a load: restart (before its first load "
+            "after a restart) or always. Its record is checked on every load.",
+            s.choice("restart", "always"),
+            "WHEN",
+        ),
+    ] = _INTEGRITY.verify.value
+    sample_bytes_per_s: Annotated[
+        int,
+        Doc(
+            "Bytes of the host pool compared with their checksums every second while nothing is copied, at "
+            "random. 0: none.",
+            s.size,
+            "SIZE",
+        ),
+    ] = _INTEGRITY.sample_bytes_per_s
+    remembered_blocks: Annotated[
+        int,
+        Doc(
+            "Blocks of which `kvtierctl explain` knows why they are gone, the latest; 44 bytes each.",
+            partial(s.count, most=1 << 24),
+            "N",
+        ),
+    ] = _INTEGRITY.remembered_blocks
+
+    def to_core(self) -> CoreIntegrity:
+        return CoreIntegrity(Verify(self.verify), self.sample_bytes_per_s, self.remembered_blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersConfig:
     copy_deadline_s: Annotated[
         float,
@@ -231,6 +265,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)

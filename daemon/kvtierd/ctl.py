@@ -101,6 +101,52 @@ def resume(socket: Path | None) -> None:
     click.echo("serving again" if response.was_draining else "serving; it was not draining")
 
 
+@main.command("explain")
+@click.argument("block_hash", metavar="HASH")
+@_socket_option
+@click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
+@click.option("--group", type=click.IntRange(0, 2**32 - 1), help="One group of the namespace; default: all.")
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ExplainResponse as JSON.")
+def explain_block(
+    block_hash: str, socket: Path | None, namespace: str, group: int | None, as_json: bool
+) -> None:
+    """Say why a block can be read, or cannot. HASH is the block's hash in hexadecimal.
+
+    What happened before the daemon started, or too long ago, is not known: then it says so.
+    """
+    try:
+        key = bytes.fromhex(block_hash)
+    except ValueError:
+        raise click.BadParameter("write the block's hash in hexadecimal", param_hint="HASH") from None
+    request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(explained(response)))
+
+
+def explained(response: admin_pb2.ExplainResponse) -> Iterator[str]:
+    """An explanation for people."""
+    for each in response.explanations:
+        yield f"namespace {each.namespace_digest}  {each.model or 'of an earlier daemon'}  group {each.group}"
+        yield f"  {each.text}"
+        for other in each.elsewhere:
+            name = f"{other.namespace_digest}, group {other.group}"
+            if not other.differences:
+                yield f"  in {name}: what it was made of is not known any more"
+                continue
+            yield f"  in {name}, which differs in"
+            for difference in other.differences:
+                yield f"    {difference.field}: {_values(difference)}"
+    if not response.explanations:
+        yield "none of these namespaces has such a group"
+
+
+def _values(difference: admin_pb2.Difference) -> str:
+    if not difference.here and not difference.there:
+        return "(not shown)"
+    return f"{difference.here or 'none'} here, {difference.there or 'none'} there"
+
+
 @contextmanager
 def _admin(path: Path) -> Iterator[admin_pb2_grpc.AdminStub]:
     """Calls of a daemon; one that fails is explained, and ends the program."""
@@ -187,7 +233,9 @@ def _plain(message: Message) -> dict[str, object]:
     plain: dict[str, object] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if isinstance(value, Message):
+        if field.has_presence and not message.HasField(field.name) and not isinstance(value, Message):
+            plain[field.name] = None
+        elif isinstance(value, Message):
             plain[field.name] = _plain(value)
         elif isinstance(value, (str, int, float)):
             plain[field.name] = value
@@ -221,6 +269,7 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
         yield f"  start      cold: {pool.cold_reason}"
     if pool.quarantined_slots:
         yield f"  quarantine {_count(pool.quarantined_slots, 'slot')}: their writers are not proved gone yet"
+    yield from _integrity(status)
     yield ""
     hit_rate = counters.lookup_hits / counters.lookup_hashes if counters.lookup_hashes else 0.0
     yield "Traffic      since the start"
@@ -243,11 +292,44 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
         f"{counters.expired_leases:,} expired"
     )
     if counters.integrity_failures:
-        yield f"  CORRUPT    {counters.integrity_failures:,} blocks failed their check and were not served"
+        by = status.integrity
+        yield (
+            f"  CORRUPT    {counters.integrity_failures:,} blocks failed their check and were not served: "
+            f"{by.found_on_load:,} before a load, {by.found_after_restart:,} after a restart, "
+            f"{by.found_in_sample:,} by sampling"
+        )
     yield ""
     yield from _engines(status)
     yield ""
     yield from _workers(status)
+
+
+def _integrity(status: admin_pb2.StatusResponse) -> Iterator[str]:
+    """What sampling can be expected to find, and no more than that."""
+    integrity = status.integrity
+    when = "before every load" if integrity.verify == "always" else "before its first load after a restart"
+    yield f"  verify     by record on every load; a block's data {when}"
+    if integrity.sample_bytes_per_s:
+        yield (
+            f"  sampling   {human_size(integrity.sample_bytes_per_s)}/s at most: a block that has rotted is "
+            f"found after {duration(integrity.expected_detection_s)}"
+        )
+        yield (
+            "             on average, longer while blocks are copied; until then a load can be given it"
+            if integrity.verify != "always"
+            else "             on average, longer while blocks are copied"
+        )
+        yield (
+            f"             {_count(integrity.sampled_slots, 'slot')}, {human_size(integrity.sampled_bytes)} "
+            "compared so far"
+        )
+    else:
+        yield "  sampling   off"
+    if integrity.corrupt_slots:
+        yield (
+            f"  corrupt    {_count(integrity.corrupt_slots, 'slot')} set aside: their memory has failed a "
+            "check, and comes back with a cold start"
+        )
 
 
 def _engines(status: admin_pb2.StatusResponse) -> Iterator[str]:

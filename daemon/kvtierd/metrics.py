@@ -152,6 +152,11 @@ def _pool(snapshot: Snapshot) -> Iterator[Metric]:
         pool.quarantined_slots,
     )
     yield _gauge(
+        "kvtier_corrupt_slots",
+        "Slots set aside because they have failed a check; they come back with a cold start.",
+        core.corrupt_slots,
+    )
+    yield _gauge(
         "kvtier_discarded_slots",
         "Slots refused at start: bad checksum, missing shards.",
         pool.discarded_slots,
@@ -182,10 +187,18 @@ def _traffic(snapshot: Snapshot) -> Iterator[Metric]:
     transfers.add_metric(["failed"], counters.failed_transfers)
     transfers.add_metric(["cancelled"], counters.cancelled_transfers)
     yield transfers
-    yield _by_tier(
+    failures = CounterMetricFamily(
         "kvtier_integrity_failures",
-        "Blocks whose record or checksum did not match; never served.",
-        counters.integrity_failures,
+        "Blocks whose record or checksum did not match, by when that was found: before a load, before the "
+        "first load after a restart, or by sampling. Never served after that.",
+        labels=["tier", "found_by"],
+    )
+    failures.add_metric([TIER, "load"], counters.corrupt_on_load)
+    failures.add_metric([TIER, "restart"], counters.corrupt_after_restart)
+    failures.add_metric([TIER, "sample"], counters.corrupt_in_sample)
+    yield failures
+    yield _counter(
+        "kvtier_sampled_bytes", "Bytes of the host pool that sampling has compared.", counters.sampled_bytes
     )
     yield _gauge("kvtier_transfers_active", "Transfers not terminal yet.", snapshot.core.transfers_active)
 

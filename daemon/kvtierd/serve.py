@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+import numpy as np
 import uvloop
 from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
@@ -185,6 +186,8 @@ class _Daemon:
                 limits,
                 self._pool.geometry,
                 first_epoch=first_epoch(self._pool.boot_nonce),
+                integrity=config.integrity.to_core(),
+                randomness=np.random.default_rng(),
             )
             workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
             cache = Cache(

@@ -7,10 +7,61 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import kvtier.v1.types_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Verdict:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Verdict.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    VERDICT_UNSPECIFIED: _Verdict.ValueType  # 0
+    VERDICT_READABLE: _Verdict.ValueType  # 1
+    """A lookup would hit now."""
+    VERDICT_BEING_WRITTEN: _Verdict.ValueType  # 2
+    VERDICT_EVICTED: _Verdict.ValueType  # 3
+    """It was readable, and gave way to others."""
+    VERDICT_STORE_ENDED: _Verdict.ValueType  # 4
+    """Its store failed, was called off or took too long; `reason` says which."""
+    VERDICT_REFUSED: _Verdict.ValueType  # 5
+    """There was no room to store it: everything in the pool was held."""
+    VERDICT_CORRUPT: _Verdict.ValueType  # 6
+    """It failed a check, and is not served any more."""
+    VERDICT_ELSEWHERE: _Verdict.ValueType  # 7
+    """Not stored in this namespace as far as is remembered, but in those of `elsewhere`."""
+    VERDICT_NEVER_STORED: _Verdict.ValueType  # 8
+    """Not stored as far as is remembered."""
+
+class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
+
+VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
+VERDICT_READABLE: Verdict.ValueType  # 1
+"""A lookup would hit now."""
+VERDICT_BEING_WRITTEN: Verdict.ValueType  # 2
+VERDICT_EVICTED: Verdict.ValueType  # 3
+"""It was readable, and gave way to others."""
+VERDICT_STORE_ENDED: Verdict.ValueType  # 4
+"""Its store failed, was called off or took too long; `reason` says which."""
+VERDICT_REFUSED: Verdict.ValueType  # 5
+"""There was no room to store it: everything in the pool was held."""
+VERDICT_CORRUPT: Verdict.ValueType  # 6
+"""It failed a check, and is not served any more."""
+VERDICT_ELSEWHERE: Verdict.ValueType  # 7
+"""Not stored in this namespace as far as is remembered, but in those of `elsewhere`."""
+VERDICT_NEVER_STORED: Verdict.ValueType  # 8
+"""Not stored as far as is remembered."""
+global___Verdict = Verdict
 
 @typing.final
 class StatusRequest(google.protobuf.message.Message):
@@ -111,6 +162,156 @@ class ResumeResponse(google.protobuf.message.Message):
 global___ResumeResponse = ResumeResponse
 
 @typing.final
+class ExplainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    hash: builtins.bytes
+    """One block hash, as engines say it."""
+    namespace: builtins.str
+    """Hexadecimal digest of a namespace, or how it begins; empty: all that the daemon knows."""
+    group: builtins.int
+    """Of the namespace; all groups if it is left out."""
+    def __init__(
+        self,
+        *,
+        hash: builtins.bytes = ...,
+        namespace: builtins.str = ...,
+        group: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group", b"_group", "group", b"group"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group", b"_group", "group", b"group", "hash", b"hash", "namespace", b"namespace"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_group", b"_group"]) -> typing.Literal["group"] | None: ...
+
+global___ExplainRequest = ExplainRequest
+
+@typing.final
+class ExplainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPLANATIONS_FIELD_NUMBER: builtins.int
+    REMEMBERED_BLOCKS_FIELD_NUMBER: builtins.int
+    REMEMBERED_S_FIELD_NUMBER: builtins.int
+    UPTIME_S_FIELD_NUMBER: builtins.int
+    remembered_blocks: builtins.int
+    """How many blocks that are gone are remembered, and for how long; 0 seconds: all since the daemon started."""
+    remembered_s: builtins.float
+    uptime_s: builtins.float
+    @property
+    def explanations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Explanation]:
+        """One for each group of each namespace asked about."""
+
+    def __init__(
+        self,
+        *,
+        explanations: collections.abc.Iterable[global___Explanation] | None = ...,
+        remembered_blocks: builtins.int = ...,
+        remembered_s: builtins.float = ...,
+        uptime_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["explanations", b"explanations", "remembered_blocks", b"remembered_blocks", "remembered_s", b"remembered_s", "uptime_s", b"uptime_s"]) -> None: ...
+
+global___ExplainResponse = ExplainResponse
+
+@typing.final
+class Explanation(google.protobuf.message.Message):
+    """Of one hash in one group of one namespace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_DIGEST_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    VERDICT_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    ELSEWHERE_FIELD_NUMBER: builtins.int
+    namespace_digest: builtins.str
+    model: builtins.str
+    """Empty if only an earlier daemon has met an engine of the namespace."""
+    group: builtins.int
+    verdict: global___Verdict.ValueType
+    age_s: builtins.float
+    """How long ago it came to that; not there if it is so now, or never was otherwise."""
+    reason: kvtier.v1.types_pb2.Reason.ValueType
+    text: builtins.str
+    """One sentence for people."""
+    @property
+    def elsewhere(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Elsewhere]:
+        """Where a block of this hash is readable or being written now."""
+
+    def __init__(
+        self,
+        *,
+        namespace_digest: builtins.str = ...,
+        model: builtins.str = ...,
+        group: builtins.int = ...,
+        verdict: global___Verdict.ValueType = ...,
+        age_s: builtins.float | None = ...,
+        reason: kvtier.v1.types_pb2.Reason.ValueType = ...,
+        text: builtins.str = ...,
+        elsewhere: collections.abc.Iterable[global___Elsewhere] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s", "elsewhere", b"elsewhere", "group", b"group", "model", b"model", "namespace_digest", b"namespace_digest", "reason", b"reason", "text", b"text", "verdict", b"verdict"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_age_s", b"_age_s"]) -> typing.Literal["age_s"] | None: ...
+
+global___Explanation = Explanation
+
+@typing.final
+class Elsewhere(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_DIGEST_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    DIFFERENCES_FIELD_NUMBER: builtins.int
+    namespace_digest: builtins.str
+    model: builtins.str
+    group: builtins.int
+    @property
+    def differences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Difference]:
+        """In what the two namespaces differ; empty if one of them is known by its digest only."""
+
+    def __init__(
+        self,
+        *,
+        namespace_digest: builtins.str = ...,
+        model: builtins.str = ...,
+        group: builtins.int = ...,
+        differences: collections.abc.Iterable[global___Difference] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["differences", b"differences", "group", b"group", "model", b"model", "namespace_digest", b"namespace_digest"]) -> None: ...
+
+global___Elsewhere = Elsewhere
+
+@typing.final
+class Difference(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: builtins.int
+    HERE_FIELD_NUMBER: builtins.int
+    THERE_FIELD_NUMBER: builtins.int
+    field: builtins.str
+    """e.g. "kv_dtype", "world_size", "groups[0].planes[3].fragment_bytes"."""
+    here: builtins.str
+    """In the namespace asked about, and in the other; empty for a salt."""
+    there: builtins.str
+    def __init__(
+        self,
+        *,
+        field: builtins.str = ...,
+        here: builtins.str = ...,
+        there: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "here", b"here", "there", b"there"]) -> None: ...
+
+global___Difference = Difference
+
+@typing.final
 class StatusResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -129,6 +330,7 @@ class StatusResponse(google.protobuf.message.Message):
     LEASES_FIELD_NUMBER: builtins.int
     LEASED_BLOCKS_FIELD_NUMBER: builtins.int
     TRANSFERS_ACTIVE_FIELD_NUMBER: builtins.int
+    INTEGRITY_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -150,6 +352,8 @@ class StatusResponse(google.protobuf.message.Message):
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerStatus]: ...
     @property
     def counters(self) -> global___Counters: ...
+    @property
+    def integrity(self) -> global___IntegrityStatus: ...
     def __init__(
         self,
         *,
@@ -168,11 +372,63 @@ class StatusResponse(google.protobuf.message.Message):
         leases: builtins.int = ...,
         leased_blocks: builtins.int = ...,
         transfers_active: builtins.int = ...,
+        integrity: global___IntegrityStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "instances", b"instances", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class IntegrityStatus(google.protobuf.message.Message):
+    """How blocks of the host pool are doubted, and what came of it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERIFY_FIELD_NUMBER: builtins.int
+    SAMPLE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    EXPECTED_DETECTION_S_FIELD_NUMBER: builtins.int
+    SAMPLED_SLOTS_FIELD_NUMBER: builtins.int
+    SAMPLED_BYTES_FIELD_NUMBER: builtins.int
+    CORRUPT_SLOTS_FIELD_NUMBER: builtins.int
+    FOUND_ON_LOAD_FIELD_NUMBER: builtins.int
+    FOUND_AFTER_RESTART_FIELD_NUMBER: builtins.int
+    FOUND_IN_SAMPLE_FIELD_NUMBER: builtins.int
+    verify: builtins.str
+    """"restart": a block's data is compared with its checksum before its first load after a restart. "always":
+    before every load. Its record is checked on every load in any case.
+    """
+    sample_bytes_per_s: builtins.int
+    """Compared at random while nothing is copied, at most; 0: none."""
+    expected_detection_s: builtins.float
+    """Average time until sampling finds a block that has rotted, as the pool is filled now, if copies leave it its
+    time; 0 if it is off. With "restart", a load may be given the block until then.
+    """
+    sampled_slots: builtins.int
+    """Since the daemon started."""
+    sampled_bytes: builtins.int
+    corrupt_slots: builtins.int
+    """Slots set aside because they have failed a check, by this daemon or an earlier one."""
+    found_on_load: builtins.int
+    """Blocks that failed a check since the daemon started, by when that was found."""
+    found_after_restart: builtins.int
+    found_in_sample: builtins.int
+    def __init__(
+        self,
+        *,
+        verify: builtins.str = ...,
+        sample_bytes_per_s: builtins.int = ...,
+        expected_detection_s: builtins.float = ...,
+        sampled_slots: builtins.int = ...,
+        sampled_bytes: builtins.int = ...,
+        corrupt_slots: builtins.int = ...,
+        found_on_load: builtins.int = ...,
+        found_after_restart: builtins.int = ...,
+        found_in_sample: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["corrupt_slots", b"corrupt_slots", "expected_detection_s", b"expected_detection_s", "found_after_restart", b"found_after_restart", "found_in_sample", b"found_in_sample", "found_on_load", b"found_on_load", "sample_bytes_per_s", b"sample_bytes_per_s", "sampled_bytes", b"sampled_bytes", "sampled_slots", b"sampled_slots", "verify", b"verify"]) -> None: ...
+
+global___IntegrityStatus = IntegrityStatus
 
 @typing.final
 class PoolStatus(google.protobuf.message.Message):

@@ -49,6 +49,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvtier.v1.Admin/Explain',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -80,6 +85,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
+        no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +110,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +198,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Resume',
             kvtier_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Explain',
+            kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

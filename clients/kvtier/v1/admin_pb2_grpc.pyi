@@ -44,6 +44,14 @@ class AdminStub:
     being stopped.
     """
 
+    Explain: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ExplainRequest,
+        kvtier.v1.admin_pb2.ExplainResponse,
+    ]
+    """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
+    no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+    """
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatusRequest,
@@ -68,6 +76,14 @@ class AdminAsyncStub:
     ]
     """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
     being stopped.
+    """
+
+    Explain: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ExplainRequest,
+        kvtier.v1.admin_pb2.ExplainResponse,
+    ]
+    """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
+    no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -100,6 +116,16 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.admin_pb2.ResumeResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ResumeResponse]]:
         """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
         being stopped.
+        """
+
+    @abc.abstractmethod
+    def Explain(
+        self,
+        request: kvtier.v1.admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ExplainResponse]]:
+        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
+        no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -20,6 +20,7 @@ from kvtierd.cache.snapshot import (
 from kvtierd.cache.waiters import Waiters
 from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.explain import Explained
 from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
@@ -245,6 +246,16 @@ class Cache:
     def transfers_active(self) -> int:
         return self._machine.status().transfers_active
 
+    def explain(self, key: bytes, namespace: str, group: int | None) -> Explained:
+        """Why a block can be read or not; `namespace` is how its digest begins. Raises Refusal."""
+        if self.poisoned.is_set():
+            raise _stopping()
+        return self._machine.explain(key, namespace, group)
+
+    @property
+    def uptime_s(self) -> float:
+        return self._clock() - self._started_at_s
+
     @property
     def boot_nonce(self) -> int:
         return self._pool.boot_nonce
@@ -258,7 +269,7 @@ class Cache:
         return Snapshot(
             state="draining" if self._draining or self.poisoned.is_set() else "serving",
             now_s=now,
-            uptime_s=now - self._started_at_s,
+            uptime_s=self.uptime_s,
             boot_nonce=self._pool.boot_nonce,
             pool=PoolSnapshot(
                 path=str(self._pool_path or ""),

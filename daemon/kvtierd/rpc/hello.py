@@ -28,6 +28,8 @@ _ROLES = {
     types_pb2.ROLE_RANK: Role.RANK,
     types_pb2.ROLE_SCHEDULER_AND_RANK: Role.SCHEDULER | Role.RANK,
 }
+NAMESPACE_PREFIX = b"kvtier-namespace-1"
+
 _REQUIRED = ("model", "kv_dtype", "hash_scheme")
 
 
@@ -116,7 +118,7 @@ def namespace_fields(namespace: types_pb2.Namespace) -> bytes:
             field="namespace.hash_bytes",
             value=namespace.hash_bytes,
         )
-    parts = [b"kvtier-namespace-1"]
+    parts = [NAMESPACE_PREFIX]
     for field in sorted(types_pb2.Namespace.DESCRIPTOR.fields, key=lambda field: field.number):
         value = getattr(namespace, field.name)
         if isinstance(value, str):

@@ -20,6 +20,7 @@ from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.convert import Caller
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.errors import abort
+from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
@@ -128,7 +129,12 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.ResumeRequest, self._bytes_max),
             response_serializer=admin_pb2.ResumeResponse.SerializeToString,
         )
-        admin = {"Status": status, "Drain": drain, "Resume": resume}
+        explain = grpc.unary_unary_rpc_method_handler(
+            self._explain,
+            request_deserializer=decoder(admin_pb2.ExplainRequest, self._bytes_max),
+            response_serializer=admin_pb2.ExplainResponse.SerializeToString,
+        )
+        admin = {"Status": status, "Drain": drain, "Resume": resume, "Explain": explain}
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
@@ -172,6 +178,16 @@ class RpcServer:
         if isinstance(request, Undecodable):
             await abort(context, request.refusal)
         return status_response(self._about, self._cache.snapshot())
+
+    async def _explain(self, request: Any, context: Any) -> admin_pb2.ExplainResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        group = request.group if request.HasField("group") else None
+        try:
+            explained = self._cache.explain(request.hash, request.namespace, group)
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return explain_response(explained, self._cache.uptime_s)
 
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> "grpc.RpcMethodHandler[Any, Any]":
         method = CACHE.methods_by_name[name]

@@ -50,6 +50,17 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
             evicting=core.blocks.evicting,
             capacity=core.blocks.capacity,
         ),
+        integrity=admin_pb2.IntegrityStatus(
+            verify=core.integrity.verify.value,
+            sample_bytes_per_s=core.integrity.sample_bytes_per_s,
+            expected_detection_s=core.expected_detection_s or 0.0,
+            sampled_slots=core.counters.sampled_slots,
+            sampled_bytes=core.counters.sampled_bytes,
+            corrupt_slots=core.corrupt_slots,
+            found_on_load=core.counters.corrupt_on_load,
+            found_after_restart=core.counters.corrupt_after_restart,
+            found_in_sample=core.counters.corrupt_in_sample,
+        ),
         instances=[
             admin_pb2.InstanceStatus(
                 instance=instance.name,

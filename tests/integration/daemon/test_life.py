@@ -202,12 +202,12 @@ class TestRestart:
         first.stop()
         session.close()
         _flip_one_byte_of(first.pool, stored)
-        second = start()
+        second = start(integrity__sample_bytes_per_s=0)  # which would find it first
         again = connect().ready()
         assert again.load(keys, [3]).state == types_pb2.TRANSFER_STATE_FAILED
         assert again.lookup(keys).answers[0].hits == 0
         assert second.status().counters.integrity_failures == 1
-        assert second.metrics()["kvtier_integrity_failures_total.host"] == 1
+        assert second.metrics()["kvtier_integrity_failures_total.restart.host"] == 1
 
 
 def _flip_one_byte_of(pool: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ from kvtierd.cache import SessionAbout, Snapshot
 from kvtierd.cache.snapshot import CopyTotals, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
 from kvtierd.core.ids import Epoch, NamespaceDigest, SessionId, WorkerId
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, Tally, WorkerStatus
+from kvtierd.core.stimuli import CoreIntegrity
 
 GPU = "GPU-00000000-1111-2222-3333-444444444444"
 IDLE_GPU = "GPU-00000000-1111-2222-3333-555555555555"
@@ -35,6 +36,9 @@ def busy_snapshot() -> Snapshot:
         extents=16,
         extents_free=9,
         quarantined_slots=3,
+        corrupt_slots=2,
+        integrity=CoreIntegrity(),
+        expected_detection_s=125.0,
         sizes=(),
         instances=(instance,),
         workers=(
@@ -58,7 +62,11 @@ def busy_snapshot() -> Snapshot:
             cancelled_transfers=33,
             expired_leases=34,
             refused_leases=35,
-            integrity_failures=36,
+            corrupt_on_load=11,
+            corrupt_after_restart=12,
+            corrupt_in_sample=13,
+            sampled_slots=70,
+            sampled_bytes=71 << 20,
             ended_epochs=37,
         ),
         draining=False,
