@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from kvtier.v1 import admin_pb2
 
-from tests.support.process import Daemon, until
+from tests.support.process import DEADLINE_S, Daemon, until
 
 __all__ = ["DaemonHost", "until"]
 
@@ -50,6 +52,19 @@ class DaemonHost:
         """kill -9, and a new one on the same pool."""
         self.kill9()
         self.start()
+
+    def begin_drain(self) -> subprocess.Popen[str]:
+        """`kvtierctl drain --for-restart`, under way. When it has ended, so has the daemon: see `drained`."""
+        command = [sys.executable, "-m", "kvtierd.ctl", "drain", "--for-restart", f"--socket={self.socket}"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def drained(self, drain: subprocess.Popen[str]) -> str:
+        """What that drain said; it and the daemon have ended with status 0."""
+        said, _ = drain.communicate(timeout=DEADLINE_S)
+        assert drain.returncode == 0, said
+        assert self.daemon.wait() == 0
+        self._daemon = None
+        return said
 
     def stop(self) -> None:
         """SIGTERM, if it runs."""

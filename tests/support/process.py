@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,8 @@ DEADLINE_S = 60.0
 class Daemon:
     """One `kvtierd serve`. Started when made; `stop` or `kill` ends it."""
 
-    def __init__(self, run: Path, pool: Path, **settings: object) -> None:
+    def __init__(self, run: Path, pool: Path, *, wrap: Sequence[str] = (), **settings: object) -> None:
+        """`settings` as `pool__size="1GiB"`; `wrap` goes before the command, and has to exec it."""
         self.socket = run / "kvtierd.sock"
         self.side_socket = run / "kvtierd.side.sock"
         self.pool = pool
@@ -38,7 +40,7 @@ class Daemon:
         flags = [f"--{re.sub('[._]', '-', key)}={value}" for key, value in _flags(given)]
         self._log = (run / f"log-{time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvtierd.cli", "serve", *flags],
+            [*wrap, sys.executable, "-m", "kvtierd.cli", "serve", *flags],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -141,9 +143,9 @@ def _flags(given: dict[str, object]) -> list[tuple[str, object]]:
     return [(key, value) for key, value in given.items() if value is not None]
 
 
-def refused_start(run: Path, pool: Path, *more: str) -> tuple[int, str]:
+def refused_start(run: Path, pool: Path, *more: str, wrap: Sequence[str] = ()) -> tuple[int, str]:
     """Starts a kvtierd that cannot: its exit status and what it said."""
-    command = [sys.executable, "-m", "kvtierd.cli", "serve", f"--server-socket={run / 'kvtierd.sock'}"]
+    command = [*wrap, sys.executable, "-m", "kvtierd.cli", "serve", f"--server-socket={run / 'kvtierd.sock'}"]
     command += [f"--pool-path={pool}", "--pool-size=66MiB", "--metrics-listen=off", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stderr

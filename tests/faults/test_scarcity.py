@@ -1,0 +1,140 @@
+"""Descriptors and memory run out: what cannot be is refused by name, and who is served is served on."""
+
+import errno
+import os
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kvtierd.transfer.worker.engine import FDS_SPARE
+
+from tests.faults.campaigns.content import compare, hashes_of
+from tests.faults.campaigns.engine import PlainEngine
+from tests.support.process import DEADLINE_S, Daemon, refused_start, until
+
+BATCH = 32
+TMPFS_MIB = 40
+LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+pytestmark = pytest.mark.faults
+
+
+def small_tmpfs(folder: Path, before: str = "true") -> list[str]:
+    """Words before a command: it runs with a tmpfs of TMPFS_MIB of its own at `folder`, which ends with it.
+
+    `before`: a shell command that is run there first. Fails if this machine does not let us mount one.
+    """
+    unshare = shutil.which("unshare")
+    assert unshare, "unshare (util-linux) is needed to mount a small file system"
+    root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    mount = f'mount -t tmpfs -o size={TMPFS_MIB}m,mode=0700 kvtier-test "$0" && {before} && exec "$@"'
+    return [unshare, "--mount", *root, "sh", "-c", mount, str(folder)]
+
+
+def seen_by(daemon: Daemon, path: Path) -> Path:
+    """A file as a daemon in its own mount namespace sees it."""
+    return Path(f"/proc/{daemon.pid}/root", *path.parts[1:])
+
+
+class TestMemory:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        tmp_path.chmod(0o700)
+        return tmp_path
+
+    def test_a_pool_larger_than_its_file_system_is_refused_with_both_sizes(
+        self, socket_dir: Path, folder: Path
+    ) -> None:
+        status, said = refused_start(socket_dir, folder / "pool", wrap=small_tmpfs(folder))
+        assert status == 78
+        for part in ("66 MiB", f"{TMPFS_MIB} MiB", "mount -o remount,size=", "pool.path"):
+            assert part in said
+        assert list(socket_dir.iterdir()) == []
+
+    def test_a_file_system_that_is_full_is_refused_with_what_is_free(
+        self, socket_dir: Path, folder: Path
+    ) -> None:
+        somebody = f"head -c {TMPFS_MIB - 8}M /dev/zero > {folder}/somebody"
+        wrap = small_tmpfs(folder, before=somebody)
+        status, said = refused_start(socket_dir, folder / "pool", "--pool-size=34MiB", wrap=wrap)
+        assert status == 69
+        for part in (f"8.0 MiB free of {TMPFS_MIB}.0 MiB", str(folder), "Lower pool.size"):
+            assert part in said
+        assert list(socket_dir.iterdir()) == []
+
+    def test_a_file_system_that_fills_up_later_harms_nobody(
+        self, start: Callable[..., Daemon], folder: Path, count: Counter[str]
+    ) -> None:
+        """All of the pool's memory is there from the start: there is no write that could find none."""
+        daemon = start(wrap=small_tmpfs(folder), pool__path=folder / "pool", pool__size="34MiB")
+        fill(seen_by(daemon, folder / "somebody"))
+        with PlainEngine(daemon.socket, "engine", num_blocks=BATCH) as engine:
+            engine.wait_ready()
+            batches = [hashes_of(f"full/{number}", BATCH) for number in range(3 * 32 * 64 // BATCH)]
+            for hashes in batches:  # three times what the pool holds
+                engine.fill(list(range(BATCH)), hashes)
+                assert engine.client.store(hashes, range(BATCH)).wait(DEADLINE_S).done
+            for hashes in batches[-8:]:
+                load(engine, hashes, count)
+        assert daemon.stop() == 0
+
+
+def fill(path: Path) -> None:
+    """Writes until the file system is full."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(64 << 10)):
+                pass
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def no_more_descriptors(pid: int, left: int) -> tuple[int, int]:
+    """A process can open `left` more files. Returns the limits that it had."""
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = [number for number in range(len(used) + left + 1) if number not in used]
+    return resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[left], LIMIT))
+
+
+def load(engine: PlainEngine, hashes: list[bytes], count: Counter[str]) -> None:
+    """All of them are found, and right."""
+    into = list(range(BATCH))
+    found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+    assert found.hits == BATCH
+    engine.wipe(into)
+    assert engine.client.load(found, into).wait(DEADLINE_S).done
+    compare(engine.read(into), hashes, count)
+
+
+@pytest.mark.parametrize(("whose", "left"), [("front", 0), ("copy worker", FDS_SPARE // 2)])
+def test_without_descriptors_newcomers_wait_and_the_others_are_served(
+    whose: str, left: int, start: Callable[..., Daemon], count: Counter[str]
+) -> None:
+    daemon = start()
+    daemon.may_complain = True
+    known = hashes_of("known", BATCH)
+    with PlainEngine(daemon.socket, "first", num_blocks=BATCH) as engine:
+        engine.wait_ready()
+        engine.fill(list(range(BATCH)), known)
+        assert engine.client.store(known, range(BATCH)).wait(DEADLINE_S).done
+        pid = daemon.pid if whose == "front" else daemon.status().workers[0].pid
+        limits = no_more_descriptors(pid, left)
+        with PlainEngine(daemon.socket, "second", num_blocks=BATCH) as newcomer:
+            assert not newcomer.client.wait_ready(1)
+            assert newcomer.client.lookup(known).hits == 0
+            for number in range(4):
+                load(engine, known, count)
+                fresh = hashes_of(f"fresh/{number}", BATCH)
+                engine.fill(list(range(BATCH)), fresh)
+                assert engine.client.store(fresh, range(BATCH)).wait(DEADLINE_S).done
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+            newcomer.wait_ready()
+            load(newcomer, known, count)
+        load(engine, known, count)
+    until(lambda: not daemon.status().instances, "all are gone")
+    assert daemon.status().counters.integrity_failures == 0
+    assert daemon.stop() == 0
