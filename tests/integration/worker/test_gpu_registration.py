@@ -89,18 +89,18 @@ async def test_a_part_of_the_pool_that_cannot_be_registered_fails_what_needs_it(
 async def test_two_workers_register_one_after_the_other(
     start_rig: StartRig, gpu: Gpu, other_gpu: Gpu
 ) -> None:
-    """The first takes its time over it, and the second waits for that and for nothing else."""
-    rig = await start_rig(environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1:1500"})
+    limits = SupervisorLimits(copy_deadline_s=60.0)
+    rig = await start_rig(limits=limits, environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1"})
     await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the first to begin")
     del rig.environment["FAKE_CUDA_HANG"]
     await rig.supervisor.worker_for(other_gpu.name)
     second = rig.beside(other_gpu)
-    while rig.supervisor.registered_bytes(rig.worker) == 0:
-        assert gpu.fake.calls(REGISTERS, second.pid) == 0
-        await asyncio.sleep(0.02)
-    await registered(second, extents_bytes(rig))
+    await asyncio.sleep(0.5)
+    assert gpu.fake.calls(REGISTERS, second.pid) == 0
+    gpu.fake.lift(rig.pid)
     for each in (rig, second):
         await each.store(await each.client(LAYOUT), [0])
+        await registered(each, extents_bytes(rig))
     assert gpu.fake.refusals() == []
 
 
