@@ -147,13 +147,13 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
         REFUSE(settings()->ipc_code, "IPC is switched off");
     pthread_mutex_lock(&process_lock);
     const struct range *range = range_of(address);
-    const bool exportable = range && range->kind == ALLOCATED;
+    const bool exportable = range && range->kind == ALLOCATED && range->base == address;
     struct handle_content content = {.pid = state_join()->pid, .started = state_join()->started};
     if (exportable)
         content.address = range->base;
     pthread_mutex_unlock(&process_lock);
     if (!exportable)
-        REFUSE(CUDA_ERROR_INVALID_VALUE, "%#llx is not in cuMemAlloc memory of this process", (unsigned long long)address);
+        REFUSE(CUDA_ERROR_INVALID_VALUE, "no cuMemAlloc memory of this process begins at %#llx", (unsigned long long)address);
     memcpy(content.magic, MAGIC, sizeof MAGIC);
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &content, sizeof content);

@@ -80,7 +80,9 @@ class DeviceExport:
                 raise KvtierError(Reason.DEVICE_MEMORY_INVALID, message, field="size_bytes", value=size_bytes)
             exported.ipc.CopyFrom(
                 side_pb2.CudaIpc(
-                    handle=self._legacy_handle(address), offset=address - info.base, buffer_id=info.buffer_id
+                    handle=self._legacy_handle(info.base),
+                    offset=address - info.base,
+                    buffer_id=info.buffer_id,
                 )
             )
         elif info.allowed_handle_types & POSIX_FD:
@@ -99,6 +101,7 @@ class DeviceExport:
         return info
 
     def _legacy_handle(self, address: int) -> bytes:
+        """`address`: the allocation's first, which is what the driver's documentation asks for."""
         try:
             with self._gpu.context:
                 return self._gpu.driver.ipc_export(address)

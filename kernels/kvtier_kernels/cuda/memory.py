@@ -75,8 +75,8 @@ class MemoryCalls:
     # ---- memory of other processes
 
     def ipc_export(self, ptr: int) -> bytes:
-        """Handle, 64 bytes, of the whole allocation that `ptr` lies in. It names the allocation's base: ship
-        `ptr - pointer_info(ptr).base` with it. Handles of freed allocations can come again with equal bytes:
+        """Handle, 64 bytes, of the whole allocation that begins at `ptr`, its `pointer_info().base`. Ship the
+        offset of an address inside it along. Handles of freed allocations can come again with equal bytes:
         ship the buffer id as well. Nothing is to be released."""
         handle = abi.CUipcMemHandle()
         self._library.call("cuIpcGetMemHandle", byref(handle), ptr)

@@ -42,9 +42,10 @@ def test_opening_again_gives_the_same_address_until_closed_as_often(raw: Raw, pe
     refused(1, raw.close, imported)
 
 
-def test_a_handle_covers_the_whole_allocation_from_any_address_in_it(raw: Raw, peer: Peer):
-    address = peer.do("alloc", MIB)
-    assert peer.do("export", address + 4096) == peer.do("export", address)
+def test_a_handle_is_given_for_the_base_of_an_allocation_only(raw: Raw):
+    address = raw.alloc(MIB)
+    refused(1, raw.export, address + 4096)
+    assert raw.export(address) == raw.export(address)
 
 
 def test_an_open_import_keeps_the_memory_of_a_killed_exporter(fake_cuda: FakeCuda, raw: Raw, peer: Peer):
