@@ -11,6 +11,7 @@ import pytest
 from kvtier_kernels import DevicePlan
 from kvtier_kernels.cuda import Driver
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.transfer.worker.gpu import imports as imports_module
 from kvtierd.transfer.worker.gpu.imports import GpuChunk, GpuMemory, Imports
 from kvtierd.wire import worker_pb2 as wire
 
@@ -290,7 +291,15 @@ class Steps:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.driver, name)
-        if name not in ("ipc_open", "ipc_close", "map_chunk", "chunk_import", "chunk_release", "unmap"):
+        if name not in (
+            "ipc_open",
+            "ipc_close",
+            "map_chunk",
+            "allow_access",
+            "chunk_import",
+            "chunk_release",
+            "unmap",
+        ):
             return method
 
         def counted(*arguments: Any) -> Any:
@@ -302,8 +311,11 @@ class Steps:
         return counted
 
 
-def test_much_memory_is_taken_and_let_go_of_in_steps(gpu: Gpu, engine: Engine) -> None:
+def test_much_memory_is_taken_and_let_go_of_in_steps(
+    gpu: Gpu, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker is not stuck because its client has a thousand pieces of memory."""
+    monkeypatch.setattr(imports_module, "ACCESS_CHUNKS", 2)
     steps = Steps(gpu.driver)
     imports = Imports(cast(Driver, steps), gpu.info, steps.step)
     fds = [engine.chunk(CHUNK) for _ in range(3)]
@@ -313,10 +325,11 @@ def test_much_memory_is_taken_and_let_go_of_in_steps(gpu: Gpu, engine: Engine) -
     handles = [by_handle(engine.alloc(MIB), 100) for _ in range(3)]
     wanted = message(*handles, wire.DeviceRange(bytes=10, chunks=3))
     memory, _ = imports.map(wanted, chunks)
+    assert first_byte_of(memory, 309) == content(CHUNK, 0)[9]
     memory.unmap()
-    gpu.fake.arm("cuMemSetAccess", 1, 2, os.getpid())
+    gpu.fake.arm("cuMemSetAccess", 2, 2, os.getpid())
     refused(imports, wanted, chunks)
     for chunk in chunks:
         chunk.release()
-    assert steps.calls == 26
+    assert steps.calls == 30
     assert steps.most == 1

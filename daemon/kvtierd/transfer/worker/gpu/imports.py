@@ -18,6 +18,9 @@ from kvtierd.wire import worker_pb2 as wire
 
 RANGES_MAX = 4_096
 
+ACCESS_CHUNKS = 1_024
+"""Chunks that become accessible by one call of the driver: it writes all their page table entries."""
+
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 
@@ -228,13 +231,16 @@ class Imports:
         end = address
         try:
             with _refused(f"{field}.chunks", len(chunks), "are the chunks as large as AddChunks said?"):
-                for chunk in chunks:
+                for first in range(0, len(chunks), ACCESS_CHUNKS):
+                    begin = end
+                    for chunk in chunks[first : first + ACCESS_CHUNKS]:
+                        self._step()
+                        self._driver.map_chunk(end, chunk.size_bytes, chunk.handle)
+                        end += chunk.size_bytes
                     self._step()
-                    self._driver.map_chunk(end, chunk.size_bytes, chunk.handle)
-                    end += chunk.size_bytes
-                self._step()
-                self._driver.allow_access(address, total, self._gpu.ordinal)
+                    self._driver.allow_access(begin, end - begin, self._gpu.ordinal)
         except BaseException:
+            self._step()
             with must_succeed("letting go of chunks"):
                 if end > address:
                     self._driver.unmap(address, end - address)
