@@ -55,9 +55,10 @@ class SharedBuffer:
     def array(self) -> npt.NDArray[np.uint8]:
         """The memory, writable, shape (size_bytes,). Views of it must be gone before `close` can give it
         back."""
-        if self._array is None:
+        array = self._array
+        if array is None:
             raise ValueError("the buffer is closed")
-        return self._array
+        return array
 
     def fileno(self) -> int:
         """The memfd; -1 once closed."""
@@ -78,13 +79,18 @@ class SharedBuffer:
         if end > first:
             self._mapping.madvise(mmap.MADV_REMOVE, first, end - first)
 
-    def keep_mapped(self) -> None:
+    def keep_mapped(self) -> int:
         """From now on the mapping outlives `close`, this object and the interpreter: only the process's end
-        unmaps it. For memory that a device may still write at any later time."""
-        if self._mapping is not None and not self._kept:
+        unmaps it. For memory that a device may still write at any later time.
+
+        Returns its address. Raises ValueError if it is closed; another thread may be closing it.
+        """
+        array = self.array  # as long as somebody holds it, `close` unmaps nothing
+        if not self._kept:
             self._kept = True
             # A reference that nobody will ever drop, not even the interpreter when it takes modules apart.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapping))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(array))
+        return int(array.ctypes.data)
 
     def close(self) -> None:
         """Closes the descriptor and unmaps. Safe to call twice; while views live, the mapping lives on with

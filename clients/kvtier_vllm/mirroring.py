@@ -230,13 +230,13 @@ class MirrorSharing(Sharing):
 
     def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
         """See Sharing. The mirror may be written at once, the engine's blocks only from this moment on."""
-        self._ready.update(dict.fromkeys(parts, self._gpu.mark()))
+        self._ready.update(dict.fromkeys(parts, self._mark()))
         self._use(parts)
         self._copier.submit(_LetLoad(client, step, parts))
 
     def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
         """See Sharing."""
-        computed = self._gpu.mark()
+        computed = self._mark()
         self._use(parts)
         self._copier.submit(_CopyOut(self._memory, computed, client, step, parts))
 
@@ -279,6 +279,18 @@ class MirrorSharing(Sharing):
             return False
         self._memory.close()
         return True
+
+    def _mark(self) -> Callable[[], None]:
+        """As EngineGpu.mark. It is waited for with the GPU's context current: in a thread without one CUDA's
+        runtime makes another, on the first GPU of the process; and a wait outside of it would spoil a graph
+        that the engine is capturing."""
+        wait, memory = self._gpu.mark(), self._memory
+
+        def wait_in_context() -> None:
+            with memory.context:
+                wait()
+
+        return wait_in_context
 
     def _use(self, parts: Sequence[Part]) -> None:
         for part in parts:

@@ -42,6 +42,8 @@ Connect = Callable[[int, tuple[Group, ...], Memory], Link]
 class _Load:
     order: LoadOrder
     part: Part | None
+    in_vain: bool = False
+    """The engine has given the memory back that it goes to."""
 
 
 @dataclass(slots=True)
@@ -123,6 +125,8 @@ class WorkerSide:
         if self._asleep or self._sharing is None:
             return
         self._asleep = True
+        for load in self._loads:
+            load.in_vain = True
         if self._link is not None and self._client is None:  # not made yet: it must not register now
             self._link.close(0)
             self._link = None
@@ -187,7 +191,7 @@ class WorkerSide:
         client, now_s = self._client, self._clock()
         for load in meta.loads:
             target = None if load.part is None else Part(client, load.part, load.block_ids, now_s)
-            self._loads.append(_Load(load, target))
+            self._loads.append(_Load(load, target, in_vain=self._asleep))
             if target is not None:
                 self._new_loads.append(target)
         for store in meta.stores:
@@ -295,6 +299,8 @@ class WorkerSide:
                 return False
             if self._sharing is not None:
                 self._sharing.over(load.part)
+            if load.in_vain:
+                landing = Landing.FAILED
         results.received.add(load.order.request)
         if landing is Landing.FAILED:
             if load.order.block_ids:

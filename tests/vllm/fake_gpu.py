@@ -39,9 +39,8 @@ class FakeEngineGpu:
         self._events.append(event)
         self.driver.event_record(event, self._stream)
 
-        def wait() -> None:
-            with self.context:
-                self.driver.event_synchronize(event)
+        def wait() -> None:  # like torch's event it makes no context current
+            self.driver.event_synchronize(event)
 
         return wait
 

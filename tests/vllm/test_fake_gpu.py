@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtier import PartState
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
@@ -321,6 +322,30 @@ def test_an_engine_that_slept_has_other_memory(machine: Machine, way: str) -> No
     assert engine.finished["awake"] == engine.finished["before"]
     engine.forget()
     store_forget_load(engine)
+
+
+@pytest.mark.parametrize("way", ["exported in chunks", "mirrored"])
+def test_what_was_loaded_into_memory_that_is_gone_is_computed(machine: Machine, way: str) -> None:
+    """The engine falls asleep when a load has landed, and nobody has reported it yet."""
+    engine = machine.engine(way, lag_s=0.1)
+    engine.add("before", prompt(100))
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    engine.add("loading", prompt(100))
+    rank = engine.worker._worker
+    until(lambda: engine.step() is None and rank._loads, "a load is under way")
+    [load] = rank._loads
+    until(lambda: load.part.state() is PartState.DONE, "it has landed")
+    machine.gpu.synchronize()
+    engine.worker.unregister_kv_caches()
+    start = min(pages.ctypes.data for pages in engine.pages)
+    remap(machine, start, sum(pages.nbytes for pages in engine.pages))
+    engine.worker.restore_kv_caches()
+    wait_ready(engine)
+    engine.run()
+    assert engine.finished["loading"] == engine.finished["before"]
+    all_came_back(engine)
 
 
 @every_way

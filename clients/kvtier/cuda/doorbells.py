@@ -54,6 +54,8 @@ class StreamWrites:
             except CudaError as error:
                 self._give_up(str(error))
                 return None
+            except ValueError:  # closed, and its client with it
+                return None
 
     def write(self, stream: int, address: int, value: int) -> None:
         """Queues the write. Raises CudaError."""
@@ -61,8 +63,8 @@ class StreamWrites:
             self._gpu.driver.write_value(stream, address, value)
 
     def _map(self, buffer: SharedBuffer, size_bytes: int) -> int:
-        driver, address = self._gpu.driver, buffer.array.ctypes.data
-        buffer.keep_mapped()  # a write that is queued lands there, whatever becomes of the client
+        driver = self._gpu.driver
+        address = buffer.keep_mapped()  # a write that is queued lands there, whatever becomes of the client
         self._pages += 1
         driver.host_register(address, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         return driver.host_device_pointer(address)

@@ -4,6 +4,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
@@ -65,6 +66,12 @@ class MirrorMemory:
     def stream_doorbells(self, ring: Ring) -> GpuDoorbells:
         """For streams of the GPU."""
         return self._memory.stream_doorbells(ring)
+
+    @property
+    def context(self) -> AbstractContextManager[object]:
+        """Makes the context of the device memory's GPU current in a thread, for calls of the caller's own
+        there."""
+        return self._memory.gpu.context
 
     def copy_out(self, block_ids: BlockIds, *, group: int = 0) -> None:
         """Device to mirror. Returns when the bytes are there. Raises KvtierError; what is in the mirror is
@@ -158,6 +165,7 @@ class _Staging:
         self._gpu = gpu
         self._lock = threading.Lock()
         self._mapping: mmap.mmap | None = None
+        self._stream: int | None = None
 
     def __enter__(self) -> "_Staging":
         self._lock.acquire()
@@ -192,6 +200,7 @@ class _Staging:
 
     def copy(self, batch: _Batch, *, to_host: bool) -> None:
         """Returns when nothing is under way any more, failed or not. Raises CudaError."""
+        assert self._stream is not None
         try:
             if to_host:
                 self._copies.to_host(batch.places, batch.addresses, batch.sizes, self._stream)
@@ -204,11 +213,12 @@ class _Staging:
         if self._mapping is not None:
             return
         driver = self._gpu.driver
+        if self._stream is None:
+            self._stream = driver.stream_create()
+        self._copies = Copies(driver)
         mapping = mmap.mmap(-1, STAGING_BYTES)
         array = np.frombuffer(mapping, np.uint8)
-        driver.host_register(array.ctypes.data, STAGING_BYTES)
-        self._stream = driver.stream_create()
-        self._copies = Copies(driver)
+        driver.host_register(array.ctypes.data, STAGING_BYTES)  # last: what is registered must stay mapped
         self.array: npt.NDArray[np.uint8] = array
         self.address: int = array.ctypes.data
         self._mapping = mapping

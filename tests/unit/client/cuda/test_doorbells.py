@@ -126,6 +126,23 @@ def test_the_device_is_never_synchronised(gpu: EngineGpu, bells: GpuDoorbells, p
     assert [name for name in waits if name in gpu.fake.functions() and gpu.fake.calls(name)] == []
 
 
+def test_a_page_that_is_closed_while_it_is_exposed_spoils_nothing(
+    gpu: EngineGpu, bells: GpuDoorbells, page: SharedBuffer
+) -> None:
+    """A client is closed while its registration runs."""
+    closed, answers = SharedBuffer.create(64), list[int | None]()
+    gpu.fake.hang("cuStreamCreateWithPriority", 1, os.getpid())
+    exposing = threading.Thread(target=lambda: answers.append(bells.expose(closed, 64)))
+    exposing.start()
+    until(lambda: gpu.fake.calls("cuStreamCreateWithPriority") > 0, "the test of doorbells is under way")
+    closed.close()
+    gpu.fake.lift(os.getpid())
+    exposing.join(10)
+    assert answers == [None]
+    assert bells.mode == "stream writes"
+    assert bells.expose(page, 64) is not None
+
+
 def test_the_pages_of_a_process_are_bounded(
     gpu: EngineGpu, rung: Rung, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,17 @@ def test_a_copy_that_fails_is_over_when_that_is_said(make_gpu: MakeGpu, version:
     assert np.array_equal(pair.host[inside], pair.before[inside])
 
 
+@pytest.mark.parametrize("call", ["cuStreamCreateWithPriority", "cuMemHostRegister_v2"])
+def test_what_could_not_be_prepared_is_prepared_the_next_time(gpu: EngineGpu, call: str) -> None:
+    pair = Pair(gpu)
+    gpu.fake.arm(call, 1, 2, os.getpid())
+    with pytest.raises(KvtierError, match=call):
+        pair.mirror.copy_out([1])
+    pair.mirror.copy_out([1])
+    inside = pair.inside([1])
+    assert np.array_equal(pair.host[inside], pair.before[inside])
+
+
 def test_the_engines_streams_and_contexts_are_left_alone(gpu: EngineGpu) -> None:
     pair = Pair(gpu)
     busy = gpu.stream()
