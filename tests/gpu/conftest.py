@@ -97,9 +97,8 @@ def host(
     place: Place, fake: FakeCuda | None, socket_dir: Path, shm_dir: Path, pool_mib: int
 ) -> Iterator[DaemonHost]:
     """A running daemon."""
-    host = DaemonHost(
-        socket_dir, shm_dir / "pool", pool__size=f"{pool_mib}MiB", server__heartbeat_interval_s="0.2"
-    )
+    settings = {"pool__size": f"{pool_mib}MiB", "pool__extent_size": f"{place.pick(16, 1)}MiB"}
+    host = DaemonHost(socket_dir, shm_dir / "pool", server__heartbeat_interval_s="0.2", **settings)
     host.start()
     yield host
     host.stop()

@@ -27,9 +27,10 @@ SHARDS: dict[str, list[str]] = {
     "engines, expandable segments": [ENGINES, "-k", "torch-expandable"],
     "engines, memory pool": [ENGINES, "-k", "torch-pool"],
     "contract, copies": [f"{CONTRACT}/test_copies.py", "tests/gpu/test_driver.py"],
+    "deaths": ["tests/gpu/test_deaths.py"],
     "contract, gates and faults": [f"{CONTRACT}/test_gates.py", f"{CONTRACT}/test_faults.py"],
 }
-ALONE = {"memory given back": ["tests/gpu/test_memory_back.py"], "deaths": ["tests/gpu/test_deaths.py"]}
+ALONE = {"memory given back": ["tests/gpu/test_memory_back.py"]}
 ALONE_S = 70.0
 """Kept back for what runs alone."""
 MESSAGE_CHARACTERS = 600

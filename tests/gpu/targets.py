@@ -105,7 +105,8 @@ def released(record: Record) -> float | None:
 
 def first_load(record: Record) -> float | None:
     """From the daemon's kill -9 to the first load of its successor, in seconds."""
-    return max((float(row["seconds"]) for row in record.rows("end_to_end") if "seconds" in row), default=None)
+    rows = record.rows("end_to_end", what="restart", when="first load")
+    return max((float(row["seconds"]) for row in rows), default=None)
 
 
 def changed_after_death(record: Record) -> float | None:

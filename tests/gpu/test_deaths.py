@@ -16,7 +16,7 @@ from tests.support.daemon import DaemonHost
 @pytest.fixture
 def pool_mib(place: Place) -> int:
     """An instance may lease a quarter of it: all of the engine's cache."""
-    return place.pick(6146, 66)
+    return place.pick(3074, 66)
 
 
 @pytest.mark.faults
@@ -26,7 +26,7 @@ def pool_mib(place: Place) -> int:
 def test_a_copy_worker_killed_among_its_copies_is_replaced_and_nothing_lands_after_the_fence(
     start_engine: StartEngine, host: DaemonHost, place: Place, family: str
 ) -> None:
-    count = place.pick(1_024, 64)  # a gigabyte on a GPU: about 20 ms
+    count = place.pick(512, 64)  # half a gigabyte on a GPU: about 10 ms
     engine = start_engine(num_blocks=count)
     asked: dict[str, Any] = {
         "family": family,
@@ -35,7 +35,7 @@ def test_a_copy_worker_killed_among_its_copies_is_replaced_and_nothing_lands_aft
     }
     assert engine.ask("store", **asked)["done"]
     among = 0
-    for _ in range(place.pick(6, 3)):
+    for _ in range(place.pick(4, 3)):
         worker = gpu_worker(host).pid
         assert engine.ask("begin_load", **asked)["hits"] == count
         os.kill(worker, signal.SIGKILL)

@@ -16,7 +16,8 @@ from kvtier_kernels.cuda import Copies, CopyMethod, CudaError
 
 from tests.gpu.conftest import Place, places
 from tests.gpu.parts.child import Child, ChildError
-from tests.gpu.parts.device import Device, random_bytes
+from tests.gpu.parts.content import random_bytes
+from tests.gpu.parts.device import Device
 from tests.gpu.parts.fragments import blocks_in_runs
 from tests.gpu.parts.host import HostMemory
 

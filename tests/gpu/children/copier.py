@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.gpu.parts.child import Handler
-from tests.gpu.parts.device import random_bytes, take_device
+from tests.gpu.parts.device import take_device
 from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.loops import CopyLoop
 
@@ -26,7 +26,7 @@ class Copier:
             host = HostMemory(self._region_bytes)
             host.fill().register(self._device.driver)
             address = self._device.alloc(self._region_bytes)
-            self._device.write(address, random_bytes(self._region_bytes))
+            self._device.fill(address, self._region_bytes)
             self._regions[direction] = (address, host)
         return {"used_bytes": self._device.used_bytes()}
 

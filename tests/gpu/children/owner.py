@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.gpu.parts.child import DESCRIPTORS, Handler
-from tests.gpu.parts.device import random_bytes, take_device
+from tests.gpu.parts.device import take_device
 
 FILL_BYTES = 64 << 20
 
@@ -19,7 +19,7 @@ class Owner:
         self._chunks: list[int] = []
 
     def legacy(self, fields: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        """`count` allocations of `bytes`, the first filled with random bytes; their handles."""
+        """`count` allocations of `bytes`, the first bytes random; their handles."""
         driver, n = self._device.driver, fields["bytes"]
         addresses = [self._device.alloc(n) for _ in range(fields["count"])]
         self._fill(addresses[0], n)
@@ -45,8 +45,7 @@ class Owner:
         return {}, [self._device.driver.chunk_export(chunk) for chunk in chosen]
 
     def _fill(self, address: int, n: int) -> None:
-        for offset in range(0, n, FILL_BYTES):
-            self._device.write(address + offset, random_bytes(min(FILL_BYTES, n - offset)))
+        self._device.fill(address, min(FILL_BYTES, n))
 
 
 def handlers() -> dict[str, Handler]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from tests.gpu.parts.bench import GIB, MIB, Bench, gb_per_s, median_s
-from tests.gpu.parts.device import Device, random_bytes
+from tests.gpu.parts.device import Device
 from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.loops import D2H, H2D
 
@@ -21,7 +21,7 @@ def measure(device: Device, n: int, pages: str, times: int) -> dict[str, float]:
     afterwards."""
     driver = device.driver
     addresses = {way: device.alloc(n) for way in (H2D, D2H)}
-    device.write(addresses[D2H], random_bytes(n))
+    device.fill(addresses[D2H], n)
     streams = {way: device.stream() for way in (H2D, D2H)}
     with ExitStack() as stack:
         host = {way: stack.enter_context(HostMemory(n, pages)) for way in (H2D, D2H)}

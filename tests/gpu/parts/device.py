@@ -15,6 +15,7 @@ from kvtier_kernels.cuda.devices import DeviceInfo
 from kvtier_kernels.cuda.driver import Driver
 
 from tests.gpu.parts.bench import Unavailable
+from tests.gpu.parts.content import random_pieces
 
 U8 = npt.NDArray[np.uint8]
 DEVICE_VARIABLE = "KVTIER_GPU_TEST_DEVICE"
@@ -52,6 +53,11 @@ class Device:
         """Copies bytes to the device; done when it returns."""
         contiguous = np.ascontiguousarray(content)
         self.driver.copy_to_device(address, contiguous.ctypes.data, contiguous.nbytes)
+
+    def fill(self, address: int, n: int) -> None:
+        """New random content."""
+        for offset, piece in random_pieces(n):
+            self.write(address + offset, piece)
 
     def read(self, address: int, n: int) -> U8:
         """Copies bytes from the device; done when it returns."""
@@ -106,8 +112,3 @@ def open_device() -> Iterator[Device]:
         yield device
     finally:
         device.close()
-
-
-def random_bytes(n: int, seed: int | None = None) -> U8:
-    """Fresh random content: zeros hide what was not written, and are faster than data."""
-    return np.frombuffer(np.random.default_rng(seed).bytes(n), np.uint8).copy()

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels.cuda.driver import Driver
 
+from tests.gpu.parts.content import fill_random
+
 U8 = npt.NDArray[np.uint8]
 
 MADV_HUGEPAGE = 14
@@ -76,12 +78,9 @@ class HostMemory:
         if codes:
             raise OSError(codes[0], f"populating {self.n} bytes: {os.strerror(codes[0])}")
 
-    def fill(self, seed: int | None = None) -> Self:
-        """Random content, in every page."""
-        rng = np.random.default_rng(seed)
-        for start in range(0, self.n, 64 << 20):
-            part = self.array[start : start + (64 << 20)]
-            part[:] = np.frombuffer(rng.bytes(part.nbytes), np.uint8)
+    def fill(self) -> Self:
+        """New random content, in every page."""
+        fill_random(self.array)
         return self
 
     def register(self, driver: Driver, chunk_bytes: int | None = None) -> Self:

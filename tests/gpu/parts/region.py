@@ -13,9 +13,7 @@ from tests.gpu.parts.device import Device, open_device
 from tests.gpu.parts.host import HostMemory
 
 U64 = npt.NDArray[np.uint64]
-FILL_BYTES = 64 << 20
 CHECK_BYTES = 32 << 20
-POISON = 0x5A
 
 
 @dataclass
@@ -27,13 +25,6 @@ class Region:
     host: HostMemory
     n: int
     stream: int
-
-    def fill_device(self) -> None:
-        """New random content."""
-        rng = np.random.default_rng()
-        for offset in range(0, self.n, FILL_BYTES):
-            some = np.frombuffer(rng.bytes(min(FILL_BYTES, self.n - offset)), np.uint8)
-            self.device.write(self.address + offset, some)
 
     def check(self, on_device: U64, in_host: U64, sizes: U64) -> int:
         """Compares fragments at both ends, as many as a moment allows; returns how many bytes were compared.
@@ -57,6 +48,6 @@ def open_region(n: int) -> Iterator[Region]:
     with open_device() as device, HostMemory(n) as host:
         host.populate()
         host.fill().register(device.driver)
-        region = Region(device, device.alloc(n), host, n, device.stream())
-        region.fill_device()
-        yield region
+        address = device.alloc(n)
+        device.fill(address, n)
+        yield Region(device, address, host, n, device.stream())

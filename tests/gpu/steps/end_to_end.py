@@ -3,8 +3,9 @@
 An engine without torch stores its whole cache in transfers of `transfer_mib`, all submitted at once, and
 loads it back into other blocks. `gb_per_s` runs from the first call to the last outcome; a store's outcome
 means that the blocks are committed, checksums and all. `ratio` is to the ceiling of the same way. `first` is
-the first use of that part of the pool, which the worker registers meanwhile. The last rows are of a restart:
-kill -9, a new daemon on the same pool, the same client; from the kill to the first loaded block.
+the first use of that part of the pool, which the worker registers meanwhile. Rows `registered` say how long
+it takes until all of the pool is registered, by a worker with nothing else to do. The last rows are of a
+restart: kill -9, a new daemon on the same pool, the same client; from the kill to the first load.
 """
 
 from __future__ import annotations
@@ -32,18 +33,23 @@ from tests.support.process import Daemon
 SHAPES = ((1, 2 * MIB), (4, 512 * KIB), (32, 64 * KIB))  # planes, bytes of a fragment: blocks of 2 MiB
 TRANSFERS = (128 * MIB, 32 * MIB)
 STORE, LOAD = "store", "load"
+QUIET_S = 2.0
+"""Registration that has not grown for so long is over."""
 
 
 def run(bench: Bench) -> None:
     cache_bytes = bench.pick(GIB, 4 * MIB)
-    sizes = bench.pick((10 * GIB, 64 * MIB), (66 * MIB, MIB))  # of the pool, of an extent
+    sizes = bench.pick((8 * GIB, 64 * MIB), (66 * MIB, MIB))  # of the pool, of an extent
     shapes = bench.pick(SHAPES, ((2, 16 * KIB),))
     with open_device() as device, place_for_a_daemon() as place:
         ceiling = ceilings(bench, device)
         with running_daemon(*place, *sizes) as daemon:
+            begin = time.perf_counter()
             for planes, fragment in shapes:
                 cache = EngineCache(device, cache_bytes // planes // fragment, planes, fragment)
                 with connected(daemon, cache, f"engine-{fragment}") as client:
+                    if (planes, fragment) == shapes[0]:
+                        registered(bench, daemon, begin, "start")
                     for transfer_bytes in bench.pick(TRANSFERS, (512 * KIB,)):
                         through = Through(bench, ceiling, client, cache, transfer_bytes)
                         through.all()
@@ -52,6 +58,18 @@ def run(bench: Bench) -> None:
                         daemon.kill()
                         with running_daemon(*place, *sizes) as successor:
                             through.after_restart(begin, successor)
+                            registered(bench, successor, begin, "restart")
+
+
+def registered(bench: Bench, daemon: Daemon, begin: float, when: str) -> None:
+    """Waits until the pool's registration with the driver stands still."""
+    known, changed = -1, time.perf_counter()
+    while (now := time.perf_counter()) < changed + bench.pick(QUIET_S, 0.3) and bench.left_s() > 10:
+        total = sum(worker.registered_bytes for worker in daemon.status().workers)
+        if total != known:
+            known, changed = total, now
+        time.sleep(0.01)
+    bench.row(what="registered", when=when, mib=known / MIB, seconds=changed - begin)
 
 
 class Through:
@@ -63,7 +81,7 @@ class Through:
         self._bench, self._ceiling, self._client, self._cache = bench, ceiling, client, cache
         self._per_transfer = max(1, transfer_bytes // cache.block_bytes)
         self._sums = cache.fill()
-        self._known: tuple[str, list[int]] | None = None
+        self._known: str | None = None
 
     def all(self) -> None:
         count = self._cache.num_blocks
@@ -82,14 +100,16 @@ class Through:
             self._row(LOAD, turn, taken_s, count, wrong)
             assert wrong == 0, f"{wrong} of {count} blocks have wrong bytes after the load"
             self._sums = sums
-            self._known = family, elsewhere
+            self._known = family
         self._both(family)
 
     def after_restart(self, begin: float, daemon: Daemon) -> None:
         """The daemon was killed at `begin`, and this is its successor on the same pool: how long until
-        something is loaded from it, and until all of the pool is registered again."""
-        assert self._known is not None
-        family, _ = self._known
+        something is loaded from it."""
+        if self._known is None:
+            self._bench.row(what="restart", left_out="nothing was stored before: no time was left")
+            return
+        family = self._known
         count = self._per_transfer
         hashes = hashes_of(family, count)
         while True:
@@ -99,9 +119,7 @@ class Through:
             assert time.perf_counter() < begin + DEADLINE_S, f"{found.hits} hits; {daemon.log()[-2_000:]}"
             time.sleep(0.005)
         finish([self._client.load(found, list(range(count)))])
-        self._bench.row(
-            what="restart: kill -9 to the first load", blocks=count, seconds=time.perf_counter() - begin
-        )
+        self._bench.row(what="restart", when="first load", blocks=count, seconds=time.perf_counter() - begin)
 
     def _store(self, family: str, ids: list[int]) -> float:
         hashes = hashes_of(family, len(ids))

@@ -20,7 +20,8 @@ from pathlib import Path
 from tests.gpu.machine import gpus
 from tests.gpu.parts.bench import KIB, MIB, Bench, Unavailable
 from tests.gpu.parts.child import Child
-from tests.gpu.parts.device import find_device, open_device, random_bytes
+from tests.gpu.parts.content import random_bytes
+from tests.gpu.parts.device import find_device, open_device
 from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.imports import Chunks
 

@@ -25,7 +25,7 @@ from tests.gpu.parts.loops import D2H, H2D
 from tests.gpu.parts.region import Region, open_region
 
 PLANES, BLOCKS = 32, 128
-FRAGMENTS = (8 * KIB, 64 * KIB, 512 * KIB)
+FRAGMENTS = (8 * KIB, 64 * KIB, 256 * KIB)
 RUN_FRAGMENTS = (16 * KIB, 64 * KIB)
 RUNS = (1, 4, 16)
 RUN_BLOCKS = 4_096
@@ -35,7 +35,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 def run(bench: Bench) -> None:
-    with open_region(bench.pick(4 * GIB, 16 * MIB)) as region:
+    with open_region(bench.pick(2 * GIB, 16 * MIB)) as region:
         ceiling = ceilings(bench, region.device)
         rng = np.random.default_rng()
         for fragment in bench.pick(FRAGMENTS, (4 * KIB,)):

@@ -14,7 +14,7 @@ from kvtier_kernels import xxh3_64_rows
 from kvtier_kernels.cuda import DESCRIPTORS_PER_CALL, Copies
 
 from tests.gpu.parts.bench import KIB, MIB, Bench
-from tests.gpu.parts.device import random_bytes
+from tests.gpu.parts.content import random_bytes
 from tests.gpu.parts.fragments import sizes_of
 from tests.gpu.parts.region import open_region
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from tests.gpu.parts.bench import KIB, MIB, Bench
 from tests.gpu.parts.child import Child
-from tests.gpu.parts.device import Device, open_device, random_bytes
+from tests.gpu.parts.device import Device, open_device
 from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.loops import D2H, H2D
 from tests.gpu.parts.witness import Sample, device_sample, host_sample, watch
@@ -56,9 +56,8 @@ class Trial:
             D2H: stack.enter_context(HostMemory(self._n)).fill(),
         }
         self._address = {H2D: device.alloc(self._n), D2H: device.alloc(2 * self._n)}
-        device.write(self._address[H2D], random_bytes(self._n))
-        for part in range(2):
-            device.write(self._address[D2H] + part * self._n, random_bytes(self._n))
+        device.fill(self._address[H2D], self._n)
+        device.fill(self._address[D2H], 2 * self._n)
         scratch = stack.enter_context(HostMemory(MIB)).register(device.driver)
         self._sample: dict[str, Sample] = {
             H2D: device_sample(device, self._address[H2D], self._n, self._stride, scratch),
