@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvtier.v1 import admin_pb2
 
@@ -18,7 +19,7 @@ __all__ = ["DaemonHost", "until"]
 class DaemonHost:
     """Starts `kvtierd serve` on the same sockets and the same pool as often as wanted."""
 
-    def __init__(self, run: Path, pool: Path, **settings: object) -> None:
+    def __init__(self, run: Path, pool: Path, **settings: Any) -> None:
         """`settings` as `pool__size="1GiB"`. Nothing is started yet."""
         self._run = run
         self.pool = pool

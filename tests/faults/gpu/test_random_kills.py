@@ -184,6 +184,7 @@ def campaign(
     shm_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    count: Counter[str],
 ) -> Iterator[Campaign]:
     """Copies of this way, slow enough that kills meet them."""
     version, method = WAYS[request.param]
@@ -194,6 +195,9 @@ def campaign(
     host.start()
     made = Campaign(fake, host, tmp_path, random.Random(f"{SEED}/{request.param}"))
     yield made
+    names = {"engine": "client_kills", "worker": "worker_kills", "daemon": "daemon_kills"}
+    count.update({names[what]: kills for what, kills in made.kills.items()})
+    count["blocks_compared"] += made.loaded_blocks
     made.close()
 
 
