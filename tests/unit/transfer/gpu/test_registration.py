@@ -105,15 +105,24 @@ def test_the_background_gets_what_is_not_registered_when_it_comes_to_it(bench: B
     assert list(areas) == bench.registration.areas[2:]
 
 
-def test_what_cannot_be_registered_is_named_and_tried_again(bench: Bench, gpu: Gpu) -> None:
-    gpu.fake.arm("cuMemHostRegister_v2", 1, 2, os.getpid())
-    slot = bench.slot_of(0)
-    bench.ensure(slot)
-    with pytest.raises(NotRegisteredError, match="OUT_OF_MEMORY"):
-        bench.registration.require(slot)
+def test_what_cannot_be_registered_is_named_and_tried_again(
+    bench: Bench, gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.fake.arm("cuMemHostRegister_v2", 0, 2, os.getpid())
+    bad, good = bench.slot_of(2), bench.slot_of(0)
+    for _ in range(3):
+        bench.ensure(bad)
+        with pytest.raises(NotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):
+            bench.registration.require(bad)
+    assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 3
+    assert caplog.text.count("cannot be registered") == 1  # not for each part that needs it
     assert bench.status.registered_bytes() == 0
-    bench.ensure(slot)
-    bench.registration.require(slot)
+    gpu.fake.lift(os.getpid())
+    bench.ensure(good)
+    with pytest.raises(NotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):
+        bench.registration.require(np.concatenate([good, bad]))
+    bench.ensure(bad)
+    bench.registration.require(np.concatenate([good, bad]))
 
 
 def test_another_process_that_registers_is_waited_for_but_not_for_ever(gpu: Gpu) -> None:

@@ -77,7 +77,8 @@ class PoolRegistration:
         self._populated_bytes = [0] * len(self.areas)
         self._registered_bytes = 0
         self._registering = threading.Lock()
-        self._why = ""
+        self._why: dict[int, str] = {}
+        """By area: why it could not be registered the last time."""
 
     @property
     def pool_bytes(self) -> int:
@@ -102,15 +103,21 @@ class PoolRegistration:
                 return True
             self._register(index)
         except (CudaError, NotRegisteredError, OSError) as error:
-            self._why = str(error)
-            _log.error("a part of the pool cannot be registered", area=index, why=str(error))
+            # It is tried again for every copy that needs it, perhaps for ever: said once for each reason.
+            if self._why.get(index) != str(error):
+                _log.error("a part of the pool cannot be registered", area=index, why=str(error))
+            self._why[index] = str(error)
             return False
         return bool((missing != index).any())
 
     def require(self, slots: Slots) -> None:
         """NotRegisteredError unless all these slots' areas are registered."""
-        if not self._registered[self._areas_of(slots)].all():
-            raise NotRegisteredError(f"the pool could not be registered with the GPU: {self._why}")
+        areas = self._areas_of(slots)
+        missing = areas[~self._registered[areas]]
+        if len(missing):
+            area = int(missing[0])
+            why = self._why.get(area, "nobody asked for it")
+            raise NotRegisteredError(f"area {area} of the pool could not be registered with the GPU: {why}")
 
     def register(self, area: Area) -> None:
         """Registers one of the areas, whose pages are mapped, if it is not. CudaError or
