@@ -21,6 +21,7 @@ IN_MAKE_TEST = {
     "worker_kills": 1,
     "client_kills": 30,
     "crash_points": 85,
+    "corruptions": 60,
     "blocks_compared": 20_000,
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
@@ -33,6 +34,7 @@ LONG = {
     "client_kills": 200,
     "engine_kills": 10,
     "crash_points": 85,
+    "corruptions": 500,
     "blocks_compared": 500_000,
 }
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from kvtierd.core import transitions
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.stimuli import EndSession, Outcome, WorkerLive, WorkerLost
+from kvtierd.core.ids import NamespaceDigest
+from kvtierd.core.stimuli import EndSession, Outcome, Tick, WorkerLive, WorkerLost
+from kvtierd.core.table import BlockFlag
 from kvtierd.core.transitions import (
     TABLE,
+    CheckState,
     Entity,
     Event,
     InvalidTransition,
@@ -40,6 +43,12 @@ DAMAGES = (
     "transfer",
     "instance",
     "extent",
+    "corrupt_slot",
+    "set_aside",
+    "recovered",
+    "extent_slots",
+    "about",
+    "check",
 )
 PROTO = Path(__file__).resolve().parents[3] / "proto/kvtier/v1/types.proto"
 
@@ -162,6 +171,39 @@ class TestValidator:
     @staticmethod
     def extent(host: Host) -> None:
         host.machine.books.blocks.slots._unassigned.pop()
+
+    @staticmethod
+    def corrupt_slot(host: Host) -> None:
+        blocks = host.machine.books.blocks
+        blocks.corrupt.add(int(blocks.table.dump()["slots"][0]))
+
+    @staticmethod
+    def set_aside(host: Host) -> None:
+        slots = host.machine.books.blocks.slots
+        slots.corrupt.add(int(slots.free_slots(4096)[0]))
+
+    @staticmethod
+    def recovered(host: Host) -> None:
+        table = host.machine.books.blocks.table
+        table.set_flags(table.dump()["entries"][:1], int(BlockFlag.RECOVERED))
+
+    @staticmethod
+    def extent_slots(host: Host) -> None:
+        host.machine.books.blocks.slots.extent_slots += 1
+
+    @staticmethod
+    def about(host: Host) -> None:
+        about = host.machine.books.blocks.spaces.about
+        about[NamespaceDigest(bytes(16))] = next(iter(about.values()))
+
+    @staticmethod
+    def check(host: Host) -> None:
+        host.do(Tick())
+        host.now_s += 1
+        host.do(Tick())
+        check = host.machine.books.check
+        assert check is not None
+        check.state = CheckState.DONE
 
     @pytest.mark.parametrize(
         "damage",

@@ -367,6 +367,31 @@ def test_slots_of_a_writer_that_is_gone_are_free_at_once(filled: Path) -> None:
         )
 
 
+def test_slots_that_were_set_aside_stay_so_until_a_cold_start(filled: Path) -> None:
+    with opened(filled) as pool:
+        [bad] = pool.recovered.slots.tolist()
+        pool.set_aside(pool.recovered.slots)
+    for _ in range(2):
+        with opened(filled) as pool:
+            assert (pool.start.recovered_blocks, pool.start.discarded_slots) == (0, 0)
+            assert pool.recovered.corrupt.tolist() == [bad]
+            assert pool.quarantined_slots == 0, "nobody's end is waited for"
+            assert pool.retry_quarantine().tolist() == []
+    assert cold_reason(filled, SIZE + MIB)
+    with opened(filled, SIZE + MIB) as pool:
+        assert len(pool.recovered.corrupt) == 0
+
+
+def test_a_slot_is_set_aside_whatever_its_record_says(filled: Path) -> None:
+    with opened(filled) as pool:
+        slots = pool.recovered.slots
+        record = pool.geometry.first_extent_offset + 4096
+        pool.array[record : record + 8] = 0xFF  # state, writer and generation
+        pool.set_aside(slots)
+    with opened(filled) as pool:
+        assert pool.recovered.corrupt.tolist() == slots.tolist()
+
+
 def test_a_failed_opening_keeps_neither_lock_nor_descriptor(
     filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,4 +40,6 @@ def test_the_core_takes_over_every_block_and_every_slot(mixture: list[Copy], see
         assert isinstance(action, FreeSlots)
         assert set(action.slots.tolist()) <= set(proven.tolist())
         records.free(action.slots)
-    assert set(records.scan()["slots"].tolist()) == set(result.recovered.slots.tolist())
+    left = set(result.recovered.slots.tolist()) | set(result.recovered.corrupt.tolist())
+    assert set(records.scan()["slots"].tolist()) == left
+    assert machine.status().corrupt_slots == len(result.recovered.corrupt)

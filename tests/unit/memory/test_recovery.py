@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kvtier_kernels import PoolRecords, xxh3_64
 from kvtierd.core.stimuli import Recovered
-from kvtierd.memory.recovery import Recovery, free_proven, recover
+from kvtierd.memory.recovery import NOBODY, Recovery, free_proven, recover
 
 from tests.unit.memory.plain_pool import (
     FREE,
@@ -62,7 +62,7 @@ copies = st.integers(1, 3).flatmap(
         space=st.integers(0, 1),
         group=st.integers(0, 1),
         clock=st.integers(0, 1000),
-        writer=st.sampled_from([GONE, ALIVE]),
+        writer=st.sampled_from([GONE, ALIVE, NOBODY]),
         shards=st.tuples(
             *[st.sampled_from(["ready", "ready", "ready", "writing", "absent", "damaged"])] * world
         ),
@@ -129,8 +129,9 @@ def blocks_of(recovered: Recovered) -> dict[Key, tuple[int, ...]]:
 
 
 def assert_accounted(pool: npt.NDArray[np.uint8], recovered: Recovered) -> None:
-    """Every slot is free, or holds a shard of a recovered block, or is in quarantine."""
-    kept, quarantined = set(recovered.slots.tolist()), set(recovered.quarantined.tolist())
+    """Every slot is free, or holds a shard of a recovered block, or is in quarantine or set aside."""
+    kept = set(recovered.slots.tolist())
+    quarantined = set(recovered.quarantined.tolist()) | set(recovered.corrupt.tolist())
     assert len(kept) == len(recovered.slots)
     for record in read_records(pool):
         expected_state = READY if record.slot in kept else WRITING if record.slot in quarantined else FREE
@@ -163,13 +164,16 @@ def test_exactly_the_whole_blocks_are_recovered_and_every_slot_accounted(
     assert blocks_of(recovered) == want
     writing = {r.slot for r in before if r.state == WRITING and r.writer == ALIVE}
     assert set(recovered.quarantined.tolist()) == writing
+    set_aside = {r.slot for r in before if r.state == WRITING and r.writer == NOBODY}
+    assert set(recovered.corrupt.tolist()) == set_aside
     assert_accounted(pool, recovered)
     assert ages(pool, recovered) == sorted(ages(pool, recovered))
     believed = [record.clock for record in before if record.state == READY and record.checksum_fits]
     assert recovered.clock == max(believed, default=0)
     assert result.blocks == len(want)
     assert result.data_bytes == 1000 * len(recovered.slots)
-    assert result.discarded == sum(r.state != FREE for r in before) - len(recovered.slots) - len(writing)
+    kept = len(recovered.slots) + len(writing) + len(set_aside)
+    assert result.discarded == sum(r.state != FREE for r in before) - kept
     assert [(e.extent, e.slot_bytes) for e in recovered.extents] == list(enumerate(SLOT_BYTES))
     assert_same(recover(records, gone), result, discarded=0)
 
@@ -178,6 +182,7 @@ def assert_same(again: Recovery, before: Recovery, discarded: int) -> None:
     """A second recovery finds what the first left, and has nothing more to free."""
     assert blocks_of(again.recovered) == blocks_of(before.recovered)
     assert set(again.recovered.quarantined.tolist()) == set(before.recovered.quarantined.tolist())
+    assert set(again.recovered.corrupt.tolist()) == set(before.recovered.corrupt.tolist())
     assert (again.blocks, again.data_bytes, again.discarded) == (before.blocks, before.data_bytes, discarded)
 
 
