@@ -283,11 +283,14 @@ class ClientBase(ABC):
                 self._landing_made |= self._session.words.exposed
             if self._landing_made:
                 return
-            with SharedBuffer.create(size_bytes, "kvtier-landing") as buffer:
-                address = doorbells.expose(buffer, size_bytes)
-                with self._lock:
-                    if not self._session.words.exposed:
-                        self._session.words.expose(buffer, address)
+            try:
+                with SharedBuffer.create(size_bytes, "kvtier-landing") as buffer:
+                    address = doorbells.expose(buffer, size_bytes)
+                    with self._lock:
+                        if not self._session.words.exposed:
+                            self._session.words.expose(buffer, address)
+            except OSError:
+                pass  # no descriptor or no memory for it: events ring until there is a page
             self._landing_made = True
 
     def _ring_from_thread(self, doorbell: int, value: int) -> None:

@@ -59,6 +59,12 @@ def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory
     """
     memory.check(kv_caches)
     spec, layer_names = _only_group(kv_cache_config)
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        raise UnsupportedLayout(
+            "layers differ in precision (kv_cache_dtype_skip_layers, for one), and vLLM then zeroes blocks "
+            "that it takes from a request before connectors hear of it, while a copy may still read them: "
+            "use one KV cache dtype for all layers"
+        )
     planes: list[Plane] = []
     seen: set[int] = set()
     for name in layer_names:

@@ -214,6 +214,19 @@ def test_other_kinds_of_cache_are_refused_by_name(memory: SharedKVMemory) -> Non
         describe(caches, config(across_layers=False, groups=[spec(non_causal=True)]), memory)
 
 
+def test_blocks_that_are_zeroed_before_anybody_hears_of_it_are_refused(memory: SharedKVMemory) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    names = config(False).kv_cache_groups[0].layer_names
+    specs = dict.fromkeys(names, spec()) | {names[1]: spec(dtype=torch.float16)}
+    mixed = config(False, [UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs)])
+    assert mixed.needs_kv_cache_zeroing
+    caches = allocate(config(False), "LBHNC", memory)
+    with pytest.raises(UnsupportedLayout, match="one KV cache dtype for all layers"):
+        describe(caches, mixed, memory)
+
+
 def test_layers_of_different_geometry_have_different_descriptions() -> None:
     def description(layout: str, across_layers: bool) -> str:
         memory = SharedKVMemory(BLOCKS * LAYERS * PAGE_BYTES)

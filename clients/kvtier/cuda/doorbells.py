@@ -41,9 +41,12 @@ class StreamWrites:
     def expose(self, buffer: SharedBuffer, size_bytes: int) -> int | None:
         """See kvtier.memory.StreamDoorbells."""
         with self._lock:
-            if not self._tested:
-                self._tested = True
-                self._test()
+            try:
+                if not self._tested:
+                    self._test()
+                    self._tested = True
+            except OSError:  # no descriptor or no memory for the test just now
+                return None
             if not self.why_not and self._pages >= PAGES_MAX:
                 self._give_up(f"{PAGES_MAX} registrations have used up the pages that may stay mapped")
             if self.why_not:

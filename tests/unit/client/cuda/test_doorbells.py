@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -141,6 +142,21 @@ def test_a_page_that_is_closed_while_it_is_exposed_spoils_nothing(
     assert answers == [None]
     assert bells.mode == "stream writes"
     assert bells.expose(page, 64) is not None
+
+
+def test_a_process_without_descriptors_has_no_page_for_the_moment(
+    gpu: EngineGpu, bells: GpuDoorbells, page: SharedBuffer
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        assert bells.expose(page, 64) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    stream = gpu.stream()
+    bells.ring_on(stream, exposed(bells, page), 0, 7)
+    gpu.driver.stream_synchronize(stream)
+    assert word(page) == 7
 
 
 def test_the_pages_of_a_process_are_bounded(
