@@ -189,7 +189,7 @@ class IntegrityConfig:
         int,
         Doc(
             "Blocks of which `kvtierctl explain` knows why they are gone, the latest; 44 bytes each.",
-            partial(s.count, most=1 << 24),
+            partial(s.count, most=1 << 22),
             "N",
         ),
     ] = _INTEGRITY.remembered_blocks

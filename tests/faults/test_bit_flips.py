@@ -40,9 +40,8 @@ class PoolFile:
         """Slot of every READY block by its hash; blocks here have one shard."""
         records = PoolRecords(np.frombuffer(self._mapping, np.uint8))
         found = records.scan()
-        return {
-            found["hashes"][row].tobytes(): int(found["slots"][row]) for row in np.flatnonzero(found["intact"])
-        }
+        rows = np.flatnonzero(found["intact"]).tolist()
+        return {found["hashes"][row].tobytes(): int(found["slots"][row]) for row in rows}
 
     def record_offset(self, slot: int) -> int:
         """Where the record of a slot is."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtierd import cli, config, settings
 from kvtierd.config import Config
+from kvtierd.core.stimuli import CoreIntegrity, Verify
 from kvtierd.settings import ConfigError
 
 
@@ -194,3 +195,20 @@ class TestCommands:
         result = CliRunner().invoke(cli.main, ["serve", "--pool-extent-size", "5MiB"])
         assert result.exit_code == 78
         assert "pool.extent_size" in result.output
+
+
+class TestIntegrity:
+    def test_the_default_is_the_core_s_own(self) -> None:
+        assert load().integrity.to_core() == CoreIntegrity()
+
+    def test_everything_reaches_the_core(self) -> None:
+        found = load(
+            KVTIER_INTEGRITY_VERIFY="always",
+            KVTIER_INTEGRITY_SAMPLE_BYTES_PER_S="0",
+            KVTIER_INTEGRITY_REMEMBERED_BLOCKS="5",
+        )
+        assert found.integrity.to_core() == CoreIntegrity(Verify.ALWAYS, 0, 5)
+
+    def test_anything_else_is_refused_by_name(self) -> None:
+        error = refused(KVTIER_INTEGRITY_VERIFY="never")
+        assert (error.field, "restart, always" in error.message) == ("integrity.verify", True)

@@ -102,3 +102,50 @@ def test_a_socket_nobody_answers_at_is_told_apart(socket_dir: Path) -> None:
     result = CliRunner().invoke(ctl.main, ["status", "--socket", str(path)])
     assert result.exit_code == 69
     assert "no daemon answers" in result.output
+
+
+class TestExplain:
+    def test_people_read_the_reason_and_the_differences(self) -> None:
+        response = admin_pb2.ExplainResponse(
+            explanations=[
+                admin_pb2.Explanation(
+                    namespace_digest="aa" * 16,
+                    model="tiny",
+                    verdict=admin_pb2.VERDICT_ELSEWHERE,
+                    text="not stored in this namespace in the last 9 s, but in another",
+                    elsewhere=[
+                        admin_pb2.Elsewhere(
+                            namespace_digest="bb" * 16,
+                            differences=[
+                                admin_pb2.Difference(field="namespace.kv_dtype", here="bf16", there="fp16"),
+                                admin_pb2.Difference(field="namespace.tenant", there="t"),
+                                admin_pb2.Difference(field="namespace.salt"),
+                            ],
+                        ),
+                        admin_pb2.Elsewhere(namespace_digest="cc" * 16, group=1),
+                    ],
+                )
+            ]
+        )
+        text = "\n".join(ctl.explained(response))
+        for part in (
+            f"namespace {'aa' * 16}  tiny  group 0",
+            "not stored in this namespace",
+            f"in {'bb' * 16}, group 0, which differs in",
+            "namespace.kv_dtype: bf16 here, fp16 there",
+            "namespace.tenant: none here, t there",
+            "namespace.salt: (not shown)",
+            f"in {'cc' * 16}, group 1: what it was made of is not known any more",
+        ):
+            assert part in text
+
+    def test_programs_can_tell_no_age_from_none_at_all(self) -> None:
+        response = admin_pb2.ExplainResponse(explanations=[admin_pb2.Explanation(text="x")] * 2)
+        response.explanations[1].age_s = 0
+        found = json.loads(ctl.to_json(response))["explanations"]
+        assert [each["age_s"] for each in found] == [None, 0]
+
+    def test_a_hash_is_hexadecimal(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(ctl.main, ["explain", "xyz", "--socket", str(tmp_path / "k.sock")])
+        assert result.exit_code == 2
+        assert "hexadecimal" in result.output

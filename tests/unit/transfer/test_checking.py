@@ -102,7 +102,7 @@ class Bench:
             assert self.told.wait_for(condition, DEADLINE_S)
 
     def corrupt(self) -> list[int]:
-        return np.frombuffer(self.answers[-1].corrupt, np.uint32).tolist()
+        return [int(position) for position in np.frombuffer(self.answers[-1].corrupt, np.uint32)]
 
 
 @pytest.fixture
