@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -60,13 +61,17 @@ class HostMemory:
             madvise(self.address, n, MADV_HUGEPAGE if pages == "thp" else MADV_NOHUGEPAGE)
 
     def populate(self) -> None:
-        """Gives every byte its page, in parallel; raises OSError where the kernel cannot."""
+        """Gives every byte its page, in parallel, before anything is in it; raises OSError where the kernel
+        cannot."""
         codes: list[int] = []
 
         def some(start: int) -> None:
             for offset in range(start * POPULATE_BYTES, self.n, POPULATE_THREADS * POPULATE_BYTES):
                 n = min(POPULATE_BYTES, self.n - offset)
-                if code := madvise(self.address + offset, n, MADV_POPULATE_WRITE):
+                code = madvise(self.address + offset, n, MADV_POPULATE_WRITE)
+                if code == errno.EINVAL:  # kernels before 5.14, and some that are none
+                    self.array[offset : offset + n : mmap.PAGESIZE] = 0
+                elif code:
                     codes.append(code)
                     return
 

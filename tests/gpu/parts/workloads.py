@@ -38,7 +38,7 @@ class NumpySum:
 class TorchGemm:
     """Products of two square matrices of random bfloat16 numbers: bound by arithmetic."""
 
-    def __init__(self, torch: Any, device: str, size: int = 8_192, products: int = 2) -> None:
+    def __init__(self, torch: Any, device: str, size: int = 8_192, products: int = 1) -> None:
         self._torch = torch
         self._cuda = device.startswith("cuda")
         self._a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ class TorchDecode:
         hidden: int = 4_096,
         ffn: int = 14_336,
         layers: int = 8,
-        repeats: int = 4,
+        repeats: int = 2,
         batch: int = 32,
         heads: int = 8,
         context: int = 512,

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from kvtier_kernels.cuda import CudaError
+
 from tests.gpu.parts.bench import GIB, KIB, MIB, Bench
 from tests.gpu.parts.child import Child
 from tests.gpu.parts.device import Device, open_device
@@ -35,7 +37,13 @@ def run(bench: Bench) -> None:
         for number in range(bench.pick(6, 2)):
             if bench.left_s() < 5:
                 break
-            one(bench, device, host, region, ("legacy", "chunks")[number % 2])
+            kind = ("legacy", "chunks")[number % 2]
+            try:
+                one(bench, device, host, region, kind)
+            except CudaError as error:
+                bench.row(memory=kind, error=str(error), context_lost=error.sticky)
+                if error.sticky:
+                    break
 
 
 def one(bench: Bench, device: Device, host: HostMemory, region: int, kind: str) -> None:
@@ -63,6 +71,9 @@ def one(bench: Bench, device: Device, host: HostMemory, region: int, kind: str) 
         for loop in loops:
             loop.stop()
         drained = time.perf_counter()
+        errors = [loop.error for loop in loops if loop.error is not None]
+        if any(error.sticky for error in errors):
+            raise errors[0]
         held = device.used_bytes() - before
         close()
         closed = time.perf_counter()
@@ -71,11 +82,10 @@ def one(bench: Bench, device: Device, host: HostMemory, region: int, kind: str) 
         ):
             time.sleep(0.0005)
         free = time.perf_counter()
-    errors = [str(loop.error) for loop in loops if loop.error is not None]
     bench.row(
         memory=kind,
         memory_mib=memory_bytes // MIB,
-        error="; ".join(errors) or "none",
+        error="; ".join(map(str, errors)) or "none",
         kill_to_pidfd_ms=died_s * 1e3,
         held_mib=held / MIB,
         drain_ms=(drained - begin) * 1e3,

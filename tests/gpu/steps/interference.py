@@ -2,10 +2,10 @@
 
 One process computes: a large matrix product (bound by arithmetic), or a decode-like step in a CUDA graph
 (bound by memory). Others copy 512 KiB fragments in random order, two batches in flight: a process like the
-copy worker by DMA (with the prefer-overlap hint and without), a process by a kernel of its own on 12 thread
-blocks, or the engine's own process by the same kernel on another stream. `x_p50`, `x_p99` and `x_max` are
-ratios to the median of the idle measurements around them in the same run; `idle` is measured several times,
-which shows what such a ratio means.
+copy worker by DMA (with the prefer-overlap hint and without), a real kvtierd that is stored to and loaded
+from, a process by a kernel of its own on 12 thread blocks, or the engine's own process by the same kernel on
+another stream. `x_p50`, `x_p99` and `x_max` are ratios to the median of the idle measurements around them in
+the same run; `idle` is measured several times, which shows what such a ratio means.
 """
 
 from __future__ import annotations
@@ -24,59 +24,80 @@ BOTH = (H2D, D2H)
 WAYS = {H2D: (H2D,), D2H: (D2H,), "both": BOTH}
 FRAGMENT_BYTES = 512 << 10
 OPEN_S = 60.0
+PROCESS, KVTIERD, ENGINE = "process", "kvtierd", "engine"
+DMA, KERNEL = "dma", "kernel"
+NAMES = {PROCESS: "a process beside", KVTIERD: "kvtierd", ENGINE: "the engine itself"}
 PLAN = (
-    # who copies, how, in which directions; the most telling first
-    ("process", "dma", "both", False),
-    ("process", "kernel", "both", False),
-    ("process", "dma", H2D, False),
-    ("process", "dma", D2H, False),
-    ("engine", "kernel", "both", False),
-    ("process", "dma", "both", True),
-    ("process", "kernel", H2D, False),
-    ("process", "kernel", D2H, False),
-    ("engine", "kernel", H2D, False),
-    ("engine", "kernel", D2H, False),
-    ("process", "dma", H2D, True),
-    ("process", "dma", D2H, True),
+    # who copies, how, in which directions, with the hint; the most telling first
+    (PROCESS, DMA, "both", False),
+    (PROCESS, KERNEL, "both", False),
+    (KVTIERD, DMA, "both", False),
+    (PROCESS, DMA, H2D, False),
+    (PROCESS, DMA, D2H, False),
+    (ENGINE, KERNEL, "both", False),
+    (PROCESS, DMA, "both", True),
+    (KVTIERD, DMA, H2D, False),
+    (KVTIERD, DMA, D2H, False),
+    (PROCESS, KERNEL, H2D, False),
+    (PROCESS, KERNEL, D2H, False),
+    (ENGINE, KERNEL, H2D, False),
+    (ENGINE, KERNEL, D2H, False),
+    (PROCESS, DMA, H2D, True),
+    (PROCESS, DMA, D2H, True),
 )
 IDLE_EVERY = 4
 """So many measurements between two of the idle engine."""
 
 
 def run(bench: Bench) -> None:
-    with ExitStack() as stack:
-        engine = stack.enter_context(Child("tests.gpu.children.engine"))
-        opened = engine.ask("open", where=bench.pick("cuda", "none"), timeout_s=OPEN_S)
-        bench.row(workload=opened["workload"])
-        copiers = open_copiers(bench, stack, engine)
-        Measuring(bench, engine, copiers).all()
-
-
-def open_copiers(bench: Bench, stack: ExitStack, engine: Child) -> dict[tuple[str, str], Child]:
-    """Those who can copy here: by who and how. What cannot is said in a row."""
     sizes: dict[str, Any] = {
         "region_bytes": bench.pick(512 * MIB, 2 * MIB),
         "fragment_bytes": bench.pick(FRAGMENT_BYTES, 4_096),
         "directions": list(BOTH),
     }
-    dma = stack.enter_context(Child("tests.gpu.children.copier"))
-    dma.ask("open", timeout_s=OPEN_S, **sizes)
-    copiers = {("process", "dma"): dma}
+    with ExitStack() as stack:
+        engine = stack.enter_context(Child("tests.gpu.children.engine"))
+        engine.tell("open", where=bench.pick("cuda", "none"))
+        children = {(PROCESS, DMA): "copier", (KVTIERD, DMA): "kvtierd_copier"}
+        with_kernels = kernels_here(bench)
+        if with_kernels:
+            children[PROCESS, KERNEL] = "kernel_copier"
+        # All at once: loading libraries takes most of their time.
+        opening = {
+            name: stack.enter_context(Child(f"tests.gpu.children.{m}")) for name, m in children.items()
+        }
+        for child in opening.values():
+            child.tell("open", **sizes)
+        bench.row(workload=engine.answer(OPEN_S)["workload"])
+        copiers = {name: child for name, child in opening.items() if opened(bench, child, *name)}
+        if with_kernels:
+            engine.tell("open_kernels", **sizes)
+            if opened(bench, engine, ENGINE, KERNEL):
+                copiers[ENGINE, KERNEL] = engine
+        if (KVTIERD, DMA) in copiers:
+            stack.callback(copiers[KVTIERD, DMA].ask, "close")
+        Measuring(bench, engine, copiers).all()
+
+
+def kernels_here(bench: Bench) -> bool:
+    """Whether copy kernels can run; if not, a row says why."""
     if bench.fake:
         bench.row(left_out="copies by kernels", why="no kernels run on the fake driver")
-        return copiers
-    if importlib.util.find_spec("triton") is None:
+    elif importlib.util.find_spec("triton") is None:
         bench.row(left_out="copies by kernels", why="Triton is not installed")
-        return copiers
-    beside = stack.enter_context(Child("tests.gpu.children.kernel_copier"))
-    for who, child, question in (("process", beside, "open"), ("engine", engine, "open_kernels")):
-        try:
-            child.ask(question, timeout_s=OPEN_S, **sizes)
-        except ChildError as error:  # the rest is worth measuring without it
-            bench.row(left_out=f"copies by a kernel of the {who}", why=str(error)[-400:])
-        else:
-            copiers[who, "kernel"] = child
-    return copiers
+    else:
+        return True
+    return False
+
+
+def opened(bench: Bench, child: Child, who: str, how: str) -> bool:
+    """Whether the child can copy; if not, a row says why, and the rest is measured without it."""
+    try:
+        child.answer(OPEN_S)
+    except ChildError as error:
+        bench.row(left_out=f"{how} by {NAMES[who]}", why=str(error)[-400:])
+        return False
+    return True
 
 
 class Measuring:
@@ -87,7 +108,7 @@ class Measuring:
         self._engine = engine
         self._copiers = copiers
         self._idle: dict[str, list[dict[str, Any]]] = {GEMM: [], DECODE: []}
-        self._seconds = bench.pick(2.0, 0.05)
+        self._seconds = bench.pick(1.5, 0.05)
 
     def all(self) -> None:
         plan = [case for case in PLAN if case[:2] in self._copiers]
@@ -97,8 +118,11 @@ class Measuring:
             if self._bench.left_s() < 4 * self._seconds + 2:
                 self._bench.row(left_out=f"{len(plan) - index} ways of copying", why="no time was left")
                 break
-            for workload in (DECODE, GEMM):
-                self.with_copies(workload, who, how, way, overlap)
+            try:
+                for workload in (DECODE, GEMM):
+                    self.with_copies(workload, who, how, way, overlap)
+            except ChildError as error:  # the other ways are worth measuring without it
+                self._bench.row(left_out=f"{how} by {NAMES[who]}, {way}", why=str(error)[-400:])
         self.idle()
 
     def idle(self) -> None:
@@ -123,7 +147,7 @@ class Measuring:
             f"x_{name}": steps[f"{name}_us"] / statistics.median(known[f"{name}_us"] for known in idle)
             for name in ("p50", "p99", "max")
         }
-        copies = f"{how} by {'a process beside' if who == 'process' else 'the engine itself'}"
+        copies = f"{how} by {NAMES[who]}"
         self._bench.row(
             workload=workload, copies=copies, way=way, overlap_hint=overlap, gb_per_s=rate, **steps, **ratios
         )
