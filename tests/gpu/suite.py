@@ -26,7 +26,9 @@ SHARDS: dict[str, list[str]] = {
     "engines, torch": [ENGINES, "-k", "torch-caching"],
     "engines, expandable segments": [ENGINES, "-k", "torch-expandable"],
     "engines, memory pool": [ENGINES, "-k", "torch-pool"],
-    "contract, copies": [f"{CONTRACT}/test_copies.py", "tests/gpu/test_driver.py"],
+    "driver": ["tests/gpu/test_driver.py"],
+    "contract, copies": [f"{CONTRACT}/test_copies.py", "-k", "auto"],
+    "contract, copies by loop and by rows": [f"{CONTRACT}/test_copies.py", "-k", "loop or rows"],
     "deaths": ["tests/gpu/test_deaths.py"],
     "contract, gates and faults": [f"{CONTRACT}/test_gates.py", f"{CONTRACT}/test_faults.py"],
 }
