@@ -117,8 +117,14 @@ REST = [
     ),
     pytest_stage(
         "tests-vllm",
-        "vllm and not gpu",
+        "vllm and not fake_gpu and not gpu",
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
+        deadline_s=600,
+    ),
+    pytest_stage(
+        "tests-vllm-fake-gpu",
+        "vllm and fake_gpu and not gpu",
+        "So does one whose KV cache lies on a GPU, exported or mirrored (driver: a double of our own).",
         deadline_s=600,
     ),
 ]

@@ -334,7 +334,12 @@ def test_what_was_loaded_into_memory_that_is_gone_is_computed(machine: Machine, 
     engine.forget()
     engine.add("loading", prompt(100))
     rank = engine.worker._worker
-    until(lambda: engine.step() is None and rank._loads, "a load is under way")
+
+    def loads() -> list[Any]:
+        engine.step()
+        return list(rank._loads)
+
+    until(loads, "a load is under way")
     [load] = rank._loads
     until(lambda: load.part.state() is PartState.DONE, "it has landed")
     machine.gpu.synchronize()

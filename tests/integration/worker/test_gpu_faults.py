@@ -180,6 +180,7 @@ UNUSABLE = [
     ({"FAKE_CUDA_VERSION": "11080"}, Reason.DEVICE_UNAVAILABLE, "update the driver"),
     ({"KVTIER_CUDA_LIBRARY": "/nowhere/libcuda.so.1"}, Reason.DEVICE_UNAVAILABLE, "/nowhere/libcuda.so.1"),
     ({"CUDA_VISIBLE_DEVICES": "1"}, Reason.DEVICE_UNKNOWN, "000000000001"),
+    ({"CUDA_VISIBLE_DEVICES": "1"}, Reason.DEVICE_UNKNOWN, "let the daemon see the engine's GPU"),
 ]
 
 

@@ -163,7 +163,11 @@ def _find(driver: Driver, name: str) -> DeviceInfo:
     try:
         gpu = driver.device(name)
     except LookupError as error:
-        raise _refusal(Reason.DEVICE_UNKNOWN, str(error), name) from None
+        message = (
+            f"{error}: let the daemon see the engine's GPU (CUDA_VISIBLE_DEVICES; in a container "
+            "NVIDIA_VISIBLE_DEVICES, or its request for GPUs) and start it again"
+        )
+        raise _refusal(Reason.DEVICE_UNKNOWN, message, name) from None
     if gpu.is_mig:
         raise _refusal(
             Reason.DEVICE_UNAVAILABLE,

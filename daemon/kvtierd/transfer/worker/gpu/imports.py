@@ -204,7 +204,8 @@ class Imports:
             with _refused(
                 f"{field}.handle",
                 handle[:8].hex(),
-                "is the engine alive, and its memory on this GPU, from cuMemAlloc?",
+                "is the engine alive, and its memory on this GPU, from cuMemAlloc? In containers: give both "
+                "the host's IPC namespace, or let the engine copy through a mirror in host memory",
             ):
                 base = self._driver.ipc_open(handle)
         except BaseException:
