@@ -1,6 +1,7 @@
 """The `kvtierctl` command: what operators ask of a running daemon."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -312,7 +313,7 @@ def _integrity(status: admin_pb2.StatusResponse) -> Iterator[str]:
     if integrity.sample_bytes_per_s:
         yield (
             f"  sampling   {human_size(integrity.sample_bytes_per_s)}/s at most: a block that has rotted is "
-            f"found after {duration(integrity.expected_detection_s)}"
+            f"found after {duration(max(1, math.ceil(integrity.expected_detection_s)))}"
         )
         yield (
             "             on average, longer while blocks are copied; until then a load can be given it"

@@ -1,4 +1,4 @@
-"""Bits flipped in the pool file under a running daemon that verifies always: nothing of it reaches an engine."""
+"""Bits flipped in the pool file under a running daemon that verifies always: no engine is given one."""
 
 import mmap
 import os

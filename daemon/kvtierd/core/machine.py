@@ -193,7 +193,7 @@ class Machine:
             for slot_bytes, extents, total, free in slots.sizes()
         )
         used_bytes = sum((size.slots - size.free - size.withheld) * size.slot_bytes for size in sizes)
-        used_slots = sum(size.slots - size.free - size.withheld for size in sizes)
+        slots_drawn_from = sum(size.slots for size in sizes)
         integrity = books.blocks.integrity
         instances = tuple(_instance_status(instance) for instance in books.instances.values())
         return CoreStatus(
@@ -207,7 +207,9 @@ class Machine:
             quarantined_slots=len(slots.quarantined),
             corrupt_slots=len(slots.corrupt),
             integrity=integrity,
-            expected_detection_s=expected_detection_s(used_bytes, used_slots, integrity.sample_bytes_per_s),
+            expected_detection_s=expected_detection_s(
+                used_bytes, slots_drawn_from, integrity.sample_bytes_per_s
+            ),
             sizes=sizes,
             instances=instances,
             workers=tuple(

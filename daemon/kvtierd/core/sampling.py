@@ -23,7 +23,7 @@ SLOTS_MAX = 8_192
 SAVED_S = 1.0
 """What was not read for want of an idle worker is made up for, this much of it."""
 TICKS_PER_S = 10
-"""At least; each asks for `SLOTS_MAX` slots at most."""
+"""At least; each draws `SLOTS_MAX` slots at most."""
 READY = int(BlockState.READY)
 
 
@@ -134,9 +134,9 @@ class Sampler:
         return chosen[:affordable], sizes[:affordable]
 
 
-def expected_detection_s(in_use_bytes: int, in_use_slots: int, bytes_per_s: int) -> float | None:
+def expected_detection_s(in_use_bytes: int, slots: int, bytes_per_s: int) -> float | None:
     """How long a slot that has rotted stays unfound on average, if the worker is never busy; None if nothing
-    is sampled. Busy workers make it longer."""
+    is sampled. `slots`: of all assigned extents, in use or not: a draw can meet any of them."""
     if bytes_per_s == 0:
         return None
-    return max(in_use_bytes / bytes_per_s, in_use_slots / (SLOTS_MAX * TICKS_PER_S))
+    return max(in_use_bytes / bytes_per_s, slots / (SLOTS_MAX * TICKS_PER_S))

@@ -222,6 +222,31 @@ class TestSampling:
         assert expected_detection_s(1 << 30, 1 << 18, 1 << 40) == (1 << 18) / (SLOTS_MAX * 10)
         assert expected_detection_s(0, 0, 1) == 0
 
+    def test_a_pool_that_is_nearly_empty_promises_no_more_than_draws_can_keep(self) -> None:
+        """One block among many free slots: it is found when a draw meets it, however high the rate."""
+        geometry = PoolGeometry(16, 1 << 26, 2 << 20)
+        pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
+        host = Host(NativeTable, geometry=geometry)
+        integrity = CoreIntegrity(sample_bytes_per_s=1 << 30)
+        table = NativeTable(1 << 18, pages)
+        host.machine = Machine(table, lambda: host.now_s, CoreLimits(), geometry, integrity=integrity)
+        books = host.machine.books
+        one = host.instance()
+        one.stored(1)
+        books.blocks.slots.assign_free(4096, 200_000)
+        promised_s = host.machine.status().expected_detection_s
+        assert promised_s is not None
+        assert promised_s > 2
+        met = 0
+        for _ in range(600):
+            host.now_s += 0.1
+            _, actions = host.machine.handle(Tick())
+            for action in actions:
+                assert isinstance(action, CheckSlots)
+                met += len(action.slots)
+                host.machine.handle(SlotsChecked(action.worker, action.check, len(action.slots), NONE))
+        assert 60 / met < 2 * promised_s
+
 
 class TestWhatSamplingFinds:
     @pytest.fixture
@@ -295,6 +320,17 @@ def test_what_an_earlier_daemon_has_set_aside_is_not_handed_out(host: Host) -> N
     assert load.results == [0] * 53 + [3]
     assert not set(load.posts[0].slots.tolist()) & set(SMALL[:3].tolist())
     assert host.machine.status().corrupt_slots == 3
+
+
+def test_an_extent_with_a_corrupt_slot_keeps_its_slot_size(make: Make) -> None:
+    host = make(ALWAYS, PoolGeometry(1, 1 << 16, 2 << 20))
+    one = host.instance()
+    one.stored(1)
+    one.load(one.lease(1), [0]).part(0, Outcome.FAILED, corrupt=True)
+    large = host.instance("large", sizes=((8192,),), fields=b"large")
+    host.now_s += 60
+    assert large.store(1).results == [3]
+    assert one.store(*range(14)).results == [0] * 13 + [3]
 
 
 def test_checks_end_in_every_way_the_table_knows(make: Make) -> None:

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from kvtier_kernels import TICKET_MAX, SharedWords
-from kvtierd.core.actions import Direction, PostPart
+from kvtierd.core.actions import CheckSlots, Direction, PostPart
 from kvtierd.core.errors import Reason
-from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
+from kvtierd.core.ids import CheckId, PartId, RegistrationId, SessionId, Ticket, WorkerId
+from kvtierd.core.sampling import SLOTS_MAX
 from kvtierd.core.stimuli import Outcome, Signals
 from kvtierd.transfer import messages
 from kvtierd.transfer.packets import PACKET_BYTES_MAX
@@ -120,6 +121,27 @@ def test_reports_become_stimuli_and_nonsense_an_error() -> None:
     for nonsense in (wire.PartFinished(part=1), wire.PartFinished(part=1, outcome=wire.DONE, failed=b"abc")):
         with pytest.raises(ValueError):
             messages.part_finished(WorkerId(4), nonsense)
+
+
+def test_checks_and_their_answers_arrive_whole() -> None:
+    slots, generations = np.array([7, 2**32 - 1], np.uint32), np.array([1, 2**40 - 1], np.uint64)
+    request = CheckSlots(WorkerId(4), CheckId(2**63), slots)
+    found = wire.ToWorker.FromString(messages.check_slots_packet(request, generations)).check_slots
+    assert found.check == 2**63
+    assert np.frombuffer(found.slots, "<u4").tolist() == slots.tolist()
+    assert np.frombuffer(found.generations, "<u8").tolist() == generations.tolist()
+    answer = wire.SlotsChecked(check=5, looked_at=2, corrupt=np.array([1], "<u4").tobytes())
+    stimulus = messages.slots_checked(WorkerId(4), answer)
+    assert (stimulus.worker, stimulus.check, stimulus.looked_at) == (4, 5, 2)
+    assert stimulus.corrupt.tolist() == [1]
+    with pytest.raises(ValueError):
+        messages.slots_checked(WorkerId(4), wire.SlotsChecked(check=5, corrupt=b"abc"))
+
+
+def test_the_largest_check_fits_a_packet() -> None:
+    request = CheckSlots(WorkerId(1), CheckId(2**63), np.zeros(SLOTS_MAX, np.uint32))
+    packet = messages.check_slots_packet(request, np.full(SLOTS_MAX, 2**64 - 1, np.uint64))
+    assert len(packet) <= PACKET_BYTES_MAX
 
 
 def test_outcomes_have_the_numbers_of_the_wire() -> None:
