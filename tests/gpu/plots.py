@@ -53,7 +53,7 @@ def lines(
             f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="currentColor" '
             f'stroke-dasharray="5 4" opacity="0.6"/>'
         )
-        parts.append(_text(WIDTH - RIGHT + 8, y + 4 + 12 * index, name, "start", 10))
+        parts.append(_text(LEFT + 4 + 140 * index, y - 3, name, "start", 9))
     return _svg(parts)
 
 

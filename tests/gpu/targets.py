@@ -45,11 +45,12 @@ def _lowest(rows: list[Row], name: str) -> float | None:
     return min((float(row[name]) for row in rows if name in row), default=None)
 
 
-def usual_batches(record: Record, way: str) -> list[Row]:
-    """Batched copies as the daemon makes them: enough of them, told the usual order, without the hint."""
+def usual_batches(record: Record, way: str, least: int = 1_024) -> list[Row]:
+    """Batched copies as the daemon makes them: `least` and more of them, told the usual order, without the
+    hint."""
     usual = {H2D: "any", D2H: "stream"}[way]
     rows = record.rows("batches", way=way, order=usual, overlap_hint=False)
-    return [row for row in rows if row["fragments"] >= 1_024]
+    return [row for row in rows if row["fragments"] >= least]
 
 
 def large_fragments(way: str) -> Callable[[Record], float | None]:
