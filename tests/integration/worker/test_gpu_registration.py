@@ -1,6 +1,7 @@
 """The pool's registration with the driver: on first use, in the background, by one process at a time."""
 
 import asyncio
+import fcntl
 
 from kvtierd.core.actions import Direction
 from kvtierd.core.stimuli import Outcome, WorkerLost
@@ -124,3 +125,17 @@ async def test_a_worker_that_hangs_in_registering_is_killed_and_the_others_go_on
     assert "registering the pool" in rig.seen(WorkerLost)[0].why
     part, _ = healthy.post(client, Direction.STORE, [0], slots)
     assert (await healthy.finished(part)).outcome == Outcome.DONE
+
+
+async def test_the_background_goes_on_however_long_others_have_been_registering(
+    start_rig: StartRig, gpu: Gpu
+) -> None:
+    """With eight GPUs that is no rarity; the pool is to be ready before it is needed all the same."""
+    rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=1.0), worker=False)
+    fcntl.lockf(rig.pool.fd, fcntl.LOCK_EX)
+    await rig.supervisor.worker_for(rig.device)
+    await asyncio.sleep(2.5)  # several times what a lane would wait
+    assert rig.supervisor.registered_bytes(rig.worker) == 0
+    fcntl.lockf(rig.pool.fd, fcntl.LOCK_UN)
+    await registered(rig, extents_bytes(rig))
+    assert rig.seen(WorkerLost) == []

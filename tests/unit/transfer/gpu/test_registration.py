@@ -4,6 +4,8 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -100,7 +102,7 @@ def test_slots_that_the_pool_has_not_are_left_to_others(bench: Bench, gpu: Gpu) 
 
 def test_the_background_gets_what_is_not_registered_when_it_comes_to_it(bench: Bench) -> None:
     areas = iter(bench.registration.nearest_first(None))
-    bench.registration.register(next(areas))
+    assert bench.registration.register(next(areas))
     bench.ensure(bench.slot_of(2))
     assert list(areas) == bench.registration.areas[2:]
 
@@ -140,10 +142,32 @@ def test_another_process_that_registers_is_waited_for_but_not_for_ever(gpu: Gpu)
         bench.ensure(bench.slot_of(0))
         with pytest.raises(NotRegisteredError, match="another GPU's worker"):
             bench.registration.require(bench.slot_of(0))
+        assert not bench.registration.register(bench.registration.areas[0])
         other.kill()
     bench.ensure(bench.slot_of(0))
     bench.registration.require(bench.slot_of(0))
     bench.close()
+
+
+def test_the_background_holds_up_no_lane_while_it_waits_for_others(bench: Bench, gpu: Gpu) -> None:
+    """Nor does it give up: with eight GPUs somebody registers most of the time."""
+    gpu.fake.hang("cuMemHostRegister_v2", 1, os.getpid())
+    context = gpu.driver.retain_primary(0)
+
+    def register() -> None:
+        context.make_current()
+        bench.registration.register(bench.registration.areas[0])
+
+    slow = threading.Thread(target=register, daemon=True)
+    slow.start()
+    while gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 0:
+        time.sleep(0.001)
+    assert not bench.registration.register(bench.registration.areas[1])
+    gpu.fake.lift(os.getpid())
+    slow.join(30)
+    assert bench.registration.register(bench.registration.areas[1])
+    bench.registration.require(np.concatenate([bench.slot_of(0), bench.slot_of(3)]))
+    context.release()
 
 
 def test_the_lock_of_the_pool_is_another(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ from kvtierd.transfer.worker.gpu import numa
 from kvtierd.transfer.worker.gpu.copying import Batches, Descriptors, GpuCopier, Rows
 from kvtierd.transfer.worker.gpu.fatal import context_guard
 from kvtierd.transfer.worker.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
-from kvtierd.transfer.worker.gpu.registration import NotRegisteredError, PoolRegistration
+from kvtierd.transfer.worker.gpu.registration import PoolRegistration
 from kvtierd.transfer.worker.gpu.sealing import Sealer
 from kvtierd.transfer.worker.log import logger
 from kvtierd.wire import worker_pb2 as wire
 
 _log = logger(__name__)
+
+REGISTER_RETRY_S = 0.05
 
 REGISTER_FAILURES_MAX = 3
 """In the background; then the pool is registered as it is used."""
@@ -145,8 +148,10 @@ class GpuDevice:
         if area == self._header:
             return
         try:
-            self._registration.register(area)
-        except (CudaError, NotRegisteredError, OSError) as error:
+            # Seldom, so that lanes, which look all the time, come first: this worker's and other GPUs'.
+            while not self._registration.register(area):
+                time.sleep(REGISTER_RETRY_S)
+        except (CudaError, OSError) as error:
             self._register_failures += 1
             _log.warning("a part of the pool is registered when it is used", why=str(error))
 

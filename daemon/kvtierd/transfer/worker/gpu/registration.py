@@ -39,6 +39,10 @@ class NotRegisteredError(Exception):
     """A part of the pool that the GPU cannot reach."""
 
 
+class _BusyError(NotRegisteredError):
+    """Somebody else has been registering all the time."""
+
+
 class PoolRegistration:
     """Which areas of the pool are registered. Any thread may have one registered.
 
@@ -101,7 +105,7 @@ class PoolRegistration:
         try:
             if self._populate_next(index):
                 return True
-            self._register(index)
+            self._register(index, self._lock_deadline_s)
         except (CudaError, NotRegisteredError, OSError) as error:
             # It is tried again for every copy that needs it, perhaps for ever: said once for each reason.
             if self._why.get(index) != str(error):
@@ -119,10 +123,14 @@ class PoolRegistration:
             why = self._why.get(area, "nobody asked for it")
             raise NotRegisteredError(f"area {area} of the pool could not be registered with the GPU: {why}")
 
-    def register(self, area: Area) -> None:
-        """Registers one of the areas, whose pages are mapped, if it is not. CudaError or
-        NotRegisteredError."""
-        self._register((area[0] - self._first) // self._area_bytes)
+    def register(self, area: Area) -> bool:
+        """Registers one of the areas, whose pages are mapped, if it is not. Waits for nobody: False if
+        somebody else registers just now. CudaError, or OSError from the lock."""
+        try:
+            self._register((area[0] - self._first) // self._area_bytes, wait_s=0.0)
+        except _BusyError:
+            return False
+        return True
 
     def _areas_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         return (slots.astype(np.int64) * PAGE_BYTES - self._first) // self._area_bytes
@@ -139,15 +147,15 @@ class PoolRegistration:
         self._populated_bytes[index] = done + step_bytes
         return True
 
-    def _register(self, index: int) -> None:
-        deadline_s = time.monotonic() + self._lock_deadline_s
-        if not self._registering.acquire(timeout=self._lock_deadline_s):
-            raise NotRegisteredError(f"another thread has been registering for {self._lock_deadline_s} s")
+    def _register(self, index: int, wait_s: float) -> None:
+        deadline_s = time.monotonic() + wait_s
+        if not self._registering.acquire(timeout=wait_s):
+            raise _BusyError(f"another thread has been registering for {wait_s} s")
         try:
             if self._registered[index]:
                 return
             offset, length = self.areas[index]
-            with self._alone(deadline_s), self._watched(), context_guard():
+            with self._alone(deadline_s, wait_s), self._watched(), context_guard():
                 self._driver.host_register(self.address + offset, length)
             self._registered[index] = True
             self._registered_bytes += length
@@ -156,7 +164,7 @@ class PoolRegistration:
             self._registering.release()
 
     @contextmanager
-    def _alone(self, deadline_s: float) -> Iterator[None]:
+    def _alone(self, deadline_s: float, wait_s: float) -> Iterator[None]:
         """Keeps the other GPUs' workers from registering. A record lock belongs to the process, so one of its
         threads at a time; and it is no flock, which on this file is the pool's own lock."""
         while True:
@@ -167,9 +175,7 @@ class PoolRegistration:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
                 if time.monotonic() >= deadline_s:
-                    raise NotRegisteredError(
-                        f"another GPU's worker has been registering for {self._lock_deadline_s} s"
-                    ) from None
+                    raise _BusyError(f"another GPU's worker has been registering for {wait_s} s") from None
             time.sleep(LOCK_POLL_S)
         try:
             yield
