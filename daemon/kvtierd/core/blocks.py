@@ -28,6 +28,8 @@ class Inserted:
 
     entries: Entries
     created: U8
+    count: int
+    """Created."""
 
 
 class Blocks:
@@ -70,7 +72,7 @@ class Blocks:
         count = int(np.count_nonzero(created == 1))
         self.live += count
         domain.blocks += count
-        return Inserted(entries, created)
+        return Inserted(entries, created, count)
 
     def give_slots(self, domain: Domain, entries: Entries) -> Slots:
         """Slots for new entries, for which there must be room; shape (world, n)."""

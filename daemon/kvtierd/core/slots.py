@@ -70,9 +70,10 @@ class PoolGeometry:
         firsts = (self.first_extent_offset + extents * self.extent_bytes) // PAGE_BYTES + 1 + tables
         return (firsts + positions * -(-slot_bytes // PAGE_BYTES)).astype(np.uint32)
 
-    def extent_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def extent_of(self, slots: Slots) -> npt.NDArray[np.uint32]:
         """The extent that each slot lies in."""
-        return (slots.astype(np.int64) * PAGE_BYTES - self.first_extent_offset) // self.extent_bytes
+        # In pages, which fit the slots' own type: this is done for every batch.
+        return (slots - self.first_extent_offset // PAGE_BYTES) // (self.extent_bytes // PAGE_BYTES)
 
 
 class _Size:

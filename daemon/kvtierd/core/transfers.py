@@ -59,7 +59,7 @@ class Transfers:
         existing, existing_positions = _NO_ENTRIES, _NO_POSITIONS
         new = entries
         results: U8 = np.zeros(len(hashes), np.uint8)
-        if not created.all() or TABLE_FULL in created:
+        if inserted.count < len(hashes):
             existing, existing_positions = self._pin_existing(entries, created)
             if TABLE_FULL in created:
                 self._make_entries(plan, hashes, entries, created)
