@@ -21,11 +21,11 @@ IN_MAKE_TEST = {
     "worker_kills": 1,
     "client_kills": 30,
     "crash_points": 85,
-    "corruptions": 60,
+    "corruptions_refused": 60,
     "blocks_compared": 20_000,
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
-SHORT = IN_MAKE_TEST | {"engine_kills": 4}
+SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 1}
 LONG = {
     "daemon_kills": 1_000,
     "planned_restarts": 140,
@@ -33,8 +33,9 @@ LONG = {
     "worker_kills": 35,
     "client_kills": 200,
     "engine_kills": 10,
+    "daemon_stops": 1,
     "crash_points": 85,
-    "corruptions": 500,
+    "corruptions_refused": 500,
     "blocks_compared": 500_000,
 }
 

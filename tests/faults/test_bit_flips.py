@@ -119,7 +119,7 @@ def test_every_corrupted_block_that_is_loaded_is_refused_counted_and_explained(
             assert given == [i for i in blocks if i not in bad], "sound blocks are refused, or others loaded"
             compare(engine.read(given), [hashes[i] for i in given], count)
             refused += len(bad)
-            count["corruptions"] += len(bad)
+            count["corruptions_refused"] += len(bad)
 
             status = daemon.status()
             assert status.counters.integrity_failures == refused
