@@ -66,14 +66,22 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture
+def fake_bandwidth() -> int:
+    """Bytes per second of the fake link."""
+    return 800 * MIB
+
+
+@pytest.fixture
 def fake(
-    place: Place, make_fake_cuda: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    make_fake_cuda: Callable[..., FakeCuda],
+    monkeypatch: pytest.MonkeyPatch,
+    fake_bandwidth: int,
 ) -> FakeCuda | None:
     """The fake machine, if the place has one; all processes started from now on use it."""
     if place.real:
         return None
-    # About 100 MB/s, so that what a test does falls among copies.
-    machine = make_fake_cuda(bandwidth=100 * MIB, hbm=512 * MIB)
+    machine = make_fake_cuda(bandwidth=fake_bandwidth, hbm=512 * MIB)
     for name, value in machine.environment.items():
         monkeypatch.setenv(name, value)
     return machine

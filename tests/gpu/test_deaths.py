@@ -14,6 +14,12 @@ from tests.support.daemon import DaemonHost
 
 
 @pytest.fixture
+def fake_bandwidth() -> int:
+    """So little that a kill falls among copies."""
+    return 100 << 20
+
+
+@pytest.fixture
 def pool_mib(place: Place) -> int:
     """An instance may lease a quarter of it: all of the engine's cache."""
     return place.pick(3074, 66)

@@ -23,6 +23,12 @@ SLACK_BYTES = 256 << 20
 """A real driver keeps a little of what it once took; a victim's cache is four times as large."""
 
 
+@pytest.fixture
+def fake_bandwidth() -> int:
+    """So little that a kill falls among copies."""
+    return 100 << 20
+
+
 def memory_used(engine: Child) -> int:
     return int(engine.ask("used")["bytes"])
 
