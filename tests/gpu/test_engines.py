@@ -43,6 +43,14 @@ def test_what_is_stored_is_loaded_byte_for_byte(
     assert right(engine.ask("load", family=family, numbers=numbers, ids=list(range(23, -1, -1))), 24)
 
 
+@pytest.mark.parametrize("place", places(real=("mirror",), fake=("mirror",)), indirect=True)
+def test_memory_that_cannot_be_exported_goes_by_a_mirror(start_engine: StartEngine, family: str) -> None:
+    engine, other = start_engine("mirrored"), start_engine("exported", kind="driver")
+    assert engine.ask("store", family=family, numbers=list(range(16)), ids=shuffled(16))["done"]
+    assert right(engine.ask("load", family=family, numbers=list(range(16)), ids=shuffled(16)), 16)
+    assert right(other.ask("load", family=family, numbers=list(range(16)), ids=shuffled(16)), 16)
+
+
 def test_an_engine_loads_what_another_stored(start_engine: StartEngine, place: Place, family: str) -> None:
     one, other = start_engine("one", kind="driver"), start_engine("other")
     assert one.ask("store", family=family, numbers=list(range(16)), ids=shuffled(16))["done"]

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from kvtier import Client, Doorbell, Namespace, Outcome, Transfer
-from kvtier.cuda import DeviceMemory
+from kvtier.cuda import DeviceMemory, MirrorMemory
 
 from tests.gpu.parts.child import Handler
 from tests.gpu.parts.device import take_device
-from tests.gpu.parts.engine_memory import WITH_TORCH, EngineMemory, make_memory
+from tests.gpu.parts.engine_memory import MIRROR, WITH_TORCH, EngineMemory, make_memory
 from tests.gpu.parts.engine_rig import DEADLINE_S, EngineCache
 from tests.gpu.parts.engine_work import CopyWork, KernelWork, Work
 
@@ -54,7 +54,7 @@ class KvEngine:
             instance=fields["instance"],
             namespace=Namespace(model="tests/gpu", kv_dtype="uint8", hash_scheme="tests:name"),
             groups=[self._cache.group()],
-            memory=DeviceMemory(self._memory.address, self._cache.n),
+            memory=self._shared(),
             socket=fields["socket"],
         )
         return self.wait_ready(fields, fds)
@@ -71,7 +71,12 @@ class KvEngine:
         if not fields.get("late"):
             for value, block in zip(hashes, ids, strict=True):
                 self._cache.write_block(block, content(value, self._cache.block_bytes))
-            return self._told(self._client.store(hashes, ids))
+            if self._mirror is None:
+                return self._told(self._client.store(hashes, ids))
+            self._mirror.copy_out(ids)
+            told = self._told(self._client.store(hashes, ids))
+            self._mirror.discard(ids)
+            return told
         self._work.prepare(self._stacked([content(value, self._cache.block_bytes) for value in hashes]))
         self._cache.wipe(POISON)
         return self._behind_work(ids, lambda bell: self._client.store(hashes, ids, doorbell=bell))
@@ -91,6 +96,8 @@ class KvEngine:
             told = self._behind_work(ids, lambda bell: self._client.load(hit, ids, doorbell=bell))
         else:
             told = self._told(self._client.load(hit, ids))
+            if self._mirror is not None and told["done"]:
+                self._mirror.copy_in(ids)
         return {"hits": hit.hits, **told, **self._compared(hashes, ids)}
 
     def churn(self, fields: dict[str, Any], fds: list[int]) -> None:
@@ -135,7 +142,7 @@ class KvEngine:
         self._memory.close()
         freed = used - self._device.used_bytes()
         self._make_memory()
-        self._client.register_memory(DeviceMemory(self._memory.address, self._cache.n))
+        self._client.register_memory(self._shared())
         return {"released": released, "freed": freed, **self.wait_ready(fields, fds)}
 
     def used(self, fields: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -165,6 +172,12 @@ class KvEngine:
             for block in some:
                 if not np.all(self._device.read(self._cache.fragment_address(0, block), 64) == POISON):
                     return
+
+    def _shared(self) -> DeviceMemory | MirrorMemory:
+        """What the client is given as its memory."""
+        memory = DeviceMemory(self._memory.address, self._cache.n)
+        self._mirror = MirrorMemory(memory, [self._cache.group()]) if self._kind == MIRROR else None
+        return self._mirror or memory
 
     def _hashes(self, fields: dict[str, Any]) -> list[bytes]:
         return [block_hash(fields["family"], number) for number in fields["numbers"]]

@@ -8,6 +8,8 @@ from tests.gpu.parts.device import Device
 
 DRIVER, CHUNKS = "driver", "chunks"
 CACHING, EXPANDABLE, POOL = "torch-caching", "torch-expandable", "torch-pool"
+MIRROR = "mirror"
+"""Of the driver's, kept in a mirror in host memory, as where it cannot be exported."""
 WITHOUT_TORCH = (DRIVER, CHUNKS)
 WITH_TORCH = (CACHING, EXPANDABLE, POOL)
 ENVIRONMENT = {EXPANDABLE: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
@@ -97,7 +99,7 @@ class TorchMemory:
 
 def make_memory(kind: str, device: Device, n: int) -> EngineMemory:
     """`n` bytes of it."""
-    if kind == DRIVER:
+    if kind in (DRIVER, MIRROR):
         return DriverMemory(device, n)
     if kind == CHUNKS:
         return ChunkMemory(device, n)
