@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from kvtier import Client, Doorbell, Namespace, Outcome, Transfer
-from kvtier.cuda import DeviceMemory, MirrorMemory
+from kvtier.cuda import DeviceMemory, MirrorMemory, NotExportableError
 
 from tests.gpu.parts.child import Handler
 from tests.gpu.parts.device import take_device
@@ -50,6 +50,11 @@ class KvEngine:
         self._churning: threading.Thread | None = None
         self._rung = 0
         self._make_memory()
+        try:
+            DeviceMemory(self._memory.address, self._cache.n).check()
+        except NotExportableError as error:
+            if self._kind != MIRROR:
+                return {"ready": False, "why": str(error), "not_exportable": True}
         self._client = Client(
             instance=fields["instance"],
             namespace=Namespace(model="tests/gpu", kv_dtype="uint8", hash_scheme="tests:name"),
