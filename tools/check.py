@@ -119,7 +119,7 @@ REST = [
         "tests-vllm",
         "vllm and not fake_gpu and not gpu",
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
-        deadline_s=600,
+        deadline_s=720,
     ),
     pytest_stage(
         "tests-vllm-fake-gpu",
