@@ -91,9 +91,9 @@ def test_a_gpu_that_was_idle_is_started_again_at_once_and_was_not_lost() -> None
     host = Host()
     worker = host.start(GPU)
     [_, device] = host.devices
-    assert not device.idle
+    assert (device.idle, device.broken) == (False, False)
     worker.state = WorkerState.ENDING
-    assert device.idle
+    assert (device.idle, device.broken) == (True, False)
     assert host.end(worker, lost=False) is None
     assert (device.idle, device.broken) == (True, False)
     assert host.start(GPU).respawns == 0
