@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvtierd.core.explain import Verdict
 from kvtierd.core.transitions import TABLE, Event, State
 
 from tests.simulation.world import World
@@ -68,6 +69,7 @@ WANTED_FAULTS = (
 WANTED_OUTCOMES = (
     *(f"{way} {end}" for way in WAYS for end in ("DONE", "FAILED", "CANCELLED")),
     "store throttled",
+    *(f"explained {verdict.value}" for verdict in Verdict if verdict is not Verdict.ELSEWHERE),
 )
 
 

@@ -155,6 +155,7 @@ USES: dict[Callable[[World, Engine], None], float] = {
     uses.touch: 2,
     uses.renew: 3,
     uses.wait: 1,
+    uses.explain: 2,
     ask_nonsense: 3,
 }
 STEPS: dict[Callable[[World], None], float] = {

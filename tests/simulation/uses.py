@@ -8,6 +8,7 @@ from kvtierd.core.actions import (
     SubmitReply,
 )
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.explain import Verdict
 from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.core.stimuli import (
     LookupBlocks,
@@ -249,6 +250,26 @@ def release(world: World, engine: Engine) -> None:
 
 def renew(world: World, engine: Engine) -> None:
     world.do(RenewSession(world.random.choice(list(engine.sessions.values()))))
+
+
+def explain(world: World, engine: Engine) -> None:
+    """Whatever a hash's state, the verdict is what the records say, and asking changes nothing."""
+    group, keys = _hashes(world, engine, 1)
+    if not keys or not engine.digest:
+        return
+    key = keys[0]
+    before = snapshot(world.machine)
+    answer = world.machine.explain(key, engine.digest.hex(), group).explanations
+    assert snapshot(world.machine) == before
+    [explanation] = answer
+    world.outcomes[f"explained {explanation.verdict.value}"] += 1
+    state = world.expected(engine, group, key)
+    if (engine.digest, group, key) in world.condemned:
+        assert explanation.verdict is Verdict.CORRUPT
+    elif state != MISS:
+        assert explanation.verdict is {HIT: Verdict.READABLE, PENDING: Verdict.BEING_WRITTEN}[state]
+    else:
+        assert explanation.verdict not in (Verdict.READABLE, Verdict.BEING_WRITTEN)
 
 
 def wait(world: World, engine: Engine) -> None:

@@ -372,16 +372,16 @@ class World:
         for position in message.corrupt.tolist():
             number = int(check.slots[position])
             entry = check.entries[position : position + 1]
-            slot = self.pool.slots[number]
-            assert slot.rot or slot.state != READY or table.generations(entry) != check.generations[position]
             same = table.owners(check.slots[position : position + 1]) == entry
-            if same and table.generations(entry) == check.generations[position]:
-                assert slot.key is not None
-                known = slot.key in self.condemned
-                self.faults["sample finds", "corrupt block" if not known else "condemned block"] += 1
-                self.condemned.add(slot.key)
-            else:
+            if not same or table.generations(entry) != check.generations[position]:
                 self.faults["sample finds", "block that has gone"] += 1
+                continue
+            slot = self.pool.slots[number]
+            assert slot.rot, f"slot {number} is told to be corrupt, and nothing is wrong with it"
+            assert slot.key is not None
+            known = slot.key in self.condemned
+            self.faults["sample finds", "condemned block" if known else "corrupt block"] += 1
+            self.condemned.add(slot.key)
 
     def note(self, fault: str, transfer: Any) -> None:
         """Counts a fault by what transfer it struck."""
