@@ -42,8 +42,8 @@ bench: setup-light ## the speed figures that need no GPU; the last line is JSON
 test-sanitizers: setup-light ## the native core under address, undefined-behaviour and thread sanitizers
 	@tests/sanitizers/run.sh
 
-test-fake-gpu: setup-light ## the GPU data plane on a double of the CUDA driver; needs no GPU
-	@$(PY) -m pytest -m "fake_gpu and not vllm" tests
+test-fake-gpu: setup ## the GPU data plane on a double of the CUDA driver, 200 kills and more; needs no GPU
+	@$(PY) -m tools.check fake-gpu
 
 test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check every byte, measure (tests/gpu/README.md)
 	@$(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) tests/gpu/run.py $(GPU_FLAGS)

@@ -16,7 +16,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tools import fault_counts
@@ -78,6 +78,26 @@ LINT = [
         "Packages import only what the architecture allows.",
     ),
 ]
+FAKE_GPU = [
+    pytest_stage(
+        "tests-fake-gpu",
+        "fake_gpu and not faults and not vllm and not gpu",
+        "Copies from and to a GPU keep the same contract as those of the CPU (driver: a double of our own).",
+        deadline_s=720,
+    ),
+    pytest_stage(
+        "tests-fake-gpu-faults",
+        "fake_gpu and faults and not vllm and not gpu",
+        "Driver calls that fail or hang, and processes that are killed, cost no more than one GPU's worker.",
+        deadline_s=720,
+    ),
+    pytest_stage(
+        "tests-vllm-fake-gpu",
+        "vllm and fake_gpu and not gpu",
+        "So does one whose KV cache lies on a GPU, exported or mirrored (driver: a double of our own).",
+        deadline_s=600,
+    ),
+]
 REST = [
     Stage(
         "generated",
@@ -104,30 +124,23 @@ REST = [
         least=fault_counts.IN_MAKE_TEST,
     ),
     pytest_stage(
-        "tests-fake-gpu",
-        "fake_gpu and not faults and not vllm and not gpu",
-        "Copies from and to a GPU keep the same contract as those of the CPU (driver: a double of our own).",
-        deadline_s=720,
-    ),
-    pytest_stage(
-        "tests-fake-gpu-faults",
-        "fake_gpu and faults and not vllm and not gpu",
-        "Driver calls that fail or hang, and processes that are killed, cost no more than one GPU's worker.",
-        deadline_s=720,
-    ),
-    pytest_stage(
         "tests-vllm",
         "vllm and not fake_gpu and not gpu",
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
         deadline_s=720,
     ),
-    pytest_stage(
-        "tests-vllm-fake-gpu",
-        "vllm and fake_gpu and not gpu",
-        "So does one whose KV cache lies on a GPU, exported or mirrored (driver: a double of our own).",
-        deadline_s=600,
-    ),
+    *FAKE_GPU,
 ]
+FORMS = {
+    "all": LINT + REST,
+    "lint": LINT,
+    "fake-gpu": [
+        replace(stage, deadline_s=1_800, least=fault_counts.FAKE_GPU)
+        if stage.name == "tests-fake-gpu-faults"
+        else stage
+        for stage in FAKE_GPU
+    ],
+}
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -240,12 +253,14 @@ def summary(outcomes: list[Outcome]) -> None:
 
 def main() -> int:
     """Runs the stages the argument names; returns 0 only if every one of them passed."""
-    which = sys.argv[1:] or ["all"]
-    if which not in (["all"], ["lint"]):
-        print("usage: check.py [all|lint]", file=sys.stderr)
+    which = sys.argv[1] if len(sys.argv) == 2 else "" if sys.argv[1:] else "all"
+    if which not in FORMS:
+        print(f"usage: check.py [{'|'.join(FORMS)}]", file=sys.stderr)
         return 2
     LOGS.mkdir(parents=True, exist_ok=True)
-    stages = LINT + REST if which == ["all"] else LINT
+    stages = FORMS[which]
+    if which == "fake-gpu":
+        os.environ["KVTIER_GPU_KILLS"] = str(fault_counts.GPU_KILLS_PER_CASE)
     try:
         outcomes = [run(stage) for stage in stages]
     except KeyboardInterrupt:

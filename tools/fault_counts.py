@@ -26,6 +26,9 @@ IN_MAKE_TEST = {
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
 SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 1}
+GPU_KILLS_PER_CASE = 20
+FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
+"""Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""
 LONG = {
     "daemon_kills": 1_000,
     "planned_restarts": 140,
@@ -33,6 +36,7 @@ LONG = {
     "worker_kills": 35,
     "client_kills": 200,
     "engine_kills": 10,
+    "gpu_kills": 250,
     "daemon_stops": 1,
     "crash_points": 85,
     "corruptions_refused": 500,
