@@ -76,16 +76,19 @@ class DaemonHost:
 
     def freeze(self, *, workers: bool = False) -> None:
         """SIGSTOP to the front, and to its copy workers if asked."""
-        pids = [self.daemon.pid, *([worker.pid for worker in self.status().workers] if workers else [])]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        self._frozen = pids
+        self._freeze([self.daemon.pid, *([worker.pid for worker in self.status().workers] if workers else [])])
 
     def freeze_workers(self) -> None:
         """SIGSTOP to the copy workers only."""
-        self._frozen = [worker.pid for worker in self.status().workers]
-        for pid in self._frozen:
-            os.kill(pid, signal.SIGSTOP)
+        self._freeze([worker.pid for worker in self.status().workers])
+
+    def _freeze(self, pids: list[int]) -> None:
+        self._frozen = pids
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGSTOP)
+            except ProcessLookupError:
+                pass  # a copy worker that has died since the daemon named it
 
     def thaw(self) -> None:
         """SIGCONT to what was frozen."""
