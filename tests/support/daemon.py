@@ -76,7 +76,8 @@ class DaemonHost:
 
     def freeze(self, *, workers: bool = False) -> None:
         """SIGSTOP to the front, and to its copy workers if asked."""
-        self._freeze([self.daemon.pid, *([worker.pid for worker in self.status().workers] if workers else [])])
+        also = [worker.pid for worker in self.status().workers] if workers else []
+        self._freeze([self.daemon.pid, *also])
 
     def freeze_workers(self) -> None:
         """SIGSTOP to the copy workers only."""
