@@ -26,7 +26,7 @@ IN_MAKE_TEST = {
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
 SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 1}
-GPU_KILLS_PER_CASE = 20
+GPU_KILLS_PER_CASE = 22
 FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
 """Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""
 LONG = {

@@ -149,8 +149,11 @@ class Campaign:
             self.host.start()
             return None
         for pid in self.workers():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it has ended since it was listed
             self.kills[what] += 1
-            os.kill(pid, signal.SIGKILL)
         return None
 
     def kill_engine(self, engine: Engine) -> Engine:
