@@ -88,9 +88,7 @@ class Machine:
         self._sampler = Sampler(
             self.books, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
         )
-        self._instances = Instances(
-            self.books, self._leases, self._transfers, self._fencing, self._sampler
-        )
+        self._instances = Instances(self.books, self._leases, self._transfers, self._fencing, self._sampler)
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             AttachSession: self._instances.attach,
             RegisterWords: self._instances.register_words,

@@ -36,9 +36,7 @@ def recover(blocks: Blocks, found: Recovered) -> None:
     corrupt = _by_extent(blocks, found.corrupt)
     for extent in found.extents:
         index = extent.extent
-        blocks.slots.recover(
-            index, extent.slot_bytes, taken[index], quarantined[index], corrupt[index]
-        )
+        blocks.slots.recover(index, extent.slot_bytes, taken[index], quarantined[index], corrupt[index])
     sizes = size_of_extent[blocks.geometry.extent_of(found.slots)]
 
     entries = np.zeros(count, np.uint32)
