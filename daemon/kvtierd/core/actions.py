@@ -116,8 +116,8 @@ class DiskJobKind(Enum):
     """Numbers of `kvtierd.wire.DiskJobKind`."""
 
     WRITE = 1
-    """Host to disk. The host slots are not held: a block that has gone when its turn comes, or goes meanwhile,
-    fails."""
+    """Host to disk. The host slots are not held: a block that has gone when its turn comes, or goes
+    meanwhile, fails."""
     READ = 2
     """Disk to host, into slots that are WRITING; checked on the way."""
     CHECK = 3

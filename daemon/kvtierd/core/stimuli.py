@@ -245,7 +245,8 @@ class SessionReleased:
 @dataclass(frozen=True, slots=True)
 class DiskJobFinished:
     """A disk's worker has ended a job; nothing of it can still land. What is named nowhere below went well: a
-    WRITE's record is READY on the disk, a READ's bytes are checked and their checksum is in the host record."""
+    WRITE's record is READY on the disk, a READ's bytes are checked and their checksum is in the host's
+    record."""
 
     worker: WorkerId
     job: DiskJobId
@@ -318,8 +319,8 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class DiskRecovered:
-    """What a scan of a disk's records found: handed in once per disk, right after the `WorkerLive` of its first
-    worker, before or after sessions have come. Its slots are the disk's; none are quarantined."""
+    """What a scan of a disk's records found: handed in once per disk, right after the `WorkerLive` of its
+    first worker, before or after sessions have come. Its slots are the disk's; none are quarantined."""
 
     disk: DiskId
     found: Recovered

@@ -29,6 +29,14 @@ class BlockFlag(IntEnum):
     """Its checksum is checked before it is loaded."""
     RECOVERED = 2
     """Found in the pool at the start, and not seen to fit its checksum since."""
+    CLEAN = 4
+    """A disk has it."""
+    QUEUED = 8
+    """It is being written to a disk."""
+    REUSED = 16
+    """It was found or loaded since it was stored."""
+    LATE = 32
+    """WRITING: the disk takes too long to read it; whoever asks is told that it is not there."""
 
 
 class BlockTable(Protocol):
@@ -95,6 +103,11 @@ class BlockTable(Protocol):
 
     def victims(self, domain: int, n: int) -> Entries:
         """Up to n unpinned READY blocks, least recent first. Changes nothing."""
+        ...
+
+    def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> Entries:
+        """Of the `horizon` victims that are least recent, the up to n least recent ones that have none of
+        these flags. Changes nothing."""
         ...
 
     def states(self, entries: Entries) -> U8: ...
