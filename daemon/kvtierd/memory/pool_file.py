@@ -259,7 +259,8 @@ def reason_to_remake(
             f"{gib(have.extent_bytes)}, {gib(size_bytes)} would be {extents}"
         )
     if length != file_bytes(have):
-        return f"the {naming.what}'s file was cut or extended: {length} bytes, its header says {file_bytes(have)}"
+        said = file_bytes(have)
+        return f"the {naming.what}'s file was cut or extended: {length} bytes, its header says {said}"
     if found.digest != config_digest(have):
         return f"the configuration that the {naming.what} was made with differs from this one"
     return None

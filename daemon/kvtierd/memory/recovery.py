@@ -123,7 +123,7 @@ def free_proven(
 
 
 def set_aside(records: PoolRecords, slots: Slots, boot_nonce: int) -> None:
-    """Take slots out of use for as long as the file lives: WRITING by nobody, which recovery leaves as it is."""
+    """Take slots out of use for as long as the file lives: WRITING by nobody, which recovery leaves alone."""
     records.free(slots)
     zeros = np.zeros((len(slots), HASH_BYTES_MAX), np.uint8)
     records.open(slots, NOBODY, boot_nonce, 0, bytes(16), 0, 0, 1, zeros, 1)
