@@ -10,6 +10,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
@@ -112,6 +113,8 @@ class Session:
         self._last_error = ""
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
+        self._prefill_tokens_per_s = spec.prefill_tokens_per_s
+        self._prefill_is_news = False
 
     # --- what the shell does for the connection ---
 
@@ -123,7 +126,8 @@ class Session:
         self._daemon_pid = daemon_pid
         self._outgoing.clear()
         record = HelloRecord(self._make_event())
-        self._send(record, hello=self.spec.hello(token))
+        self._send(record, hello=self.spec.hello(token, self._prefill_tokens_per_s))
+        self._prefill_is_news = False
         return record
 
     @property
@@ -134,10 +138,7 @@ class Session:
 
     def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
         """What is to be sent now, in order. The caller sends it."""
-        attachment = self._attachment
-        while attachment is not None and attachment.leases.has_releases:
-            releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
-            self._send(_Ignored(), release=releases)
+        self._send_releases()
         messages = list(self._outgoing)
         self._outgoing.clear()
         return messages
@@ -154,6 +155,8 @@ class Session:
                 self._on_welcome(pending, message.welcome)
             case "lookup" if isinstance(pending, LookupRecord):
                 self._on_lookup(pending, message.lookup)
+            case "prefetch" if isinstance(pending, LookupRecord):
+                self._on_lookup(pending, message.prefetch)
             case "submit" if isinstance(pending, _Submitted):
                 self._on_submit(pending, message.submit)
             case "error" if pending is not None:
@@ -184,7 +187,7 @@ class Session:
         self.words.reap()
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
-            self._send(_Heartbeat(), heartbeat=cache_pb2.Heartbeat())
+            self._send(_Heartbeat(), heartbeat=self._heartbeat())
         next_s = attachment.next_heartbeat_in_s(self._clock())
         return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
@@ -262,8 +265,19 @@ class Session:
 
     def lookup(self, group: int, hashes: bytes, mode: LookupMode, *, lease: bool) -> LookupRecord:
         """Asks; the record's event is set with the answer, at once if it is known already."""
-        record = LookupRecord(self._make_event(), self._clock())
         self.counters.lookups += 1
+        if lease:
+            self._send_releases()  # what was given back first, because leases are bounded
+        return self._ask("lookup", group, hashes, mode, lease=lease)
+
+    def prefetch(self, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
+        """Has blocks promoted. The answer comes as for a lookup."""
+        return self._ask("prefetch", group, hashes, mode, lease=False)
+
+    def _ask(
+        self, call: Literal["lookup", "prefetch"], group: int, hashes: bytes, mode: LookupMode, *, lease: bool
+    ) -> LookupRecord:
+        record = LookupRecord(self._make_event(), self._clock(), counts=call == "lookup")
         hash_bytes = self.spec.namespace.hash_bytes
         count = len(hashes) // hash_bytes
         if count == 0:
@@ -277,13 +291,23 @@ class Session:
                 message = f"{count} hashes; the daemon takes {attachment.lookup_hashes_max} at once: split it"
                 error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)
         if error is not None:
-            self.counters.lookups_unanswered += 1
+            self.counters.lookups_unanswered += record.counts
             record.end(Lookup(error=error))
             return record
         wire_mode = cache_pb2.LookupMode.ValueType(mode.value)
         query = cache_pb2.GroupQuery(group=group, mode=wire_mode, hashes=hashes)
-        self._send(record, lookup=cache_pb2.LookupRequest(queries=[query], lease=lease))
+        if call == "lookup":
+            self._send(record, lookup=cache_pb2.LookupRequest(queries=[query], lease=lease))
+        else:
+            self._send(record, prefetch=cache_pb2.PrefetchRequest(queries=[query]))
         return record
+
+    def report_prefill(self, tokens_per_s: float) -> None:
+        """Goes with the next heartbeat, and with every Hello from now on."""
+        if tokens_per_s == 0:
+            return
+        self._prefill_is_news |= tokens_per_s != self._prefill_tokens_per_s
+        self._prefill_tokens_per_s = tokens_per_s
 
     def abandon(self, record: LookupRecord) -> Lookup:
         """Nobody waits for this lookup any more. Returns its answer if it has come, else that none has.
@@ -294,7 +318,7 @@ class Session:
         if record.answer is not None:
             return record.answer
         record.abandoned = True
-        self.counters.lookups_unanswered += 1
+        self.counters.lookups_unanswered += record.counts
         silent = self._silent_since_s is not None and self._silent_since_s <= record.sent_s
         if silent and self._clock() - record.sent_s >= PATIENCE_S:
             self._suspect = True
@@ -402,6 +426,16 @@ class Session:
         if self._silent_since_s is None:
             self._silent_since_s = self._clock()
 
+    def _send_releases(self) -> None:
+        attachment = self._attachment
+        while attachment is not None and attachment.leases.has_releases:
+            releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
+            self._send(_Ignored(), release=releases)
+
+    def _heartbeat(self) -> cache_pb2.Heartbeat:
+        news, self._prefill_is_news = self._prefill_is_news, False
+        return cache_pb2.Heartbeat(prefill_tokens_per_s=self._prefill_tokens_per_s if news else 0)
+
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
     ) -> tuple[TransferRecord, cache_pb2.Signals | None]:
@@ -443,7 +477,9 @@ class Session:
         hello.welcomed = True
         hello.event.set()
 
-    def _on_lookup(self, record: LookupRecord, response: cache_pb2.LookupResponse) -> None:
+    def _on_lookup(
+        self, record: LookupRecord, response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse
+    ) -> None:
         assert self._attachment is not None
         answer = answer_of(response, self._attachment.epoch, self._release)
         if answer.lease is not None:
@@ -452,7 +488,8 @@ class Session:
             if answer.lease is not None:
                 self.release(answer.lease)
             return
-        self.counters.blocks_hit += answer.hits
+        if record.counts:
+            self.counters.blocks_hit += answer.hits
         if answer.error is not None:
             self._last_error = str(answer.error)
         record.end(answer)
@@ -472,7 +509,7 @@ class Session:
                 pending.error = error
                 pending.event.set()
             case LookupRecord() if not pending.abandoned:
-                self.counters.lookups_unanswered += 1
+                self.counters.lookups_unanswered += pending.counts
                 pending.end(Lookup(error=error))
             case _Submitted() if error.reason is Reason.INTERNAL:
                 # No refusal, which would mean that nothing changed: some ranks may have their parts already.

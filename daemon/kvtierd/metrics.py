@@ -30,7 +30,7 @@ SCRAPE_SILENCE_S = 10.0
 ACCEPT_RETRY_S = 0.2
 RPC_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 LAG_BUCKETS_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 5.0)
-RPCS = ("lookup", "touch", "store", "load", "release", "cancel", "heartbeat")
+RPCS = ("lookup", "touch", "prefetch", "store", "load", "release", "cancel", "heartbeat")
 TIER = "host"
 
 

@@ -102,6 +102,7 @@ class RpcServer:
         unary: dict[str, Callable[[Any, Caller], Any]] = {
             "Lookup": self._calls.lookup,
             "Touch": self._calls.touch,
+            "Prefetch": self._calls.prefetch,
             "Store": self._calls.store,
             "Load": self._calls.load,
             "Release": self._calls.release,
