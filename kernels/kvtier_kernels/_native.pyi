@@ -102,6 +102,12 @@ class BlockTable:
         Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.
         """
 
+    def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        Of the `horizon` least recent victims of a domain, up to n that have none of these flags, least recent first.
+        Changes nothing.
+        """
+
     def states(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
         """State of each entry."""
 
