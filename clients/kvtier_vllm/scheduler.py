@@ -18,6 +18,7 @@ from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.link import Link
 from kvtier_vllm.matching import Grant, Matcher
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
+from kvtier_vllm.prefill import PrefillMeter
 from kvtier_vllm.storing import Storer, StoreState
 
 BLOCKS_LOADED_MAX = 8_192
@@ -25,6 +26,8 @@ BLOCKS_LOADED_MAX = 8_192
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
+PREFILL_TOKENS_PER_S_MAX = 1e9
+"""More is not believed."""
 
 Connect = Callable[[int], Link]
 """Makes the client's link for a generation of the namespace."""
@@ -56,16 +59,23 @@ class SchedulerSide:
     """Called by vLLM's scheduler, from one thread. Nothing here waits longer than the lookup budget."""
 
     def __init__(
-        self, config: ConnectorConfig, block_tokens: int, connect: Connect, log: logging.Logger
+        self,
+        config: ConnectorConfig,
+        block_tokens: int,
+        connect: Connect,
+        log: logging.Logger,
+        prefill: PrefillMeter | None = None,
     ) -> None:
-        """Attaches in the background."""
+        """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
+        declared."""
         self._config = config
         self._block_tokens = block_tokens
         self._connect = connect
         self._log = log
         self._generation = 0
         self._link = connect(0)
-        self._matcher = Matcher(config.lookup_budget_ms / 1e3)
+        self._matcher = Matcher(config.lookup_budget_ms / 1e3, config.pending_wait_s, config.pending_poll_s)
+        self._prefill = prefill
         self._storer = Storer()
         self._requests: dict[str, _Request] = {}
         self._epoch: int | None = None
@@ -130,6 +140,8 @@ class SchedulerSide:
         client = self._ready_client()
         self._out.revoke += self._storer.poll()
         self._take_in_loads()
+        if self._prefill is not None:
+            self._measure(self._prefill, output)
         if client is not None and self._config.store:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -169,7 +181,7 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
-        self._matcher.drop(request_id)
+        self._matcher.forget(request_id)
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -291,6 +303,21 @@ class SchedulerSide:
         )
         if order is not None:
             self._out.stores.append(order)
+
+    def _measure(self, prefill: PrefillMeter, output: Any) -> None:
+        """Tells the daemon how fast this engine computes prompts."""
+        prompt_tokens = scheduled_tokens = 0
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            scheduled_tokens += scheduled
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                request = tracked.request
+                prompt_tokens += max(
+                    0, min(scheduled, request.num_prompt_tokens - request.num_computed_tokens)
+                )
+        client = self._link.client
+        if prefill.step(prompt_tokens, scheduled_tokens - prompt_tokens) and client is not None:
+            client.report_prefill_rate(min(prefill.tokens_per_s, PREFILL_TOKENS_PER_S_MAX))
 
     def _tell_why_nothing_hits(self, client: Client | None) -> None:
         """Once: a cache that never hits should not be silent."""
