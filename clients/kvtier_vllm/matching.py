@@ -103,14 +103,14 @@ class Matcher:
     clock: Callable[[], float] = time.monotonic
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
-    _starts: int = 0
-    _polls: int = 0
-    _step: int = 0
-    _matches: dict[str, _Match] = field(default_factory=dict)
-    _since_s: dict[str, float] = field(default_factory=dict)
+    _starts: int = field(init=False, default=0)
+    _polls: int = field(init=False, default=0)
+    _step: int = field(init=False, default=0)
+    _matches: dict[str, _Match] = field(init=False, default_factory=dict)
+    _since_s: dict[str, float] = field(init=False, default_factory=dict)
     """When a request was first told PENDING. Outlives its match, so that no request waits twice."""
-    _waiting: set[str] = field(default_factory=set)
-    _stuck: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    _waiting: set[str] = field(init=False, default_factory=set)
+    _stuck: OrderedDict[bytes, float] = field(init=False, default_factory=OrderedDict)
     """Hashes of blocks that were waited for in vain, and until when that is held against them."""
 
     def __post_init__(self) -> None:
