@@ -10,7 +10,7 @@ from kvtierd import settings as s
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.stimuli import CoreDisks, WriteMode
 from kvtierd.settings import Doc, Given
-from kvtierd.transfer.status import IO_THREADS_MAX
+from kvtierd.transfer.kinds import IO_THREADS_MAX
 
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
 HEADER_BYTES = 2 << 20

@@ -6,6 +6,8 @@ from pathlib import Path
 
 DISK_PREFIX = "disk-"
 """Of the device names of disks: disk-0, disk-1, …, by their place in the configuration."""
+IO_THREADS_MAX = 8
+"""Of a disk's worker: its status page has a word for each."""
 
 
 @dataclass(frozen=True, slots=True)
