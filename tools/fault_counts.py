@@ -22,6 +22,7 @@ IN_MAKE_TEST = {
     "client_kills": 30,
     "crash_points": 85,
     "corruptions_refused": 60,
+    "bad_requests_in_process": 20_000,
     "blocks_compared": 20_000,
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
@@ -40,6 +41,7 @@ LONG = {
     "daemon_stops": 1,
     "crash_points": 85,
     "corruptions_refused": 500,
+    "bad_requests_in_process": 1_000_000,
     "blocks_compared": 500_000,
 }
 
