@@ -162,7 +162,7 @@ class TestStale:
         assert front.on_host(ready)
 
     @pytest.mark.parametrize("kind", [wire.DISK_READ, wire.DISK_WRITE])
-    def test_two_blocks_are_never_mixed_up(self, front: Front, kind: wire.DiskJobKind):
+    def test_two_blocks_are_never_mixed_up(self, front: Front, kind: wire.DiskJobKind.ValueType):
         (disk,) = front.write(front.store(Block(1, SIZE)))
         if kind == wire.DISK_READ:
             other = front.open("host", Block(2, SIZE))
