@@ -82,7 +82,7 @@ class Mover:
         job.done += len(rows)
 
     def persist(self, slots: U32) -> None:
-        """Has the file say what the image says of slots, as far as that works; what is no slot is left out."""
+        """Has the file say what the image says of slots, as far as that works; what is no slot is left."""
         try:
             self._records.persist(slots, self._word)
         except ValueError:
