@@ -72,16 +72,16 @@ class TestErrors:
         front.assert_reads_back(*front.recovered([Block(2, SIZE)]))
 
     def test_some_fail_and_the_others_do_not(self, new_front: NewFront):
-        front = new_front()
+        front = new_front(size_bytes=20 * MIB, pool_bytes=30 * MIB)
         front.start(threads=1, queue_depth=1)
         front.faults(write={"errno": "EIO", "every": 2})
-        blocks = [Block(key, 900_000) for key in range(7)]  # 4 to a batch
+        blocks = [Block(key, 900_000) for key in range(12)]  # 9 to a batch
         job, disk = front.post_write([front.store(block) for block in blocks])
         finished = front.worker.wait(job)
-        assert finished.failed == [4, 5, 6]
-        assert [front.is_ready(place) for place in disk] == [True] * 4 + [False] * 3
+        assert finished.failed == [9, 10, 11]
+        assert [front.is_ready(place) for place in disk] == [True] * 9 + [False] * 3
         front.faults()
-        front.assert_reads_back(*disk[:4])
+        front.assert_reads_back(*disk[:9])
 
     def test_a_slow_disk_is_only_slow(self, front: Front):
         front.faults(delay_s=0.2)

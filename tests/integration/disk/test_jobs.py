@@ -42,9 +42,9 @@ class TestRoundTrips:
     def test_a_job_larger_than_a_batch(self, new_front: NewFront):
         front = new_front(size_bytes=18 * MIB)
         front.start(queue_depth=1)
-        disk = front.write(*[front.store(Block(key, 200_000)) for key in range(45)])
-        for first in range(0, len(disk), 15):
-            front.assert_reads_back(*disk[first : first + 15])
+        disk = front.write(*[front.store(Block(key, 200_000)) for key in range(60)])
+        for first in range(0, len(disk), 10):
+            front.assert_reads_back(*disk[first : first + 10])
 
     def test_every_shard_of_a_block(self, front: Front):
         disk = front.write(front.store(Block(1, SIZE, world=2)), front.store(Block(2, SIZE, world=4)))
@@ -261,10 +261,10 @@ class TestOrder:
         assert front.worker.order[-4:] == [first, read, write, check]
 
     def test_a_large_write_lets_a_read_go_first(self, new_front: NewFront):
-        front = new_front(size_bytes=20 * MIB)
+        front = new_front(size_bytes=20 * MIB, pool_bytes=30 * MIB)
         front.start(threads=1, queue_depth=1)
         disk = front.write(front.store(Block(1, SIZE)))
-        hosts = [front.store(Block(10 + key, 800_000)) for key in range(12)]
+        hosts = [front.store(Block(10 + key, 800_000)) for key in range(14)]
         front.hold()
         write, written = front.post_write(hosts)
         front.wait_until_held()
