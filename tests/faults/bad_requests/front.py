@@ -3,6 +3,7 @@ them. What a request meets here is what it meets in `kvtierd.rpc.server`, from i
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -50,12 +51,14 @@ TALLY: Callable[[Tally], tuple[Any, ...]] = attrgetter(*Tally.__dataclass_fields
 class Front:
     """Everything of one daemon but its sockets. `await start()`, and `await close()`."""
 
-    def __init__(self, pool: Path) -> None:
+    def __init__(
+        self, pool: Path, *, clock: Callable[[], float] = time.monotonic, silence_s: float = 3_600
+    ) -> None:
         self.pool = HostPool.open(pool, POOL_BYTES, EXTENT_BYTES, lock_timeout_s=DEADLINE_S)
         pages = len(self.pool.array) // PAGE_BYTES
         self.machine = Machine(
             BlockTable(pages, pages),
-            asyncio.get_running_loop().time,
+            clock,
             LIMITS,
             self.pool.geometry,
             randomness=np.random.default_rng(0),
@@ -67,9 +70,11 @@ class Front:
             register_writer=self.pool.register_writer,
             events=self._worker_event,
         )
-        self.cache = Cache(self.machine, self.pool, self.workers, LIMITS, pool_path=None)
+        self.cache = Cache(self.machine, self.pool, self.workers, LIMITS, pool_path=None, clock=clock)
         self.cache.handle(self.pool.recovered)
-        self.sessions = Sessions(self.cache, sessions_max=64, hello_deadline_s=3_600, silence_s=3_600)
+        self.sessions = Sessions(
+            self.cache, sessions_max=64, hello_deadline_s=3_600, silence_s=silence_s, clock=clock
+        )
         calls = Calls(self.cache, LIMITS)
         self._calls: dict[str, tuple[Callable[[bytes], Any], Callable[..., Any]]] = {}
         for name, request in REQUESTS.items():
