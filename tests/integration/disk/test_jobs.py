@@ -237,6 +237,17 @@ class TestIntegrity:
         flip(front, int(disk[0].slots[0]) * PAGE_BYTES + 7 * MIB - 1)
         assert front.check(*disk).corrupt == [0]
 
+    def test_a_check_of_many_sizes_at_once(self, new_front: NewFront):
+        front = new_front(
+            size_bytes=26 * MIB, extent_bytes=4 * MIB, pool_bytes=42 * MIB, pool_extent_bytes=4 * MIB
+        )
+        front.start()
+        sizes = [4_096, 3_000_000, 1, 100_000, 3_500_000, 4_097]
+        disk = [front.write(front.store(Block(key, size)))[0] for key, size in enumerate(sizes)]
+        flip(front, int(disk[4].slots[0]) * PAGE_BYTES + 3_000_000)
+        finished = front.check(*disk)
+        assert (finished.failed, finished.corrupt, finished.error) == ([], [4], "")
+
     def test_a_check_of_a_block_that_had_gone(self, front: Front):
         gone, there = front.write(front.store(Block(1, SIZE)), front.store(Block(2, SIZE)))
         front.free("disk", gone)

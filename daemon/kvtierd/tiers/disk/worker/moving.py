@@ -92,16 +92,17 @@ class Mover:
                     self._records.persist(slots[row : row + 1], self._word)
 
     def _batch_slots(self, job: Job) -> int:
-        extent = int(self._geometry.extent_of(job.disk_slots[job.done : job.done + 1])[0])
-        info = self._disk.extent_info(extent) if extent < self._geometry.extents else None
-        if info is None or job.kind is Kind.READ:
+        """How many of the rest of a job the next batch is, one at least."""
+        if job.kind is Kind.READ:
             return len(job)
-        stride = info[1]
-        return (
-            max(self._depth, WRITE_BYTES // stride)
-            if job.kind is Kind.WRITE
-            else max(1, CHECK_BYTES // stride)
-        )
+        limit = WRITE_BYTES if job.kind is Kind.WRITE else CHECK_BYTES
+        extents = self._geometry.extent_of(job.disk_slots[job.done :])
+        strides = np.zeros(len(extents), np.int64)
+        for extent in np.unique(extents).tolist():
+            if extent < self._geometry.extents and (info := self._disk.extent_info(extent)):
+                strides[extents == extent] = info[1]
+        fitting = int(np.searchsorted(np.cumsum(strides), limit, "right"))
+        return max(self._depth if job.kind is Kind.WRITE else 1, fitting)
 
     # --- the three kinds ---
 
