@@ -113,11 +113,15 @@ def test_two_engines_share_blocks(make: Callable[..., MiniEngine]) -> None:
 def test_an_engine_waits_for_what_another_is_storing(
     make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:300")
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:2000")
     host.restart()
     one, two = make(salt="in the making"), make(salt="in the making", pending_wait_s=60)
     one.add("mine", prompt(100))
-    one.step()  # computes it all; its copy begins
+    storer = one.connector._scheduler._storer
+    while not storer._stores:
+        one.step()  # computes it all; its copy begins
+    [store] = storer._stores.values()
+    until(lambda: store.transfer.results is not None, "the daemon has accepted the store")
     two.add("yours", prompt(100))
     two.run()
     assert two.cached["yours"] == 96
