@@ -23,6 +23,8 @@ IN_MAKE_TEST = {
     "crash_points": 85,
     "corruptions_refused": 60,
     "bad_requests_in_process": 20_000,
+    "bad_requests_on_the_wire": 1_000,
+    "bad_packets_on_the_side": 200,
     "blocks_compared": 20_000,
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
@@ -42,6 +44,8 @@ LONG = {
     "crash_points": 85,
     "corruptions_refused": 500,
     "bad_requests_in_process": 1_000_000,
+    "bad_requests_on_the_wire": 20_000,
+    "bad_packets_on_the_side": 4_000,
     "blocks_compared": 500_000,
 }
 

@@ -121,6 +121,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the scheduler's hooks
     # ------------------------------------------------------------------------------------------------------
 
+    def on_new_request(self, request: Request) -> None:
+        side = self._scheduler
+        if side is not None and not self._is_off:
+            self._guard(lambda: side.arrived(request), None)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -6,6 +6,7 @@ request is reported and goes on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ from kvtier_vllm.storing import Storer, StoreState
 
 BLOCKS_LOADED_MAX = 8_192
 """Of one request: what the daemon takes in one transfer by default. The rest is computed."""
+PREFETCHES_MAX = 8
+"""Requests in the queue whose blocks are promoted ahead of their turn: the next ones, and not the whole
+queue, which could push each other's blocks out again."""
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
@@ -78,6 +82,10 @@ class SchedulerSide:
         self._prefill = prefill
         self._storer = Storer()
         self._requests: dict[str, _Request] = {}
+        self._unasked: dict[str, Any] = {}
+        """Requests that vLLM has not asked about yet, in their order."""
+        self._prefetched: set[str] = set()
+        """Of them."""
         self._epoch: int | None = None
         self._step = 1
         self._out = KvtierMetadata(step=1)
@@ -92,9 +100,15 @@ class SchedulerSide:
     # --- what vLLM asks
     # ------------------------------------------------------------------------------------------------------
 
+    def arrived(self, request: Any) -> None:
+        """A new request, which vLLM asks about when it is its turn."""
+        if self._config.load:
+            self._unasked[request.request_id] = request
+
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
         tracked = self._track(request)
+        self._asked(request.request_id)
         client = self._ready_client()
         if client is None or not self._config.load or not tracked.may_load:
             self._matcher.drop(request.request_id)
@@ -103,9 +117,7 @@ class SchedulerSide:
         if rest:
             return 0
         tracked.matched_at = local
-        # The last token is always computed, and never into a loaded block, as with the engine's own hits.
-        total = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        total = min(total, local + BLOCKS_LOADED_MAX)
+        total = min(self._loadable(request), local + BLOCKS_LOADED_MAX)
         blocks = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
         return None if blocks is None else blocks * self._block_tokens
 
@@ -142,6 +154,8 @@ class SchedulerSide:
         self._take_in_loads()
         if self._prefill is not None:
             self._measure(self._prefill, output)
+        if client is not None:
+            self._prefetch(client)
         if client is not None and self._config.store:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -182,6 +196,7 @@ class SchedulerSide:
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
         self._matcher.forget(request_id)
+        self._asked(request_id)
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -303,6 +318,26 @@ class SchedulerSide:
         )
         if order is not None:
             self._out.stores.append(order)
+
+    def _loadable(self, request: Any) -> int:
+        """Blocks that a load may fill. The last token is always computed, and never into a loaded block, as
+        with the engine's own hits."""
+        tokens: int = request.num_tokens
+        return min((tokens - 1) // self._block_tokens, len(request.block_hashes))
+
+    def _asked(self, request_id: str) -> None:
+        self._unasked.pop(request_id, None)
+        self._prefetched.discard(request_id)
+
+    def _prefetch(self, client: Client) -> None:
+        """While all slots of the engine are taken vLLM asks about no request: has what the next ones need
+        promoted meanwhile. The answers are of no interest."""
+        for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
+            if request_id not in self._prefetched:
+                self._prefetched.add(request_id)
+                blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
+                if blocks:
+                    client.start_prefetch(request.block_hashes[:blocks])
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""

@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import SLAB_NAME
 from kvtierd.transfer.blocking import BlockingPacketChannel
 from kvtierd.transfer.packets import packet_socketpair
-from kvtierd.transfer.status import StatusPage, create_status_fd
+from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.wire import worker_pb2 as wire
 
 MIB = 1 << 20
@@ -90,7 +91,9 @@ class Worker:
         queue_depth: int = 8,
         operation_deadline_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
+        wrap: Sequence[str] = (),
     ) -> None:
+        """`wrap`: words before its command line; they must become it by exec."""
         status_fd = create_status_fd()
         self.status = StatusPage(status_fd)
         ours, theirs = packet_socketpair()
@@ -110,7 +113,14 @@ class Worker:
             "--log-level": "debug",
             "--log-format": "human",
         }
-        command = [sys.executable, "-P", "-m", "kvtierd.tiers.disk.worker", "--load" if load else "--keep"]
+        command = [
+            *wrap,
+            sys.executable,
+            "-P",
+            "-m",
+            "kvtierd.tiers.disk.worker",
+            "--load" if load else "--keep",
+        ]
         for name, value in arguments.items():
             command += [name, str(value)]
         self.process = subprocess.Popen(
@@ -206,12 +216,13 @@ class Front:
     size_bytes: int = 10 * MIB
     extent_bytes: int = MIB
     pool_bytes: int = 18 * MIB
+    pool_extent_bytes: int = MIB
     options: dict[str, Any] = field(default_factory=dict)
     """Of every worker."""
     boot_nonce: int = 0x1234_5678_9ABC_DEF1
 
     def __post_init__(self) -> None:
-        self.pool = HostPool.open(None, self.pool_bytes, MIB, lock_timeout_s=1)
+        self.pool = HostPool.open(None, self.pool_bytes, self.pool_extent_bytes, lock_timeout_s=1)
         self.image = DiskImage(disk_geometry(self.size_bytes, self.extent_bytes))
         self.jobs = itertools.count(1)
         self._worker: Worker | None = None
@@ -375,6 +386,20 @@ class Front:
         assert (finished.failed, finished.corrupt, finished.error) == ([], [], "")
         return disk
 
+    def hold(self) -> None:
+        """Every batch from now on waits for `release`."""
+        self.faults(hang=True)
+
+    def wait_until_held(self, threads: int = 1) -> None:
+        """So many threads have begun a batch and wait."""
+        deadline_s = time.monotonic() + SLACK_S
+        while sum(word > 0 for word in self.worker.status.read()[StatusWord.IO_0 :]) < threads:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+
+    def release(self) -> None:
+        self.faults()
+
     def post_read(self, disk: Sequence[Place]) -> tuple[int, list[Place]]:
         host = [self.open("host", place.block) for place in disk]
         return self.post(wire.DISK_READ, disk, host), host
@@ -394,6 +419,15 @@ class Front:
             self.pool.records.commit(place.slots, np.full(len(place.slots), 1, np.uint64))
             assert self.pool.records.verify_data(place.slots, place.generations).all()
             self.free("host", place)
+
+    def is_ready(self, place: Place) -> bool:
+        """Whether the image says that the disk has the block."""
+        return bool(self.image.records.check(place.slots, place.generations).all())
+
+    def set_aside(self, place: Place) -> None:
+        """Out of use, in the image; the worker is told to persist it."""
+        self.image.set_aside(place.slots)
+        self.worker.send(persist_records=wire.PersistRecords(slots=place.slots.astype("<u4").tobytes()))
 
     def check(self, *disk: Place) -> Finished:
         return self.worker.wait(self.post(wire.DISK_CHECK, disk))

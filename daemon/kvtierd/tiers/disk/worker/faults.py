@@ -4,7 +4,7 @@ KVTIER_DISK_FAULTS names a file, read before each batch of operations; none ther
   "read", "write", "records"  {"errno": "EIO", "every": 2}: every second batch of data read or written, or
                               write of headers or records, fails so (every: 1 if it is not given)
   "delay_s"                   each batch takes so much longer
-  "hang"                      true: the next batch never ends
+  "hang"                      true: batches wait for as long as the file says so
   "crash_after"               n: SIGKILL right after the nth persisted step since the start: a change of the
                               file's length, a write of a header, a table or record pages, a batch of data
   "no_direct"                 true, at start: as if the file system had no O_DIRECT
@@ -38,7 +38,8 @@ class Faults:
         """Before a batch: waits as long as is asked for. Returns the errno that it fails with, 0 for none."""
         control = self._read()
         while control.get("hang"):
-            time.sleep(0.05)
+            time.sleep(0.02)
+            control = self._read()
         time.sleep(float(control.get("delay_s", 0)))
         fault = control.get(kind)
         if not fault:

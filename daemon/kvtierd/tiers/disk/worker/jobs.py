@@ -131,7 +131,7 @@ class JobQueue:
         return self._running > 0 or any(self._waiting.values())
 
     def put(self, job: Job) -> bool:
-        """False, and nothing queued, if too many wait already."""
+        """Before `stop`. False, and nothing queued, if too many wait already."""
         with self._changed:
             if sum(map(len, self._waiting.values())) >= JOBS_MAX:
                 return False
@@ -148,18 +148,18 @@ class JobQueue:
             self._changed.notify()
 
     def take(self) -> Job | U32 | None:
-        """A job, or slots whose records are to be persisted; waits for one. None once stopped.
+        """A job, or slots whose records are to be persisted; waits for one. None once stopped, and no records
+        are left.
 
         What was taken is given back with `put_back` or `finished`.
         """
         with self._changed:
-            while not self._stopped:
-                found = self._next()
-                if found is not None:
-                    self._running += 1
-                    return found
+            while (found := self._next()) is None:
+                if self._stopped:
+                    return None
                 self._changed.wait()
-            return None
+            self._running += 1
+            return found
 
     def _next(self) -> Job | U32 | None:
         if self._waiting[Kind.READ]:
@@ -183,7 +183,8 @@ class JobQueue:
     def put_back(self, job: Job) -> None:
         """A job that was begun, to be taken first of its kind."""
         with self._changed:
-            self._waiting[job.kind].appendleft(job)
+            if not self._stopped:
+                self._waiting[job.kind].appendleft(job)
             self._end(job)
 
     def finished(self, task: Job | U32) -> None:
@@ -197,10 +198,9 @@ class JobQueue:
         self._changed.notify()
 
     def stop(self) -> None:
-        """Drops what waits; nothing more is given out."""
+        """Drops the jobs that wait."""
         with self._changed:
             self._stopped = True
             for waiting in self._waiting.values():
                 waiting.clear()
-            self._records = []
             self._changed.notify_all()
