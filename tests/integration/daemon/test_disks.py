@@ -91,6 +91,14 @@ def written(daemon: Daemon, count: int) -> None:
     settled(daemon)
 
 
+def write_all(daemon: Daemon, plain: PlainClient, name: str, batches: int = BATCHES) -> None:
+    """Stores batch after batch, each when the disks have the one before; with write-through only."""
+    before = sum(each.written_blocks for each in daemon.status().disks)
+    for number in range(batches):
+        assert plain.store(batch(name, number)).done
+        written(daemon, before + (number + 1) * BLOCKS)
+
+
 def load_all(plain: PlainClient, hashes: Sequence[bytes]) -> None:
     """Returns when all of them have been loaded, after as many promotions as that takes; every byte is
     compared."""
@@ -158,9 +166,7 @@ class TestWriting:
         self, start: Start, tier: Tier, connect: Connect
     ) -> None:
         daemon, plain = start(**tier.settings(write_mode="through")), connect()
-        for number in range(BATCHES):
-            assert plain.store(batch("t", number)).done
-            written(daemon, (number + 1) * BLOCKS)
+        write_all(daemon, plain, "t")
         assert daemon.status().counters.evicted_unwritten_blocks == 0
         for number in range(BATCHES):
             load_all(plain, batch("t", number))
@@ -181,8 +187,7 @@ class TestWriting:
 
     def test_two_disks_share_the_blocks(self, start: Start, tier: Tier, connect: Connect) -> None:
         daemon, plain = start(**tier.settings(2, write_mode="through")), connect()
-        store_all(plain, "2", batches=3)
-        written(daemon, 3 * BLOCKS)
+        write_all(daemon, plain, "2", batches=3)
         share = [each.blocks for each in daemon.status().disks]
         assert sum(share) == 3 * BLOCKS
         assert min(share) > BLOCKS / 2
@@ -243,8 +248,7 @@ class TestPromotion:
 class TestRestart:
     def test_after_a_kill_the_disk_is_warm(self, start: Start, tier: Tier, connect: Connect) -> None:
         daemon, plain = start(**tier.settings(write_mode="through")), connect()
-        store_all(plain, "k")
-        written(daemon, EVERYTHING)
+        write_all(daemon, plain, "k")
         daemon.kill()
         daemon = start(**tier.settings(write_mode="through"))
         assert f"warm: {EVERYTHING} blocks, 12 MiB found" in daemon.greeting
@@ -257,8 +261,7 @@ class TestRestart:
         self, start: Start, tier: Tier, connect: Connect
     ) -> None:
         daemon, plain = start(**tier.settings(write_mode="through")), connect()
-        store_all(plain, "c", batches=3)
-        written(daemon, 3 * BLOCKS)
+        write_all(daemon, plain, "c", batches=3)
         assert daemon.stop() == 0
         daemon.pool.unlink()
         daemon = start(**tier.settings(write_mode="through"))
@@ -287,8 +290,7 @@ class TestFailing:
     ) -> None:
         daemon, plain = start(**tier.settings(write_mode="through")), connect()
         daemon.may_complain = True
-        store_all(plain, "x")
-        written(daemon, EVERYTHING)
+        write_all(daemon, plain, "x")
         pid = worker_pid(daemon)
         os.kill(pid, signal.SIGSTOP)
         assert plain.client.lookup(batch("x", 0)).hits == 0
@@ -304,8 +306,7 @@ class TestFailing:
         settings = tier.settings(write_mode="through", deadline_s=1, slow_deadline_s=0.5)
         daemon, plain = start(**settings), connect()
         daemon.may_complain = True
-        store_all(plain, "h", batches=3)
-        written(daemon, 3 * BLOCKS)
+        write_all(daemon, plain, "h", batches=3)
         store_all(plain, "more")
         settled(daemon)
         pid = worker_pid(daemon)
@@ -341,8 +342,7 @@ class TestFailing:
         settings = tier.settings(write_mode="through", errors_max=2, probe_after_s=0.5)
         daemon, plain = start(**settings), connect()
         daemon.may_complain = True
-        store_all(plain, "io")
-        written(daemon, EVERYTHING)
+        write_all(daemon, plain, "io")
         tier.fail(read={"errno": "EIO"})
         until(
             lambda: (
@@ -379,8 +379,7 @@ class TestScrub:
 
     def test_a_sound_disk_is_looked_at_wholly(self, start: Start, tier: Tier, connect: Connect) -> None:
         daemon, plain = start(**tier.settings(2, write_mode="through")), connect()
-        store_all(plain, "s", batches=3)
-        written(daemon, 3 * BLOCKS)
+        write_all(daemon, plain, "s", batches=3)
         said = kvtierctl(daemon, "scrub", "--json")
         assert said.returncode == 0, said.stderr
         found = json.loads(said.stdout)
