@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -331,6 +332,36 @@ class TestFailing:
         tier.fail()
         load_all(plain, batch("h", 0))
         assert worker_pid(daemon) != pid
+
+    def test_a_slow_disk_is_a_miss_and_what_it_has_read_is_a_hit_later(
+        self, start: Start, tier: Tier, connect: Connect
+    ) -> None:
+        settings = tier.settings(write_mode="through", slow_deadline_s=0.2, errors_max=1000)
+        daemon, plain = start(**settings), connect()
+        daemon.may_complain = True
+        write_all(daemon, plain, "slow", batches=1)
+        store_all(plain, "more")
+        settled(daemon)
+        hashes, before = batch("slow", 0), disk(daemon).errors
+        tier.fail(hang=True)
+        assert plain.client.lookup(hashes).hits == 0
+        until(lambda: disk(daemon).errors > before, "it was too slow")
+        assert plain.client.lookup(hashes).hits == 0
+        tier.fail()
+        load_all(plain, hashes)
+
+    def test_a_disk_that_takes_long_to_start_keeps_nobody_waiting(
+        self, start: Start, tier: Tier, connect: Connect
+    ) -> None:
+        settings = tier.settings(write_mode="through", start_deadline_s=0)
+        with tier.slab.open("wb") as file:
+            tier.slab.chmod(0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            daemon, plain = start(**settings), connect()
+            assert "starting: it joins as soon as it is ready" in daemon.greeting
+            assert plain.store(batch("host", 0)).done
+        until(lambda: disk(daemon).state == "live", "the disk has joined")
+        write_all(daemon, plain, "disk", batches=1)
 
     def test_a_directory_that_is_not_there_is_named_and_joins_later(
         self, start: Start, tier: Tier, connect: Connect
