@@ -324,6 +324,7 @@ def _disks(snapshot: Snapshot) -> Iterator[Metric]:
         ("jobs", "Batches of blocks on their way to or from a disk.", lambda disk: disk.core.jobs),
         ("recovered_blocks", "Blocks found on a disk at start.", lambda disk: disk.recovered_blocks),
         ("recovered_bytes", "Their bytes.", lambda disk: disk.recovered_bytes),
+        ("recovery_seconds", "Time it took to go through its records.", lambda disk: disk.recovery_s),
         ("direct_io", "1 if the kernel's cache is passed by.", lambda disk: disk.direct_io),
         ("corrupt_slots", "Slots set aside after a failed check.", lambda disk: disk.core.corrupt_slots),
     ):

@@ -89,6 +89,7 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_disk_bytes_per_second{direction=write,disk=/mnt/a}", 1e9),
         ("kvtier_disk_recovered_blocks{disk=/mnt/a}", 81),
         ("kvtier_disk_recovered_bytes{disk=/mnt/a}", 82 << 10),
+        ("kvtier_disk_recovery_seconds{disk=/mnt/a}", 0.8),
         ("kvtier_disk_direct_io{disk=/mnt/a}", 1),
         ("kvtier_disk_corrupt_slots{disk=/mnt/b}", 2),
         ("kvtier_disk_scrub_blocks{disk=/mnt/a,state=all}", 88),
