@@ -269,10 +269,14 @@ class Front:
     def start(self, **options: Any) -> wire.Ready:
         """The boot's first worker, and what is recovered."""
         ready = self.spawn(load=True, **options).ready()
+        self.recover()
+        return ready
+
+    def recover(self) -> None:
+        """What the front does when its first worker is ready."""
         self.recovery = self.image.recover(self.boot_nonce)
         used = {extent.extent for extent in self.recovery.recovered.extents}
         self._extents["disk"] = (e for e in range(self.image.geometry.extents) if e not in used)
-        return ready
 
     def respawn(self, **options: Any) -> wire.Ready:
         """A later one."""
@@ -356,7 +360,9 @@ class Front:
 
     # --- jobs ---
 
-    def post(self, kind: wire.DiskJobKind, disk: Sequence[Place], host: Sequence[Place] = ()) -> int:
+    def post(
+        self, kind: wire.DiskJobKind.ValueType, disk: Sequence[Place], host: Sequence[Place] = ()
+    ) -> int:
         """Its number."""
         job = next(self.jobs)
         count = sum(len(place.slots) for place in disk)

@@ -92,6 +92,19 @@ class TestRestarts:
         found = front.recovered(blocks)
         assert {place.block for place in found} == {place.block for place in good}
 
+    def test_records_of_slots_that_are_there_no_more_are_left_out(self, new_front: NewFront):
+        front = new_front()
+        front.start()
+        blocks = [Block(key, SIZE) for key in range(3)]
+        bad, *_ = front.write(*[front.store(block) for block in blocks])
+        front.image.set_aside(bad.slots)
+        slots = np.array([5, bad.slots[0], 2**32 - 1], "<u4")
+        front.worker.send(persist_records=wire.PersistRecords(slots=slots.tobytes()))
+        assert front.worker.stop() == 0
+        front = new_front()
+        front.start()
+        assert front.recovery.recovered.corrupt.tolist() == bad.slots.tolist()
+
     def test_slots_can_be_used_again(self, new_front: NewFront):
         """Also by another size, in an extent that was taken back."""
         front = new_front(size_bytes=3 * MIB)
@@ -162,7 +175,7 @@ class TestStale:
         assert front.on_host(ready)
 
     @pytest.mark.parametrize("kind", [wire.DISK_READ, wire.DISK_WRITE])
-    def test_two_blocks_are_never_mixed_up(self, front: Front, kind: wire.DiskJobKind):
+    def test_two_blocks_are_never_mixed_up(self, front: Front, kind: wire.DiskJobKind.ValueType):
         (disk,) = front.write(front.store(Block(1, SIZE)))
         if kind == wire.DISK_READ:
             other = front.open("host", Block(2, SIZE))

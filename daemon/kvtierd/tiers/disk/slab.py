@@ -38,7 +38,7 @@ NAMING = Naming("slab", "disk.paths", "disk.size", "disk.extent_size")
 HEADER_BYTES = 64
 """Of the header page and of an extent's: the words that never change while the file is in use."""
 
-LOCK_TIMEOUT_S = 10.0
+LOCK_TIMEOUT_S = 5.0
 """For an old worker to be gone: a killed one holds the lock until the disk has done what it was asked for."""
 
 _EMPTY = bytes(HEADER_BYTES)

@@ -67,18 +67,22 @@ class Job:
         self.done = len(self)
 
     def report(self) -> wire.DiskJobFinished:
+        corrupt = _positions(self.corrupt)
+        # What broke in the middle of a batch may name a position twice.
+        failed = np.setdiff1d(_positions(self.failed), corrupt, assume_unique=True)
         return wire.DiskJobFinished(
             job=self.number,
-            failed=_positions(self.failed),
-            corrupt=_positions(self.corrupt),
+            failed=failed.astype("<u4").tobytes(),
+            corrupt=corrupt.astype("<u4").tobytes(),
             error=self.error,
             bytes=self.moved_bytes,
             busy_ns=self.busy_ns,
         )
 
 
-def _positions(rows: list[Rows]) -> bytes:
-    return np.sort(np.concatenate(rows)).astype("<u4").tobytes() if rows else b""
+def _positions(rows: list[Rows]) -> Rows:
+    """Each once, ascending."""
+    return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int64)
 
 
 def read_job(message: wire.DiskJob) -> Job:

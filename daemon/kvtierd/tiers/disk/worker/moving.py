@@ -4,6 +4,7 @@ A batch is a few slots of one job. Whatever fails in it fails its slots only; no
 a method returns.
 """
 
+import contextlib
 import errno
 import mmap
 import os
@@ -81,8 +82,13 @@ class Mover:
         job.done += len(rows)
 
     def persist(self, slots: U32) -> None:
-        """Has the file say what the image says of slots; those that it cannot stay as they are."""
-        self._records.persist(slots, self._word)
+        """Has the file say what the image says of slots, as far as that works; what is no slot is left."""
+        try:
+            self._records.persist(slots, self._word)
+        except ValueError:
+            for row in range(len(slots)):
+                with contextlib.suppress(ValueError):  # its extent has been given another slot size
+                    self._records.persist(slots[row : row + 1], self._word)
 
     def _batch_slots(self, job: Job) -> int:
         extent = int(self._geometry.extent_of(job.disk_slots[job.done : job.done + 1])[0])

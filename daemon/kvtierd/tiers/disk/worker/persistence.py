@@ -81,8 +81,8 @@ class Records:
         header = bytes(self._image[start : start + HEADER_BYTES])
         if self._headers.get(extent) == header:
             return 0
-        self._headers.set(extent, None)
         offset, length = self._records.table_range(extent)
+        self._headers.set(extent, None)
         try:
             self._write(memoryview(bytes(PAGE_BYTES)), start, word)
             for done in range(0, length, PIECE_BYTES):
