@@ -236,7 +236,8 @@ class LookupReply:
 @dataclass(frozen=True, slots=True)
 class PrefetchReply:
     states: npt.NDArray[np.uint8]
-    """As a lookup in the same mode would say it now; hits are not counted as hits, nor made recent."""
+    """As a lookup in the same mode would say it now, were there no load to be compared with computing; hits
+    are not counted as hits, and made recent only where blocks beyond them are brought up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ U32 = npt.NDArray[np.uint32]
 
 
 class BlockState(IntEnum):
-    """Residency of a block in the host tier; 0 is "not there"."""
+    """Residency of a block in a tier; 0 is "not there"."""
 
     ABSENT = 0
     WRITING = 1
@@ -36,11 +36,12 @@ class BlockFlag(IntEnum):
     REUSED = 16
     """It was found or loaded since it was stored."""
     LATE = 32
-    """WRITING: the disk takes too long to read it; whoever asks is told that it is not there."""
+    """On the host, WRITING: the disk takes too long to read it. On a disk, READY: it could not be read
+    lately. Whoever asks is told that it is not there."""
 
 
 class BlockTable(Protocol):
-    """Metadata of all blocks on the host, in arrays; one writer."""
+    """Metadata of all blocks of one tier, in arrays; one writer."""
 
     def lookup(self, space: int, hashes: Hashes) -> tuple[Entries, U8]:
         """Entry and state of each key; NO_ENTRY and 0 where there is none."""
