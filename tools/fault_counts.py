@@ -20,12 +20,18 @@ IN_MAKE_TEST = {
     "pool_owner_kills": 25,
     "worker_kills": 1,
     "client_kills": 30,
+    "client_stops": 4,
+    "daemon_stops": 1,
+    "clock_jumps": 300,
     "crash_points": 85,
     "corruptions_refused": 60,
+    "bad_requests_in_process": 20_000,
+    "bad_requests_on_the_wire": 1_000,
+    "bad_packets_on_the_side": 200,
     "blocks_compared": 20_000,
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
-SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 1}
+SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 2}
 GPU_KILLS_PER_CASE = 22
 FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
 """Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""
@@ -35,11 +41,17 @@ LONG = {
     "pool_owner_kills": 1_500,
     "worker_kills": 35,
     "client_kills": 200,
+    "client_stops": 48,
+    "engine_stops": 2,
+    "clock_jumps": 350,
     "engine_kills": 10,
     "gpu_kills": 250,
-    "daemon_stops": 1,
+    "daemon_stops": 13,
     "crash_points": 85,
     "corruptions_refused": 500,
+    "bad_requests_in_process": 1_000_000,
+    "bad_requests_on_the_wire": 20_000,
+    "bad_packets_on_the_side": 4_000,
     "blocks_compared": 500_000,
 }
 

@@ -15,6 +15,7 @@ from typing import Literal
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.lookups import Lease, Lookup, LookupMode, LookupRecord, answer_of, unanswered
+from kvtier.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
 from kvtier.rank_memory import RankMemory
 from kvtier.spec import AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
@@ -44,40 +45,12 @@ PENDING_MAX = 8_192
 """Requests that wait for an answer; more are refused."""
 
 
-@dataclass(slots=True, eq=False)
-class HelloRecord:
-    """A Hello on its way."""
-
-    event: Event
-    welcomed: bool = False
-    error: KvtierError | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Doorbell:
     """A part starts when the doorbell word `index` of its rank has reached `value`."""
 
     index: int
     value: int
-
-
-class _Ignored:
-    """Stands for a request whose answer says nothing."""
-
-
-class _Heartbeat:
-    """Stands for a heartbeat on its way."""
-
-
-@dataclass(slots=True, eq=False)
-class _Submitted:
-    record: TransferRecord
-    ticket: int
-    lease_id: int = 0
-    """The lease that it consumes when it is accepted."""
-
-
-_Pending = HelloRecord | LookupRecord | _Submitted | _Ignored | _Heartbeat
 
 
 class Session:
@@ -106,7 +79,7 @@ class Session:
         self._attachment: Attachment | None = None
         self._next_id = 1
         self._next_ticket = 1
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
         self._silent_since_s: float | None = None
         self._suspect = False
@@ -148,7 +121,7 @@ class Session:
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
         self._silent_since_s = self._clock() if self._pending else None
-        if isinstance(pending, _Heartbeat) and self._attachment is not None:
+        if isinstance(pending, HeartbeatSent) and self._attachment is not None:
             self._attachment.heartbeat_pending = False
         match message.WhichOneof("body"):
             case "welcome" if isinstance(pending, HelloRecord):
@@ -157,7 +130,7 @@ class Session:
                 self._on_lookup(pending, message.lookup)
             case "prefetch" if isinstance(pending, LookupRecord):
                 self._on_lookup(pending, message.prefetch)
-            case "submit" if isinstance(pending, _Submitted):
+            case "submit" if isinstance(pending, Submitted):
                 self._on_submit(pending, message.submit)
             case "error" if pending is not None:
                 self._on_error(pending, KvtierError.from_proto(message.error))
@@ -187,7 +160,7 @@ class Session:
         self.words.reap()
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
-            self._send(_Heartbeat(), heartbeat=self._heartbeat())
+            self._send(HeartbeatSent(), heartbeat=self._heartbeat())
         next_s = attachment.next_heartbeat_in_s(self._clock())
         return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
@@ -336,7 +309,7 @@ class Session:
             mode=cache_pb2.LOOKUP_MODE_PREFIX,
             hashes=hashes[: attachment.lookup_hashes_max * self.spec.namespace.hash_bytes],
         )
-        self._send(_Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
+        self._send(Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
 
     def store(
         self, group: int, hashes: bytes, block_ids: list[int], doorbell: Doorbell | None
@@ -346,7 +319,7 @@ class Session:
         record, signals = self._submit("store", len(block_ids), doorbell, None)
         if signals is not None:
             request = cache_pb2.StoreRequest(signals=signals, group=group, hashes=hashes, block_ids=block_ids)
-            self._send(_Submitted(record, signals.ticket), store=request)
+            self._send(Submitted(record, signals.ticket), store=request)
         return record
 
     def load(
@@ -381,7 +354,7 @@ class Session:
             )
             if not keep_lease:
                 attachment.leases.load(lease.lease_id)
-            self._send(_Submitted(record, signals.ticket, 0 if keep_lease else lease.lease_id), load=request)
+            self._send(Submitted(record, signals.ticket, 0 if keep_lease else lease.lease_id), load=request)
         return record
 
     def release(self, lease: Lease) -> None:
@@ -395,7 +368,7 @@ class Session:
         if attachment is None or part is None or attachment.transfers.get(part.ticket) is not record:
             return
         if len(self._outgoing) < OUTGOING_MAX:
-            self._send(_Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
+            self._send(Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
 
     def outcome(self, record: TransferRecord) -> Outcome:
         """How a transfer stands: what the daemon reported or, for a client with a rank, what its part word
@@ -418,7 +391,7 @@ class Session:
 
     # --- inside ---
 
-    def _send(self, pending: _Pending, **body: object) -> None:
+    def _send(self, pending: Pending, **body: object) -> None:
         message = cache_pb2.AttachRequest(id=self._next_id, **body)  # type: ignore[arg-type]
         self._pending[self._next_id] = pending
         self._next_id += 1
@@ -430,7 +403,7 @@ class Session:
         attachment = self._attachment
         while attachment is not None and attachment.leases.has_releases:
             releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
-            self._send(_Ignored(), release=releases)
+            self._send(Ignored(), release=releases)
 
     def _heartbeat(self) -> cache_pb2.Heartbeat:
         news, self._prefill_is_news = self._prefill_is_news, False
@@ -494,7 +467,7 @@ class Session:
             self._last_error = str(answer.error)
         record.end(answer)
 
-    def _on_submit(self, submitted: _Submitted, response: cache_pb2.SubmitResponse) -> None:
+    def _on_submit(self, submitted: Submitted, response: cache_pb2.SubmitResponse) -> None:
         record = submitted.record
         record.accepted = True
         record.results = response.results
@@ -502,7 +475,7 @@ class Session:
         if self._attachment is not None:
             self._attachment.leases.consumed(submitted.lease_id)
 
-    def _on_error(self, pending: _Pending, error: KvtierError) -> None:
+    def _on_error(self, pending: Pending, error: KvtierError) -> None:
         self._last_error = str(error)
         match pending:
             case HelloRecord():
@@ -511,10 +484,10 @@ class Session:
             case LookupRecord() if not pending.abandoned:
                 self.counters.lookups_unanswered += pending.counts
                 pending.end(Lookup(error=error))
-            case _Submitted() if error.reason is Reason.INTERNAL:
+            case Submitted() if error.reason is Reason.INTERNAL:
                 # No refusal, which would mean that nothing changed: some ranks may have their parts already.
                 self.end(str(error))
-            case _Submitted() if self._attachment is not None:
+            case Submitted() if self._attachment is not None:
                 self._attachment.leases.refused(pending.lease_id)
                 if (record := self._end_transfer(pending.ticket)) is not None:
                     self.counters.submits_refused += 1

@@ -20,8 +20,9 @@ class SteadyClock:
         self._skipped_s = 0.0
 
     def __call__(self) -> float:
-        """Seconds; never goes back."""
+        """Seconds; never goes back, whatever its clock does."""
         now_s = self._clock()
-        self._skipped_s += max(0.0, now_s - self._last_s - GAP_S)
+        passed_s = now_s - self._last_s
+        self._skipped_s += passed_s - min(max(0.0, passed_s), GAP_S)
         self._last_s = now_s
         return now_s - self._skipped_s

@@ -522,7 +522,7 @@ class SlabIo:
 
     def __init__(self, fd: int, depth: int, progress: SharedWords | None = None, progress_index: int = 0) -> None:
         """
-        Works on a duplicate of `fd`, with up to `depth` operations (1 to 4,096) in flight. A descriptor opened without
+        Works on a duplicate of `fd`, with up to `depth` operations (1 to 2^20) in flight. A descriptor opened without
         O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of
         completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous
         operations (fs.aio-max-nr) is used up.

@@ -70,7 +70,7 @@ void register_slab_io(nb::module_& module) {
         "ValueError names argument, index and value.")
         .def("__init__", &make, "fd"_a, "depth"_a, "progress"_a.none() = nb::none(), "progress_index"_a = 0,
              nb::keep_alive<1, 4>(),
-             "Works on a duplicate of `fd`, with up to `depth` operations (1 to 4,096) in flight. A descriptor opened without\n"
+             "Works on a duplicate of `fd`, with up to `depth` operations (1 to 2^20) in flight. A descriptor opened without\n"
              "O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of\n"
              "completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous\n"
              "operations (fs.aio-max-nr) is used up.")

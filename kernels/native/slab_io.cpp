@@ -21,6 +21,8 @@ namespace {
 constexpr unsigned kAttemptsMax = 4;
 // Pauses of a millisecond in one call while the kernel has no room and nothing is in flight that would make some.
 constexpr unsigned kPausesMax = 1000;
+// Completions taken at once.
+constexpr unsigned kEventsMax = 256;
 
 constexpr std::uint64_t kFileBytesMax = std::numeric_limits<std::int64_t>::max();
 
@@ -82,7 +84,7 @@ SlabIo::SlabIo(int fd, unsigned depth, Progress progress) : depth_(depth), progr
     if (depth == 0 || depth > depth_max) refuse("depth is ", depth, "; expected 1 to ", depth_max);
     if (progress.words != nullptr && progress.index >= progress.words->count())
         refuse("progress_index is ", progress.index, "; there are ", progress.words->count(), " words");
-    events_.resize(depth);
+    events_.resize(std::min(depth, kEventsMax));
     // A duplicate: whatever the caller's number names later, this object goes on with its file.
     fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), text("descriptor ", fd));
@@ -228,7 +230,7 @@ std::size_t SlabIo::submit(std::size_t next, std::size_t room, std::size_t in_fl
 
 // Waits for one completion at least. False if the kernel does not tell any more.
 bool SlabIo::reap(std::size_t& in_flight, std::int32_t* errors) {
-    const long found = syscall(SYS_io_getevents, context_, 1L, static_cast<long>(in_flight), events_.data(), nullptr);
+    const long found = syscall(SYS_io_getevents, context_, 1L, static_cast<long>(events_.size()), events_.data(), nullptr);
     if (found < 0) return errno == EINTR;
     for (long i = 0; i < found; ++i) finish(operations_[events_[i].data], events_[i].res, errors);
     in_flight -= static_cast<std::size_t>(found);

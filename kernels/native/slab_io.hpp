@@ -17,7 +17,7 @@ namespace kvtier::slab {
 inline constexpr std::uint64_t page_bytes = 4096;
 // Neighbours in the file become one operation up to this size, and what is longer becomes several.
 inline constexpr std::uint64_t operation_bytes_max = 1u << 20;
-inline constexpr unsigned depth_max = 4096;
+inline constexpr unsigned depth_max = 1u << 20;  // the machine has a limit of its own, fs.aio-max-nr
 
 enum class Direction { read, write };
 

@@ -176,5 +176,3 @@ def test_sampling_finds_what_nobody_loads_and_it_is_never_served(
     assert second.status().pool.recovered_blocks == len(rest)
     assert second.status().integrity.corrupt_slots == len(bad), "a warm start keeps what was set aside"
     proved(f"{len(bad)} rotten blocks found by sampling before a load could be given them")
-
-

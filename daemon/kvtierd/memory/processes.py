@@ -1,9 +1,13 @@
 """Naming a process so that it can later be proved gone, also after its pid has been given to another."""
 
 import os
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+ROUNDING_TICKS = 1
+"""An offset of a time namespace need not be whole ticks. No pid is given away twice within one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +16,7 @@ class ProcessName:
 
     pid: int
     start_ticks: int
-    """Field 22 of /proc/PID/stat."""
+    """Field 22 of /proc/PID/stat, as the initial time namespace shows it."""
     boot: int
     """First 8 bytes of the kernel's boot id."""
     namespace: int
@@ -32,6 +36,20 @@ def pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
+@cache
+def time_offset_ticks() -> int:
+    """What this process's time namespace adds to the start ticks that /proc shows; 0 in the initial one."""
+    try:
+        lines = Path("/proc/self/timens_offsets").read_text().splitlines()
+    except FileNotFoundError:  # a kernel without time namespaces
+        return 0
+    for line in lines:
+        clock, seconds, nanoseconds = line.split()
+        if clock in ("boottime", str(time.CLOCK_BOOTTIME)):
+            return (int(seconds) * 10**9 + int(nanoseconds)) * os.sysconf("SC_CLK_TCK") // 10**9
+    return 0
+
+
 def _stat(pid: int) -> tuple[str, int, int] | None:
     """(state, threads, start ticks) of a process; None if there is none."""
     try:
@@ -39,7 +57,7 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
-    return fields[0], int(fields[17]), int(fields[19])
+    return fields[0], int(fields[17]), int(fields[19]) - time_offset_ticks()
 
 
 def name_process(pid: int) -> ProcessName:
@@ -67,4 +85,5 @@ def proved_gone(name: ProcessName) -> bool:
         return False  # /proc hides it
     state, threads, start_ticks = found
     # The first thread of a process can be a zombie while others still run.
-    return start_ticks != name.start_ticks or (state in "ZX" and threads <= 1)
+    another = abs(start_ticks - name.start_ticks) > ROUNDING_TICKS
+    return another or (state in "ZX" and threads <= 1)

@@ -14,6 +14,8 @@ from enum import IntEnum
 
 from kvtier_kernels import SharedWords
 
+from kvtierd.transfer.kinds import IO_THREADS_MAX as IO_THREADS_MAX
+
 PAGE_BYTES = 4096
 
 HEARTBEAT_PERIOD_S = 1.0
@@ -34,10 +36,6 @@ class StatusWord(IntEnum):
     IO_5 = 10
     IO_6 = 11
     IO_7 = 12
-
-
-IO_THREADS_MAX = 8
-"""Of a disk's worker."""
 
 
 _CULPRITS = {

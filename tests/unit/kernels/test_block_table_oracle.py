@@ -164,7 +164,12 @@ class Tables(RuleBasedStateMachine):
         assert same(self.native.dump(), before)
 
     @precondition(lambda self: any(block.evictable for block in self.model.blocks.values()))
-    @rule(bit=st.sampled_from([1, 4, 8, 128]), every=st.integers(2, 3), n=st.integers(1, CAPACITY), data=st.data())
+    @rule(
+        bit=st.sampled_from([1, 4, 8, 128]),
+        every=st.integers(2, 3),
+        n=st.integers(1, CAPACITY),
+        data=st.data(),
+    )
     def look_for_the_coldest_among_flagged(self, bit: int, every: int, n: int, data: st.DataObject) -> None:
         domain = data.draw(st.sampled_from(sorted(d for d, entries in self.model.recency.items() if entries)))
         victims = self.model.victims(domain, CAPACITY)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kvtierd.memory.processes import kernel_boot, name_process, pid_namespace, proved_gone
+from kvtierd.memory.processes import ROUNDING_TICKS, kernel_boot, name_process, pid_namespace, proved_gone
 from kvtierd.memory.writers import TABLE_OFFSET, WriterTable, living
 
 HEADER_AREA = 2 << 20
@@ -128,7 +128,7 @@ def test_a_dead_process_is_gone_reaped_or_not(process: subprocess.Popen[bytes]) 
 
 def test_another_process_with_the_same_pid_is_another(process: subprocess.Popen[bytes]) -> None:
     name = name_process(process.pid)
-    assert proved_gone(replace(name, start_ticks=name.start_ticks + 1))
+    assert proved_gone(replace(name, start_ticks=name.start_ticks + ROUNDING_TICKS + 1))
 
 
 def test_a_pid_of_another_boot_is_gone_and_of_another_namespace_unknown() -> None:

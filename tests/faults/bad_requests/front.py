@@ -1,0 +1,156 @@
+"""The daemon without its sockets: a real pool, core, façade and copy worker, and the checks that stand before
+them. What a request meets here is what it meets in `kvtierd.rpc.server`, from its bytes on."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from google.protobuf.message import Message
+from kvtier.v1 import cache_pb2
+from kvtier_kernels import BlockTable
+from kvtierd.cache import Cache, Event
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.machine import Machine
+from kvtierd.core.status import Tally
+from kvtierd.core.stimuli import CoreLimits, WorkerLive
+from kvtierd.core.validate import validate
+from kvtierd.memory import HostPool
+from kvtierd.rpc.calls import Calls
+from kvtierd.rpc.guard import Undecodable, decoder
+from kvtierd.rpc.hello import greeting_of
+from kvtierd.rpc.sessions import Peer, Session, Sessions
+from kvtierd.transfer.supervisor import Supervisor, WorkerStimulus
+
+from tests.simulation.world import snapshot
+
+POOL_BYTES = 5 << 20
+"""Less than all blocks of all guests: some are evicted."""
+
+EXTENT_BYTES = 1 << 20
+MESSAGE_BYTES_MAX = 1 << 17
+DEADLINE_S = 60.0
+LIMITS = CoreLimits(
+    lookup_hashes_max=64,
+    transfer_blocks_max=16,
+    transfers_max=6,
+    leases_max=12,
+    leased_fraction_max=0.1,
+    terminal_kept=32,
+    lease_ttl_s=DEADLINE_S,
+    gate_deadline_s=DEADLINE_S,
+)
+"""Small, so that one request can pass each of them."""
+TALLY: Callable[[Tally], tuple[Any, ...]] = attrgetter(*Tally.__dataclass_fields__)
+
+
+class Front:
+    """Everything of one daemon but its sockets. `await start()`, and `await close()`."""
+
+    def __init__(
+        self, pool: Path, *, clock: Callable[[], float] = time.monotonic, silence_s: float = 3_600
+    ) -> None:
+        self.pool = HostPool.open(pool, POOL_BYTES, EXTENT_BYTES, lock_timeout_s=DEADLINE_S)
+        pages = len(self.pool.array) // PAGE_BYTES
+        self.machine = Machine(
+            BlockTable(pages, pages),
+            clock,
+            LIMITS,
+            self.pool.geometry,
+            randomness=np.random.default_rng(0),
+        )
+        self._live = asyncio.Event()
+        self.workers = Supervisor(
+            pool_fd=self.pool.fd,
+            pool_bytes=len(self.pool.array),
+            register_writer=self.pool.register_writer,
+            events=self._worker_event,
+        )
+        self.cache = Cache(self.machine, self.pool, self.workers, LIMITS, pool_path=None, clock=clock)
+        self.cache.handle(self.pool.recovered)
+        self.sessions = Sessions(
+            self.cache, sessions_max=64, hello_deadline_s=3_600, silence_s=silence_s, clock=clock
+        )
+        calls = Calls(self.cache, LIMITS)
+        self._calls: dict[str, tuple[Callable[[bytes], Any], Callable[..., Any]]] = {}
+        for name, request in REQUESTS.items():
+            self._calls[name] = (decoder(request, MESSAGE_BYTES_MAX), getattr(calls, name))
+
+    async def start(self) -> Self:
+        await self.workers.start()
+        await asyncio.wait_for(self._live.wait(), DEADLINE_S)
+        self._ticks = asyncio.create_task(self.cache.run_ticks())
+        return self
+
+    def _worker_event(self, stimulus: WorkerStimulus) -> None:
+        self.cache.worker_event(stimulus)
+        if isinstance(stimulus, WorkerLive):
+            self._live.set()
+
+    async def close(self) -> None:
+        self._ticks.cancel()
+        await asyncio.gather(self._ticks, return_exceptions=True)
+        assert await self.workers.stop(DEADLINE_S)
+        self.pool.close()
+
+    # --- what clients do ---
+
+    def ask(self, call: str, data: bytes) -> Any:
+        """What the unary service does with a request's bytes; a coroutine for `wait`. Raises Refusal."""
+        decode, serve = self._calls[call]
+        request = decode(data)
+        if isinstance(request, Undecodable):
+            raise request.refusal
+        session = self.sessions.by_token(request.session.token)
+        self.sessions.heard(session)
+        return serve(request, session.caller(request.session.epoch))
+
+    def open(self) -> Session:
+        """A session of this process, as the side socket makes one."""
+        return self.sessions.open(Peer(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid())))
+
+    def hello(self, hello: cache_pb2.Hello, listener: Callable[[Event], None]) -> Session:
+        """What the session stream does with its first message. Raises Refusal."""
+        session = self.sessions.by_token(hello.token)
+        self.sessions.attach(session, greeting_of(hello, session.id), listener)
+        return session
+
+    # --- what may not change ---
+
+    def glance(self) -> tuple[Any, ...]:
+        """Every counter and the size of every book: what a refusal could change, in microseconds."""
+        books = self.machine.books
+        return (
+            TALLY(books.tally),
+            books.blocks.live,
+            books.blocks.condemned,
+            books.blocks.history.total,
+            len(books.leases),
+            len(books.transfers),
+            len(books.parts),
+            len(books.sessions),
+            len(books.instances),
+            len(self.sessions),
+            [(i.last_ticket, i.alive_at_s, i.leased_bytes) for i in books.instances.values()],
+        )
+
+    def picture(self) -> tuple[Any, ...]:
+        """All of it, with every record of the pool; the core is validated on the way."""
+        validate(self.machine)
+        records = self.pool.records.scan()
+        return snapshot(self.machine), {name: column.tobytes() for name, column in records.items()}
+
+
+REQUESTS: dict[str, type[Message]] = {
+    "lookup": cache_pb2.LookupRequest,
+    "touch": cache_pb2.TouchRequest,
+    "store": cache_pb2.StoreRequest,
+    "load": cache_pb2.LoadRequest,
+    "release": cache_pb2.ReleaseRequest,
+    "cancel": cache_pb2.CancelRequest,
+    "wait": cache_pb2.WaitRequest,
+}
