@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtierd.core.actions import CommitSlots, FreeSlots, LookupReply, OpenSlots, PrefetchReply, QuarantineSlots
+from kvtierd.core.actions import (
+    CommitSlots,
+    FreeSlots,
+    LookupReply,
+    OpenSlots,
+    PrefetchReply,
+    QuarantineSlots,
+)
 from kvtierd.core.errors import Reason
 from kvtierd.core.explain import Verdict
 from kvtierd.core.stimuli import (
@@ -54,7 +61,7 @@ class TestOneBlock:
         [job] = disk_host.disk.jobs
         [opened] = [action for action in disk_host.of(OpenSlots) if action.disk is None]
         assert (job.kind, job.host_slots.tolist()) == (READ, opened.slots.tolist())
-        assert (opened.worker, opened.store) == (disk_host.disk.worker, job.job)
+        assert (opened.worker, int(opened.store)) == (disk_host.disk.worker, int(job.job))
         assert np.array_equal(opened.hashes, keys(1))
         disk_host.disk.finish(job.job)
         [committed] = disk_host.of(CommitSlots)
@@ -279,7 +286,9 @@ class TestFailure:
         disk_host.disk.finish(job.job, corrupt=[1])
         [aside] = disk_host.of(QuarantineSlots)
         assert aside.slots.tolist() == [job.disk_slots[1]]
-        freed = {action.disk: action.slots.tolist() for action in disk_host.of(FreeSlots)}
+        freed: dict[int | None, list[int]] = {
+            action.disk: action.slots.tolist() for action in disk_host.of(FreeSlots)
+        }
         assert freed[0] == [job.disk_slots[0]]
         assert sorted(freed[None]) == sorted(job.host_slots)
 

@@ -23,7 +23,11 @@ Make = Callable[..., DiskHost]
 
 
 def found(
-    digest: NamespaceDigest, numbers: Sequence[int], *, slots: Sequence[int] = SLOTS, corrupt: Sequence[int] = ()
+    digest: NamespaceDigest,
+    numbers: Sequence[int],
+    *,
+    slots: Sequence[int] = SLOTS,
+    corrupt: Sequence[int] = (),
 ) -> Recovered:
     """Blocks of 4 KiB, the first the oldest."""
     return Recovered(
