@@ -31,7 +31,7 @@ from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.wire import worker_pb2 as wire
 
 MIB = 1 << 20
-SLACK_S = 30.0
+SLACK_S = 60.0
 """For anything that takes milliseconds on an idle machine."""
 SPACE = b"a namespace of 16"[:16]
 GROUP = 3
