@@ -1,10 +1,11 @@
 """`make demo`: one cache, two engines. A vLLM computes a long prefix and is killed; another gets it back.
-Then the daemon is killed while that engine lives: it is started again, and the engine hits again. Then its pool
-is taken away as well, as a reboot of the host would: the engine hits from disk.
+Then the daemon is killed while that engine lives: it is started again, and the engine hits again. Then its
+pool is taken away as well, as a reboot of the host would: the engine hits from disk.
 
-Everything is real: kvtierd on its embedded default and a folder for its disk tier, two vLLM engines on the CPU,
-a model made on the spot, and the text of LICENSE as prompt (its bytes are the token ids). The last line of the output is one JSON
-object; the exit status is 0 only if every claim held. Nothing is left but what lies under build/demo/.
+Everything is real: kvtierd on its embedded default and a folder for its disk tier, two vLLM engines on the
+CPU, a model made on the spot, and the text of LICENSE as prompt (its bytes are the token ids). The last line
+of the output is one JSON object; the exit status is 0 only if every claim held. Nothing is left but what lies
+under build/demo/.
 """
 
 from __future__ import annotations
@@ -358,7 +359,7 @@ def story(stack: ExitStack) -> dict[str, Any]:
         f" {after_kill.num_cached_tokens} tokens not computed; identical: {'yes' if survived else 'NO'}"
     )
 
-    say("\n6. kill -9 of kvtierd again, and its pool is deleted: what a reboot of the host leaves is on disk.")
+    say("\n6. kill -9 of kvtierd, and its pool is deleted: what a reboot of the host leaves is on disk.")
     settle_on_disk(daemon)
     daemon.kill()
     pool.unlink()
