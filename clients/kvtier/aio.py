@@ -183,6 +183,23 @@ class Client(ClientBase):
         """As `kvtier.Client.lookup`. The answer is a plain context manager: releasing never waits."""
         return await self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
 
+    def start_prefetch(
+        self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX
+    ) -> LookupCall:
+        """As `kvtier.Client.start_prefetch`."""
+        return LookupCall(self, self._start_prefetch(hashes, group, mode))
+
+    async def prefetch(
+        self,
+        hashes: Hashes,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup:
+        """As `kvtier.Client.prefetch`."""
+        return await self.start_prefetch(hashes, group=group, mode=mode).wait(timeout_s)
+
     def store(
         self, hashes: Hashes, block_ids: BlockIds, *, group: int = 0, doorbell: Doorbell | None = None
     ) -> Transfer:

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, Reason
 from kvtier.memory import Export, StreamDoorbells, fd_of, on_device
-from kvtier.session import HelloRecord, Session
+from kvtier.pending import HelloRecord
+from kvtier.session import Session
 from kvtier.spec import PROTOCOL_VERSION, AttachSpec
 from kvtier.v1 import side_pb2
 from kvtier.words import WordsPage

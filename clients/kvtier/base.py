@@ -26,7 +26,7 @@ from kvtier.lookups import (
 from kvtier.memory import Memory, StreamDoorbells
 from kvtier.session import Doorbell, Session
 from kvtier.shared import SharedBuffer
-from kvtier.spec import AttachSpec, Role
+from kvtier.spec import AttachSpec, Role, check_prefill_rate
 from kvtier.status import ClientState, ClientStatus
 from kvtier.stream_words import WORD_BYTES
 from kvtier.transfers import Event, Outcome, StoreResult, TransferRecord, TransferState
@@ -81,6 +81,9 @@ class ClientOptions(TypedDict, total=False):
     instance."""
     program: str
     """Program and version, for people."""
+    prefill_tokens_per_s: float
+    """Tokens of a prompt that the engine computes in a second, so that the daemon promotes nothing from a
+    lower tier that takes longer; 0, the default: not known, or learned and told by `report_prefill_rate`."""
 
 
 class ClientBase(ABC):
@@ -104,6 +107,7 @@ class ClientBase(ABC):
             doorbells=options.get("doorbells", DOORBELLS_DEFAULT),
             parts=options.get("parts", PARTS_DEFAULT),
             program=options.get("program", "kvtier"),
+            prefill_tokens_per_s=options.get("prefill_tokens_per_s", 0.0),
         )
         self._lock = threading.Lock()
         self._session = Session(spec, clock=time.monotonic, make_event=make_event, release=self._release)
@@ -151,6 +155,27 @@ class ClientBase(ABC):
             record = self._session.lookup(group, joined, mode, lease=lease)
             self._wake_writer()
         return record
+
+    def _start_prefetch(self, hashes: Hashes, group: int, mode: LookupMode) -> LookupRecord:
+        spec = self._submitting()
+        spec.block_ids_max(group)
+        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+        with self._lock:
+            record = self._session.prefetch(group, joined, mode)
+            self._wake_writer()
+        return record
+
+    def report_prefill_rate(self, tokens_per_s: float) -> None:
+        """Says how many tokens of a prompt the engine computes in a second, as measured lately: the daemon
+        promotes nothing from a lower tier that takes longer. Never waits: the daemon hears the last of
+        several reports with the next heartbeat, and again after a reconnection. 0 says nothing.
+
+        Raises KvtierError for a rate that is no number, negative, or beyond belief.
+        """
+        self._submitting()
+        check_prefill_rate(tokens_per_s)
+        with self._lock:
+            self._session.report_prefill(tokens_per_s)
 
     def touch(self, hashes: Hashes, *, group: int = 0) -> None:
         """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them

@@ -164,6 +164,28 @@ class Client(ClientBase):
         """
         return self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
 
+    def start_prefetch(
+        self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX
+    ) -> LookupCall:
+        """As `prefetch`, without waiting. Its answer holds no lease: nobody needs to wait for it."""
+        return LookupCall(self, self._start_prefetch(hashes, group, mode))
+
+    def prefetch(
+        self,
+        hashes: Hashes,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup:
+        """Has blocks that only a lower tier holds promoted to host memory, ahead of a lookup: the leading run
+        of blocks that are in some tier or, in exact mode, each that is. As many as there is room for.
+
+        Does not wait for the promotion: the answer tells what a lookup would tell now, without a lease and
+        without a word about what to load. What is on its way is PENDING.
+        """
+        return self.start_prefetch(hashes, group=group, mode=mode).wait(timeout_s)
+
     def store(
         self, hashes: Hashes, block_ids: BlockIds, *, group: int = 0, doorbell: Doorbell | None = None
     ) -> Transfer:

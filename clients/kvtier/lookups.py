@@ -61,6 +61,13 @@ class Lookup:
     """Why there is no answer; or, with hits and no lease although one was asked for, why it was refused."""
     _release: Callable[[Lease], None] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def pending(self) -> bool:
+        """Prefix mode: the run of hits ended at a block that somebody is storing right now, or that is being
+        promoted from a lower tier: asked again in a moment, it may be longer. Exact mode: some block is so.
+        """
+        return PENDING in self.states
+
     def release(self) -> None:
         """Gives the lease back; never waits. Safe to call twice, and after a load has consumed it."""
         if self.lease is not None and self._release is not None:
@@ -91,6 +98,8 @@ class LookupRecord:
     answer: Lookup | None = None
     abandoned: bool = False
     """Nobody waits any more: a lease that still comes is released at once."""
+    counts: bool = True
+    """As a lookup; a prefetch does not."""
 
     def end(self, answer: Lookup) -> None:
         """The answer is known."""
@@ -98,11 +107,17 @@ class LookupRecord:
         self.event.set()
 
 
-def answer_of(response: cache_pb2.LookupResponse, epoch: int, release: Callable[[Lease], None]) -> Lookup:
+def answer_of(
+    response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse,
+    epoch: int,
+    release: Callable[[Lease], None],
+) -> Lookup:
     """The daemon's answer."""
     if len(response.answers) != 1:
         return unanswered(Reason.MALFORMED, f"the daemon sent {len(response.answers)} answers to one query")
     answer = response.answers[0]
+    if isinstance(response, cache_pb2.PrefetchResponse):
+        return Lookup(answer.hits, answer.states, answered=True)
     lease = Lease(response.lease_id, epoch, answer.hits) if response.lease_id else None
     error = KvtierError.from_proto(response.lease_refused) if response.HasField("lease_refused") else None
     return Lookup(answer.hits, answer.states, lease, True, error, release)

@@ -10,10 +10,12 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.lookups import Lease, Lookup, LookupMode, LookupRecord, answer_of, unanswered
+from kvtier.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
 from kvtier.rank_memory import RankMemory
 from kvtier.spec import AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
@@ -43,40 +45,12 @@ PENDING_MAX = 8_192
 """Requests that wait for an answer; more are refused."""
 
 
-@dataclass(slots=True, eq=False)
-class HelloRecord:
-    """A Hello on its way."""
-
-    event: Event
-    welcomed: bool = False
-    error: KvtierError | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Doorbell:
     """A part starts when the doorbell word `index` of its rank has reached `value`."""
 
     index: int
     value: int
-
-
-class _Ignored:
-    """Stands for a request whose answer says nothing."""
-
-
-class _Heartbeat:
-    """Stands for a heartbeat on its way."""
-
-
-@dataclass(slots=True, eq=False)
-class _Submitted:
-    record: TransferRecord
-    ticket: int
-    lease_id: int = 0
-    """The lease that it consumes when it is accepted."""
-
-
-_Pending = HelloRecord | LookupRecord | _Submitted | _Ignored | _Heartbeat
 
 
 class Session:
@@ -105,13 +79,15 @@ class Session:
         self._attachment: Attachment | None = None
         self._next_id = 1
         self._next_ticket = 1
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
         self._silent_since_s: float | None = None
         self._suspect = False
         self._last_error = ""
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
+        self._prefill_tokens_per_s = spec.prefill_tokens_per_s
+        self._prefill_is_news = False
 
     # --- what the shell does for the connection ---
 
@@ -123,7 +99,8 @@ class Session:
         self._daemon_pid = daemon_pid
         self._outgoing.clear()
         record = HelloRecord(self._make_event())
-        self._send(record, hello=self.spec.hello(token))
+        self._send(record, hello=self.spec.hello(token, self._prefill_tokens_per_s))
+        self._prefill_is_news = False
         return record
 
     @property
@@ -134,10 +111,7 @@ class Session:
 
     def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
         """What is to be sent now, in order. The caller sends it."""
-        attachment = self._attachment
-        while attachment is not None and attachment.leases.has_releases:
-            releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
-            self._send(_Ignored(), release=releases)
+        self._send_releases()
         messages = list(self._outgoing)
         self._outgoing.clear()
         return messages
@@ -147,14 +121,16 @@ class Session:
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
         self._silent_since_s = self._clock() if self._pending else None
-        if isinstance(pending, _Heartbeat) and self._attachment is not None:
+        if isinstance(pending, HeartbeatSent) and self._attachment is not None:
             self._attachment.heartbeat_pending = False
         match message.WhichOneof("body"):
             case "welcome" if isinstance(pending, HelloRecord):
                 self._on_welcome(pending, message.welcome)
             case "lookup" if isinstance(pending, LookupRecord):
                 self._on_lookup(pending, message.lookup)
-            case "submit" if isinstance(pending, _Submitted):
+            case "prefetch" if isinstance(pending, LookupRecord):
+                self._on_lookup(pending, message.prefetch)
+            case "submit" if isinstance(pending, Submitted):
                 self._on_submit(pending, message.submit)
             case "error" if pending is not None:
                 self._on_error(pending, KvtierError.from_proto(message.error))
@@ -184,7 +160,7 @@ class Session:
         self.words.reap()
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
-            self._send(_Heartbeat(), heartbeat=cache_pb2.Heartbeat())
+            self._send(HeartbeatSent(), heartbeat=self._heartbeat())
         next_s = attachment.next_heartbeat_in_s(self._clock())
         return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
@@ -262,8 +238,19 @@ class Session:
 
     def lookup(self, group: int, hashes: bytes, mode: LookupMode, *, lease: bool) -> LookupRecord:
         """Asks; the record's event is set with the answer, at once if it is known already."""
-        record = LookupRecord(self._make_event(), self._clock())
         self.counters.lookups += 1
+        if lease:
+            self._send_releases()  # what was given back first, because leases are bounded
+        return self._ask("lookup", group, hashes, mode, lease=lease)
+
+    def prefetch(self, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
+        """Has blocks promoted. The answer comes as for a lookup."""
+        return self._ask("prefetch", group, hashes, mode, lease=False)
+
+    def _ask(
+        self, call: Literal["lookup", "prefetch"], group: int, hashes: bytes, mode: LookupMode, *, lease: bool
+    ) -> LookupRecord:
+        record = LookupRecord(self._make_event(), self._clock(), counts=call == "lookup")
         hash_bytes = self.spec.namespace.hash_bytes
         count = len(hashes) // hash_bytes
         if count == 0:
@@ -277,13 +264,23 @@ class Session:
                 message = f"{count} hashes; the daemon takes {attachment.lookup_hashes_max} at once: split it"
                 error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)
         if error is not None:
-            self.counters.lookups_unanswered += 1
+            self.counters.lookups_unanswered += record.counts
             record.end(Lookup(error=error))
             return record
         wire_mode = cache_pb2.LookupMode.ValueType(mode.value)
         query = cache_pb2.GroupQuery(group=group, mode=wire_mode, hashes=hashes)
-        self._send(record, lookup=cache_pb2.LookupRequest(queries=[query], lease=lease))
+        if call == "lookup":
+            self._send(record, lookup=cache_pb2.LookupRequest(queries=[query], lease=lease))
+        else:
+            self._send(record, prefetch=cache_pb2.PrefetchRequest(queries=[query]))
         return record
+
+    def report_prefill(self, tokens_per_s: float) -> None:
+        """Goes with the next heartbeat, and with every Hello from now on."""
+        if tokens_per_s == 0:
+            return
+        self._prefill_is_news |= tokens_per_s != self._prefill_tokens_per_s
+        self._prefill_tokens_per_s = tokens_per_s
 
     def abandon(self, record: LookupRecord) -> Lookup:
         """Nobody waits for this lookup any more. Returns its answer if it has come, else that none has.
@@ -294,7 +291,7 @@ class Session:
         if record.answer is not None:
             return record.answer
         record.abandoned = True
-        self.counters.lookups_unanswered += 1
+        self.counters.lookups_unanswered += record.counts
         silent = self._silent_since_s is not None and self._silent_since_s <= record.sent_s
         if silent and self._clock() - record.sent_s >= PATIENCE_S:
             self._suspect = True
@@ -312,7 +309,7 @@ class Session:
             mode=cache_pb2.LOOKUP_MODE_PREFIX,
             hashes=hashes[: attachment.lookup_hashes_max * self.spec.namespace.hash_bytes],
         )
-        self._send(_Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
+        self._send(Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
 
     def store(
         self, group: int, hashes: bytes, block_ids: list[int], doorbell: Doorbell | None
@@ -322,7 +319,7 @@ class Session:
         record, signals = self._submit("store", len(block_ids), doorbell, None)
         if signals is not None:
             request = cache_pb2.StoreRequest(signals=signals, group=group, hashes=hashes, block_ids=block_ids)
-            self._send(_Submitted(record, signals.ticket), store=request)
+            self._send(Submitted(record, signals.ticket), store=request)
         return record
 
     def load(
@@ -357,7 +354,7 @@ class Session:
             )
             if not keep_lease:
                 attachment.leases.load(lease.lease_id)
-            self._send(_Submitted(record, signals.ticket, 0 if keep_lease else lease.lease_id), load=request)
+            self._send(Submitted(record, signals.ticket, 0 if keep_lease else lease.lease_id), load=request)
         return record
 
     def release(self, lease: Lease) -> None:
@@ -371,7 +368,7 @@ class Session:
         if attachment is None or part is None or attachment.transfers.get(part.ticket) is not record:
             return
         if len(self._outgoing) < OUTGOING_MAX:
-            self._send(_Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
+            self._send(Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
 
     def outcome(self, record: TransferRecord) -> Outcome:
         """How a transfer stands: what the daemon reported or, for a client with a rank, what its part word
@@ -394,13 +391,23 @@ class Session:
 
     # --- inside ---
 
-    def _send(self, pending: _Pending, **body: object) -> None:
+    def _send(self, pending: Pending, **body: object) -> None:
         message = cache_pb2.AttachRequest(id=self._next_id, **body)  # type: ignore[arg-type]
         self._pending[self._next_id] = pending
         self._next_id += 1
         self._outgoing.append(message)
         if self._silent_since_s is None:
             self._silent_since_s = self._clock()
+
+    def _send_releases(self) -> None:
+        attachment = self._attachment
+        while attachment is not None and attachment.leases.has_releases:
+            releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
+            self._send(Ignored(), release=releases)
+
+    def _heartbeat(self) -> cache_pb2.Heartbeat:
+        news, self._prefill_is_news = self._prefill_is_news, False
+        return cache_pb2.Heartbeat(prefill_tokens_per_s=self._prefill_tokens_per_s if news else 0)
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
@@ -443,7 +450,9 @@ class Session:
         hello.welcomed = True
         hello.event.set()
 
-    def _on_lookup(self, record: LookupRecord, response: cache_pb2.LookupResponse) -> None:
+    def _on_lookup(
+        self, record: LookupRecord, response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse
+    ) -> None:
         assert self._attachment is not None
         answer = answer_of(response, self._attachment.epoch, self._release)
         if answer.lease is not None:
@@ -452,12 +461,13 @@ class Session:
             if answer.lease is not None:
                 self.release(answer.lease)
             return
-        self.counters.blocks_hit += answer.hits
+        if record.counts:
+            self.counters.blocks_hit += answer.hits
         if answer.error is not None:
             self._last_error = str(answer.error)
         record.end(answer)
 
-    def _on_submit(self, submitted: _Submitted, response: cache_pb2.SubmitResponse) -> None:
+    def _on_submit(self, submitted: Submitted, response: cache_pb2.SubmitResponse) -> None:
         record = submitted.record
         record.accepted = True
         record.results = response.results
@@ -465,19 +475,19 @@ class Session:
         if self._attachment is not None:
             self._attachment.leases.consumed(submitted.lease_id)
 
-    def _on_error(self, pending: _Pending, error: KvtierError) -> None:
+    def _on_error(self, pending: Pending, error: KvtierError) -> None:
         self._last_error = str(error)
         match pending:
             case HelloRecord():
                 pending.error = error
                 pending.event.set()
             case LookupRecord() if not pending.abandoned:
-                self.counters.lookups_unanswered += 1
+                self.counters.lookups_unanswered += pending.counts
                 pending.end(Lookup(error=error))
-            case _Submitted() if error.reason is Reason.INTERNAL:
+            case Submitted() if error.reason is Reason.INTERNAL:
                 # No refusal, which would mean that nothing changed: some ranks may have their parts already.
                 self.end(str(error))
-            case _Submitted() if self._attachment is not None:
+            case Submitted() if self._attachment is not None:
                 self._attachment.leases.refused(pending.lease_id)
                 if (record := self._end_transfer(pending.ticket)) is not None:
                     self.counters.submits_refused += 1

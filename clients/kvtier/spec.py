@@ -16,6 +16,7 @@ from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 PROTOCOL_VERSION = 1
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096
+PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
 
 
 class Role(Enum):
@@ -59,10 +60,13 @@ class AttachSpec:
     """Part words, which bound the transfers in flight. The same number in every client of an instance."""
     program: str = ""
     """For people: program and version."""
+    prefill_tokens_per_s: float = 0.0
+    """Tokens of a prompt that the engine computes in a second; 0: not known."""
 
     def __post_init__(self) -> None:
         check_text("instance", self.instance, Reason.MALFORMED, required=True)
         check_text("program", self.program, Reason.MALFORMED)
+        check_prefill_rate(self.prefill_tokens_per_s)
         if not 1 <= self.world_size <= WORLD_SIZE_MAX:
             message = f"must be between 1 and {WORLD_SIZE_MAX}"
             raise KvtierError(Reason.MALFORMED, message, field="world_size", value=self.world_size)
@@ -107,8 +111,8 @@ class AttachSpec:
             raise KvtierError(Reason.UNKNOWN_GROUP, message, field="group", value=group)
         return self.groups[group].num_blocks
 
-    def hello(self, token: bytes) -> cache_pb2.Hello:
-        """The first message of the session stream."""
+    def hello(self, token: bytes, prefill_tokens_per_s: float) -> cache_pb2.Hello:
+        """The first message of the session stream. The rate is the one that is known by now."""
         return cache_pb2.Hello(
             protocol_versions=[PROTOCOL_VERSION],
             token=token,
@@ -119,6 +123,7 @@ class AttachSpec:
             namespace=self.namespace.to_proto(),
             groups=[group.to_proto(index) for index, group in enumerate(self.groups)],
             client=self.program,
+            prefill_tokens_per_s=prefill_tokens_per_s,
         )
 
     def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:
@@ -129,6 +134,15 @@ class AttachSpec:
             groups=[group.place_to_proto(index) for index, group in enumerate(self.groups)],
             ranges=ranges,
         )
+
+
+def check_prefill_rate(tokens_per_s: float) -> None:
+    """Raises KvtierError MALFORMED for what the daemon would not believe."""
+    # Written so that NaN is refused too.
+    if not (tokens_per_s == 0 or PREFILL_TOKENS_PER_S_MIN <= tokens_per_s <= PREFILL_TOKENS_PER_S_MAX):
+        least, most = PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX
+        message = f"0 if it is not known, else between {least:g} and {most:g}"
+        raise KvtierError(Reason.MALFORMED, message, field="prefill_tokens_per_s", value=tokens_per_s)
 
 
 def check_memory(memory: Memory, groups: Sequence[Group]) -> None:

@@ -33,6 +33,16 @@ class ConnectorConfig:
     lookup_budget_ms: float = 0.5
     """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
     in the next step."""
+    pending_wait_s: float = 2.0
+    """How long a request waits, in all, for blocks that are on their way up from a disk, or that another
+    engine is storing; others are computed meanwhile. After that it takes what there is. 0: it does not wait,
+    and computes what cannot be loaded at once. A disk's promotion takes its bytes divided by what the disk
+    reads in a second; a store takes until the end of the other engine's step."""
+    pending_poll_s: float = 0.01
+    """A waiting request asks no more often than this whether they have come."""
+    prefill_tokens_per_s: float = 0.0
+    """Tokens of a prompt that this engine computes in a second: the daemon promotes nothing from a disk that
+    takes longer than computing it. 0: learned from the engine's own steps."""
     load_start_deadline_s: float = 2.0
     """A load that has not started this long after it was let go (on a GPU: after its step was enqueued) is
     given up, and its tokens are computed. The same goes for stores that keep a finished request's blocks."""
@@ -61,6 +71,7 @@ class ConnectorConfig:
         return cls(**extra_config)
 
 
+_MOST = {"prefill_tokens_per_s": 1e9}
 _CHOICES = {"share": ("auto", "export", "mirror")}
 
 
@@ -72,8 +83,10 @@ def _check(name: str, value: object, default: object) -> None:
     elif isinstance(default, str):
         expected, good = "text", isinstance(value, str)
     else:
-        expected = "a number that is not negative"
+        expected, most = "a number that is not negative", _MOST.get(name, math.inf)
+        if name in _MOST:
+            expected += f", and at most {most:g}"
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        good = is_number and math.isfinite(value) and value >= 0  # type: ignore[arg-type,operator]
+        good = is_number and math.isfinite(value) and 0 <= value <= most  # type: ignore[arg-type,operator]
     if not good:
         raise ConnectorConfigError(f"kv_connector_extra_config: {name}={value!r}: write {expected}")

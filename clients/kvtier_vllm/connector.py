@@ -33,6 +33,7 @@ from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, version_of
+from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.worker import WorkerSide
 
@@ -79,7 +80,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.SCHEDULER:
                 _warn_of_failure_policy(transfer)
                 block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-                self._scheduler = SchedulerSide(self._config, block_tokens, self._connect_scheduler, log)
+                self._scheduler = SchedulerSide(
+                    self._config,
+                    block_tokens,
+                    self._connect_scheduler,
+                    log,
+                    None if self._config.prefill_tokens_per_s else _prefill_meter(vllm_config),
+                )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
                 self._worker = WorkerSide(self._config, self._connect_rank, log, gpu)
@@ -113,6 +120,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- the scheduler's hooks
     # ------------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        side = self._scheduler
+        if side is not None and not self._is_off:
+            self._guard(lambda: side.arrived(request), None)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -321,6 +333,7 @@ class _Identity:
             memory=memory,
             socket=self._config.socket or None,
             doorbells=DOORBELLS,
+            prefill_tokens_per_s=self._config.prefill_tokens_per_s if role is Role.SCHEDULER else 0.0,
             program=f"kvtier-vllm {importlib.metadata.version('kvtier')} (vLLM {vllm.__version__})",
         )
 
@@ -332,6 +345,16 @@ class _Identity:
             )
         fields = dataclasses.asdict(self._derived) | {"generation": generation}
         return Namespace(**fields)
+
+
+def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
+    scheduler, pipeline = vllm_config.scheduler_config, vllm_config.parallel_config.pipeline_parallel_size
+    return PrefillMeter(
+        # Batches of a pipeline overlap, and asynchronous scheduling is one ahead.
+        steps_in_flight=pipeline + bool(scheduler.async_scheduling),
+        # An engine whose steps are all small has no better ones to show.
+        step_tokens_min=min(STEP_TOKENS_MIN, max(1, scheduler.max_num_batched_tokens // 2)),
+    )
 
 
 def _warn_of_failure_policy(transfer: Any) -> None:

@@ -2,11 +2,15 @@
 
 vLLM asks about a waiting request in every step until it has room for it, for hundreds of steps if need be,
 and each time its own cache may hold a little more or less of the prefix.
+
+A run of hits that ends at a PENDING block will soon be longer: the block is on its way up from a disk, or
+somebody is storing it. Such a request waits for it, within bounds, while vLLM computes others.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +25,17 @@ LOOKUPS_MAX = 16
 """Per request and admission. The engine's own part of a prefix seldom changes while the request waits."""
 LEASE_AGE_MAX_S = 60.0
 """An older lease is exchanged for a new one: the daemon ends leases some time, renewed or not."""
+PENDING_WAIT_S = 2.0
+PENDING_POLL_S = 0.01
+POLLS_MAX = 8
+"""Lookups repeated for PENDING blocks, in one step and in one `pending_poll_s`, of all requests together: the
+more of them wait, the less often each asks."""
+POLLS_PER_WAIT = 8
+"""A request that has waited for long already asks again no sooner than after this part of it."""
+STUCK_S = 10.0
+"""A block that did not become readable while a request waited is not waited for again for so long, by any
+request: if its writer is stopped, one request pays for it, not every one with that prefix."""
+STUCK_MAX = 1_024
 
 
 @dataclass(slots=True)
@@ -32,8 +47,14 @@ class _Match:
     call: LookupCall | None = None
     answer: Lookup | None = None
     asked_s: float = 0.0
+    asked_step: int = 0
     lookups: int = 0
     given_up: bool = False
+    waiting: bool = False
+    """The answer ended at a PENDING block, and is worth another lookup."""
+    end_hash: bytes = b""
+    end_since_s: float = 0.0
+    """The PENDING block at which the answers end, and when they began to."""
 
     @property
     def end(self) -> int:
@@ -57,21 +78,40 @@ class MatchCounters:
 
     lookups: int = 0
     hits: int = 0
-    """Lookups that found at least one block."""
+    """Answers with at least one block."""
     given_up: int = 0
+    polls: int = 0
+    """Lookups repeated because of PENDING blocks; not among `lookups`."""
+    waits: int = 0
+    """Requests that waited for PENDING blocks."""
+    waits_in_vain: int = 0
+    """Of them: they got less than they waited for."""
 
 
 @dataclass(slots=True)
 class Matcher:
-    """Lookups and leases of all waiting requests. Waits at most `budget_s` between two calls of
-    `next_step`."""
+    """Lookups and leases of all waiting requests. Waits at most `budget_s` between two calls of `next_step`.
+
+    A request whose run of hits ends at a PENDING block is looked up again every `pending_poll_s` at most, and
+    answered None meanwhile; `pending_wait_s` after its first such answer (0: at once) it gets what there is,
+    and never waits again until it is forgotten.
+    """
 
     budget_s: float
+    pending_wait_s: float = PENDING_WAIT_S
+    pending_poll_s: float = PENDING_POLL_S
     clock: Callable[[], float] = time.monotonic
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
-    _starts: int = 0
-    _matches: dict[str, _Match] = field(default_factory=dict)
+    _starts: int = field(init=False, default=0)
+    _polls: int = field(init=False, default=0)
+    _step: int = field(init=False, default=0)
+    _matches: dict[str, _Match] = field(init=False, default_factory=dict)
+    _since_s: dict[str, float] = field(init=False, default_factory=dict)
+    """When a request was first told PENDING. Outlives its match, so that no request waits twice."""
+    _waiting: set[str] = field(init=False, default_factory=set)
+    _stuck: OrderedDict[bytes, float] = field(init=False, default_factory=OrderedDict)
+    """Hashes of blocks that were waited for in vain, and until when that is held against them."""
 
     def __post_init__(self) -> None:
         self._left_s = self.budget_s
@@ -79,37 +119,32 @@ class Matcher:
     def next_step(self) -> None:
         """The budget is whole again."""
         self._left_s = self.budget_s
-        self._starts = 0
+        self._starts = self._polls = 0
+        self._step += 1
 
     def match(
         self, client: Client, request: str, hashes: Sequence[bytes], local: int, total: int
     ) -> int | None:
         """How many blocks from block `local` on can be loaded, counting to block `total` at most.
 
-        None: the answer is on its way; ask again in the next step. A lease holds what is promised until
-        `take` or `drop`.
+        None: the answer, or the next block, is on its way; ask again in the next step. A lease holds what is
+        promised until `take` or `drop`; there is never a second one.
         """
         match = self._matches.get(request)
         if match is None:
             match = self._matches[request] = _Match()
         if match.given_up or local >= total:
+            self._settle(request, match)
             self._release(match)
             return 0
-        if match.call is None and not self._covers(match, client, local):
-            self._release(match)
-            match.answer = None
-            if match.lookups >= LOOKUPS_MAX:
-                match.given_up = True
-                return 0
-            if self._starts >= STARTS_MAX:
-                return None
-            self._starts += 1
-            match.lookups += 1
-            self.counters.lookups += 1
-            match.first, match.asked_s = local, self.clock()
-            match.call = client.start_lookup(hashes[local:total], lease=True)
-        if match.call is not None and not self._hear(match):
-            return None if not match.given_up else 0
+        if match.call is None:
+            covers = self._covers(match, client, local)
+            if not covers or match.waiting:
+                if not self._may_ask(request, match, again=covers):
+                    return 0 if match.given_up else None
+                self._ask(match, client, hashes, local, total)
+        if match.call is not None and not self._hear(request, match, hashes):
+            return 0 if match.given_up else None
         if local < match.first:  # the answer came for a longer local part than there is now
             self._release(match)
             match.answer = None
@@ -122,13 +157,17 @@ class Matcher:
 
     def take(self, request: str) -> Grant | None:
         """Hands the request's lease to the caller and forgets the request. None: there is none."""
-        match = self._matches.pop(request, None)
-        if match is None or match.answer is None or match.answer.lease is None:
+        match = self._matches.get(request)
+        if match is None or match.call is not None or match.answer is None or match.answer.lease is None:
+            self.drop(request)  # vLLM goes on without: it need not wait for an answer that is on its way
             return None
+        del self._matches[request]
+        self._waiting.discard(request)
         return Grant(match.answer, match.first)
 
     def drop(self, request: str) -> None:
-        """Forgets a request, and gives its lease back."""
+        """Gives a request's lease back, and asks anew if vLLM does."""
+        self._waiting.discard(request)
         match = self._matches.pop(request, None)
         if match is None:
             return
@@ -137,9 +176,85 @@ class Matcher:
         self._release(match)
 
     def drop_all(self) -> None:
-        """Forgets every request."""
+        """`drop` for every request."""
         for request in list(self._matches):
             self.drop(request)
+
+    def forget(self, request: str) -> None:
+        """The request is over: as `drop`, and it may wait anew if it ever comes again."""
+        self.drop(request)
+        self._since_s.pop(request, None)
+
+    def _may_ask(self, request: str, match: _Match, *, again: bool) -> bool:
+        """Whether a lookup may begin now, which is counted then. `again`: for what was PENDING."""
+        if again:
+            may = self._may_poll(request, match)
+            self._polls += may
+            self.counters.polls += may
+            return may
+        if match.lookups >= LOOKUPS_MAX:
+            self._give_up(request, match)
+            return False
+        if self._starts >= STARTS_MAX:
+            return False
+        self._starts += 1
+        match.lookups += 1
+        self.counters.lookups += 1
+        return True
+
+    def _ask(self, match: _Match, client: Client, hashes: Sequence[bytes], local: int, total: int) -> None:
+        self._release(match)
+        match.answer = None
+        match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
+        match.call = client.start_lookup(hashes[local:total], lease=True)
+
+    def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
+        """Whether the answer that has come is taken, or a better one is worth waiting for."""
+        if not answer.pending or self.pending_wait_s <= 0:
+            self._settle(request, match)
+            return
+        now_s, end = self.clock(), match.first + answer.hits
+        end_hash = hashes[end] if end < len(hashes) else b""
+        if end_hash != match.end_hash:
+            match.end_hash, match.end_since_s = end_hash, now_s
+        since_s = self._since_s.get(request, now_s)
+        if self._stuck.get(end_hash, 0.0) > now_s:
+            self._settle(request, match)
+        elif now_s - since_s >= self.pending_wait_s:
+            if match.waiting:
+                self.counters.waits_in_vain += 1
+            if now_s - match.end_since_s >= self.pending_wait_s / 2:
+                self._remember_stuck(end_hash, now_s)
+            self._settle(request, match)
+        else:
+            self.counters.waits += request not in self._since_s
+            self._since_s[request] = since_s
+            match.waiting = True
+            self._waiting.add(request)
+
+    def _may_poll(self, request: str, match: _Match) -> bool:
+        """Whether to look a waiting request up again now. Once, whenever it comes, after its patience is
+        over: steps may be long, and what is known then may be old."""
+        if self._polls >= POLLS_MAX:
+            return False
+        now_s = self.clock()
+        waited_s = now_s - self._since_s[request]
+        if waited_s >= self.pending_wait_s:
+            return True
+        share = -(-len(self._waiting) // POLLS_MAX)
+        interval_s = max(self.pending_poll_s * share, waited_s / POLLS_PER_WAIT)
+        return self._step - match.asked_step >= share and now_s - match.asked_s >= interval_s
+
+    def _remember_stuck(self, block_hash: bytes, now_s: float) -> None:
+        self._stuck[block_hash] = now_s + STUCK_S
+        self._stuck.move_to_end(block_hash)
+        if len(self._stuck) > STUCK_MAX:
+            self._stuck.popitem(last=False)
+
+    def _settle(self, request: str, match: _Match) -> None:
+        """What is known now is the answer."""
+        match.waiting = False
+        self._waiting.discard(request)
 
     def _covers(self, match: _Match, client: Client, local: int) -> bool:
         """Whether what is known still answers the question."""
@@ -150,8 +265,8 @@ class Matcher:
             return True
         return lease.epoch == client.epoch and self.clock() - match.asked_s < LEASE_AGE_MAX_S
 
-    def _hear(self, match: _Match) -> bool:
-        """Takes the answer if it comes within what is left of the budget."""
+    def _hear(self, request: str, match: _Match, hashes: Sequence[bytes]) -> bool:
+        """Takes the answer if it comes within what is left of the budget. False: there is none to go by."""
         assert match.call is not None
         started_s = self.clock()
         answer = match.call.poll()
@@ -161,14 +276,22 @@ class Matcher:
         if answer is None and started_s - match.asked_s > ANSWER_DEADLINE_S:
             answer = match.call.abandon()
             if not answer.answered:
-                match.given_up = True
+                match.call = None
                 self.counters.given_up += 1
+                self._give_up(request, match)
+                return False
         if answer is None:
             return False
         match.answer, match.call = answer, None
-        if answer.hits:
-            self.counters.hits += 1
-        return not match.given_up
+        self.counters.hits += answer.hits > 0
+        self._judge(request, match, answer, hashes)
+        return not match.waiting
+
+    def _give_up(self, request: str, match: _Match) -> None:
+        """Nothing is loaded for this request."""
+        match.given_up = True
+        self._settle(request, match)
+        self._release(match)
 
     def _release(self, match: _Match) -> None:
         """Gives the lease back. From `first` on nothing can be loaded then, and that stays known."""

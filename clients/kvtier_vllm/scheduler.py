@@ -6,6 +6,7 @@ request is reported and goes on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,13 +19,19 @@ from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.link import Link
 from kvtier_vllm.matching import Grant, Matcher
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
+from kvtier_vllm.prefill import PrefillMeter
 from kvtier_vllm.storing import Storer, StoreState
 
 BLOCKS_LOADED_MAX = 8_192
 """Of one request: what the daemon takes in one transfer by default. The rest is computed."""
+PREFETCHES_MAX = 8
+"""Requests in the queue whose blocks are promoted ahead of their turn: the next ones, and not the whole
+queue, which could push each other's blocks out again."""
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
+PREFILL_TOKENS_PER_S_MAX = 1e9
+"""More is not believed."""
 
 Connect = Callable[[int], Link]
 """Makes the client's link for a generation of the namespace."""
@@ -56,18 +63,29 @@ class SchedulerSide:
     """Called by vLLM's scheduler, from one thread. Nothing here waits longer than the lookup budget."""
 
     def __init__(
-        self, config: ConnectorConfig, block_tokens: int, connect: Connect, log: logging.Logger
+        self,
+        config: ConnectorConfig,
+        block_tokens: int,
+        connect: Connect,
+        log: logging.Logger,
+        prefill: PrefillMeter | None = None,
     ) -> None:
-        """Attaches in the background."""
+        """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
+        declared."""
         self._config = config
         self._block_tokens = block_tokens
         self._connect = connect
         self._log = log
         self._generation = 0
         self._link = connect(0)
-        self._matcher = Matcher(config.lookup_budget_ms / 1e3)
+        self._matcher = Matcher(config.lookup_budget_ms / 1e3, config.pending_wait_s, config.pending_poll_s)
+        self._prefill = prefill
         self._storer = Storer()
         self._requests: dict[str, _Request] = {}
+        self._unasked: dict[str, Any] = {}
+        """Requests that vLLM has not asked about yet, in their order."""
+        self._prefetched: set[str] = set()
+        """Of them."""
         self._epoch: int | None = None
         self._step = 1
         self._out = KvtierMetadata(step=1)
@@ -82,9 +100,15 @@ class SchedulerSide:
     # --- what vLLM asks
     # ------------------------------------------------------------------------------------------------------
 
+    def arrived(self, request: Any) -> None:
+        """A new request, which vLLM asks about when it is its turn."""
+        if self._config.load:
+            self._unasked[request.request_id] = request
+
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
         tracked = self._track(request)
+        self._asked(request.request_id)
         client = self._ready_client()
         if client is None or not self._config.load or not tracked.may_load:
             self._matcher.drop(request.request_id)
@@ -93,9 +117,7 @@ class SchedulerSide:
         if rest:
             return 0
         tracked.matched_at = local
-        # The last token is always computed, and never into a loaded block, as with the engine's own hits.
-        total = min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
-        total = min(total, local + BLOCKS_LOADED_MAX)
+        total = min(self._loadable(request), local + BLOCKS_LOADED_MAX)
         blocks = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
         return None if blocks is None else blocks * self._block_tokens
 
@@ -130,6 +152,10 @@ class SchedulerSide:
         client = self._ready_client()
         self._out.revoke += self._storer.poll()
         self._take_in_loads()
+        if self._prefill is not None:
+            self._measure(self._prefill, output)
+        if client is not None:
+            self._prefetch(client)
         if client is not None and self._config.store:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -169,7 +195,8 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
-        self._matcher.drop(request_id)
+        self._matcher.forget(request_id)
+        self._asked(request_id)
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -291,6 +318,41 @@ class SchedulerSide:
         )
         if order is not None:
             self._out.stores.append(order)
+
+    def _loadable(self, request: Any) -> int:
+        """Blocks that a load may fill. The last token is always computed, and never into a loaded block, as
+        with the engine's own hits."""
+        tokens: int = request.num_tokens
+        return min((tokens - 1) // self._block_tokens, len(request.block_hashes))
+
+    def _asked(self, request_id: str) -> None:
+        self._unasked.pop(request_id, None)
+        self._prefetched.discard(request_id)
+
+    def _prefetch(self, client: Client) -> None:
+        """While all slots of the engine are taken vLLM asks about no request: has what the next ones need
+        promoted meanwhile. The answers are of no interest."""
+        for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
+            if request_id not in self._prefetched:
+                self._prefetched.add(request_id)
+                blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
+                if blocks:
+                    client.start_prefetch(request.block_hashes[:blocks])
+
+    def _measure(self, prefill: PrefillMeter, output: Any) -> None:
+        """Tells the daemon how fast this engine computes prompts."""
+        prompt_tokens = scheduled_tokens = 0
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            scheduled_tokens += scheduled
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                request = tracked.request
+                prompt_tokens += max(
+                    0, min(scheduled, request.num_prompt_tokens - request.num_computed_tokens)
+                )
+        client = self._link.client
+        if prefill.step(prompt_tokens, scheduled_tokens - prompt_tokens) and client is not None:
+            client.report_prefill_rate(min(prefill.tokens_per_s, PREFILL_TOKENS_PER_S_MAX))
 
     def _tell_why_nothing_hits(self, client: Client | None) -> None:
         """Once: a cache that never hits should not be silent."""

@@ -19,7 +19,7 @@ EXIT_CANNOT_START = 69
 def _configurable(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds `--config` and a flag for every setting."""
     for item in reversed(list(settings.declared(configuration.Config))):
-        shown = item.default if item.default not in (None, "") else "see above"
+        shown = item.default if item.default not in (None, "", ()) else "see above"
         if item.parse is settings.size and item.default:
             shown = settings.format_size(item.default)
         command = click.option(

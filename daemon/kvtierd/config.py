@@ -15,13 +15,15 @@ from typing import Annotated, Any
 
 from kvtierd import settings as s
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
-from kvtierd.settings import ConfigError, Doc, Given
+from kvtierd.disk_config import DiskConfig, check_disks, check_extents
+from kvtierd.settings import Doc, Given
 from kvtierd.transfer.handles import SupervisorLimits, WorkerOptions
 
 DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
 SOCKET_PATH_BYTES_MAX = 107
 """Of a Unix socket's address (sun_path), less its final zero."""
-EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
+NOT_SETTINGS = ("KVTIER_DISK_FAULTS",)
+"""Variables that look like ours and belong to others: the fault hook of disks' workers."""
 
 _CORE = CoreLimits()
 _INTEGRITY = CoreIntegrity()
@@ -266,6 +268,7 @@ class Config:
     pool: PoolConfig = field(default_factory=PoolConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -307,20 +310,19 @@ def load(
     given: dict[str, Given] = {}
     if file is not None:
         given |= s.from_file(Config, file)
-    given |= s.from_environment(Config, environ)
+    given |= s.from_environment(Config, environ, besides=NOT_SETTINGS)
     by_key = {item.key: item for item in s.declared(Config)}
     given |= {key: Given(raw, by_key[key].flag) for key, raw in (flags or {}).items()}
     config = Config(**s.build(Config, given))
     _check(config, given)
+    check_disks(config.disk, given)
     return Loaded(config, given, file)
 
 
 def _check(config: Config, given: Mapping[str, Given]) -> None:
     """What no single value shows. Raises ConfigError."""
 
-    def refuse(key: str, value: object, message: str) -> None:
-        raise ConfigError(key, value, message, source=given[key].source if key in given else "default")
-
+    refuse = partial(s.refuse, given)
     server, pool, limits = config.server, config.pool, config.limits
     if len(os.fsencode(server.side_socket_path)) > SOCKET_PATH_BYTES_MAX:
         refuse(
@@ -328,11 +330,7 @@ def _check(config: Config, given: Mapping[str, Given]) -> None:
             str(server.socket_path),
             f"the side socket beside it would pass {SOCKET_PATH_BYTES_MAX} bytes; use a shorter path",
         )
-    extent = pool.extent_size
-    if extent and not (EXTENT_BYTES_MIN <= extent <= EXTENT_BYTES_MAX and extent & (extent - 1) == 0):
-        refuse("pool.extent_size", s.format_size(extent), "write a power of two from 1MiB to 1GiB, or 0")
-    if pool.size < (least := 2 * (extent or EXTENT_BYTES_MIN) + (2 << 20)):
-        refuse("pool.size", s.format_size(pool.size), f"the pool needs at least {s.format_size(least)}")
+    check_extents(given, "pool", pool.size, pool.extent_size)
     if pool.path is not None and not pool.persistent:
         refuse(
             "pool.path", str(pool.path), "an anonymous pool has no file: leave it out, or set pool.persistent"
@@ -381,4 +379,6 @@ def _toml(item: s.Setting, value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
+    if isinstance(value, tuple):
+        return json.dumps([str(each) for each in value], ensure_ascii=False)
     return json.dumps("" if value is None else str(value), ensure_ascii=False)

@@ -1,10 +1,9 @@
 """The `kvtierctl` command: what operators ask of a running daemon."""
 
 import json
-import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import settings
+from kvtierd.ctl_text import count, drained, explained, lines, scrub_line, scrubbed
 from kvtierd.rpc.errors import ERROR_METADATA
-from kvtierd.settings import human_size
 
 TIMEOUT_S = 5.0
-CPU = "cpu"
-"""What a StatusResponse calls the device that is the host itself."""
+EXIT_CORRUPT = 1
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
 """Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
@@ -28,6 +26,7 @@ EXIT_INTERRUPTED = 130
 END_GRACE_S = 30.0
 """For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
 END_POLL_S = 0.02
+SCRUB_POLL_S = 0.2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -82,7 +81,8 @@ def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: boo
             for progress in admin.Drain(request, timeout=timeout_s + TIMEOUT_S, wait_for_ready=False):
                 if progress.state == "waiting" and progress.transfers_active != told:
                     told = progress.transfers_active
-                    click.echo(f"waiting for {_count(told, 'transfer')}", err=as_json)
+                    what = count(told, "transfer") if told else "blocks that a disk is reading"
+                    click.echo(f"waiting for {what}", err=as_json)
             if progress.state == "stopping":
                 _wait_gone(path, lock_before)
     except KeyboardInterrupt:
@@ -100,6 +100,65 @@ def resume(socket: Path | None) -> None:
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
     click.echo("serving again" if response.was_draining else "serving; it was not draining")
+
+
+@main.command()
+@_socket_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 1e6),
+    default=86_400.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait; the disks do it only while they have nothing else to do.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the last kvtier.v1.DiskStatus of each disk as JSON."
+)
+def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
+    """Compare every block on the disks with its checksum, and wait for it.
+
+    Exit status 1: blocks were corrupt; they are not served, and their places are used no more. Exit status
+    75: not everything was looked at, because the time was up or a disk cannot be used.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    told: dict[str, str] = {}
+    with _admin(socket or _configured_socket()) as admin:
+
+        def disks() -> dict[str, admin_pb2.DiskStatus]:
+            response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+            return {disk.path: disk for disk in response.disks}
+
+        try:
+            before = disks()
+            admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+            now = disks()
+            while waiting := _unscrubbed(now.values()):
+                for disk in waiting:
+                    if told.get(disk.path) != (line := scrub_line(disk)):
+                        told[disk.path] = line
+                        click.echo(line, err=as_json)
+                if time.monotonic() >= deadline_s:
+                    break
+                time.sleep(SCRUB_POLL_S)
+                now = disks()
+        except KeyboardInterrupt:
+            click.echo(
+                "kvtierctl: the disks go on with it; `kvtierctl status` says how far they are", err=True
+            )
+            sys.exit(EXIT_INTERRUPTED)
+    found = {path: disk.corrupt_blocks - before[path].corrupt_blocks for path, disk in now.items()}
+    click.echo(to_json_list(now.values()) if as_json else "\n".join(scrubbed(now.values(), found)))
+    if any(found.values()):
+        sys.exit(EXIT_CORRUPT)
+    if any(disk.state != "live" or disk.scrubbed_blocks < disk.scrub_blocks for disk in now.values()):
+        sys.exit(EXIT_NOT_YET)
+
+
+def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
+    """Where it goes on."""
+    return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
 
 
 @main.command("explain")
@@ -123,29 +182,6 @@ def explain_block(
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False)
     click.echo(to_json(response) if as_json else "\n".join(explained(response)))
-
-
-def explained(response: admin_pb2.ExplainResponse) -> Iterator[str]:
-    """An explanation for people."""
-    for each in response.explanations:
-        yield f"namespace {each.namespace_digest}  {each.model or 'of an earlier daemon'}  group {each.group}"
-        yield f"  {each.text}"
-        for other in each.elsewhere:
-            name = f"{other.namespace_digest}, group {other.group}"
-            if not other.differences:
-                yield f"  in {name}: what it was made of is not known any more"
-                continue
-            yield f"  in {name}, which differs in"
-            for difference in other.differences:
-                yield f"    {difference.field}: {_values(difference)}"
-    if not response.explanations:
-        yield "none of these namespaces has such a group"
-
-
-def _values(difference: admin_pb2.Difference) -> str:
-    if not difference.here and not difference.there:
-        return "(not shown)"
-    return f"{difference.here or 'none'} here, {difference.there or 'none'} there"
 
 
 @contextmanager
@@ -177,31 +213,6 @@ def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
         time.sleep(END_POLL_S)
 
 
-def drained(progress: admin_pb2.DrainProgress) -> Iterator[str]:
-    """How a drain ended, for people, and what to do next."""
-    kept = f"{_count(progress.kept_blocks, 'block')}, {human_size(progress.kept_bytes)}"
-    match progress.state:
-        case "stopping":
-            yield f"kvtierd, pid {progress.pid}, has stopped; everything accepted was committed"
-            yield f"  kept   {kept}, in {progress.pool_path}"
-            yield f"  start  {progress.start_again}"
-            yield "         with the same configuration file and environment; engines attach by themselves"
-        case "drained":
-            yield f"kvtierd, pid {progress.pid}, is drained: nothing is under way, and nothing new is taken"
-            yield f"  holds  {kept}, in {progress.pool_path or 'anonymous memory, which ends with it'}"
-            yield "  next   `kvtierctl resume`, or stop it: kill -TERM, systemctl stop"
-        case "late":
-            yield f"{_count(progress.transfers_active, 'transfer')} still active when the time was up"
-            yield f"  kvtierd, pid {progress.pid}, goes on draining: wait again with the same command, or"
-            yield "  take it back with `kvtierctl resume`; SIGTERM stops it and fails what is under way"
-        case _:
-            yield "somebody has resumed it meanwhile: it takes stores and loads again"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
 def _configured_socket() -> Path:
     try:
         return configuration.load().config.server.socket_path
@@ -225,6 +236,11 @@ def explain(path: Path, error: grpc.RpcError) -> str:
     return f"{path}: {error}"
 
 
+def to_json_list(responses: Iterable[Message]) -> str:
+    """A JSON list of what `to_json` makes."""
+    return json.dumps([_plain(response) for response in responses], indent=2)
+
+
 def to_json(response: Message) -> str:
     """One JSON object: every field of the contract by its name there, numbers as numbers."""
     return json.dumps(_plain(response), indent=2)
@@ -243,138 +259,6 @@ def _plain(message: Message) -> dict[str, object]:
         else:
             plain[field.name] = [_plain(item) if isinstance(item, Message) else item for item in value]
     return plain
-
-
-def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    """The status for people."""
-    pool, blocks, counters = status.pool, status.blocks, status.counters
-    yield f"kvtierd {status.version}  {status.state}  pid {status.pid}  up {duration(status.uptime_s)}"
-    yield f"  socket     {status.socket}"
-    yield f"  metrics    {status.metrics_url or 'off'}"
-    yield ""
-    share = pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
-    yield f"Pool         {pool.path or 'anonymous memory'}"
-    yield (
-        f"  used       {bar(share)} {share:4.0%}  "
-        f"{human_size(pool.used_bytes)} of {human_size(pool.capacity_bytes)}"
-    )
-    yield f"  blocks     {blocks.ready:,} ready, {blocks.writing:,} writing, {blocks.evicting:,} evicting"
-    yield f"  extents    {pool.extents - pool.extents_free:,} assigned, {pool.extents_free:,} free"
-    if pool.start == "warm":
-        found = f"{pool.recovered_blocks:,} blocks, {human_size(pool.recovered_bytes)}"
-        yield (
-            f"  start      warm: {found} found in {pool.recovery_s:.2f} s, "
-            f"{_count(pool.discarded_slots, 'slot')} discarded"
-        )
-    else:
-        yield f"  start      cold: {pool.cold_reason}"
-    if pool.quarantined_slots:
-        yield f"  quarantine {_count(pool.quarantined_slots, 'slot')}: their writers are not proved gone yet"
-    yield from _integrity(status)
-    yield ""
-    hit_rate = counters.lookup_hits / counters.lookup_hashes if counters.lookup_hashes else 0.0
-    yield "Traffic      since the start"
-    yield (
-        f"  lookups    {counters.lookups:,} of {counters.lookup_hashes:,} blocks, "
-        f"{counters.lookup_hits:,} hit ({hit_rate:.1%})"
-    )
-    yield (
-        f"  stored     {counters.stored_blocks:,} blocks, {human_size(counters.stored_bytes)}"
-        f" (+ {counters.deduplicated_blocks:,} there already, {counters.throttled_blocks:,} refused for room)"
-    )
-    yield f"  loaded     {counters.loaded_blocks:,} blocks, {human_size(counters.loaded_bytes)}"
-    yield f"  evicted    {counters.evicted_blocks:,} blocks"
-    yield (
-        f"  transfers  {status.transfers_active:,} active, {counters.failed_transfers:,} failed, "
-        f"{counters.cancelled_transfers:,} cancelled"
-    )
-    yield (
-        f"  leases     {status.leases:,} on {status.leased_blocks:,} blocks, "
-        f"{counters.expired_leases:,} expired"
-    )
-    if counters.integrity_failures:
-        by = status.integrity
-        yield (
-            f"  CORRUPT    {counters.integrity_failures:,} blocks failed their check and were not served: "
-            f"{by.found_on_load:,} before a load, {by.found_after_restart:,} after a restart, "
-            f"{by.found_in_sample:,} by sampling"
-        )
-    yield ""
-    yield from _engines(status)
-    yield ""
-    yield from _workers(status)
-
-
-def _integrity(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    """What sampling can be expected to find, and no more than that."""
-    integrity = status.integrity
-    when = "before every load" if integrity.verify == "always" else "before its first load after a restart"
-    yield f"  verify     by record on every load; a block's data {when}"
-    if integrity.sample_bytes_per_s:
-        yield (
-            f"  sampling   {human_size(integrity.sample_bytes_per_s)}/s at most: a block that has rotted is "
-            f"found after {duration(max(1, math.ceil(integrity.expected_detection_s)))}"
-        )
-        yield (
-            "             on average, longer while blocks are copied; until then a load can be given it"
-            if integrity.verify != "always"
-            else "             on average, longer while blocks are copied"
-        )
-        yield (
-            f"             {_count(integrity.sampled_slots, 'slot')}, {human_size(integrity.sampled_bytes)} "
-            "compared so far"
-        )
-    else:
-        yield "  sampling   off"
-    if integrity.corrupt_slots:
-        yield (
-            f"  corrupt    {_count(integrity.corrupt_slots, 'slot')} set aside: their memory has failed a "
-            "check, and comes back with a cold start"
-        )
-
-
-def _engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    if not status.instances:
-        yield "Engines      none attached"
-        return
-    yield "Engines"
-    for instance in status.instances:
-        state = "ready" if instance.ready else "incomplete" if instance.sessions else "ending"
-        yield (
-            f"  {instance.instance}  {state}  {instance.model}  world size {instance.world_size}, "
-            f"{human_size(instance.mapped_bytes)} mapped, {instance.transfers_active:,} transfers, "
-            f"{instance.leased_blocks:,} blocks leased"
-        )
-        for session in instance.sessions:
-            attached = duration(session.attached_s)
-            yield f"    {session.role:<21} pid {session.pid:<8} {attached:>8}  {session.client}"
-
-
-def _workers(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    yield "Copy workers"
-    width = max((len(worker.device) for worker in status.workers), default=0)
-    for worker in status.workers:
-        registered = f", {human_size(worker.registered_bytes)} of the pool registered"
-        yield (
-            f"  {worker.device:<{width}}  {worker.state:<8} pid {worker.pid}, "
-            f"{human_size(worker.mapped_bytes)} mapped{registered if worker.device != CPU else ''}, "
-            f"{worker.parts_active:,} parts active, replaced {worker.respawns:,} times"
-        )
-
-
-def bar(share: float, width: int = 20) -> str:
-    full = min(width, round(share * width))
-    return "█" * full + "░" * (width - full)
-
-
-def duration(seconds: float) -> str:
-    """3 s, 12 min 5 s, 2 h 4 min, 3 d 1 h."""
-    whole = int(seconds)
-    units = (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
-    for name, size, lesser, lesser_size in units:
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // lesser_size} {lesser}"
-    return f"{whole} s"
 
 
 if __name__ == "__main__":

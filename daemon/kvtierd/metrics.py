@@ -9,7 +9,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ma
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtierd.cache import CPU, Snapshot
+from kvtierd.cache import CPU, DiskSnapshot, Snapshot
 from kvtierd.settings import ConfigError
 
 SNAPSHOT_DEADLINE_S = 2.0
@@ -30,8 +30,11 @@ SCRAPE_SILENCE_S = 10.0
 ACCEPT_RETRY_S = 0.2
 RPC_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 LAG_BUCKETS_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 5.0)
-RPCS = ("lookup", "touch", "store", "load", "release", "cancel", "heartbeat")
+RPCS = ("lookup", "touch", "prefetch", "store", "load", "release", "cancel", "heartbeat")
 TIER = "host"
+DISK_PREFIX = "disk-"
+"""How the device names of disks begin."""
+DISK_STATES = ("starting", "live", "off", "failing")
 
 
 class Metrics:
@@ -110,6 +113,8 @@ def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
     yield from _traffic(snapshot)
     yield from _clients(snapshot)
     yield from _workers(snapshot)
+    if snapshot.disks:
+        yield from _disks(snapshot)
 
 
 def _daemon(snapshot: Snapshot, version: str) -> Iterator[Metric]:
@@ -190,12 +195,14 @@ def _traffic(snapshot: Snapshot) -> Iterator[Metric]:
     failures = CounterMetricFamily(
         "kvtier_integrity_failures",
         "Blocks whose record or checksum did not match, by when that was found: before a load, before the "
-        "first load after a restart, or by sampling. Never served after that.",
+        "first load after a restart, by sampling, or when a disk read them. Never served after that.",
         labels=["tier", "found_by"],
     )
     failures.add_metric([TIER, "load"], counters.corrupt_on_load)
     failures.add_metric([TIER, "restart"], counters.corrupt_after_restart)
     failures.add_metric([TIER, "sample"], counters.corrupt_in_sample)
+    if snapshot.disks:
+        failures.add_metric(["disk", "read"], counters.corrupt_on_disk)
     yield failures
     yield _counter(
         "kvtier_sampled_bytes", "Bytes of the host pool that sampling has compared.", counters.sampled_bytes
@@ -252,6 +259,8 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
         if not device.idle:
             live.add_metric([device.name], any(worker.state == "live" for worker in workers))
         respawns.add_metric([device.name], device.respawns)
+        if device.name.startswith(DISK_PREFIX):
+            continue
         mapped.add_metric([device.name], sum(worker.mapped_bytes for worker in workers))
         if device.name != CPU:
             registered.add_metric([device.name], sum(worker.registered_bytes for worker in workers))
@@ -259,7 +268,8 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     yield respawns
     yield mapped
     yield registered
-    active = sum(worker.parts_active for worker in snapshot.workers)
+    copying = [worker for worker in snapshot.workers if not worker.device.startswith(DISK_PREFIX)]
+    active = sum(worker.parts_active for worker in copying)
     yield _gauge("kvtier_parts_active", "Parts posted to copy workers and not finished.", active)
     copied = CounterMetricFamily("kvtier_copy_bytes", "Bytes copied.", labels=["direction"])
     seconds = CounterMetricFamily(
@@ -274,6 +284,91 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     yield copied
     yield seconds
     yield parts
+
+
+def _disks(snapshot: Snapshot) -> Iterator[Metric]:
+    """Of the disk tier, by the path of the disk."""
+    counters, disks = snapshot.core.counters, snapshot.disks
+    state = GaugeMetricFamily("kvtier_disk_state", "1 for the state a disk is in.", labels=["disk", "state"])
+    held = GaugeMetricFamily(
+        "kvtier_disk_bytes",
+        "Bytes of a disk, by whether they are in slots that hold a block.",
+        labels=["disk", "state"],
+    )
+    queued = GaugeMetricFamily(
+        "kvtier_disk_queued_bytes", "Bytes on their way to or from a disk.", labels=["disk", "direction"]
+    )
+    rate = GaugeMetricFamily(
+        "kvtier_disk_bytes_per_second", "As measured lately; 0: not yet.", labels=["disk", "direction"]
+    )
+    scrubbed = GaugeMetricFamily(
+        "kvtier_disk_scrub_blocks",
+        "Blocks of the scrub that is on its way, or was last: all, and those looked at.",
+        labels=["disk", "state"],
+    )
+    for disk in disks:
+        core = disk.core
+        for name in DISK_STATES:
+            state.add_metric([disk.path, name], name == disk.state)
+        held.add_metric([disk.path, "used"], core.used_bytes)
+        held.add_metric([disk.path, "free"], disk.capacity_bytes - core.used_bytes)
+        queued.add_metric([disk.path, "write"], core.writing_bytes)
+        queued.add_metric([disk.path, "read"], core.reading_bytes)
+        rate.add_metric([disk.path, "write"], core.write_bytes_per_s)
+        rate.add_metric([disk.path, "read"], core.read_bytes_per_s)
+        scrubbed.add_metric([disk.path, "all"], core.scrub_blocks)
+        scrubbed.add_metric([disk.path, "done"], core.scrubbed_blocks)
+    yield from (state, held, queued, rate, scrubbed)
+    for name, text, value in (
+        ("blocks", "Blocks on a disk.", lambda disk: disk.core.blocks),
+        ("jobs", "Batches of blocks on their way to or from a disk.", lambda disk: disk.core.jobs),
+        ("recovered_blocks", "Blocks found on a disk at start.", lambda disk: disk.recovered_blocks),
+        ("recovered_bytes", "Their bytes.", lambda disk: disk.recovered_bytes),
+        ("recovery_seconds", "Time it took to go through its records.", lambda disk: disk.recovery_s),
+        ("direct_io", "1 if the kernel's cache is passed by.", lambda disk: disk.direct_io),
+        ("corrupt_slots", "Slots set aside after a failed check.", lambda disk: disk.core.corrupt_slots),
+    ):
+        yield _by_disk(GaugeMetricFamily(f"kvtier_disk_{name}", text, labels=["disk"]), disks, value)
+    for name, text, value in (
+        ("written_blocks", "Blocks written to a disk.", lambda disk: disk.core.counters.written_blocks),
+        ("written_bytes", "Their bytes.", lambda disk: disk.core.counters.written_bytes),
+        ("read_blocks", "Blocks read from a disk.", lambda disk: disk.core.counters.read_blocks),
+        ("read_bytes", "Their bytes.", lambda disk: disk.core.counters.read_bytes),
+        (
+            "evicted_blocks",
+            "Blocks dropped to make room on a disk.",
+            lambda disk: disk.core.counters.evicted_blocks,
+        ),
+        ("errors", "Jobs of a disk that failed, or were too slow.", lambda disk: disk.core.counters.errors),
+        (
+            "corrupt_blocks",
+            "Blocks that did not match when they were read or checked. Never served.",
+            lambda disk: disk.core.counters.corrupt_blocks,
+        ),
+    ):
+        yield _by_disk(CounterMetricFamily(f"kvtier_disk_{name}", text, labels=["disk"]), disks, value)
+    yield _counter("kvtier_promoted_blocks", "Blocks read from a disk to the host.", counters.promoted_blocks)
+    yield _counter("kvtier_promoted_bytes", "Their bytes.", counters.promoted_bytes)
+    yield _counter(
+        "kvtier_recompute_blocks",
+        "Blocks reported as misses because computing them is faster than loading them.",
+        counters.recompute_blocks,
+    )
+    yield _counter(
+        "kvtier_evicted_unwritten_blocks",
+        "Blocks evicted from the host before a disk had them.",
+        counters.evicted_unwritten_blocks,
+    )
+
+
+def _by_disk(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    disks: Sequence[DiskSnapshot],
+    value: Callable[[DiskSnapshot], float],
+) -> Metric:
+    for disk in disks:
+        family.add_metric([disk.path], value(disk))
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
@@ -20,11 +20,12 @@ import uvloop
 from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
-from kvtierd.cache import Cache
+from kvtierd.cache import Cache, Disk
 from kvtierd.config import Config
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.ids import PAGE_BYTES, DiskId
 from kvtierd.core.machine import Machine
+from kvtierd.core.slots import PoolGeometry
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
@@ -35,8 +36,15 @@ from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
 from kvtierd.settings import ConfigError, human_size
 from kvtierd.steady import SteadyClock
+from kvtierd.tiers.disk.image import DiskImage, disk_geometry
 from kvtierd.transfer.channel import PacketChannel
-from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerOptions, WorkerStimulus
+from kvtierd.transfer.supervisor import (
+    DiskOptions,
+    Supervisor,
+    SupervisorLimits,
+    WorkerOptions,
+    WorkerStimulus,
+)
 
 EXIT_INTERNAL = 70
 """An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
@@ -50,6 +58,8 @@ SIDE_QUEUE_BYTES_MAX = 1 << 20
 DESCRIPTORS_OF_OUR_OWN = 256
 DESCRIPTORS_OF_CHUNKS = 2_048
 """On their way from 16 ranks that register memory of GPUs at once: 64 each, and 64 for their workers."""
+DESCRIPTORS_PER_DISK = 8
+"""Its image, and its worker's channel and pidfd, twice while one worker replaces another."""
 DESCRIPTORS_PER_SESSION = 4
 """Its two connections, its pidfd, and one on its way to a copy worker."""
 VLLM_FLAG = (
@@ -78,7 +88,10 @@ def run(config: Config) -> int:
     # Until the loop handles them, both signals end the start like Ctrl-C, with everything cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     want_descriptors(
-        DESCRIPTORS_OF_OUR_OWN + DESCRIPTORS_OF_CHUNKS + config.server.sessions_max * DESCRIPTORS_PER_SESSION
+        DESCRIPTORS_OF_OUR_OWN
+        + DESCRIPTORS_OF_CHUNKS
+        + len(config.disk.paths) * DESCRIPTORS_PER_DISK
+        + config.server.sessions_max * DESCRIPTORS_PER_SESSION
     )
     with ExitStack() as stack:
         gid = group_id(config.server.group)
@@ -87,8 +100,12 @@ def run(config: Config) -> int:
         stack.callback(sockets.release)
         pool = open_pool(config)
         stack.callback(pool.close)
+        disks = []
+        for disk in open_disks(config):
+            stack.callback(disk.image.close)
+            disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(config, sockets, pool, gid).run())
+            return runner.run(_Daemon(config, sockets, pool, disks, gid).run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -140,6 +157,16 @@ def open_pool(config: Config) -> HostPool:
         raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
 
 
+def open_disks(config: Config) -> Iterator[Disk]:
+    """The configured disks, with empty images; the directories are not looked at. Raises ConfigError."""
+    for number, path in enumerate(config.disk.paths):
+        try:
+            image = DiskImage(disk_geometry(config.disk.size, config.disk.extent_size))
+        except ValueError as error:
+            raise ConfigError("disk.size", human_size(config.disk.size), str(error)) from error
+        yield Disk(DiskId(number), path, image)
+
+
 def check_room(path: Path, size_bytes: int) -> None:
     """Raises ConfigError if the pool's file system could never hold it."""
     found = os.statvfs(path.parent)
@@ -163,10 +190,13 @@ def _mount_point(path: Path) -> Path:
 class _Daemon:
     """One run of the daemon on an event loop."""
 
-    def __init__(self, config: Config, sockets: OwnedSockets, pool: HostPool, gid: int | None) -> None:
+    def __init__(
+        self, config: Config, sockets: OwnedSockets, pool: HostPool, disks: list[Disk], gid: int | None
+    ) -> None:
         self._config = config
         self._sockets = sockets
         self._pool = pool
+        self._disks = disks
         self._gid = gid
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -181,13 +211,18 @@ class _Daemon:
         metrics = Metrics(CollectorRegistry(), version())
         async with AsyncExitStack() as stack:
             machine = Machine(
-                self._block_table(),
+                _block_table(self._pool.geometry, len(self._pool.array)),
                 clock,
                 limits,
                 self._pool.geometry,
                 first_epoch=first_epoch(self._pool.boot_nonce),
                 integrity=config.integrity.to_core(),
                 randomness=np.random.default_rng(),
+                disks=[
+                    (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
+                    for disk in self._disks
+                ],
+                disk_policy=config.disk.to_core(),
             )
             workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
             cache = Cache(
@@ -195,6 +230,7 @@ class _Daemon:
                 self._pool,
                 workers,
                 limits,
+                disks=self._disks,
                 pool_path=config.pool.file,
                 clock=clock,
                 observe_lag=metrics.observe_lag,
@@ -202,6 +238,7 @@ class _Daemon:
             cache.handle(self._pool.recovered)
             stack.push_async_callback(workers.stop, 0)
             await workers.start()
+            await self._wait_for_disks(workers, cache)
             sessions = Sessions(
                 cache,
                 sessions_max=config.server.sessions_max,
@@ -222,7 +259,7 @@ class _Daemon:
                 self._drained,
             )
             side = await self._listen(rpc, sessions, cache, stack)
-            self._greet(metrics_url)
+            self._greet(metrics_url, cache)
             background = [
                 asyncio.create_task(cache.run_ticks(), name="ticks"),
                 asyncio.create_task(self._end_silent(sessions), name="silence"),
@@ -239,12 +276,6 @@ class _Daemon:
 
     # --- starting ---
 
-    def _block_table(self) -> BlockTable:
-        """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
-        geometry = self._pool.geometry
-        slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
-        return BlockTable(min(slots, CAPACITY_MAX), len(self._pool.array) // PAGE_BYTES)
-
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config
         return Supervisor(
@@ -252,6 +283,7 @@ class _Daemon:
             pool_bytes=len(self._pool.array),
             register_writer=self._pool.register_writer,
             events=events,
+            disks=[self._disk_options(disk) for disk in self._disks],
             limits=SupervisorLimits(
                 copy_deadline_s=config.workers.copy_deadline_s, gpu_idle_s=config.workers.gpu_idle_s
             ),
@@ -262,6 +294,27 @@ class _Daemon:
                 log_format=config.log.format,
             ),
         )
+
+    def _disk_options(self, disk: Disk) -> DiskOptions:
+        config, image = self._config.disk, disk.image
+        return DiskOptions(
+            number=disk.number,
+            path=disk.path,
+            size_bytes=image.bytes,
+            extent_bytes=image.geometry.extent_bytes,
+            image_fd=image.fd,
+            threads=config.threads,
+            queue_depth=config.queue_depth,
+            deadline_s=config.deadline_s,
+        )
+
+    async def _wait_for_disks(self, workers: Supervisor, cache: Cache) -> None:
+        """So that the first lookup can hit what they have; one that cannot be used, or takes too long, joins
+        later."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.disk.start_deadline_s
+        await workers.settle_disks(self._config.disk.start_deadline_s)
+        await cache.disks.recovered(max(0.0, deadline_s - loop.time()))
 
     def _rpc_settings(self) -> RpcSettings:
         server, limits = self._config.server, self._config.limits
@@ -299,7 +352,7 @@ class _Daemon:
         await rpc.start()
         return side
 
-    def _greet(self, metrics_url: str) -> None:
+    def _greet(self, metrics_url: str, cache: Cache) -> None:
         config, start = self._config, self._pool.start
         how = (
             f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
@@ -312,6 +365,7 @@ class _Daemon:
             f"  pool     {config.pool.file or 'anonymous memory'}, "
             f"{human_size(self._pool.geometry.capacity_bytes)}",
             f"  start    {how} ({start.seconds:.2f} s)",
+            *(f"  disk     {line}" for line in self._disk_lines(cache)),
             f"  metrics  {metrics_url or 'off'}",
             f"  vLLM     {VLLM_FLAG}",
         )
@@ -327,6 +381,19 @@ class _Daemon:
             start="warm" if start.warm else "cold",
             metrics=metrics_url,
         )
+
+    @staticmethod
+    def _disk_lines(cache: Cache) -> Iterator[str]:
+        for disk in cache.snapshot().disks:
+            if disk.state == "starting":
+                how = "starting: it joins as soon as it is ready"
+            elif disk.state != "live":
+                how = f"off: {disk.why}"
+            elif disk.cold_reason:
+                how = f"cold: {disk.cold_reason}"
+            else:
+                how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
+            yield f"{disk.path}, {human_size(disk.capacity_bytes)}, {how}"
 
     # --- running and stopping ---
 
@@ -381,6 +448,12 @@ class _Daemon:
                 )
                 return
             await asyncio.sleep(DRAIN_POLL_S)
+
+
+def _block_table(geometry: PoolGeometry, file_bytes: int) -> BlockTable:
+    """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
+    slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
+    return BlockTable(min(slots, CAPACITY_MAX), file_bytes // PAGE_BYTES)
 
 
 def _open_channel(

@@ -9,11 +9,11 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 ENV_PREFIX = "KVTIER_"
 
@@ -65,6 +65,20 @@ def path(raw: object) -> Path | None:
     if not found.is_absolute():
         raise ValueError("write an absolute path")
     return found
+
+
+def paths(raw: object) -> tuple[Path, ...]:
+    """Different absolute paths: a list of texts, or one text with colons between them; none is empty."""
+    if not isinstance(raw, list):
+        raw = text(raw).split(":") if raw else []
+    parts = [text(part) for part in raw]
+    found = tuple(each for each in map(path, parts) if each is not None)
+    if len(found) < len(parts):
+        raise ValueError("one of them is empty: write absolute paths, with one colon between two")
+    plain = [os.path.normpath(each) for each in found]
+    if repeated := [name for number, name in enumerate(plain) if name in plain[:number]]:
+        raise ValueError(f"{repeated[0]} is named twice: write each directory once")
+    return tuple(map(Path, plain))
 
 
 def boolean(raw: object) -> bool:
@@ -206,6 +220,11 @@ class Given:
     source: str
 
 
+def refuse(given: Mapping[str, Given], key: str, value: object, message: str) -> NoReturn:
+    """Raises ConfigError for a value that does not go with others, naming where it came from."""
+    raise ConfigError(key, value, message, source=given[key].source if key in given else "default")
+
+
 def from_file(cls: type, file: Path) -> dict[str, Given]:
     """Settings of a TOML file by key. Raises ConfigError: not readable, not TOML, unknown section or key."""
     try:
@@ -232,15 +251,18 @@ def from_file(cls: type, file: Path) -> dict[str, Given]:
     return found
 
 
-def from_environment(cls: type, environ: Mapping[str, str]) -> dict[str, Given]:
-    """Settings of the environment by key. A name that starts like one of ours and is none is refused."""
+def from_environment(
+    cls: type, environ: Mapping[str, str], besides: Collection[str] = ()
+) -> dict[str, Given]:
+    """Settings of the environment by key. A name that starts like one of ours and is none is refused, but for
+    those of `besides`."""
     by_env = {item.env: item for item in declared(cls)}
     prefixes = tuple({f"{ENV_PREFIX}{item.section}_".upper() for item in by_env.values()})
     found = {}
     for name, raw in environ.items():
         if name in by_env:
             found[by_env[name].key] = Given(raw, f"environment {name}")
-        elif name.startswith(prefixes):
+        elif name.startswith(prefixes) and name not in besides:
             raise _unknown(name, by_env, "the environment", "variable")
     return found
 

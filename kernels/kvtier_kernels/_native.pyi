@@ -1,6 +1,6 @@
 """The native core of kvtier. Use it through `kvtier_kernels`."""
 
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import numpy.typing
@@ -100,6 +100,12 @@ class BlockTable:
     def victims(self, domain: int, n: int) -> numpy.typing.NDArray[numpy.uint32]:
         """
         Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.
+        """
+
+    def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> numpy.typing.NDArray[numpy.uint32]:
+        """
+        Of the `horizon` least recent victims of a domain, up to n that have none of these flags, least recent first.
+        Changes nothing.
         """
 
     def states(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
@@ -335,6 +341,48 @@ class PoolRecords:
         As `check`, and the data checksum fits the slot's data bytes, which are all read.
         """
 
+    def match(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        1 where a slot is WRITING with its generation, that of `source` READY with its own and its record to be
+        believed, and both are the same shard of the same block: namespace, group, shard, world size, hash and data bytes
+        are equal. Else 0; uint8 (n,). A page that is no slot is 0 as well. `source` may be any pool, its slots uint32
+        and their generations uint64 of shape (n,).
+        """
+
+    def adopt(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        As `match`; where it is 1, the source's data checksum becomes this slot's. After a copy of the source's data, 1
+        says that what was copied is what the checksum was made of, or has rotted since.
+        """
+
+    def accept(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        After the source's data were read into these slots: as `match`, but 1 only if the data of the slot, which are all
+        read, have the source's data checksum, which becomes this slot's; 2 if they match and the data do not fit.
+        """
+
+    def data_bytes(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
+        """
+        The data bytes that each slot's record tells, in whatever state, uint64 (n,); 0 if it was never opened. Raises
+        ValueError if they are more than the slot's.
+        """
+
+    def data_sums(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint8]]:
+        """
+        The data checksum of each slot, uint64 (n,), and what `check` says, uint8 (n,). The sum is 0 where that is 0.
+        """
+
+    def record_pages(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
+        """
+        File offsets of the pages that hold the slots' records, each once, in rising order; uint64 (m,).
+        """
+
+    def table_range(self, extent: int) -> tuple[int, int]:
+        """
+        (file offset, bytes) of the slot table of an extent in use, both multiples of PAGE_BYTES; its header page lies
+        before it. Raises ValueError if the extent is not in use.
+        """
+
     def format_extent(self, extent: int, slot_bytes: int) -> None:
         """
         Makes an extent one of FREE slots of this size; generations in it go on rising. Raises ValueError if one of its
@@ -461,3 +509,46 @@ class SharedWords:
         The part's state: one of the PART_ constants; PART_SUPERSEDED if the word belongs to a later ticket. Raises
         RuntimeError for a value that no part word can have.
         """
+
+class SlabIo:
+    """
+    Reads and writes of whole pages between memory and a file, many in flight at once (Linux native AIO). A call returns
+    when all of its operations have ended, whatever signals come: no device touches the memory after that. The
+    interpreter's lock is released meanwhile.
+
+    One caller: a call while another runs raises RuntimeError. All rows are checked before anything is submitted: a
+    ValueError names argument, index and value.
+    """
+
+    def __init__(self, fd: int, depth: int, progress: SharedWords | None = None, progress_index: int = 0) -> None:
+        """
+        Works on a duplicate of `fd`, with up to `depth` operations (1 to 2^20) in flight. A descriptor opened without
+        O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of
+        completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous
+        operations (fs.aio-max-nr) is used up.
+        """
+
+    def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three
+        are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.
+        Rows are read in the order of the file, neighbours in it together, up to 1 MiB.
+
+        Returns 0 or an errno for each row, int32 of shape (n,). EIO also when less than asked for was there. A row's error
+        is its own: when several rows fail together, each is tried alone.
+        """
+
+    def write(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        Writes from `memory` to the file, likewise; rows may not overlap in the file. What a row with an error has left
+        there is unknown. Nothing is flushed.
+        """
+
+    def close(self) -> None:
+        """
+        Gives the context and the descriptor back; every later read or write raises ValueError.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...

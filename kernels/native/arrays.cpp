@@ -34,18 +34,17 @@ void check_elements(const Buffer& buffer, std::size_t element_bytes, int dims) {
         refuse(buffer.name(), " is not aligned to its elements of ", element_bytes, " bytes");
 }
 
-nb::object new_array(std::size_t element_bytes, std::size_t rows, std::ptrdiff_t columns, void** data) {
+nb::object new_array(Element element, std::size_t rows, std::ptrdiff_t columns, void** data) {
     // Kept for the life of the process: a result array per call is on the lookup's path, an import is not.
     static PyObject* const empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
     static PyObject* const types = [] {
         nb::object numpy = nb::module_::import_("numpy");
         nb::object dtype = numpy.attr("dtype");
-        return nb::make_tuple(dtype("uint8"), dtype("uint16"), dtype("uint32"), dtype("uint64")).release().ptr();
+        return nb::make_tuple(dtype("uint8"), dtype("uint16"), dtype("uint32"), dtype("uint64"), dtype("int32")).release().ptr();
     }();
-    const int type = element_bytes == 1 ? 0 : element_bytes == 2 ? 1 : element_bytes == 4 ? 2 : 3;
     nb::object shape =
         columns < 0 ? nb::object(nb::int_(rows)) : nb::object(nb::make_tuple(rows, static_cast<std::size_t>(columns)));
-    PyObject* arguments[] = {shape.ptr(), PyTuple_GET_ITEM(types, type)};
+    PyObject* arguments[] = {shape.ptr(), PyTuple_GET_ITEM(types, static_cast<Py_ssize_t>(element))};
     nb::object array = nb::steal(PyObject_Vectorcall(empty, arguments, 2, nullptr));
     if (!array.is_valid()) throw nb::python_error();
     Py_buffer view;

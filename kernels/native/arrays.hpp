@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 
 #include "refuse.hpp"
 
@@ -82,14 +83,24 @@ struct Array {
     T* data = nullptr;
 };
 
-// Makes a numpy array of unsigned integers of this size with shape (rows,) or, if columns >= 0, (rows, columns).
-nb::object new_array(std::size_t element_bytes, std::size_t rows, std::ptrdiff_t columns, void** data);
+// The element types that new arrays have.
+enum class Element { uint8, uint16, uint32, uint64, int32 };
+template <class T>
+inline constexpr Element element_of = sizeof(T) == 1   ? Element::uint8
+                                      : sizeof(T) == 2 ? Element::uint16
+                                      : sizeof(T) == 4 ? Element::uint32
+                                                       : Element::uint64;
+template <>
+inline constexpr Element element_of<std::int32_t> = Element::int32;
+
+// Makes a numpy array with shape (rows,) or, if columns >= 0, (rows, columns).
+nb::object new_array(Element element, std::size_t rows, std::ptrdiff_t columns, void** data);
 
 template <class T>
 Array<T> make_array(std::size_t rows) {
     Array<T> out;
     void* data = nullptr;
-    out.object = new_array(sizeof(T), rows, -1, &data);
+    out.object = new_array(element_of<T>, rows, -1, &data);
     out.data = static_cast<T*>(data);
     return out;
 }
@@ -98,7 +109,7 @@ template <class T>
 Array<T> make_array(std::size_t rows, std::size_t columns) {
     Array<T> out;
     void* data = nullptr;
-    out.object = new_array(sizeof(T), rows, static_cast<std::ptrdiff_t>(columns), &data);
+    out.object = new_array(element_of<T>, rows, static_cast<std::ptrdiff_t>(columns), &data);
     out.data = static_cast<T*>(data);
     return out;
 }
@@ -109,7 +120,9 @@ namespace nanobind::detail {
 
 template <class T>
 constexpr auto array_name() {
-    if constexpr (sizeof(T) == 1)
+    if constexpr (std::is_same_v<T, std::int32_t>)
+        return const_name("numpy.typing.NDArray[numpy.int32]");
+    else if constexpr (sizeof(T) == 1)
         return const_name("numpy.typing.NDArray[numpy.uint8]");
     else if constexpr (sizeof(T) == 2)
         return const_name("numpy.typing.NDArray[numpy.uint16]");

@@ -311,6 +311,15 @@ std::size_t BlockTable::victims(std::uint16_t domain, std::size_t n, std::uint32
     return found;
 }
 
+std::size_t BlockTable::coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
+                                std::uint32_t* out) const {
+    std::size_t found = 0, seen = 0;
+    for (std::uint32_t id = domains_[domain].oldest - 1; id != kNoEntry && found < n && seen < horizon;
+         id = entries_[id].next, ++seen)
+        if ((entries_[id].flags & without_flags) == 0) out[found++] = id;
+    return found;
+}
+
 void BlockTable::set_flags(Entries entries, std::uint8_t flags) {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
     for (const std::uint32_t id : entries) entries_[id].flags |= flags;

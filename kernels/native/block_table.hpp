@@ -73,6 +73,9 @@ class BlockTable {
     void unpin(Entries entries);
     void touch(Entries entries);
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
+    // Of the first `horizon` victims, up to n that have none of these flags.
+    std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
+                        std::uint32_t* out) const;
     // How many victims a domain has.
     std::size_t evictable(std::uint16_t domain) const { return domains_[domain].linked; }
     void set_flags(Entries entries, std::uint8_t flags);

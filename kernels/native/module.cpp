@@ -11,4 +11,5 @@ NB_MODULE(_native, module) {
     kvtier::register_driver_loops(module);
     kvtier::register_pool(module);
     kvtier::register_words(module);
+    kvtier::register_slab_io(module);  // takes SharedWords
 }

@@ -304,6 +304,99 @@ void Records::verify_data(std::span<const std::uint32_t> slots, const std::uint6
     }
 }
 
+// Whether the slot here is WRITING with its generation, row i of the source READY with its own, and both records name the same
+// shard of the same block with as many data bytes. Fills in both.
+bool Records::match_one(std::uint32_t slot, std::uint64_t generation, const Source& source, std::size_t i, Place& place,
+                        std::uint64_t* source_record) const {
+    Place from;
+    if (!locate(slot, place) || !source.records.read_ready(source.slots[i], source.generations[i], from, source_record)) return false;
+    std::uint64_t record[record_words];
+    copy_record(place.record, record);
+    const std::uint64_t word = record[record_word];
+    // Namespace, hash, data bytes, group, shard and world size lie side by side.
+    return state_of(word) == state_writing && generation_of(word) == generation &&
+           std::equal(record + record_namespace, record + record_clock, source_record + record_namespace) &&
+           data_bytes_of(record) <= place.extent.slot_bytes && load(place.record) == word;
+}
+
+void Records::match(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source,
+                    std::uint8_t* out) const {
+    after_data();
+    Place place;
+    std::uint64_t found[record_words];
+    for (std::size_t i = 0; i < slots.size(); ++i) out[i] = match_one(slots[i], generations[i], source, i, place, found);
+}
+
+void Records::adopt(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source,
+                    std::uint8_t* out) {
+    require_distinct(slots);
+    after_data();
+    Place place;
+    std::uint64_t found[record_words];
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        out[i] = match_one(slots[i], generations[i], source, i, place, found);
+        if (!out[i]) continue;
+        store(place.record + record_data_checksum, found[record_data_checksum]);
+        step();
+    }
+}
+
+void Records::accept(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source,
+                     std::uint8_t* out) {
+    require_distinct(slots);
+    Place place;
+    std::uint64_t found[record_words], again[record_words];
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        out[i] = accepted_not;
+        if (!match_one(slots[i], generations[i], source, i, place, found)) continue;
+        const std::uint64_t sum = xxh3_64(base_ + place.extent.slot_offset(place.slot), data_bytes_of(found));
+        after_data();
+        if (!match_one(slots[i], generations[i], source, i, place, again) || !std::equal(found, found + record_words, again)) continue;
+        out[i] = sum == found[record_data_checksum] ? accepted : accepted_other_data;
+        if (out[i] != accepted) continue;
+        store(place.record + record_data_checksum, sum);
+        step();
+    }
+}
+
+void Records::data_bytes(std::span<const std::uint32_t> slots, std::uint64_t* out) const {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        const Place place = require(slots[i]);
+        out[i] = static_cast<std::uint32_t>(load(place.record + record_bytes_group));
+        if (out[i] > place.extent.slot_bytes)
+            refuse("slot ", slots[i], ": expected at most ", place.extent.slot_bytes, " data bytes, found ", out[i]);
+    }
+}
+
+void Records::data_sums(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint64_t* sums,
+                        std::uint8_t* ok) const {
+    Place place;
+    std::uint64_t record[record_words];
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        ok[i] = read_ready(slots[i], generations[i], place, record);
+        sums[i] = ok[i] ? record[record_data_checksum] : 0;
+    }
+}
+
+std::vector<std::uint64_t> Records::record_pages(std::span<const std::uint32_t> slots) const {
+    std::vector<std::uint64_t> offsets;
+    offsets.reserve(slots.size());
+    for (const std::uint32_t slot : slots) {
+        const Place place = require(slot);
+        offsets.push_back(place.extent.record_offset(place.slot) / page_bytes * page_bytes);
+    }
+    std::sort(offsets.begin(), offsets.end());
+    offsets.erase(std::unique(offsets.begin(), offsets.end()), offsets.end());
+    return offsets;
+}
+
+std::pair<std::uint64_t, std::uint64_t> Records::table_range(std::uint64_t index) const {
+    if (index >= extents_) refuse("extent ", index, ": the pool has ", extents_);
+    Extent found;
+    if (!extent(index, found)) refuse("extent ", index, ": expected one in use, found none there");
+    return {found.record_offset(0), found.data_offset - page_bytes};
+}
+
 void Records::format_extent(std::uint64_t index, std::uint64_t slot_bytes) {
     if (index >= extents_) refuse("extent ", index, ": the pool has ", extents_);
     const std::uint64_t count = slots_per_extent(extent_bytes_, slot_bytes);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "pool_format.hpp"
@@ -47,6 +48,18 @@ struct OpenFields {
     const std::uint8_t* hashes;  // 32 bytes per slot
 };
 
+class Records;
+
+// READY slots of another pool (or of the same), as many as there are slots in the call.
+struct Source {
+    const Records& records;
+    std::span<const std::uint32_t> slots;
+    const std::uint64_t* generations;
+};
+
+// What became of a slot that was to take over the data checksum of another.
+enum Accepted : std::uint8_t { accepted_not, accepted, accepted_other_data };
+
 // Works on the bytes of a whole pool file. Everything read from them is checked before it is used as an offset, each time: they
 // may be garbage. Batch calls check every slot first and throw std::invalid_argument with nothing changed.
 class Records {
@@ -71,6 +84,21 @@ public:
                        std::uint8_t* out) const;
     void verify_data(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
 
+    // Between two pools, where records of the same shard of the same block meet: one here, WRITING, and a READY one in `source`.
+    void match(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out) const;
+    // Where they match, the source's data checksum becomes this record's.
+    void adopt(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out);
+    // Where they match and this slot's data, which are all read, have the source's checksum, it becomes this record's.
+    void accept(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out);
+
+    void data_bytes(std::span<const std::uint32_t> slots, std::uint64_t* out) const;
+    void data_sums(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint64_t* sums,
+                   std::uint8_t* ok) const;
+    // File offsets of the pages that hold the slots' records, each once, ascending.
+    std::vector<std::uint64_t> record_pages(std::span<const std::uint32_t> slots) const;
+    // File offset and bytes of an extent's slot table.
+    std::pair<std::uint64_t, std::uint64_t> table_range(std::uint64_t extent) const;
+
     void format_extent(std::uint64_t extent, std::uint64_t slot_bytes);
     bool extent(std::uint64_t index, Extent& out) const;  // false: not in use, or its header is not to be believed
     Scan scan() const;
@@ -91,6 +119,8 @@ private:
     Place require(std::uint32_t slot) const;
     std::vector<Place> require_all(std::span<const std::uint32_t> slots) const;
     bool read_ready(std::uint32_t slot, std::uint64_t generation, Place& place, std::uint64_t* record) const;
+    bool match_one(std::uint32_t slot, std::uint64_t generation, const Source& source, std::size_t i, Place& place,
+                   std::uint64_t* source_record) const;
     std::uint64_t* words(std::uint64_t offset) const { return reinterpret_cast<std::uint64_t*>(base_ + offset); }
     void step();
 

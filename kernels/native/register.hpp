@@ -11,6 +11,7 @@ void register_copy_plan(nanobind::module_& module);
 void register_device_plan(nanobind::module_& module);
 void register_driver_loops(nanobind::module_& module);
 void register_pool(nanobind::module_& module);
+void register_slab_io(nanobind::module_& module);
 void register_words(nanobind::module_& module);
 
 }  // namespace kvtier

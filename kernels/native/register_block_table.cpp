@@ -168,6 +168,18 @@ Array<std::uint32_t> victims(GuardedTable& guarded, std::uint16_t domain, std::s
     return copied(found);
 }
 
+Array<std::uint32_t> coldest(GuardedTable& guarded, std::uint16_t domain, std::size_t n, std::uint8_t without_flags,
+                             std::size_t horizon) {
+    const Table table(guarded);
+    const std::size_t steps = std::min(horizon, table->evictable(domain));
+    std::vector<std::uint32_t> found(std::min(n, steps));
+    {
+        const ReleaseGilIf release(steps >= kReleaseRows);
+        found.resize(table->coldest(domain, found.size(), without_flags, steps, found.data()));
+    }
+    return copied(found);
+}
+
 Array<std::uint32_t> entries_of(GuardedTable& guarded, std::uint32_t space) {
     const Table table(guarded);
     std::vector<std::uint32_t> found;
@@ -298,6 +310,9 @@ void register_block_table(nb::module_& module) {
              "READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.")
         .def("victims", &victims, "domain"_a, "n"_a,
              "Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.")
+        .def("coldest", &coldest, "domain"_a, "n"_a, "without_flags"_a, "horizon"_a,
+             "Of the `horizon` least recent victims of a domain, up to n that have none of these flags, least recent first.\n"
+             "Changes nothing.")
         .def("states", &field<&T::Entry::state>, "entries"_a, "State of each entry.")
         .def("pins", &field<&T::Entry::pins>, "entries"_a, "Number of pins of each entry.")
         .def("flags", &field<&T::Entry::flags>, "entries"_a, "Flags of each entry.")

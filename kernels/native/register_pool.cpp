@@ -1,4 +1,5 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <sys/mman.h>
 
@@ -108,6 +109,58 @@ class PoolRecords {
         return out;
     }
 
+    // match, adopt and accept.
+    template <auto compare>
+    Array<std::uint8_t> compared(U32 slots, U64 generations, PoolRecords& source, U32 source_slots, U64 source_generations) {
+        const In<std::uint32_t> places(slots, "slots"), others(source_slots, "source_slots");
+        const In<std::uint64_t> expected(generations, "generations"), others_expected(source_generations, "source_generations");
+        expected.require_rows(places.size(), "slots");
+        others.require_rows(places.size(), "slots");
+        others_expected.require_rows(places.size(), "slots");
+        Array<std::uint8_t> out = make_array<std::uint8_t>(places.size());
+        nb::gil_scoped_release release;
+        (records_.*compare)(places.span(), expected.data(), {source.records_, others.span(), others_expected.data()}, out.data);
+        return out;
+    }
+
+    Array<std::uint64_t> data_bytes(U32 slots) const {
+        const In<std::uint32_t> places(slots, "slots");
+        Array<std::uint64_t> out = make_array<std::uint64_t>(places.size());
+        nb::gil_scoped_release release;
+        records_.data_bytes(places.span(), out.data);
+        return out;
+    }
+
+    nb::tuple data_sums(U32 slots, U64 generations) const {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint64_t> expected(generations, "generations");
+        expected.require_rows(places.size(), "slots");
+        const Array<std::uint64_t> sums = make_array<std::uint64_t>(places.size());
+        const Array<std::uint8_t> ok = make_array<std::uint8_t>(places.size());
+        {
+            const nb::gil_scoped_release release;
+            records_.data_sums(places.span(), expected.data(), sums.data, ok.data);
+        }
+        return nb::make_tuple(sums, ok);
+    }
+
+    Array<std::uint64_t> record_pages(U32 slots) const {
+        const In<std::uint32_t> places(slots, "slots");
+        std::vector<std::uint64_t> found;
+        {
+            const nb::gil_scoped_release release;
+            found = records_.record_pages(places.span());
+        }
+        const Array<std::uint64_t> out = make_array<std::uint64_t>(found.size());
+        std::copy(found.begin(), found.end(), out.data);
+        return out;
+    }
+
+    std::pair<std::uint64_t, std::uint64_t> table_range(std::uint64_t extent) const {
+        nb::gil_scoped_release release;
+        return records_.table_range(extent);
+    }
+
     void format_extent(std::uint64_t extent, std::uint64_t slot_bytes) {
         nb::gil_scoped_release release;
         records_.format_extent(extent, slot_bytes);
@@ -213,6 +266,33 @@ void register_pool(nb::module_& module) {
              "A page that is no slot is 0 as well.")
         .def("verify_data", &PoolRecords::checked<&pool::Records::verify_data>, arg("slots"), arg("generations"),
              "As `check`, and the data checksum fits the slot's data bytes, which are all read.")
+        .def("match", &PoolRecords::compared<&pool::Records::match>, arg("slots"), arg("generations"), arg("source"),
+             arg("source_slots"), arg("source_generations"),
+             "1 where a slot is WRITING with its generation, that of `source` READY with its own and its record to be\n"
+             "believed, and both are the same shard of the same block: namespace, group, shard, world size, hash and data bytes\n"
+             "are equal. Else 0; uint8 (n,). A page that is no slot is 0 as well. `source` may be any pool, its slots uint32\n"
+             "and their generations uint64 of shape (n,).")
+        .def("adopt", &PoolRecords::compared<&pool::Records::adopt>, arg("slots"), arg("generations"), arg("source"),
+             arg("source_slots"), arg("source_generations"),
+             "As `match`; where it is 1, the source's data checksum becomes this slot's. After a copy of the source's data, 1\n"
+             "says that what was copied is what the checksum was made of, or has rotted since.")
+        .def("accept", &PoolRecords::compared<&pool::Records::accept>, arg("slots"), arg("generations"), arg("source"),
+             arg("source_slots"), arg("source_generations"),
+             "After the source's data were read into these slots: as `match`, but 1 only if the data of the slot, which are all\n"
+             "read, have the source's data checksum, which becomes this slot's; 2 if they match and the data do not fit.")
+        .def("data_bytes", &PoolRecords::data_bytes, arg("slots"),
+             "The data bytes that each slot's record tells, in whatever state, uint64 (n,); 0 if it was never opened. Raises\n"
+             "ValueError if they are more than the slot's.")
+        .def("data_sums", &PoolRecords::data_sums, arg("slots"), arg("generations"),
+             nb::sig("def data_sums(self, slots: numpy.typing.NDArray[numpy.uint32], generations: "
+                     "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.uint64], "
+                     "numpy.typing.NDArray[numpy.uint8]]"),
+             "The data checksum of each slot, uint64 (n,), and what `check` says, uint8 (n,). The sum is 0 where that is 0.")
+        .def("record_pages", &PoolRecords::record_pages, arg("slots"),
+             "File offsets of the pages that hold the slots' records, each once, in rising order; uint64 (m,).")
+        .def("table_range", &PoolRecords::table_range, arg("extent"),
+             "(file offset, bytes) of the slot table of an extent in use, both multiples of PAGE_BYTES; its header page lies\n"
+             "before it. Raises ValueError if the extent is not in use.")
         .def("format_extent", &PoolRecords::format_extent, arg("extent"), arg("slot_bytes"),
              "Makes an extent one of FREE slots of this size; generations in it go on rising. Raises ValueError if one of its\n"
              "slots is not FREE, or no slot of this size fits.")

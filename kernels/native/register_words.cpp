@@ -1,25 +1,10 @@
-#include <memory>
-#include <utility>
-
 #include "arrays.hpp"
 #include "register.hpp"
-#include "words.hpp"
+#include "shared_words.hpp"
 
 namespace kvtier {
 
 namespace {
-
-// Words over a Python buffer, which stays exported (an mmap cannot be closed) as long as this object lives.
-class SharedWords : public Words {
-   public:
-    SharedWords(BufferArg buffer, std::size_t count)
-        : SharedWords(std::make_unique<Buffer>(buffer.object, "buffer", true), count) {}
-
-   private:
-    SharedWords(std::unique_ptr<Buffer> buffer, std::size_t count)
-        : Words(buffer->data(), buffer->bytes(), count), buffer_(std::move(buffer)) {}
-    std::unique_ptr<Buffer> buffer_;
-};
 
 Array<std::uint64_t> load_many(const SharedWords& words, ArrayArg<std::uint32_t> indexes) {
     const In<std::uint32_t> input(indexes, "indexes");

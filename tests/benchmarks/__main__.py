@@ -23,7 +23,7 @@ DEADLINE_S = 900
 BENCHMARKS = {
     "kernels": "gather and scatter against one large memcpy; the index at 4 M entries",
     "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
-    "restart": "from kill -9 to warm: the scan of 10 k and 1 M slots",
+    "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
     "rpc": "lookups over gRPC, unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "transfers": "store to commit and load, end to end, through a real daemon",

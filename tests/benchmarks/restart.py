@@ -1,15 +1,19 @@
-"""Restart to warm: seconds from opening a full pool to everything being known again, at 10 k and 1 M slots.
+"""Restart to warm, against slots (10 k, 100 k, 1 M of 4 KiB) and bytes (1 to 8 GiB in slots of 1 MiB).
 
     python -m tests.benchmarks.restart [--json] [--slots N]
 
-The pool is filled by one process, killed, and opened by this one. `_s` is everything: `_pool_s`, opening and
-recovering, and `_core_s`, a core that takes over what was found. `_scan_s` is the native scan alone.
+Records: a pool is filled by one process, killed, and opened by this one. `_s` is everything: `_pool_s`,
+opening and recovering, and `_core_s`, a core that takes over what was found. `_scan_s` is the native scan
+alone. Daemon (`restart_daemon_…`): kvtierd is killed with SIGKILL and started again. `_serving_s`: from the
+exec until it says so; `_first_hit_s`: from the exec until a client, made when it serves, has loaded a block;
+`_recovering_s`: the daemon's own word for what the pool took. `empty` is a daemon with nothing to recover.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import statistics
@@ -26,12 +30,17 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.memory import HostPool
 
+from tests.benchmarks import restart_daemon
+from tests.benchmarks.restart_daemon import Shape
+
 SLOT_BYTES = 4096
 EXTENT_BYTES = 64 << 20
 BATCH = 8192
 REPETITIONS = 3
 FILL_TIMEOUT_S = 300
-SIZES = {"10k": 10_000, "1m": 1_000_000}
+SIZES = {"10k": 10_000, "100k": 100_000, "1m": 1_000_000}
+SMALL = tuple(Shape(name, blocks, 1, 4 << 10, 64 << 20) for name, blocks in ({"empty": 0} | SIZES).items())
+LARGE = tuple(Shape(f"{gib}gib", gib << 10, 16, 64 << 10, 64 << 20) for gib in (1, 2, 4, 8))
 
 
 def pool_bytes(slots: int) -> int:
@@ -127,18 +136,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--slots", type=int, help="measure this number of slots instead")
+    parser.add_argument("--slots", type=int, help="records only, this number of slots")
     arguments = parser.parse_args()
     if arguments.fill:
         fill(arguments.fill, arguments.slots)
     figures: dict[str, float] = {}
     for name, slots in {str(arguments.slots): arguments.slots}.items() if arguments.slots else SIZES.items():
         figures |= measure(name, slots)
+    if not arguments.slots:
+        logging.getLogger("kvtier").setLevel(logging.ERROR)  # its daemon is killed again and again
+        for shapes in (SMALL, LARGE):
+            rows = restart_daemon.measure(shapes)
+            show(rows)
+            figures |= {
+                f"restart_daemon_{name}_{key}": s for name, row in rows.items() for key, s in row.items()
+            }
     if not arguments.json:
         for key, value in figures.items():
-            print(f"{key:<24} {value:8.4f}")
+            print(f"{key:<36} {value:8.4f}")
     print(json.dumps(figures))
     return 0
+
+
+def show(rows: dict[str, dict[str, float]]) -> None:
+    """One line for each pool, for people: on standard error, where `make bench` lets it through."""
+    print(f"{'kill -9 to warm':<16} {'recovering':>12} {'serving':>12} {'first hit':>12}", file=sys.stderr)
+    for name, row in rows.items():
+        cells = " ".join(f"{row[key]:>10.3f} s" for key in ("recovering_s", "serving_s", "first_hit_s"))
+        print(f"{name:<16} {cells}", file=sys.stderr)
 
 
 if __name__ == "__main__":

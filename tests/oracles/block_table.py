@@ -188,6 +188,11 @@ class BlockTable:
     def victims(self, domain: int, n: int) -> U32:
         return np.array(self.recency.get(domain, [])[:n], np.uint32)
 
+    def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> U32:
+        victims = self.recency.get(domain, [])[:horizon]
+        cold = [entry for entry in victims if not self.blocks[entry].flags & without_flags]
+        return np.array(cold[:n], np.uint32)
+
     def _newest(self, entry: int) -> None:
         block = self.blocks[entry]
         if block.evictable:

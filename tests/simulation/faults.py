@@ -9,6 +9,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Ticket
 from kvtierd.core.stimuli import (
     CancelTransfers,
+    DiskJobFinished,
     Drain,
     PartFinished,
     Resume,
@@ -114,7 +115,7 @@ def told_again(world: World) -> None:
         _repeat(world, world.random.choice(world.told))
 
 
-def _repeat(world: World, message: Told) -> None:
+def _repeat(world: World, message: Told | DiskJobFinished) -> None:
     if isinstance(message, SlotsChecked):
         check = world.machine.books.check
         assert check is None or check.check != message.check, "it has been answered"

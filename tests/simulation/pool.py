@@ -36,6 +36,8 @@ class Slot:
     writer: int = 0
     clock: int = 0
     content: Any = TORN
+    sum: Any = TORN
+    """What the data checksum in the record says the content is."""
     rot: str = ""
     """"record": every load notices. "data": only one that verifies the checksum does."""
 
@@ -43,8 +45,10 @@ class Slot:
 class FakePool:
     """Survives daemons; counts its boots."""
 
-    def __init__(self, geometry: PoolGeometry) -> None:
+    def __init__(self, geometry: PoolGeometry, *, rots_below: bool = False) -> None:
+        """`rots_below`: it holds records only; what rots is the data on a disk."""
         self.geometry = geometry
+        self.rots_below = rots_below
         self.boot = 0
         self.extents: dict[int, int] = {}
         self.slots: dict[int, Slot] = {}
@@ -78,7 +82,7 @@ class FakePool:
             slot.shard, slot.world = action.shard, action.world_size
             slot.store = (self.boot, action.store)
             slot.writer = action.worker
-            slot.content, slot.rot = TORN, ""
+            slot.content, slot.sum, slot.rot = TORN, TORN, ""
             self.states[number] = WRITING
             self.by_key.setdefault(slot.key, set()).add(number)
 
@@ -93,6 +97,14 @@ class FakePool:
             slot.clock = action.first_clock - i // action.slots.shape[1]
             self.states[number] = READY
 
+    def make_ready(self, numbers: list[int], clocks: list[int]) -> None:
+        """What a disk's worker does in the image it shares with the front."""
+        for number, clock in zip(numbers, clocks, strict=True):
+            slot = self.slots[number]
+            assert slot.state == WRITING
+            slot.state, slot.clock = READY, clock
+            self.states[number] = READY
+
     def free(self, action: FreeSlots) -> None:
         for number in action.slots.tolist():
             assert self.slots[number].state != FREE, f"slot {number} is freed twice"
@@ -101,7 +113,7 @@ class FakePool:
     def set_aside(self, action: QuarantineSlots) -> None:
         for number in action.slots.tolist():
             slot = self.slots[number]
-            assert slot.rot, f"slot {number} is set aside, and nothing is wrong with it"
+            assert slot.rot or self.rots_below, f"slot {number} is set aside, and nothing is wrong with it"
             self._free(number)
             slot.state, slot.writer = WRITING, NOBODY
             slot.generation += 1

@@ -17,7 +17,7 @@ from kvtierd.core.stimuli import (
     WorkerLive,
 )
 
-from tests.simulation import faults, uses
+from tests.simulation import disk_faults, faults, uses
 from tests.simulation.engine import (
     BLOCKS,
     DOORBELLS,
@@ -93,6 +93,13 @@ def quiesce(world: World) -> None:
             world.do(EndSession(world.dying.pop(), "told to"))
         for worker in list(world.lost):
             world.exit_worker(worker)
+        for lost in list(world.lost_disk_workers):
+            disk_faults.exit_worker(world, lost)
+        for reader in [worker for worker in world.disk_workers if worker is not None]:
+            reader.hangs = False
+            while not reader.idle():
+                reader.step(world.random, world.faults, 0.0)
+                world.deliver_disk(reader)
         for living in [worker for worker in world.current if worker is not None]:
             while not living.idle():
                 living.step(world.random, world.faults, 0.0)
@@ -153,6 +160,7 @@ USES: dict[Callable[[World, Engine], None], float] = {
     uses.ring: 16,
     uses.release: 2,
     uses.touch: 2,
+    uses.prefetch: 2,
     uses.renew: 3,
     uses.wait: 1,
     uses.explain: 2,
@@ -161,7 +169,8 @@ USES: dict[Callable[[World, Engine], None], float] = {
 STEPS: dict[Callable[[World], None], float] = {
     engine_step: 32,
     worker_step: 64,
-    faults.tick: 3,
+    disk_faults.worker_step: 40,
+    faults.tick: 5,
     faults.engine_dies: 0.3,
     faults.cancel: 1.5,
     faults.client_revokes: 1.5,
@@ -176,4 +185,10 @@ STEPS: dict[Callable[[World], None], float] = {
     faults.drain: 0.5,
     faults.daemon_dies: 0.1,
     faults.writers_proven: 0.3,
+    disk_faults.worker_lost: 0.3,
+    disk_faults.worker_exits: 1.0,
+    disk_faults.worker_hangs: 0.2,
+    disk_faults.breaks: 0.3,
+    disk_faults.rots: 0.5,
+    disk_faults.scrub: 0.3,
 }

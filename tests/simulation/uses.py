@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from kvtierd.core.actions import (
     LookupReply,
+    PrefetchReply,
     SubmitReply,
 )
 from kvtierd.core.errors import Reason, Refusal
@@ -13,6 +14,7 @@ from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.core.stimuli import (
     LookupBlocks,
     LookupMode,
+    PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
     Signals,
@@ -61,17 +63,52 @@ def lookup(world: World, engine: Engine) -> None:
     reply = world.do(LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease))
     assert isinstance(reply, LookupReply)
     ready = engine.view is not None and engine.view.ready and not world.draining
-    states = [world.expected(engine, group, key) if ready else MISS for key in keys]
-    hits = [key for key, state in zip(keys, states, strict=True) if state == HIT]
-    if mode is LookupMode.PREFIX:
-        run = next((i for i, state in enumerate(states) if state != HIT), len(states))
-        states, hits = states[: run + 1], keys[:run]
-    assert (reply.hits, reply.states.tolist()) == (len(hits), states)
+    hits = _check_states(world, engine, group, keys, mode, reply.states.tolist(), ready=ready)
+    assert reply.hits == len(hits)
     if reply.lease is not None:
         engine.leases.append(HeldLease(reply.lease, group, hits))
     elif lease and hits:
         assert reply.lease_refused is not None
         assert reply.lease_refused.reason is Reason.LEASE_LIMIT
+
+
+def _check_states(
+    world: World,
+    engine: Engine,
+    group: int,
+    keys: list[bytes],
+    mode: LookupMode,
+    told: list[int],
+    *,
+    ready: bool,
+) -> list[bytes]:
+    """What a lookup tells, against what the records say afterwards. Returns the hits."""
+    states = [world.expected(engine, group, key) if ready else MISS for key in keys]
+    hits = [key for key, state in zip(keys, states, strict=True) if state == HIT]
+    if mode is LookupMode.PREFIX:
+        run = next((i for i, state in enumerate(states) if state != HIT), len(states))
+        states, hits = states[: run + 1], keys[:run]
+    assert len(told) == len(states)
+    for key, state, said in zip(keys, states, told, strict=False):
+        if state == PENDING and world.is_late(engine, group, key):
+            world.outcomes["late promotion is a miss"] += 1
+            assert said == MISS
+        elif ready and state == MISS and world.is_on_disk(engine, group, key):
+            assert said in (MISS, PENDING)
+            world.outcomes["on a disk, " + ("pending" if said == PENDING else "no room")] += 1
+        else:
+            assert said == state
+    return hits
+
+
+def prefetch(world: World, engine: Engine) -> None:
+    group, keys = _hashes(world, engine, 9)
+    mode = world.random.choice(list(LookupMode))
+    assert engine.scheduler is not None
+    reply = world.do(PrefetchBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode))
+    assert isinstance(reply, PrefetchReply)
+    ready = engine.view is not None and engine.view.ready and not world.draining
+    _check_states(world, engine, group, keys, mode, reply.states.tolist(), ready=ready)
 
 
 def _signals(world: World, engine: Engine, word: int) -> Signals:
@@ -268,8 +305,10 @@ def explain(world: World, engine: Engine) -> None:
         assert explanation.verdict is Verdict.CORRUPT
     elif state != MISS:
         assert explanation.verdict is {HIT: Verdict.READABLE, PENDING: Verdict.BEING_WRITTEN}[state]
+    elif world.is_on_disk(engine, group, key):
+        assert explanation.verdict is Verdict.ON_DISK
     else:
-        assert explanation.verdict not in (Verdict.READABLE, Verdict.BEING_WRITTEN)
+        assert explanation.verdict not in (Verdict.READABLE, Verdict.BEING_WRITTEN, Verdict.ON_DISK)
 
 
 def wait(world: World, engine: Engine) -> None:

@@ -204,7 +204,8 @@ class FakeWorker:
             if i in failed:
                 continue
             if post.direction is Direction.STORE:
-                self.pool.slots[number].content = memory[block]
+                slot = self.pool.slots[number]
+                slot.content = slot.sum = memory[block]
             else:
                 memory[block] = self.pool.slots[number].content
         job.word = (post.signals.ticket, FAILED if failed else DONE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvtierd.core.actions import (
     InstanceView,
     Notify,
     OpenSlots,
+    PostDiskJob,
     PostPart,
     QuarantineSlots,
     ReleaseSession,
@@ -35,27 +37,35 @@ from kvtierd.core.actions import (
     TransferEnd,
     TransferEnded,
 )
+from kvtierd.core.disks import Disk
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PAGE_BYTES, SessionId, WorkerId
+from kvtierd.core.ids import NO_ENTRY, PAGE_BYTES, DiskId, SessionId, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
+    CoreDisks,
     CoreIntegrity,
     CoreLimits,
+    DiskJobFinished,
     EndSession,
     PartFinished,
     SlotsChecked,
     Stimulus,
     Verify,
     WorkerExited,
+    WorkerLive,
+    WriteMode,
 )
+from kvtierd.core.table import BlockFlag
 from kvtierd.core.transitions import Event, State
 from kvtierd.core.validate import validate
 
 from tests.oracles.block_table import BlockTable as OracleTable
+from tests.simulation.disk import FakeDiskWorker, FakeSlab
 from tests.simulation.engine import (
     Engine,
     Pending,
+    as_hashes,
 )
 from tests.simulation.pool import READY, WRITING, FakePool, Key, generation_of
 from tests.simulation.worker import FakeWorker, Told
@@ -77,6 +87,15 @@ SAMPLED_BYTES_PER_S = 40_000
 REMEMBERED = 24
 CORRUPT_MAX = 6
 """Of the pool's slots; then it is made anew."""
+DISK_POLICY = CoreDisks(
+    write_queue_bytes=40_960,
+    read_queue_bytes=40_960,
+    job_bytes=16_384,
+    clean_ahead_s=2.0,
+    slow_deadline_s=4.0,
+    errors_max=3,
+    probe_after_s=6.0,
+)
 DEVICES = 2
 ENGINES = 3
 MISS, PENDING, HIT = 0, 1, 2
@@ -103,16 +122,21 @@ class World:
         self.sessions = itertools.count(1)
         self.worker_ids = itertools.count(1)
         self.registrations = itertools.count(1)
-        self.zombies: list[FakeWorker] = []
+        self.zombies: list[FakeWorker | FakeDiskWorker] = []
         """Writers of slots that a new daemon could not prove gone."""
         self.machine: Machine
+        geometry = PoolGeometry(self.random.choice((3, 8)), 1 << 15, 2 << 20)
+        self.slabs = [FakeSlab(DiskId(disk), geometry) for disk in range(self.random.choice((0, 1, 2)))]
         self._start()
+
+    def _table(self, capacity: int, geometry: PoolGeometry) -> Any:
+        pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
+        return OracleTable(capacity, pages) if self.oracle else NativeTable(capacity, pages, 1)
 
     def _start(self) -> None:
         """A daemon starts on the pool as it is."""
-        pages = (GEOMETRY.first_extent_offset + GEOMETRY.capacity_bytes) // PAGE_BYTES
         capacity = self.random.choice((64, 64, 14))
-        table = OracleTable(capacity, pages) if self.oracle else NativeTable(capacity, pages, 1)
+        table = self._table(capacity, GEOMETRY)
         self.verify = self.random.choice(list(Verify))
         self.machine = Machine(
             table,
@@ -120,6 +144,11 @@ class World:
             LIMITS,
             GEOMETRY,
             integrity=CoreIntegrity(self.verify, SAMPLED_BYTES_PER_S, REMEMBERED),
+            disks=[
+                (self._table(self.random.choice((64, 20)), slab.geometry), slab.geometry)
+                for slab in self.slabs
+            ],
+            disk_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
             randomness=np.random.default_rng(self.random.getrandbits(32)),
         )
         self.fault_rate = self.random.choice((0.0, 0.02, 0.1))
@@ -129,12 +158,22 @@ class World:
         self.dying: list[SessionId] = []
         self.current: list[FakeWorker | None] = [None] * DEVICES
         self.lost: list[FakeWorker] = []
+        self.disk_workers: list[FakeDiskWorker | None] = [None] * len(self.slabs)
+        self.lost_disk_workers: list[FakeDiskWorker] = []
+        self.recovered_disks: set[DiskId] = set()
         self.condemned: set[Key] = set()
         self.writing: dict[int, Engine] = {}
         """Who last had a slot written."""
-        self.told: list[Told] = []
+        self.told: list[Told | DiskJobFinished] = []
         """What workers have said lately; some of it is said again."""
         self.crash_after: int | None = None
+        self.scanned = False
+        for slab in self.slabs:
+            slab.broken = False
+            if self.random.random() < 0.3:
+                self.start_disk(slab.disk)
+                self.faults["disk recovered", "before the pool"] += 1
+        self.scanned = True
         if self.pool.boot or self.pool.extents:
             found = self.pool.recover(self.random)
             self.quarantined = set(found.quarantined.tolist())
@@ -150,6 +189,11 @@ class World:
         self.faults["daemon restart", "in the middle of actions" if crash else "between stimuli"] += 1
         self.transitions.update(self.machine.books.transitions.counts)
         workers = [worker for worker in self.current if worker is not None] + self.lost
+        of_disks = [worker for worker in self.disk_workers if worker is not None] + self.lost_disk_workers
+        if self.slabs and self.random.random() < 0.3:
+            self.faults["power is lost", "disk"] += 1
+            for slab in self.slabs:
+                slab.power_is_lost(self.random)
         for _ in range(self.random.choice((0, 1, 5))):
             self.faults["data rots", "while the daemon is down"] += self.pool.rot(self.random, "data")
         self.zombies = []
@@ -159,7 +203,10 @@ class World:
         self._start()
         for worker in workers:
             worker.become_zombie(self.quarantined)
+        for reader in of_disks:
+            reader.become_zombie(self.quarantined)
         self.zombies = [worker for worker in workers if worker.queued or worker.started]
+        self.zombies += [worker for worker in of_disks if worker.started]
 
     def do(self, stimulus: Stimulus) -> Reply:
         """Hands a stimulus in, performs, checks. Raises Refusal as the core does."""
@@ -195,16 +242,114 @@ class World:
         assert refusal.reason in reasons, f"{refusal}; expected {reasons}"
         assert snapshot(self.machine) == before, f"{refusal} changed something"
 
+    # --- disks ---
+
+    def start_disk(self, disk: DiskId) -> None:
+        """A worker of a disk comes up; the first of a boot has what it holds scanned."""
+        slab = self.slabs[disk]
+        worker = FakeDiskWorker(WorkerId(next(self.worker_ids)), slab, self.pool)
+        self.disk_workers[disk] = worker
+        first = disk not in self.recovered_disks
+        found = slab.recover(self.random) if first else None
+        self.do(WorkerLive(worker.worker, f"disk-{disk}"))
+        if found is not None:
+            self.recovered_disks.add(disk)
+            self.do(found)
+
+    def _image(self, disk: DiskId | None) -> FakePool:
+        return self.pool if disk is None else self.slabs[disk].image
+
+    def disk_worker(self, name: WorkerId) -> FakeDiskWorker | None:
+        found = [worker for worker in self.disk_workers if worker is not None and worker.worker == name]
+        return found[0] if found else None
+
+    def _post_disk_job(self, action: PostDiskJob) -> None:
+        for number in action.host_slots.tolist():
+            if self.pool.slots[number].state == WRITING:
+                self.writing.pop(number, None)
+        worker = self.disk_worker(action.worker)
+        assert worker is not None, "a job is posted to a worker that is not there"
+        image = self.slabs[action.disk].image
+        worker.take(
+            action, generation_of(image, action.disk_slots), generation_of(self.pool, action.host_slots)
+        )
+
+    def deliver_disk(self, worker: FakeDiskWorker) -> None:
+        """The front reads what a disk's worker has said; of a lost one, nothing counts any more."""
+        if not worker.outbox:
+            return
+        message = worker.outbox.popleft()
+        if worker.lost:
+            if self.random.random() < 0.4:
+                self.late(message, "from a lost worker")
+            return
+        self.told.append(message)
+        del self.told[:-20]
+        late = self.machine.books.tally.late_messages
+        self.do(message)
+        assert self.machine.books.tally.late_messages == late, "a message in time was taken for a late one"
+
+    def is_on_disk(self, engine: Engine, group: int, key: bytes) -> bool:
+        """Whether a LIVE disk has a block and can read it; `_check` has compared its table with the
+        records."""
+        books = self.machine.books
+        space = books.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
+        if space is None or (engine.digest, group, key) in self.condemned:
+            return False
+        return bool(books.disks.find(space, as_hashes([key]))[0] != NO_ENTRY)
+
+    def is_late(self, engine: Engine, group: int, key: bytes) -> bool:
+        """Whether a block is WRITING, and told to be a miss all the same."""
+        books = self.machine.books
+        space = books.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
+        if space is None:
+            return False
+        entries, states = books.blocks.table.lookup(space, as_hashes([key]))
+        return bool(states[0] == WRITING and books.blocks.table.flags(entries)[0] & BlockFlag.LATE)
+
+    def _check_disks(self) -> None:
+        """A disk's table and the image of its records say the same, but for what its worker has not told
+        yet."""
+        for disk, slab in zip(self.machine.books.disks.all, self.slabs, strict=True):
+            if slab.disk not in self.recovered_disks:
+                continue
+            dump = disk.blocks.table.dump()
+            told = np.zeros_like(slab.image.states)
+            as_record = np.array([0, WRITING, READY, READY], np.uint8)[dump["states"]]
+            told[dump["slots"]] = np.repeat(as_record, dump["slot_counts"])
+            told[sorted(disk.blocks.slots.corrupt)] = WRITING
+            there = slab.image.states
+            same = (told == there) | ((told == WRITING) & (there == READY))
+            wrong = np.flatnonzero(~same)
+            assert len(wrong) == 0, (
+                f"disk {slab.disk}, slot {wrong[0]}: told {told[wrong[0]]}, its record says {there[wrong[0]]}"
+            )
+
+    # --- actions ---
+
     def _perform(self, action: Action) -> None:
         match action:
             case AssignExtent():
-                self.pool.assign(action)
+                self._image(action.disk).assign(action)
             case OpenSlots():
-                self.pool.open(action)
+                self._image(action.disk).open(action)
             case CommitSlots():
-                writers = [self.writing[number] for number in action.slots.reshape(-1).tolist()]
+                numbers = action.slots.reshape(-1).tolist()
+                writers = [self.writing[number] for number in numbers if number in self.writing]
                 assert not any(engine.ended for engine in writers), "a store outlived its epoch"
+                for number in numbers:
+                    assert self.pool.slots[number].content == self.pool.slots[number].sum
                 self.pool.commit(action)
+            case PostDiskJob():
+                self._post_disk_job(action)
+            case FreeSlots(disk=disk) | QuarantineSlots(disk=disk) if disk is not None:
+                slab = self.slabs[disk]
+                if isinstance(action, FreeSlots):
+                    slab.image.free(action)
+                else:
+                    slab.image.set_aside(action)
+                    if self.disk_workers[disk] is not None:
+                        slab.persist(action.slots.tolist())
             case FreeSlots():
                 for number in action.slots.tolist():
                     if (key := self.pool.slots[number].key) is not None:
@@ -288,6 +433,8 @@ class World:
 
     def _check(self) -> None:
         validate(self.machine)
+        if not self.scanned:
+            return  # the pool holds what nobody knows yet
         dump = self.machine.books.blocks.table.dump()
         told = np.zeros_like(self.pool.states)
         as_record = np.array([0, WRITING, READY, READY], np.uint8)[dump["states"]]
@@ -297,6 +444,7 @@ class World:
         corrupt = self.machine.books.blocks.slots.corrupt
         assert corrupt == self.corrupt
         told[[*quarantined, *corrupt]] = WRITING
+        self._check_disks()
         wrong = np.flatnonzero(told != self.pool.states)
         assert len(wrong) == 0, (
             f"slot {wrong[0]}: the table says {told[wrong[0]]}, its record {self.pool.states[wrong[0]]}"
@@ -309,6 +457,7 @@ class World:
         assert (status.blocks.writing, status.blocks.evicting) == (0, 0)
         assert not self.machine.books.sessions
         assert not self.machine.books.parts
+        assert not any(disk.jobs for disk in self.machine.books.disks.all)
 
     def expected(self, engine: Engine, group: int, key: bytes) -> int:
         name = (engine.digest, group, key)
@@ -316,7 +465,7 @@ class World:
             return MISS
         return {WRITING: PENDING, READY: HIT}.get(self.pool.state_of(name), MISS)
 
-    def late(self, message: Told, state: str) -> None:
+    def late(self, message: Told | DiskJobFinished, state: str) -> None:
         self.faults["late message", f"{type(message).__name__} {state}"] += 1
         before = snapshot(self.machine, counters=False)
         self.do(message)
@@ -406,4 +555,15 @@ def snapshot(machine: Machine, *, counters: bool = True) -> tuple[Any, ...]:
             name, i in books.instances.items() }, {n: (t.state, t.open_parts, t.revoked) for n, t in
             books.transfers.items()}, list(books.parts), list(books.names), list(books.workers),
             books.draining, books.blocks.history.total, books.check,
-            repr(books.tally) if counters else None, )  # fmt: skip
+            repr(books.tally) if counters else None, [_disk_snapshot(disk) for disk in
+            books.disks.all], )  # fmt: skip
+
+
+def _disk_snapshot(disk: Disk) -> tuple[Any, ...]:
+    slots = disk.blocks.slots
+    return (
+        {name: array.tobytes() for name, array in disk.blocks.table.dump().items()},
+        [slots.free_slots(size).tobytes() for size, *_ in slots.sizes()],
+        slots.extent_size.tobytes(),
+        (disk.state, list(disk.jobs), disk.errors_in_row, disk.probe, repr(disk.tally)),
+    )

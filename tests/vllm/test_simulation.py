@@ -81,7 +81,9 @@ def all_came_back(engine: MiniEngine) -> None:
     assert engine.free_blocks == BLOCKS - 1
     side, worker = engine.connector._scheduler, engine.worker._worker
     assert not side._requests
-    assert not side._matcher._matches
+    matcher = side._matcher
+    assert [matcher._matches, matcher._since_s, matcher._waiting] == [{}, {}, set()]
+    assert [side._unasked, side._prefetched] == [{}, set()]
     assert [worker._loads, worker._stores, worker._held] == [[], {}, {}]
 
 
@@ -106,6 +108,28 @@ def test_two_engines_share_blocks(make: Callable[..., MiniEngine]) -> None:
     two.add("yours", prompt(100))
     two.run()
     assert two.cached["yours"] == 96
+
+
+def test_an_engine_waits_for_what_another_is_storing(
+    make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:2000")
+    host.restart()
+    one, two = make(salt="in the making"), make(salt="in the making", pending_wait_s=60)
+    one.add("mine", prompt(100))
+    storer = one.connector._scheduler._storer
+    while not storer._stores:
+        one.step()  # computes it all; its copy begins
+    [store] = storer._stores.values()
+    until(lambda: store.transfer.results is not None, "the daemon has accepted the store")
+    two.add("yours", prompt(100))
+    two.run()
+    assert two.cached["yours"] == 96
+    assert two.connector._scheduler._matcher.counters.waits == 1
+    assert two.finished["yours"] == output_of(prompt(100), 8)
+    one.run()
+    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT")
+    host.restart()
 
 
 def test_leases_are_given_back(make: Callable[..., MiniEngine], host: DaemonHost) -> None:

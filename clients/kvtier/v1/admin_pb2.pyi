@@ -42,6 +42,8 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Not stored in this namespace as far as is remembered, but in those of `elsewhere`."""
     VERDICT_NEVER_STORED: _Verdict.ValueType  # 8
     """Not stored as far as is remembered."""
+    VERDICT_ON_DISK: _Verdict.ValueType  # 9
+    """On a disk only: a lookup would be told PENDING, and have it promoted."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -61,6 +63,8 @@ VERDICT_ELSEWHERE: Verdict.ValueType  # 7
 """Not stored in this namespace as far as is remembered, but in those of `elsewhere`."""
 VERDICT_NEVER_STORED: Verdict.ValueType  # 8
 """Not stored as far as is remembered."""
+VERDICT_ON_DISK: Verdict.ValueType  # 9
+"""On a disk only: a lookup would be told PENDING, and have it promoted."""
 global___Verdict = Verdict
 
 @typing.final
@@ -72,6 +76,34 @@ class StatusRequest(google.protobuf.message.Message):
     ) -> None: ...
 
 global___StatusRequest = StatusRequest
+
+@typing.final
+class ScrubRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ScrubRequest = ScrubRequest
+
+@typing.final
+class ScrubResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: builtins.int
+    @property
+    def paths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Disks on which a scrub has begun."""
+
+    def __init__(
+        self,
+        *,
+        paths: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["paths", b"paths"]) -> None: ...
+
+global___ScrubResponse = ScrubResponse
 
 @typing.final
 class DrainRequest(google.protobuf.message.Message):
@@ -331,6 +363,7 @@ class StatusResponse(google.protobuf.message.Message):
     LEASED_BLOCKS_FIELD_NUMBER: builtins.int
     TRANSFERS_ACTIVE_FIELD_NUMBER: builtins.int
     INTEGRITY_FIELD_NUMBER: builtins.int
+    DISKS_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -354,6 +387,8 @@ class StatusResponse(google.protobuf.message.Message):
     def counters(self) -> global___Counters: ...
     @property
     def integrity(self) -> global___IntegrityStatus: ...
+    @property
+    def disks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DiskStatus]: ...
     def __init__(
         self,
         *,
@@ -373,11 +408,109 @@ class StatusResponse(google.protobuf.message.Message):
         leased_blocks: builtins.int = ...,
         transfers_active: builtins.int = ...,
         integrity: global___IntegrityStatus | None = ...,
+        disks: collections.abc.Iterable[global___DiskStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class DiskStatus(google.protobuf.message.Message):
+    """One disk of the disk tier. Counters are since the daemon started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    RECOVERED_BLOCKS_FIELD_NUMBER: builtins.int
+    RECOVERED_BYTES_FIELD_NUMBER: builtins.int
+    COLD_REASON_FIELD_NUMBER: builtins.int
+    DIRECT_IO_FIELD_NUMBER: builtins.int
+    WRITTEN_BLOCKS_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    READ_BLOCKS_FIELD_NUMBER: builtins.int
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
+    CORRUPT_BLOCKS_FIELD_NUMBER: builtins.int
+    CORRUPT_SLOTS_FIELD_NUMBER: builtins.int
+    WRITING_BYTES_FIELD_NUMBER: builtins.int
+    READING_BYTES_FIELD_NUMBER: builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    WRITE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    SCRUB_BLOCKS_FIELD_NUMBER: builtins.int
+    SCRUBBED_BLOCKS_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    state: builtins.str
+    """"starting", "live", "off" (its worker cannot use it, or is being replaced), "failing" (too many errors; tried
+    again after a while).
+    """
+    why: builtins.str
+    """Why it is not live, in one sentence."""
+    capacity_bytes: builtins.int
+    used_bytes: builtins.int
+    """Bytes in slots that hold a block."""
+    blocks: builtins.int
+    recovered_blocks: builtins.int
+    """What the first worker found; 0 blocks with a `cold_reason`."""
+    recovered_bytes: builtins.int
+    cold_reason: builtins.str
+    direct_io: builtins.bool
+    written_blocks: builtins.int
+    written_bytes: builtins.int
+    read_blocks: builtins.int
+    read_bytes: builtins.int
+    evicted_blocks: builtins.int
+    errors: builtins.int
+    """Jobs that failed, or were too slow."""
+    corrupt_blocks: builtins.int
+    """Blocks that did not match when they were read or checked, and slots set aside for it."""
+    corrupt_slots: builtins.int
+    writing_bytes: builtins.int
+    """Bytes on their way."""
+    reading_bytes: builtins.int
+    read_bytes_per_s: builtins.float
+    """As measured lately; 0: not yet."""
+    write_bytes_per_s: builtins.float
+    scrub_blocks: builtins.int
+    """Blocks of the scrub that is on its way, or was last, and how many of them have been looked at."""
+    scrubbed_blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        state: builtins.str = ...,
+        why: builtins.str = ...,
+        capacity_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        blocks: builtins.int = ...,
+        recovered_blocks: builtins.int = ...,
+        recovered_bytes: builtins.int = ...,
+        cold_reason: builtins.str = ...,
+        direct_io: builtins.bool = ...,
+        written_blocks: builtins.int = ...,
+        written_bytes: builtins.int = ...,
+        read_blocks: builtins.int = ...,
+        read_bytes: builtins.int = ...,
+        evicted_blocks: builtins.int = ...,
+        errors: builtins.int = ...,
+        corrupt_blocks: builtins.int = ...,
+        corrupt_slots: builtins.int = ...,
+        writing_bytes: builtins.int = ...,
+        reading_bytes: builtins.int = ...,
+        read_bytes_per_s: builtins.float = ...,
+        write_bytes_per_s: builtins.float = ...,
+        scrub_blocks: builtins.int = ...,
+        scrubbed_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]) -> None: ...
+
+global___DiskStatus = DiskStatus
 
 @typing.final
 class IntegrityStatus(google.protobuf.message.Message):
@@ -636,6 +769,10 @@ class Counters(google.protobuf.message.Message):
     EXPIRED_LEASES_FIELD_NUMBER: builtins.int
     INTEGRITY_FAILURES_FIELD_NUMBER: builtins.int
     ENDED_EPOCHS_FIELD_NUMBER: builtins.int
+    PROMOTED_BLOCKS_FIELD_NUMBER: builtins.int
+    PROMOTED_BYTES_FIELD_NUMBER: builtins.int
+    RECOMPUTE_BLOCKS_FIELD_NUMBER: builtins.int
+    EVICTED_UNWRITTEN_BLOCKS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -651,6 +788,13 @@ class Counters(google.protobuf.message.Message):
     expired_leases: builtins.int
     integrity_failures: builtins.int
     ended_epochs: builtins.int
+    promoted_blocks: builtins.int
+    """Blocks promoted from a disk."""
+    promoted_bytes: builtins.int
+    recompute_blocks: builtins.int
+    """Blocks that were there, and reported as misses because computing them was faster."""
+    evicted_unwritten_blocks: builtins.int
+    """Blocks evicted from the host before a disk had them, while there was a disk tier."""
     def __init__(
         self,
         *,
@@ -669,7 +813,11 @@ class Counters(google.protobuf.message.Message):
         expired_leases: builtins.int = ...,
         integrity_failures: builtins.int = ...,
         ended_epochs: builtins.int = ...,
+        promoted_blocks: builtins.int = ...,
+        promoted_bytes: builtins.int = ...,
+        recompute_blocks: builtins.int = ...,
+        evicted_unwritten_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
 
 global___Counters = Counters

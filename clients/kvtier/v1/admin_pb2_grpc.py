@@ -54,6 +54,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Scrub = channel.unary_unary(
+                '/kvtier.v1.Admin/Scrub',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ScrubResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -93,6 +98,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scrub(self, request, context):
+        """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
+        once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
+        Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +129,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ScrubRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ScrubResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +244,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Explain',
             kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Scrub',
+            kvtier_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ScrubResponse.FromString,
             options,
             channel_credentials,
             insecure,

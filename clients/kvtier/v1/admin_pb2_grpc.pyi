@@ -52,6 +52,15 @@ class AdminStub:
     no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
     """
 
+    Scrub: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ScrubRequest,
+        kvtier.v1.admin_pb2.ScrubResponse,
+    ]
+    """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
+    once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
+    Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
+    """
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatusRequest,
@@ -84,6 +93,15 @@ class AdminAsyncStub:
     ]
     """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
     no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+    """
+
+    Scrub: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ScrubRequest,
+        kvtier.v1.admin_pb2.ScrubResponse,
+    ]
+    """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
+    once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
+    Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -126,6 +144,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ExplainResponse]]:
         """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
         no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+        """
+
+    @abc.abstractmethod
+    def Scrub(
+        self,
+        request: kvtier.v1.admin_pb2.ScrubRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ScrubResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ScrubResponse]]:
+        """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
+        once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
+        Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -81,6 +81,7 @@ class AttachRequest(google.protobuf.message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
+    PREFETCH_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Chosen by the client, unique on this stream; repeated in the reply. Zero for messages without a reply."""
     @property
@@ -101,6 +102,8 @@ class AttachRequest(google.protobuf.message.Message):
     def wait(self) -> global___WaitRequest: ...
     @property
     def touch(self) -> global___TouchRequest: ...
+    @property
+    def prefetch(self) -> global___PrefetchRequest: ...
     def __init__(
         self,
         *,
@@ -114,10 +117,11 @@ class AttachRequest(google.protobuf.message.Message):
         cancel: global___CancelRequest | None = ...,
         wait: global___WaitRequest | None = ...,
         touch: global___TouchRequest | None = ...,
+        prefetch: global___PrefetchRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait", "touch"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait", "touch", "prefetch"] | None: ...
 
 global___AttachRequest = AttachRequest
 
@@ -138,6 +142,7 @@ class AttachResponse(google.protobuf.message.Message):
     INSTANCE_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
+    PREFETCH_FIELD_NUMBER: builtins.int
     id: builtins.int
     """The request's id; zero for events."""
     @property
@@ -172,6 +177,8 @@ class AttachResponse(google.protobuf.message.Message):
 
     @property
     def touch(self) -> global___TouchResponse: ...
+    @property
+    def prefetch(self) -> global___PrefetchResponse: ...
     def __init__(
         self,
         *,
@@ -188,10 +195,11 @@ class AttachResponse(google.protobuf.message.Message):
         instance: global___InstanceEvent | None = ...,
         goodbye: global___Goodbye | None = ...,
         touch: global___TouchResponse | None = ...,
+        prefetch: global___PrefetchResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "instance", b"instance", "lookup", b"lookup", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "id", b"id", "instance", b"instance", "lookup", b"lookup", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "heartbeat_ack", "lookup", "submit", "release", "cancel", "wait", "error", "transfer", "instance", "goodbye", "touch"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "instance", b"instance", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "id", b"id", "instance", b"instance", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "heartbeat_ack", "lookup", "submit", "release", "cancel", "wait", "error", "transfer", "instance", "goodbye", "touch", "prefetch"] | None: ...
 
 global___AttachResponse = AttachResponse
 
@@ -209,6 +217,7 @@ class Hello(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     token: builtins.bytes
     instance: builtins.str
     """Name of the engine instance, the same for all its processes, e.g. vLLM's engine id and data-parallel rank."""
@@ -219,6 +228,10 @@ class Hello(google.protobuf.message.Message):
     """Ranks of the instance; the same in every Hello of it."""
     client: builtins.str
     """Program and version, for people, e.g. "kvtier-vllm 0.1.0 (vLLM 0.32.0)"."""
+    prefill_tokens_per_s: builtins.float
+    """Tokens of a prompt that the engine computes in a second, so that the daemon can tell when loading is slower than
+    that; 0: not known, or learned and said in heartbeats.
+    """
     @property
     def protocol_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Protocol versions the client can speak; the daemon picks the highest it knows. Today: 1."""
@@ -246,9 +259,10 @@ class Hello(google.protobuf.message.Message):
         namespace: kvtier.v1.types_pb2.Namespace | None = ...,
         groups: collections.abc.Iterable[kvtier.v1.types_pb2.Group] | None = ...,
         client: builtins.str = ...,
+        prefill_tokens_per_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["namespace", b"namespace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "features", b"features", "groups", b"groups", "instance", b"instance", "namespace", b"namespace", "protocol_versions", b"protocol_versions", "rank", b"rank", "role", b"role", "token", b"token", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "features", b"features", "groups", b"groups", "instance", b"instance", "namespace", b"namespace", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol_versions", b"protocol_versions", "rank", b"rank", "role", b"role", "token", b"token", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 
@@ -346,9 +360,15 @@ class Heartbeat(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    prefill_tokens_per_s: builtins.float
+    """As in Hello, as measured lately; 0: nothing new."""
     def __init__(
         self,
+        *,
+        prefill_tokens_per_s: builtins.float = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 
@@ -548,6 +568,45 @@ class TouchResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___TouchResponse = TouchResponse
+
+@typing.final
+class PrefetchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    QUERIES_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> global___SessionRef: ...
+    @property
+    def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupQuery]:
+        """One query per group. This version takes exactly one."""
+
+    def __init__(
+        self,
+        *,
+        session: global___SessionRef | None = ...,
+        queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["queries", b"queries", "session", b"session"]) -> None: ...
+
+global___PrefetchRequest = PrefetchRequest
+
+@typing.final
+class PrefetchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: builtins.int
+    @property
+    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: collections.abc.Iterable[global___GroupAnswer] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers"]) -> None: ...
+
+global___PrefetchResponse = PrefetchResponse
 
 @typing.final
 class Signals(google.protobuf.message.Message):

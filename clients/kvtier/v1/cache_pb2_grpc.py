@@ -29,6 +29,8 @@ class CacheStub(object):
     """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
     session. The unary calls do the same for a session that is attached; they are the public API for tools and for
     languages without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
+    hit. It is a MISS where promoting it would take longer than computing it anew.
     """
 
     def __init__(self, channel):
@@ -51,6 +53,11 @@ class CacheStub(object):
                 '/kvtier.v1.Cache/Touch',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.TouchRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.TouchResponse.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvtier.v1.Cache/Prefetch',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
         self.Store = channel.unary_unary(
                 '/kvtier.v1.Cache/Store',
@@ -83,6 +90,8 @@ class CacheServicer(object):
     """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
     session. The unary calls do the same for a session that is attached; they are the public API for tools and for
     languages without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
+    hit. It is a MISS where promoting it would take longer than computing it anew.
     """
 
     def Attach(self, request_iterator, context):
@@ -103,6 +112,14 @@ class CacheServicer(object):
     def Touch(self, request, context):
         """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
         prefixes that were stored in several parts: the head of a prefix should go last.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Has blocks that only a lower tier holds promoted to the host, ahead of a lookup. Answers at once, with the states
+        that a lookup would now tell; nothing is leased.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +178,11 @@ def add_CacheServicer_to_server(servicer, server):
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.TouchRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.TouchResponse.SerializeToString,
             ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.PrefetchResponse.SerializeToString,
+            ),
             'Store': grpc.unary_unary_rpc_method_handler(
                     servicer.Store,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.StoreRequest.FromString,
@@ -198,6 +220,8 @@ class Cache(object):
     """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
     session. The unary calls do the same for a session that is attached; they are the public API for tools and for
     languages without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
+    hit. It is a MISS where promoting it would take longer than computing it anew.
     """
 
     @staticmethod
@@ -271,6 +295,33 @@ class Cache(object):
             '/kvtier.v1.Cache/Touch',
             kvtier_dot_v1_dot_cache__pb2.TouchRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.TouchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Cache/Prefetch',
+            kvtier_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

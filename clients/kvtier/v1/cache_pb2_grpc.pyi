@@ -21,6 +21,8 @@ class CacheStub:
     """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
     session. The unary calls do the same for a session that is attached; they are the public API for tools and for
     languages without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
+    hit. It is a MISS where promoting it would take longer than computing it anew.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -44,6 +46,14 @@ class CacheStub:
     ]
     """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
     prefixes that were stored in several parts: the head of a prefix should go last.
+    """
+
+    Prefetch: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.cache_pb2.PrefetchRequest,
+        kvtier.v1.cache_pb2.PrefetchResponse,
+    ]
+    """Has blocks that only a lower tier holds promoted to the host, ahead of a lookup. Answers at once, with the states
+    that a lookup would now tell; nothing is leased.
     """
 
     Store: grpc.UnaryUnaryMultiCallable[
@@ -80,6 +90,8 @@ class CacheAsyncStub:
     """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
     session. The unary calls do the same for a session that is attached; they are the public API for tools and for
     languages without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
+    hit. It is a MISS where promoting it would take longer than computing it anew.
     """
 
     Attach: grpc.aio.StreamStreamMultiCallable[
@@ -102,6 +114,14 @@ class CacheAsyncStub:
     ]
     """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
     prefixes that were stored in several parts: the head of a prefix should go last.
+    """
+
+    Prefetch: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.cache_pb2.PrefetchRequest,
+        kvtier.v1.cache_pb2.PrefetchResponse,
+    ]
+    """Has blocks that only a lower tier holds promoted to the host, ahead of a lookup. Answers at once, with the states
+    that a lookup would now tell; nothing is leased.
     """
 
     Store: grpc.aio.UnaryUnaryMultiCallable[
@@ -138,6 +158,8 @@ class CacheServicer(metaclass=abc.ABCMeta):
     """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
     session. The unary calls do the same for a session that is attached; they are the public API for tools and for
     languages without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
+    hit. It is a MISS where promoting it would take longer than computing it anew.
     """
 
     @abc.abstractmethod
@@ -166,6 +188,16 @@ class CacheServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.cache_pb2.TouchResponse, collections.abc.Awaitable[kvtier.v1.cache_pb2.TouchResponse]]:
         """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
         prefixes that were stored in several parts: the head of a prefix should go last.
+        """
+
+    @abc.abstractmethod
+    def Prefetch(
+        self,
+        request: kvtier.v1.cache_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.cache_pb2.PrefetchResponse, collections.abc.Awaitable[kvtier.v1.cache_pb2.PrefetchResponse]]:
+        """Has blocks that only a lower tier holds promoted to the host, ahead of a lookup. Answers at once, with the states
+        that a lookup would now tell; nothing is leased.
         """
 
     @abc.abstractmethod

@@ -3,8 +3,9 @@
 `Cache.handle(stimulus)` decides in the core and performs at once: no `await` lies between the two.
 """
 
+from kvtierd.cache.disks import Disk
 from kvtierd.cache.facade import Cache, Event, Listener
-from kvtierd.cache.snapshot import SessionAbout, Snapshot
+from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
 from kvtierd.transfer.supervisor import CPU, DeviceRange, GroupMapping
 
@@ -13,6 +14,8 @@ __all__ = [
     "WAITS_PER_EPOCH_MAX",
     "Cache",
     "DeviceRange",
+    "Disk",
+    "DiskSnapshot",
     "Event",
     "GroupMapping",
     "Listener",

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtierd.cache.disks import Disk, Disks
 from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.perform import Performer
 from kvtierd.cache.snapshot import (
     CopyTotals,
     DeviceSnapshot,
+    DiskSnapshot,
     PoolSnapshot,
     SessionAbout,
     Snapshot,
@@ -23,6 +25,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.explain import Explained
 from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
+from kvtierd.core.status import DiskStatus
 from kvtierd.core.stimuli import (
     AttachSession,
     CoreLimits,
@@ -31,6 +34,7 @@ from kvtierd.core.stimuli import (
     Resume,
     SessionReleased,
     SlotsProven,
+    StartScrub,
     Stimulus,
     Tick,
     WorkerExited,
@@ -71,6 +75,7 @@ class Cache:
         workers: Supervisor,
         limits: CoreLimits,
         *,
+        disks: Sequence[Disk] = (),
         pool_path: Path | None,
         clock: Callable[[], float] = time.monotonic,
         observe_lag: Callable[[float], None] = lambda _: None,
@@ -84,8 +89,9 @@ class Cache:
         self._observe_lag = observe_lag
         self._started_at_s = clock()
         self._writers: dict[WorkerId, int] = {}
+        self.disks = Disks(disks, workers, pool.boot_nonce, self.post)
         self._performer = Performer(
-            pool, workers, self._writers, self._notify, round(limits.gate_deadline_s * 1000)
+            pool, workers, self.disks, self._writers, self._notify, round(limits.gate_deadline_s * 1000)
         )
         self._sessions: dict[SessionId, _Session] = {}
         self._waiters = Waiters()
@@ -198,7 +204,8 @@ class Cache:
             case SessionReleased(worker, session):
                 if not self.mappings.session_released(worker, session):
                     return
-        self.post(stimulus)
+        if not self.disks.take(stimulus):
+            self.post(stimulus)
 
     # --- the life of the daemon ---
 
@@ -246,6 +253,29 @@ class Cache:
     def transfers_active(self) -> int:
         return self._machine.status().transfers_active
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a transfer is active, or blocks are on their way from a disk to the host."""
+        core = self._machine.status()
+        return core.transfers_active > 0 or any(disk.reading_bytes for disk in core.disks)
+
+    def scrub(self) -> list[str]:
+        """Has every block on the disks compared with its checksum; returns the paths of those disks where
+        that has begun. Raises Refusal if there are no disks."""
+        if not len(self.disks):
+            raise Refusal(
+                Reason.MODE_UNSUPPORTED,
+                "there is no disk tier: set disk.paths, and start the daemon again",
+                field="disk.paths",
+                value="",
+            )
+        begun = []
+        for disk, status in zip(self.disks, self._machine.status().disks, strict=True):
+            if status.state == "live" and not status.scrubbing:
+                self.handle(StartScrub(disk.number))
+                begun.append(str(disk.path))
+        return begun
+
     def explain(self, key: bytes, namespace: str, group: int | None) -> Explained:
         """Why a block can be read or not; `namespace` is how its digest begins. Raises Refusal."""
         if self.poisoned.is_set():
@@ -289,6 +319,7 @@ class Cache:
                 for device in self._workers.devices
                 if device.is_known
             ),
+            disks=tuple(map(self._disk_snapshot, self.disks, core.disks)),
             workers=tuple(
                 WorkerSnapshot(
                     w.device,
@@ -307,6 +338,23 @@ class Cache:
                 )
                 for direction, total in self._workers.totals.items()
             },
+        )
+
+    def _disk_snapshot(self, disk: Disk, core: DiskStatus) -> DiskSnapshot:
+        device, start = self._workers.devices[disk.device], disk.start
+        # Of one that was never live the core knows nothing.
+        state = "off" if core.state == "starting" and device.why else core.state
+        return DiskSnapshot(
+            path=str(disk.path),
+            capacity_bytes=disk.image.geometry.capacity_bytes,
+            state=state,
+            why="" if state == "live" else device.why or core.why,
+            cold_reason=start.cold_reason if start else "",
+            direct_io=start is not None and start.direct_io,
+            recovered_blocks=start.blocks if start else 0,
+            recovered_bytes=start.data_bytes if start else 0,
+            recovery_s=start.seconds if start else 0.0,
+            core=core,
         )
 
 

@@ -1,10 +1,13 @@
-"""Does what the core decided, in order, at once: slot records in the pool, packets to copy workers."""
+"""Does what the core decided, in order, at once: slot records in the pool and in disks' images, packets to
+workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import numpy as np
+from kvtier_kernels import PoolRecords
 
+from kvtierd.cache.disks import Disks
 from kvtierd.core.actions import (
     Action,
     AssignExtent,
@@ -13,23 +16,27 @@ from kvtierd.core.actions import (
     FreeSlots,
     Notify,
     OpenSlots,
+    PostDiskJob,
     PostPart,
     QuarantineSlots,
     ReleaseSession,
     RevokePart,
 )
-from kvtierd.core.ids import WorkerId
+from kvtierd.core.ids import DiskId, WorkerId
 from kvtierd.memory import HostPool
+from kvtierd.tiers.disk.image import WRITER
 from kvtierd.transfer.supervisor import Supervisor
 
 
 class Performer:
-    """Performs actions on one pool and its workers. Any exception from here means a bug or a broken pool."""
+    """Performs actions on one pool, disks' images and the workers. Any exception from here means a bug or a
+    broken pool."""
 
     def __init__(
         self,
         pool: HostPool,
         workers: Supervisor,
+        disks: Disks,
         writers: Mapping[WorkerId, int],
         notify: Callable[[Notify], None],
         gate_deadline_ms: int,
@@ -37,6 +44,7 @@ class Performer:
         """`writers`: the pool's writer id of every worker that was ever live."""
         self._pool = pool
         self._workers = workers
+        self._disks = disks
         self._writers = writers
         self._notify = notify
         self._gate_deadline_ms = gate_deadline_ms
@@ -55,9 +63,11 @@ class Performer:
             case CommitSlots():
                 self._commit(action)
             case FreeSlots():
-                self._pool.records.free(np.ascontiguousarray(action.slots).reshape(-1))
+                self._records(action.disk).free(np.ascontiguousarray(action.slots).reshape(-1))
             case QuarantineSlots():
-                self._pool.set_aside(action.slots)
+                self._set_aside(action)
+            case PostDiskJob():
+                self._post_disk_job(action)
             case CheckSlots():
                 self._workers.check_slots(action, self._pool.records.generations(action.slots))
             case Notify():
@@ -67,14 +77,30 @@ class Performer:
             case ReleaseSession():
                 self._workers.release_session(action.worker, action.session)
             case AssignExtent():
-                self._pool.records.format_extent(action.extent, action.slot_bytes)
+                self._records(action.disk).format_extent(action.extent, action.slot_bytes)
             case _:
                 assert_never(action)
 
+    def _records(self, disk: DiskId | None) -> PoolRecords:
+        return self._pool.records if disk is None else self._disks[disk].image.records
+
+    def _set_aside(self, action: QuarantineSlots) -> None:
+        if action.disk is None:
+            self._pool.set_aside(action.slots)
+            return
+        disk = self._disks[action.disk]
+        disk.image.set_aside(action.slots)
+        self._workers.persist_records(disk.device, action.slots)
+
+    def _post_disk_job(self, action: PostDiskJob) -> None:
+        on_disk = self._records(action.disk).generations(action.disk_slots)
+        on_host = self._pool.records.generations(action.host_slots)
+        self._workers.post_disk_job(action, on_disk, on_host)
+
     def _open(self, action: OpenSlots) -> None:
-        self._pool.records.open(
+        self._records(action.disk).open(
             action.slots,
-            self._writers[action.worker],
+            self._writers[action.worker] if action.disk is None else WRITER,
             self._pool.boot_nonce,
             action.store,
             action.namespace,

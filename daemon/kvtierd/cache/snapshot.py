@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtierd.core.ids import SessionId
-from kvtierd.core.status import CoreStatus
+from kvtierd.core.status import CoreStatus, DiskStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,24 @@ class DeviceSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskSnapshot:
+    path: str
+    """The directory."""
+    capacity_bytes: int
+    state: str
+    """"starting", "live", "off" or "failing"."""
+    why: str
+    """Why it is not live, in one sentence."""
+    cold_reason: str
+    """Why its first worker kept nothing; empty if it did, or was not live yet."""
+    direct_io: bool
+    recovered_blocks: int
+    recovered_bytes: int
+    recovery_s: float
+    core: DiskStatus
+
+
+@dataclass(frozen=True, slots=True)
 class CopyTotals:
     """Of one direction, since the daemon started."""
 
@@ -81,5 +99,7 @@ class Snapshot:
     sessions: Mapping[SessionId, SessionAbout]
     devices: tuple[DeviceSnapshot, ...]
     workers: tuple[WorkerSnapshot, ...]
+    disks: tuple[DiskSnapshot, ...]
+    """In the order of the configuration."""
     copies: Mapping[str, CopyTotals]
     """By direction: "store" and "load"."""

@@ -9,6 +9,8 @@ import numpy.typing as npt
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import (
     CheckId,
+    DiskId,
+    DiskJobId,
     Epoch,
     Fingerprint,
     Hashes,
@@ -37,6 +39,8 @@ class AssignExtent:
 
     extent: int
     slot_bytes: int
+    disk: DiskId | None = None
+    """Of this disk; None: of the host pool. Likewise below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,13 @@ class OpenSlots:
     world_size: int
     hashes: Hashes
     data_bytes: int
+    disk: DiskId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CommitSlots:
-    """Make WRITING slots READY, with their recency: block i of `slots` (n, world) gets clock first_clock -
-    i."""
+    """Make WRITING slots of the host pool READY, with their recency: block i of `slots` (n, world) gets clock
+    first_clock - i. A disk's slots are made READY by its worker, before it reports."""
 
     slots: Slots
     first_clock: int
@@ -69,13 +74,15 @@ class FreeSlots:
     """Bump the generation of slots and mark them free: before any byte of them changes."""
 
     slots: Slots
+    disk: DiskId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineSlots:
-    """Set slots aside that have failed a check: nothing is stored there again while this pool file lives."""
+    """Set slots aside that have failed a check: nothing is stored there again while this file lives."""
 
     slots: Slots
+    disk: DiskId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,36 @@ class PostPart:
     slots: Slots
     verify: npt.NDArray[np.uint8] | None
     """LOAD: 1 for slots whose checksum must be checked first."""
+
+
+class DiskJobKind(Enum):
+    """Numbers of `kvtierd.wire.DiskJobKind`."""
+
+    WRITE = 1
+    """Host to disk. The host slots are not held: a block that has gone when its turn comes, or goes
+    meanwhile, fails."""
+    READ = 2
+    """Disk to host, into slots that are WRITING; checked on the way."""
+    CHECK = 3
+    """Read and compare with the checksums only."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostDiskJob:
+    """Hand a batch of slots to a disk's worker, which does READ before WRITE before CHECK. The front adds the
+    slots' generations. `DiskJobFinished` follows, or the worker's end. A disk's own slots are OpenSlots'
+    before a WRITE of them, the host's before a READ."""
+
+    worker: WorkerId
+    disk: DiskId
+    job: DiskJobId
+    kind: DiskJobKind
+    disk_slots: Slots
+    """Shape (n,): shards of whole blocks, block after block in rank order."""
+    host_slots: Slots
+    """Parallel to `disk_slots`; empty for CHECK."""
+    clocks: npt.NDArray[np.uint64]
+    """WRITE: the recency that each record gets, parallel; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +209,7 @@ Action = (
     | QuarantineSlots
     | CheckSlots
     | PostPart
+    | PostDiskJob
     | RevokePart
     | ReleaseSession
     | Notify
@@ -196,10 +234,17 @@ class LookupReply:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchReply:
+    states: npt.NDArray[np.uint8]
+    """As a lookup in the same mode would say it now, were there no load to be compared with computing; hits
+    are not counted as hits, and made recent only where blocks beyond them are brought up."""
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitReply:
     transfer: TransferNumber
     results: npt.NDArray[np.uint8]
     """Store: kvtier.v1.StoreResult per key (0 accepted, 1 exists, 2 pending, 3 throttled). Load: empty."""
 
 
-Reply = Attached | LookupReply | SubmitReply | InstanceView | None
+Reply = Attached | LookupReply | PrefetchReply | SubmitReply | InstanceView | None

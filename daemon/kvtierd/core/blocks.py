@@ -1,18 +1,22 @@
-"""Blocks of the host tier: the block table and the slots, kept in step. Whatever frees a slot goes through
-here."""
+"""Blocks of one tier, the host's or a disk's: the block table and the slots, kept in step. Whatever frees a
+slot goes through here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.actions import Action, CommitSlots, FreeSlots, QuarantineSlots
 from kvtierd.core.domains import Domain, Domains, Spaces
 from kvtierd.core.errors import Reason
 from kvtierd.core.history import Fate, History
-from kvtierd.core.ids import NO_ENTRY, Entries, Hashes, Slots, SpaceId
+from kvtierd.core.ids import NO_ENTRY, DiskId, Entries, Hashes, Slots, SpaceId
 from kvtierd.core.slots import PoolGeometry, SlotAllocator
+from kvtierd.core.status import SizeStatus
 from kvtierd.core.stimuli import CoreIntegrity, Verify
-from kvtierd.core.table import U8, BlockFlag, BlockState, BlockTable
+from kvtierd.core.table import U8, U32, BlockFlag, BlockState, BlockTable
 
 EVICTING = int(BlockState.EVICTING)
 READY = int(BlockState.READY)
@@ -32,26 +36,57 @@ class Inserted:
     """Created."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Blocks as they were at some time; they may go, and others come in their place."""
+
+    entries: Entries
+    generations: U32
+    slots: Slots
+    """One of each block."""
+
+    def __getitem__(self, chosen: "slice | npt.NDArray[Any]") -> "Seen":
+        return Seen(self.entries[chosen], self.generations[chosen], self.slots[chosen])
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
 class Blocks:
     """The only owner of table and slots. Batches; appends what must be done to `actions`."""
 
     def __init__(
-        self, table: BlockTable, geometry: PoolGeometry, integrity: CoreIntegrity | None = None
+        self,
+        table: BlockTable,
+        geometry: PoolGeometry,
+        integrity: CoreIntegrity | None = None,
+        *,
+        disk: DiskId | None = None,
+        host: "Blocks | None" = None,
     ) -> None:
+        """`disk`: whose blocks these are, with the host's as `host`: spaces and memory are shared. None: they
+        are the host's."""
         integrity = integrity or CoreIntegrity()
         always = integrity.verify is Verify.ALWAYS
         self.integrity = integrity
-        self._flags_of_new = VERIFY if always else 0
+        self.disk = disk
+        self._flags_of_new = VERIFY if always and disk is None else 0
+        self.flags_of_recovered = VERIFY | RECOVERED if disk is None else 0
+        """A disk's blocks are checked whenever they are read."""
         self._flags_once = RECOVERED if always else VERIFY | RECOVERED
         """What a load that found a block sound takes from it."""
-        self.history = History(integrity.remembered_blocks)
+        self.history: History = History(integrity.remembered_blocks) if host is None else host.history
         self.corrupt: set[int] = set()
         """Slots of condemned blocks that are to be set aside when their blocks go."""
         self.table = table
         self.geometry = geometry
         self.slots = SlotAllocator(geometry)
         self.domains = Domains()
-        self.spaces = Spaces(table)
+        if host is None:
+            self.spaces = Spaces(table)
+        else:
+            self.spaces = host.spaces
+            self.spaces.tables.append(table)
         self.capacity = int(table.stats()["capacity"])
         self.live = 0
         """Entries in the table."""
@@ -63,6 +98,8 @@ class Blocks:
         """When each entry was last stored, found or loaded, in `STAMPS_PER_S`: compares across domains."""
         self.now = 0
         self.actions: list[Action] = []
+        self.leaving: Callable[[Entries, Fate], None] | None = None
+        """Told of READY blocks that are being evicted or condemned, while they still are in the table."""
 
     # --- life of a block ---
 
@@ -85,6 +122,7 @@ class Blocks:
             for rank, slot_bytes in enumerate(domain.sizes):
                 slots[rank] = self.slots.take(slot_bytes, n)
         self.table.attach_slots(entries, np.ascontiguousarray(slots.T))
+        domain.opened += n
         return slots
 
     def commit(self, domain: Domain, entries: Entries, slots: Slots) -> None:
@@ -92,9 +130,10 @@ class Blocks:
         n = len(entries)
         if n == 0:
             return
-        self.clock += n
         self.table.commit(tail_first(entries))
-        self.actions.append(CommitSlots(np.ascontiguousarray(slots.T), self.clock))
+        if self.disk is None:  # a disk's worker has done it, with the clocks it was given
+            self.clock += n
+            self.actions.append(CommitSlots(np.ascontiguousarray(slots.T), self.clock))
         self.mark_used(entries, slots)
 
     def discard(self, domain: Domain, entries: Entries, slots: Slots | None) -> None:
@@ -110,7 +149,7 @@ class Blocks:
             return
         if self.corrupt and self._set_aside(domain, slots):
             return
-        self.actions.append(FreeSlots(slots.reshape(-1)))
+        self.actions.append(FreeSlots(slots.reshape(-1), self.disk))
         if len(domain.per_size) == 1:
             self.slots.give_back(domain.sizes[0], slots.reshape(-1))
         else:
@@ -124,15 +163,18 @@ class Blocks:
             return False
         self.corrupt.difference_update(slots[bad].tolist())
         self.slots.set_aside(slots[bad])
-        self.actions.append(QuarantineSlots(slots[bad]))
+        self.actions.append(QuarantineSlots(slots[bad], self.disk))
         if not bad.all():
-            self.actions.append(FreeSlots(slots[~bad]))
+            self.actions.append(FreeSlots(slots[~bad], self.disk))
         for rank, slot_bytes in enumerate(domain.sizes):
             self.slots.give_back(slot_bytes, slots[rank][~bad[rank]])
         return True
 
     def evict(self, domain: Domain, entries: Entries) -> None:
         """Removes READY, unpinned entries of a domain."""
+        domain.evicted += len(entries)
+        if self.leaving is not None:
+            self.leaving(entries, Fate.EVICTED)
         self.remember(entries, Fate.EVICTED)
         self.table.begin_evict(entries)
         self.discard(domain, entries, self.slots_of(domain, entries))
@@ -157,11 +199,25 @@ class Blocks:
         entries = np.unique(entries)
         ready: Entries = entries[self.table.states(entries) == READY]
         if len(ready):
+            if self.leaving is not None:
+                self.leaving(ready, Fate.CORRUPT)
             self.remember(ready, Fate.CORRUPT)
             self.table.condemn(ready)
             self.table.set_flags(ready, VERIFY)  # whoever still loads it shall see it fail
             self.condemned += len(ready)
         return ready
+
+    # --- blocks that are remembered and not held ---
+
+    def seen(self, domain: Domain, entries: Entries) -> "Seen":
+        """Remembers blocks of a domain."""
+        return Seen(entries, self.table.generations(entries), self.slots_of(domain, entries)[0])
+
+    def are_still(self, seen: "Seen") -> npt.NDArray[np.bool_]:
+        """Which of the blocks have not been removed since."""
+        there: npt.NDArray[np.bool_] = self.table.owners(seen.slots) == seen.entries
+        there[there] = self.table.generations(seen.entries[there]) == seen.generations[there]
+        return there
 
     # --- pins and recency ---
 
@@ -193,6 +249,18 @@ class Blocks:
     def slots_of(self, domain: Domain, entries: Entries) -> Slots:
         """Slots of the entries, shape (world, n)."""
         return np.ascontiguousarray(self.table.slots(entries, domain.world).T)
+
+    def domain_of(self, entries: Entries) -> Domain:
+        """The domain of entries that are all of one."""
+        return self.domains.by_id[int(self.table.domains(entries[:1])[0])]
+
+    def sizes(self) -> tuple[SizeStatus, ...]:
+        """Slots of every size that has some."""
+        withheld = self.slots.withheld_by_size()
+        return tuple(
+            SizeStatus(slot_bytes, extents, total, free, withheld.get(slot_bytes, 0))
+            for slot_bytes, extents, total, free in self.slots.sizes()
+        )
 
 
 def tail_first(entries: Entries) -> Entries:

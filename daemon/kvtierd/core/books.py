@@ -1,17 +1,20 @@
 """Everything the core knows besides blocks, in one place; its rooms share it."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 
 from kvtierd.core.actions import InstanceView, Notify, SessionEnded, TransferEnded
 from kvtierd.core.blocks import STAMPS_PER_S, Blocks
+from kvtierd.core.disks import Disks
 from kvtierd.core.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.room import Room
+from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.status import Tally
-from kvtierd.core.stimuli import CoreLimits
+from kvtierd.core.stimuli import CoreDisks, CoreLimits
+from kvtierd.core.table import BlockTable
 from kvtierd.core.transitions import Entity, Event, Transitions
 
 Clock = Callable[[], float]
@@ -21,7 +24,12 @@ Clock = Callable[[], float]
 @dataclass(slots=True, eq=False)
 class Books:
     blocks: Blocks
+    """Of the host."""
     limits: CoreLimits
+    disk_policy: CoreDisks = field(default_factory=CoreDisks)
+    disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
+    """Of each disk: an empty table of its own, and where its slots lie."""
+    disks: Disks = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
     room: Room = field(init=False)
@@ -50,14 +58,16 @@ class Books:
     transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
         self.room = Room(self.blocks, self.tally)
+        self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
 
     def begin(self, now_s: float) -> None:
         """Starts a stimulus: time, and an empty list of actions."""
         self.now_s = now_s
         self.blocks.now = max(0, int(now_s * STAMPS_PER_S))
         self.blocks.actions = []
+        self.disks.begin()
 
     def step(self, entity: Entity, event: Event) -> None:
         self.transitions.step(entity, event)

@@ -26,6 +26,10 @@ class Domain:
     """In the table, in whatever state."""
     users: int = 0
     """Groups of instances that are not GONE."""
+    opened: int = 0
+    """Blocks that were ever given slots."""
+    evicted: int = 0
+    """Blocks that were ever evicted."""
     per_size: tuple[tuple[int, int], ...] = field(init=False)
     """(slot bytes, slots of it in one block)."""
     block_bytes: int = field(init=False)
@@ -80,8 +84,11 @@ class Spaces:
     """Ids of (namespace, group); never used again within a boot."""
 
     def __init__(self, table: BlockTable) -> None:
-        self._table = table
+        self.tables = [table]
+        """Those of all tiers: whose blocks name spaces."""
         self.ids: dict[tuple[NamespaceDigest, int], SpaceId] = {}
+        self.names: dict[SpaceId, tuple[NamespaceDigest, int]] = {}
+        """The other way round."""
         self.about: dict[NamespaceDigest, NamespaceAbout] = {}
         """Of namespaces whose instances have attached in this boot; those of `ids` only."""
         self.users: Counter[SpaceId] = Counter()
@@ -96,6 +103,7 @@ class Spaces:
             if len(self.ids) >= self._sweep_at:
                 self._sweep()
             space = self.ids[digest, group] = SpaceId(self._issued)
+            self.names[space] = (digest, group)
             self._issued += 1
         return space
 
@@ -106,10 +114,11 @@ class Spaces:
             del self.users[space]
 
     def _sweep(self) -> None:
-        """Forgets spaces that nobody uses and that have no blocks left; the rest are bounded by the table."""
+        """Forgets spaces that nobody uses and that have no blocks left; the rest are bounded by the
+        tables."""
         for key, space in list(self.ids.items()):
-            if space not in self.users and self._table.count(space) == 0:
-                del self.ids[key]
+            if space not in self.users and not any(table.count(space) for table in self.tables):
+                del self.ids[key], self.names[space]
         digests = {digest for digest, _ in self.ids}
         self.about = {digest: about for digest, about in self.about.items() if digest in digests}
         self._sweep_at = max(SWEEP_AT_LEAST, 2 * len(self.ids))

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.actions import Direction, TransferEnded
+from kvtierd.core.actions import Direction, DiskJobKind, TransferEnded
+from kvtierd.core.blocks import Seen
 from kvtierd.core.domains import Domain
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import (
     CheckId,
+    DiskId,
+    DiskJobId,
     Entries,
     Epoch,
     Fingerprint,
@@ -29,6 +32,7 @@ from kvtierd.core.ids import (
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.core.transitions import (
     CheckState,
+    DiskJobState,
     Entity,
     InstanceState,
     LeaseState,
@@ -39,18 +43,23 @@ from kvtierd.core.transitions import (
     WorkerState,
 )
 
+DISK_DEVICE_PREFIX = "disk-"
 _NO_TICKET = Ticket(0)
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker(Entity):
-    """One copy worker process."""
+    """One worker process, of a copy device or of a disk."""
 
     state: State = WorkerState.LIVE
     worker: WorkerId
     device: str
     mappings: "dict[SessionId, Mapping]" = field(default_factory=dict)
+
+    @property
+    def serves_disk(self) -> bool:
+        return self.device.startswith(DISK_DEVICE_PREFIX)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -95,8 +104,11 @@ class GroupPlan:
 
     space: SpaceId
     domain: Domain
+    block_tokens: int
     num_blocks: int = 0
     """Blocks that every rank has; valid while the instance is LIVE."""
+    device_bytes: tuple[tuple[str, int], ...] = ()
+    """Of one block, by the device whose worker loads them; likewise."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -113,6 +125,8 @@ class Instance(Entity):
     alive_at_s: float
     """When its scheduler was last heard of."""
     sessions: dict[SessionId, Session] = field(default_factory=dict)
+    prefill_tokens_per_s: float = 0.0
+    """How fast it computes a prompt; 0: not known."""
     scheduler: Session | None = None
     ranks: dict[Rank, Session] = field(default_factory=dict)
     digest: NamespaceDigest | None = None
@@ -223,3 +237,41 @@ class Check(Entity):
     """Whose slots they were when they were chosen; the blocks are not held."""
     generations: npt.NDArray[np.uint32]
     """Of the entries, to tell their blocks from later ones."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DiskJob(Entity):
+    """Slots that a disk's worker writes, reads or checks: shards of whole blocks, the head of a sequence
+    first."""
+
+    state: State = DiskJobState.POSTED
+    job: DiskJobId
+    kind: DiskJobKind
+    disk: DiskId
+    worker: Worker
+    posted_s: float
+    domain: Domain
+    """Of the disk."""
+    entries: Entries
+    """Of the disk. WRITE: they are WRITING, and this job's. READ: pinned. CHECK: as they were, and not
+    held."""
+    slots: Slots
+    """Of the entries, shape (world, n)."""
+    generations: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    """CHECK: of the entries."""
+    host_domain: Domain | None = None
+    """READ."""
+    host_entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    """READ: of the host, parallel to `entries`; they are WRITING, and this job's."""
+    host_slots: Slots = field(default_factory=lambda: np.empty((0, 0), np.uint32))
+    """READ: of these, shape (world, n)."""
+    host_seen: Seen | None = None
+    """WRITE: of the host, parallel to `entries`; not held."""
+    late: bool = False
+    """READ: its blocks are told to be misses."""
+    slow: bool = False
+    """It was counted as an error."""
+
+    @property
+    def bytes(self) -> int:
+        return len(self.entries) * self.domain.block_bytes

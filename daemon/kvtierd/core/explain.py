@@ -23,6 +23,8 @@ SPACES_MAX = 1_024
 
 class Verdict(Enum):
     READABLE = "readable"
+    ON_DISK = "on disk"
+    """On a disk only: a lookup would be told that it is pending, and have it promoted."""
     BEING_WRITTEN = "being written"
     EVICTED = "evicted"
     STORE_ENDED = "store ended"
@@ -70,7 +72,7 @@ class Explanation:
     reason: Reason | None
     """Why its store ended."""
     elsewhere: tuple[Place, ...]
-    """Where a block of this hash is readable or being written now."""
+    """Where a block of this hash is readable, on a disk or being written now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def explain(books: Books, key: bytes, namespace: str, group: int | None, now: in
             field="hash",
             value=len(key),
         )
-    there = [(place, space) for place, space in places if _state(books, space, row) in (_WRITING, _READY)]
+    there = [(place, space) for place, space in places if _is_there(books, space, row)]
     history = books.blocks.history
     oldest = history.oldest_at()
     return Explained(
@@ -136,6 +138,8 @@ def _explain(
         verdict = _OF_STATE[BlockState(state)]
         since = past.at if past is not None and verdict is Verdict.CORRUPT else None
         return Explanation(place, verdict, _ago(now, since), None, elsewhere)
+    if _is_on_disk(books, space, row):
+        return Explanation(place, Verdict.ON_DISK, None, None, elsewhere)
     if past is not None:
         return Explanation(place, _OF_FATE[past.fate], _ago(now, past.at), past.reason, elsewhere)
     verdict = Verdict.ELSEWHERE if elsewhere else Verdict.NEVER_STORED
@@ -149,6 +153,14 @@ def _ago(now: int, at: int | None) -> float | None:
 def _state(books: Books, space: SpaceId, row: Hashes) -> int:
     entries, states = books.blocks.table.lookup(space, row)
     return int(states[0]) if entries[0] != NO_ENTRY else 0
+
+
+def _is_on_disk(books: Books, space: SpaceId, row: Hashes) -> bool:
+    return bool(books.disks) and bool(books.disks.find(space, row)[0] != NO_ENTRY)
+
+
+def _is_there(books: Books, space: SpaceId, row: Hashes) -> bool:
+    return _state(books, space, row) in (_WRITING, _READY) or _is_on_disk(books, space, row)
 
 
 def _places(books: Books) -> Iterator[tuple[Place, SpaceId]]:

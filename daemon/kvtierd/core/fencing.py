@@ -10,6 +10,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.history import Fate
 from kvtierd.core.stimuli import Outcome, PartFinished
 from kvtierd.core.table import U8, U32, BlockState
+from kvtierd.core.tier import DiskTier
 from kvtierd.core.transfers import Transfers
 from kvtierd.core.transitions import Event, PartState
 
@@ -18,8 +19,9 @@ _NONE = np.empty(0, np.uint32)
 
 
 class Fencing:
-    def __init__(self, books: Books, transfers: Transfers) -> None:
+    def __init__(self, books: Books, transfers: Transfers, tier: DiskTier) -> None:
         self._books = books
+        self._tier = tier
         self._blocks = books.blocks
         self._transfers = transfers
 
@@ -36,6 +38,7 @@ class Fencing:
         ):
             self._books.tally.late_messages += 1
             return
+        self._tier.part_finished(part, stimulus)
         outcome, failed = stimulus.outcome, stimulus.failed
         if outcome is Outcome.DONE and len(failed) == 0:
             self._end(part, Event.DONE, _NONE, None)
@@ -126,7 +129,8 @@ class Fencing:
 
     def _store_ended(self, transfer: Transfer) -> U8:
         """Commits the blocks whose every shard is in place, removes the others."""
-        blocks, domain = self._blocks, transfer.instance.plans[transfer.group].domain
+        plan = transfer.instance.plans[transfer.group]
+        blocks, domain = self._blocks, plan.domain
         entries, slots = transfer.entries, transfer.slots
         good = entries
         if transfer.failed is not None:
@@ -138,6 +142,7 @@ class Fencing:
             blocks.discard(domain, entries[~ok], slots[:, ~ok])
         else:
             blocks.commit(domain, good, slots)
+        self._tier.stored(plan, good)
         self._books.tally.stored_blocks += len(good)
         self._books.tally.stored_bytes += len(good) * domain.block_bytes
         if transfer.positions is None and transfer.failed is None:

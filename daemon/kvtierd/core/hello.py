@@ -1,5 +1,6 @@
 """Whether a process may join: checked whole, before anything changes."""
 
+import math
 from collections.abc import Sequence
 
 from kvtierd.core.entities import Instance
@@ -21,9 +22,21 @@ def shape_of(groups: Sequence[GroupGeometry]) -> tuple[int, ...]:
 def check_hello(stimulus: AttachSession, instance: Instance | None, geometry: PoolGeometry) -> None:
     """Refusal if the session makes no sense by itself, or does not fit the instance that has its name."""
     _check_alone(stimulus, geometry)
+    check_prefill(stimulus.prefill_tokens_per_s)
     if instance is not None:
         _check_same(stimulus, instance)
         _check_place(stimulus, instance)
+
+
+def check_prefill(tokens_per_s: float) -> None:
+    """Refusal MALFORMED for what is no speed."""
+    if not (math.isfinite(tokens_per_s) and tokens_per_s >= 0):
+        raise Refusal(
+            Reason.MALFORMED,
+            "a speed is a number of tokens per second, 0 if it is not known",
+            field="prefill_tokens_per_s",
+            value=tokens_per_s,
+        )
 
 
 def _check_alone(stimulus: AttachSession, geometry: PoolGeometry) -> None:

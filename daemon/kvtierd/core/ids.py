@@ -35,6 +35,13 @@ RegistrationId = NewType("RegistrationId", int)
 CheckId = NewType("CheckId", int)
 """One request to a copy worker to look at slots."""
 
+DiskId = NewType("DiskId", int)
+"""One disk of the disk tier: its place in `disk.paths`, from 0."""
+
+DiskJobId = NewType("DiskJobId", int)
+"""One batch of slots written to, read from or checked on a disk. Drawn from the transfers' numbers: with the
+boot nonce it is a store id of its own."""
+
 Rank = NewType("Rank", int)
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
@@ -51,8 +58,8 @@ Entries = npt.NDArray[np.uint32]
 """Indexes into the block table; NO_ENTRY where there is none."""
 
 Slots = npt.NDArray[np.uint32]
-"""Page numbers of slots in the pool file (offset / PAGE_BYTES); 0 is never a slot. Shape (n,) or (n,
-world)."""
+"""Page numbers of slots in the pool file, or in a disk's slab file (offset / PAGE_BYTES); 0 is never a slot.
+Shape (n,) or (n, world)."""
 
 NO_ENTRY = 0xFFFF_FFFF
 NO_SLOT = 0

@@ -1,11 +1,13 @@
-"""Instances: processes attach, register and end, and copy workers come and go."""
+"""Instances: processes attach, register and end, and workers come and go."""
+
+from collections import Counter
 
 from kvtierd.core.actions import Attached, InstanceView, ReleaseSession, SessionEnded
 from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Mapping, Session, Worker
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.fencing import Fencing
-from kvtierd.core.hello import check_hello, shape_of
+from kvtierd.core.hello import check_hello, check_prefill, shape_of
 from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
 from kvtierd.core.leases import Leases
 from kvtierd.core.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest
@@ -23,13 +25,20 @@ from kvtierd.core.stimuli import (
     WorkerLive,
     WorkerLost,
 )
+from kvtierd.core.tier import DiskTier
 from kvtierd.core.transfers import Transfers
 from kvtierd.core.transitions import Event, MappingState, WorkerState
 
 
 class Instances:
     def __init__(
-        self, books: Books, leases: Leases, transfers: Transfers, fencing: Fencing, sampler: Sampler
+        self,
+        books: Books,
+        leases: Leases,
+        transfers: Transfers,
+        fencing: Fencing,
+        sampler: Sampler,
+        tier: DiskTier,
     ) -> None:
         self._books = books
         self._blocks = books.blocks
@@ -37,6 +46,7 @@ class Instances:
         self._transfers = transfers
         self._fencing = fencing
         self._sampler = sampler
+        self._tier = tier
 
     # --- attaching ---
 
@@ -81,6 +91,7 @@ class Instances:
         if session.schedules:
             instance.scheduler = session
             instance.alive_at_s = books.now_s
+            instance.prefill_tokens_per_s = stimulus.prefill_tokens_per_s
         if session.holds_rank:
             instance.ranks[session.rank] = session
             if len(instance.ranks) == instance.world_size:
@@ -102,7 +113,9 @@ class Instances:
             domain = self._blocks.domains.of(tuple(session.groups[group].slot_bytes for session in ranks))
             self._blocks.spaces.users[space] += 1
             domain.users += 1
-            plans.append(GroupPlan(space=space, domain=domain))
+            plans.append(
+                GroupPlan(space=space, domain=domain, block_tokens=ranks[0].groups[group].block_tokens)
+            )
         self._blocks.spaces.about[digest] = NamespaceAbout(
             instance.model,
             instance.namespace_fields,
@@ -193,7 +206,7 @@ class Instances:
                 value=stimulus.session,
             )
         worker = self._books.workers.get(stimulus.worker)
-        if worker is None or worker.state is not WorkerState.LIVE:
+        if worker is None or worker.state is not WorkerState.LIVE or worker.serves_disk:
             raise Refusal(
                 Reason.WORKER_UNAVAILABLE,
                 "the copy worker was lost: register again with its successor",
@@ -209,6 +222,10 @@ class Instances:
         instance.doorbells = min(mapping.doorbells for mapping in words)
         for group, plan in enumerate(instance.plans):
             plan.num_blocks = min(mapping.num_blocks[group] for mapping in words)
+            of_device: Counter[str] = Counter()
+            for mapping in words:
+                of_device[mapping.worker.device] += plan.domain.sizes[mapping.session.rank]
+            plan.device_bytes = tuple(of_device.items())
         self._books.step(instance, Event.COMPLETE)
 
     def unregister_memory(self, stimulus: UnregisterMemory) -> None:
@@ -243,8 +260,11 @@ class Instances:
         """The scheduler's heartbeat keeps its instance's leases; those of others only prove that they are
         attached."""
         session = self._books.session(stimulus.session)
+        check_prefill(stimulus.prefill_tokens_per_s)
         if session.schedules:
             session.instance.alive_at_s = self._books.now_s
+            if stimulus.prefill_tokens_per_s:
+                session.instance.prefill_tokens_per_s = stimulus.prefill_tokens_per_s
 
     def end_session(self, stimulus: EndSession) -> None:
         """Ends the epoch. Nothing for a session that is unknown, or whose epoch has ended before."""
@@ -294,8 +314,10 @@ class Instances:
     # --- workers ---
 
     def worker_live(self, stimulus: WorkerLive) -> None:
-        assert stimulus.worker not in self._books.workers, f"copy worker {stimulus.worker} came up twice"
-        self._books.workers[stimulus.worker] = Worker(worker=stimulus.worker, device=stimulus.device)
+        assert stimulus.worker not in self._books.workers, f"worker {stimulus.worker} came up twice"
+        worker = Worker(worker=stimulus.worker, device=stimulus.device)
+        self._books.workers[stimulus.worker] = worker
+        self._tier.worker_live(worker)
 
     def worker_lost(self, stimulus: WorkerLost) -> None:
         """Its parts cannot succeed; its ranks have to register again. Nothing is fenced before it has
@@ -313,6 +335,7 @@ class Instances:
             value=worker.worker,
         )
         self._sampler.worker_lost(worker)
+        self._tier.worker_lost(worker, stimulus.why)
         broken: dict[Instance, None] = {}
         for mapping in worker.mappings.values():
             books.step(mapping, Event.LOSE)
@@ -341,6 +364,7 @@ class Instances:
         for mapping in list(worker.mappings.values()):
             self._fencing.parts_exited(mapping)
             self._gone(mapping, Event.EXIT)
+        self._tier.worker_exited(worker)
         del books.workers[stimulus.worker]
 
     # --- views ---

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from kvtierd.core.actions import LookupReply
+from kvtierd.core.actions import LookupReply, PrefetchReply
 from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Lease
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Entries, Hashes, LeaseId
-from kvtierd.core.stimuli import LookupBlocks, LookupMode, ReleaseLeases, TouchBlocks
+from kvtierd.core.stimuli import LookupBlocks, LookupMode, PrefetchBlocks, ReleaseLeases, TouchBlocks
 from kvtierd.core.table import U8, BlockState
+from kvtierd.core.tier import DiskTier
 from kvtierd.core.transitions import Event
 
 MISS, PENDING, HIT = 0, 1, 2
@@ -23,14 +24,16 @@ READY = int(BlockState.READY)
 
 
 class Leases:
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, tier: DiskTier) -> None:
         self._books = books
+        self._tier = tier
         self._blocks = books.blocks
 
     # --- lookups ---
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
-        """What of this can be loaded now; hits become recent, or are pinned under a lease."""
+        """What of this can be loaded now; hits become recent, or are pinned under a lease. What only disks
+        have is pending, and promoted."""
         books = self._books
         instance = books.submitter(stimulus.session, stimulus.epoch)
         hashes = stimulus.hashes
@@ -40,27 +43,52 @@ class Leases:
             instance.alive_at_s = books.now_s
             tally.lookups += 1
             tally.lookup_hashes += len(hashes)
-            told = len(hashes) if stimulus.mode is LookupMode.EXACT else min(1, len(hashes))
-            return LookupReply(0, np.zeros(told, np.uint8), None, None)
+            return LookupReply(0, np.zeros(_told(stimulus), np.uint8), None, None)
         plan = books.plan(instance, stimulus.group)
         instance.alive_at_s = books.now_s
         tally.lookups += 1
         tally.lookup_hashes += len(hashes)
         found, states = self._find(plan, hashes, stimulus.mode)
+        if self._tier and self._tier.recompute(instance, plan, len(found)):
+            return LookupReply(0, np.zeros_like(states[: _told(stimulus)]), None, None)
         hits = len(found)
         tally.lookup_hits += hits
-        if hits == 0:
-            return LookupReply(0, states, None, None)
-        if not stimulus.lease:
-            self._blocks.touch(found)
-            return LookupReply(hits, states, None, None)
-        try:
-            lease = self._grant(instance, stimulus.group, plan, found)
-        except Refusal as refusal:
-            tally.refused_leases += 1
-            self._blocks.touch(found)
-            return LookupReply(hits, states, None, refusal)
-        return LookupReply(hits, states, lease.lease, None)
+        lease: Lease | None = None
+        refused: Refusal | None = None
+        if hits:
+            if stimulus.lease:
+                try:
+                    lease = self._grant(instance, stimulus.group, plan, found)
+                except Refusal as refusal:
+                    tally.refused_leases += 1
+                    refused = refusal
+            if lease is None:
+                self._blocks.touch(found)
+        if self._tier:
+            self._tier.found(plan.domain, found)
+            if hits < len(hashes):
+                promotion = self._tier.promotion
+                states = promotion.beyond(
+                    instance, plan, hashes, stimulus.mode, found, states, held=lease is not None
+                )
+        return LookupReply(hits, states, None if lease is None else lease.lease, refused)
+
+    def prefetch(self, stimulus: PrefetchBlocks) -> PrefetchReply:
+        """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
+        books = self._books
+        instance = books.submitter(stimulus.session, stimulus.epoch)
+        hashes = stimulus.hashes
+        check_hashes(hashes, books.limits.lookup_hashes_max)
+        if not instance.live or books.draining:
+            instance.alive_at_s = books.now_s
+            return PrefetchReply(np.zeros(_told(stimulus), np.uint8))
+        plan = books.plan(instance, stimulus.group)
+        instance.alive_at_s = books.now_s
+        found, states = self._find(plan, hashes, stimulus.mode)
+        if self._tier and len(found) < len(hashes):
+            promotion = self._tier.promotion
+            states = promotion.beyond(instance, plan, hashes, stimulus.mode, found, states, held=False)
+        return PrefetchReply(states)
 
     def touch(self, stimulus: TouchBlocks) -> None:
         """Makes hits recent; says nothing."""
@@ -205,6 +233,12 @@ class Leases:
         del self._books.leases[lease.lease], instance.leases[lease.lease]
         instance.leased_blocks -= len(lease.entries)
         instance.leased_bytes -= len(lease.entries) * instance.plans[lease.group].domain.block_bytes
+
+
+def _told(stimulus: LookupBlocks | PrefetchBlocks) -> int:
+    """Of how many blocks the state is told if none is hit."""
+    count = len(stimulus.hashes)
+    return count if stimulus.mode is LookupMode.EXACT else min(1, count)
 
 
 def check_hashes(hashes: Hashes, count_max: int) -> None:

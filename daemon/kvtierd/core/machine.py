@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,20 @@ from kvtierd.core.leases import Leases
 from kvtierd.core.recovery import recover
 from kvtierd.core.sampling import Sampler, expected_detection_s
 from kvtierd.core.slots import PoolGeometry
-from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, SizeStatus, WorkerStatus
+from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerStatus
 from kvtierd.core.stimuli import (
     AttachSession,
     CancelTransfers,
+    CoreDisks,
     CoreIntegrity,
     CoreLimits,
+    DiskJobFinished,
+    DiskRecovered,
     Drain,
     EndSession,
     LookupBlocks,
     PartFinished,
+    PrefetchBlocks,
     Recovered,
     RegisterMemory,
     RegisterWords,
@@ -39,6 +43,7 @@ from kvtierd.core.stimuli import (
     SessionReleased,
     SlotsChecked,
     SlotsProven,
+    StartScrub,
     Stimulus,
     SubmitLoad,
     SubmitStore,
@@ -50,6 +55,7 @@ from kvtierd.core.stimuli import (
     WorkerLost,
 )
 from kvtierd.core.table import BlockTable
+from kvtierd.core.tier import DiskTier
 from kvtierd.core.transfers import Transfers
 from kvtierd.core.transitions import WorkerState
 
@@ -71,25 +77,35 @@ class Machine:
         *,
         first_epoch: int = 1,
         integrity: CoreIntegrity | None = None,
+        disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
+        disk_policy: CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
     ) -> None:
         """`table` is empty and from now on the machine's own. `clock` gives monotonic seconds. `first_epoch`:
         epochs are counted from here; no earlier daemon may have issued them, because clients outlive daemons
-        and tell by the epoch alone what their leases and parts still mean. `randomness` chooses what is
-        sampled.
+        and tell by the epoch alone what their leases and parts still mean. `disks`: for each disk of the disk
+        tier, in the order of their ids, an empty table of its own and the geometry of its slab file; none are
+        used before their `DiskRecovered`. `randomness` chooses what is sampled.
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity)
-        self.books = Books(blocks, limits, epoch_ids=itertools.count(first_epoch))
+        self.books = Books(
+            blocks,
+            limits,
+            disk_policy=disk_policy or CoreDisks(),
+            disk_shelves=disks,
+            epoch_ids=itertools.count(first_epoch),
+        )
         """For the validator, and for looking; nobody else changes anything in it."""
-        self._leases = Leases(self.books)
+        self._tier = DiskTier(self.books)
+        self._leases = Leases(self.books, self._tier)
         self._transfers = Transfers(self.books, self._leases)
-        self._fencing = Fencing(self.books, self._transfers)
+        self._fencing = Fencing(self.books, self._transfers, self._tier)
         self._sampler = Sampler(
             self.books, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
         )
         self._instances = Instances(
-            self.books, self._leases, self._transfers, self._fencing, self._sampler
+            self.books, self._leases, self._transfers, self._fencing, self._sampler, self._tier
         )
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             AttachSession: self._instances.attach,
@@ -100,17 +116,21 @@ class Machine:
             RenewSession: self._instances.renew,
             LookupBlocks: self._leases.lookup,
             TouchBlocks: self._leases.touch,
+            PrefetchBlocks: self._leases.prefetch,
             SubmitStore: self._transfers.submit_store,
             SubmitLoad: self._transfers.submit_load,
             ReleaseLeases: self._leases.release,
             CancelTransfers: self._transfers.cancel_tickets,
             PartFinished: self._fencing.part_finished,
             SlotsChecked: self._sampler.checked,
+            DiskJobFinished: self._tier.job_finished,
+            StartScrub: self._tier.start_scrub,
             SessionReleased: self._instances.session_released,
             WorkerLive: self._instances.worker_live,
             WorkerLost: self._instances.worker_lost,
             WorkerExited: self._instances.worker_exited,
             Recovered: self._recovered,
+            DiskRecovered: self._tier.recovered,
             SlotsProven: self._slots_proven,
             Drain: self._drain,
             Resume: self._resume,
@@ -132,6 +152,7 @@ class Machine:
         assert not books.instances, "recovery comes before any session"
         books.recovered = True
         recover(books.blocks, stimulus)
+        self._tier.host_recovered()
 
     def _slots_proven(self, stimulus: SlotsProven) -> None:
         """Frees those of the slots that are quarantined."""
@@ -151,6 +172,7 @@ class Machine:
         self._leases.expire()
         self._transfers.cancel_overdue()
         self._sampler.tick()
+        self._tier.tick()
 
     # --- questions; they change nothing ---
 
@@ -187,12 +209,8 @@ class Machine:
         blocks."""
         books, slots = self.books, self.books.blocks.slots
         table = books.blocks.table.stats()
-        withheld = slots.withheld_by_size()
-        sizes = tuple(
-            SizeStatus(slot_bytes, extents, total, free, withheld.get(slot_bytes, 0))
-            for slot_bytes, extents, total, free in slots.sizes()
-        )
-        used_bytes = sum((size.slots - size.free - size.withheld) * size.slot_bytes for size in sizes)
+        sizes = books.blocks.sizes()
+        used_bytes = sum(size.used_bytes for size in sizes)
         slots_drawn_from = sum(size.slots for size in sizes)
         integrity = books.blocks.integrity
         instances = tuple(_instance_status(instance) for instance in books.instances.values())
@@ -225,6 +243,7 @@ class Machine:
             ),
             counters=copy.copy(books.tally),
             draining=books.draining,
+            disks=tuple(disk.status(books.now_s) for disk in books.disks.all),
         )
 
 

@@ -1,21 +1,22 @@
-"""Taking over what an earlier daemon left in the pool."""
+"""Taking over what an earlier daemon left in the pool, or on a disk."""
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtierd.core.actions import FreeSlots
 from kvtierd.core.blocks import Blocks
 from kvtierd.core.domains import Domain
 from kvtierd.core.ids import Slots
 from kvtierd.core.stimuli import Recovered
-from kvtierd.core.table import U32, BlockFlag
+from kvtierd.core.table import U32
 
 
-def recover(blocks: Blocks, found: Recovered) -> None:
+def recover(blocks: Blocks, found: Recovered, wanted: npt.NDArray[np.bool_] | None = None) -> None:
     """Builds table, slots and recency of what was found. Once, before anything else; ValueError if it makes
-    no sense.
+    no sense. `wanted`: which of the blocks are taken over; None: all.
 
-    Blocks start READY and are verified before their first load, at least. If the table is too small, the
-    oldest are given up.
+    Blocks start READY; the host's are verified before their first load, at least. If the table is too small,
+    the oldest are given up.
     """
     worlds = np.array([world for _, _, world in found.namespaces], np.int64)
     count = len(found.hashes)
@@ -36,14 +37,14 @@ def recover(blocks: Blocks, found: Recovered) -> None:
     corrupt = _by_extent(blocks, found.corrupt)
     for extent in found.extents:
         index = extent.extent
-        blocks.slots.recover(
-            index, extent.slot_bytes, taken[index], quarantined[index], corrupt[index]
-        )
+        blocks.slots.recover(index, extent.slot_bytes, taken[index], quarantined[index], corrupt[index])
     sizes = size_of_extent[blocks.geometry.extent_of(found.slots)]
 
     entries = np.zeros(count, np.uint32)
     kept = np.zeros(count, np.bool_)
-    fitting = np.arange(count) >= count - blocks.capacity  # the youngest
+    candidates = np.ones(count, np.bool_) if wanted is None else wanted
+    younger = np.cumsum(candidates[::-1])[::-1]  # each counts itself
+    fitting = candidates & (younger <= blocks.capacity)
     by_space = np.argsort(found.spaces, kind="stable")
     bounds = np.searchsorted(found.spaces[by_space], np.arange(len(worlds) + 1))
     for index, (digest, group, world) in enumerate(found.namespaces):
@@ -64,6 +65,7 @@ def recover(blocks: Blocks, found: Recovered) -> None:
             places = chosen[members]
             new = _insert(blocks, space, domain, found.hashes[places], found.slots[rows[members]])
             entries[places], kept[places] = new
+            blocks.domains.forget_idle(domain)
     blocks.table.commit(entries[kept])
     blocks.clock = found.clock
     _give_up(blocks, found.slots, sizes, np.repeat(~kept, width))
@@ -80,7 +82,7 @@ def _insert(
     blocks: Blocks, space: int, domain: Domain, hashes: np.ndarray, slots: Slots
 ) -> tuple[U32, np.ndarray]:
     """Entries, and which of the keys are new; a key that was there already is given up."""
-    flags = int(BlockFlag.VERIFY | BlockFlag.RECOVERED)
+    flags = blocks.flags_of_recovered
     entries, created = blocks.table.insert(space, domain.domain, np.ascontiguousarray(hashes), flags)
     new = created == 1
     blocks.table.attach_slots(entries[new], np.ascontiguousarray(slots[new]))
@@ -94,6 +96,6 @@ def _give_up(blocks: Blocks, slots: Slots, sizes: np.ndarray, given_up: np.ndarr
     """Frees the slots of blocks that were not taken over."""
     if not given_up.any():
         return
-    blocks.actions.append(FreeSlots(slots[given_up]))
+    blocks.actions.append(FreeSlots(slots[given_up], blocks.disk))
     for slot_bytes in np.unique(sizes[given_up]).tolist():
         blocks.slots.give_back(slot_bytes, slots[given_up & (sizes == slot_bytes)])

@@ -14,7 +14,7 @@ from kvtierd.core.actions import AssignExtent
 from kvtierd.core.blocks import READY, STAMPS_PER_S, Blocks, owned
 from kvtierd.core.domains import Domain
 from kvtierd.core.ids import NO_ENTRY
-from kvtierd.core.status import Tally
+from kvtierd.core.status import DiskTally, Tally
 
 CLEARLY_OLDER = 1.25
 GRACE_S = 1.0
@@ -25,9 +25,9 @@ RECLAIM_PAUSE_S = 1.0
 
 
 class Room:
-    """Finds room in the pool and in the block table."""
+    """Finds room in the slots and in the block table of one tier."""
 
-    def __init__(self, blocks: Blocks, tally: Tally) -> None:
+    def __init__(self, blocks: Blocks, tally: Tally | DiskTally) -> None:
         self._blocks = blocks
         self._table = blocks.table
         self._slots = blocks.slots
@@ -62,7 +62,7 @@ class Room:
             free = self._slots.free(slot_bytes)
             if free < need:
                 for extent in self._slots.assign_free(slot_bytes, need):
-                    self._blocks.actions.append(AssignExtent(extent, slot_bytes))
+                    self._blocks.actions.append(AssignExtent(extent, slot_bytes, self._blocks.disk))
                 free = self._slots.free(slot_bytes)
                 if free < need:
                     sizes.append(slot_bytes)

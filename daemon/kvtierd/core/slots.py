@@ -161,9 +161,7 @@ class SlotAllocator:
             assigned.append(extent)
         return assigned
 
-    def recover(
-        self, extent: int, slot_bytes: int, taken: Slots, quarantined: Slots, corrupt: Slots
-    ) -> None:
+    def recover(self, extent: int, slot_bytes: int, taken: Slots, quarantined: Slots, corrupt: Slots) -> None:
         """An extent as found: `taken`, `quarantined` and `corrupt` are slots of it, the others are free."""
         assert self.extent_size[extent] == 0, f"extent {extent} was recovered twice"
         slots = self.geometry.slots_of(extent, slot_bytes)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtierd.core.ids import Epoch, NamespaceDigest, SessionId, WorkerId
+from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, WorkerId
 from kvtierd.core.stimuli import CoreIntegrity
 
 
@@ -39,11 +39,39 @@ class Tally:
     ended_epochs: int = 0
     late_messages: int = 0
     """From workers, about what was over already."""
+    promoted_blocks: int = 0
+    """Read from a disk to the host."""
+    promoted_bytes: int = 0
+    recompute_blocks: int = 0
+    """There, and reported as misses because computing them was faster."""
+    evicted_unwritten_blocks: int = 0
+    """Evicted from the host before a disk had them, while there was a disk tier."""
+    corrupt_on_disk: int = 0
+    """Blocks that did not match when a disk read them."""
 
     @property
     def integrity_failures(self) -> int:
         """Blocks that did not match, however they were found."""
-        return self.corrupt_on_load + self.corrupt_after_restart + self.corrupt_in_sample
+        on_host = self.corrupt_on_load + self.corrupt_after_restart + self.corrupt_in_sample
+        return on_host + self.corrupt_on_disk
+
+
+@dataclass(slots=True)
+class DiskTally:
+    """Counters of one disk since the start; they only grow."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    """Promoted; what was only checked is not counted."""
+    read_bytes: int = 0
+    evicted_blocks: int = 0
+    reclaimed_extents: int = 0
+    """Taken from one slot size for another."""
+    errors: int = 0
+    """Jobs that failed or were too slow, and workers that were lost with jobs open."""
+    corrupt_blocks: int = 0
+    """That did not match when they were read or checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +103,11 @@ class SizeStatus:
     withheld: int
     """Quarantined or corrupt."""
 
+    @property
+    def used_bytes(self) -> int:
+        """In slots that hold a block."""
+        return (self.slots - self.free - self.withheld) * self.slot_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -93,6 +126,41 @@ class BlockCounts:
     ready: int
     evicting: int
     capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStatus:
+    """One disk of the disk tier."""
+
+    disk: DiskId
+    state: str
+    """"starting", "live", "off" or "failing"."""
+    why: str
+    """Why it is not live, or what was the matter last; empty if nothing ever was."""
+    used_bytes: int
+    """In slots that hold a block."""
+    capacity_bytes: int
+    blocks: int
+    """READY, whatever the state of the disk."""
+    corrupt_slots: int
+    extents: int
+    extents_free: int
+    sizes: tuple[SizeStatus, ...]
+    jobs: int
+    """On their way, or of lost workers that have not exited."""
+    writing_bytes: int
+    """Of them."""
+    reading_bytes: int
+    read_bytes_per_s: float
+    """As measured lately; 0: not yet. Likewise below."""
+    write_bytes_per_s: float
+    scrub_blocks: int
+    """Of the scrub that is on its way, or was last."""
+    scrubbed_blocks: int
+    """Of them, looked at so far."""
+    scrubbing: bool
+    counters: DiskTally
+    """A copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +187,4 @@ class CoreStatus:
     counters: Tally
     """A copy."""
     draining: bool
+    disks: tuple[DiskStatus, ...] = ()

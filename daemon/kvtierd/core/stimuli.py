@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from kvtierd.core.ids import (
     CheckId,
+    DiskId,
+    DiskJobId,
     Epoch,
     Hashes,
     LeaseId,
@@ -62,6 +64,8 @@ class AttachSession:
     hash_bytes: int
     model: str
     groups: tuple[GroupGeometry, ...]
+    prefill_tokens_per_s: float = 0.0
+    """How fast the engine computes a prompt, as declared; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class RenewSession:
     """Heartbeat: the session lives; the leases of its instance are renewed."""
 
     session: SessionId
+    prefill_tokens_per_s: float = 0.0
+    """As measured by the engine; 0: nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,17 @@ class LookupBlocks:
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
     """The blocks that a lookup would hit become the most recent, the first of them most of all."""
+
+    session: SessionId
+    epoch: Epoch
+    group: int
+    hashes: Hashes
+    mode: LookupMode
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchBlocks:
+    """Promote what a lookup would miss on the host and a disk has. Reply: `PrefetchReply`."""
 
     session: SessionId
     epoch: Epoch
@@ -200,6 +217,9 @@ class PartFinished:
     """Positions in the part that failed; with FAILED and none named, all of them."""
     corrupt: bool = False
     message: str = ""
+    copied_bytes: int = 0
+    copy_s: float = 0.0
+    """Time inside copy calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +243,37 @@ class SessionReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskJobFinished:
+    """A disk's worker has ended a job; nothing of it can still land. What is named nowhere below went well: a
+    WRITE's record is READY on the disk, a READ's bytes are checked and their checksum is in the host's
+    record."""
+
+    worker: WorkerId
+    job: DiskJobId
+    failed: npt.NDArray[np.uint32]
+    """Positions in the job's slots that did not happen: the block had gone, or reading or writing failed."""
+    corrupt: npt.NDArray[np.uint32]
+    """READ and CHECK: positions whose record or data on the disk does not match. Not in `failed`."""
+    error: str = ""
+    """Why the device failed, if it did: an input or output error, no space. Empty if blocks had gone only."""
+    bytes: int = 0
+    """Read or written."""
+    busy_s: float = 0.0
+    """How long the device took for it, by itself or beside others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartScrub:
+    """Compare every block of a disk with its checksum, once, when the disk has nothing else to do."""
+
+    disk: DiskId
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLive:
     worker: WorkerId
     device: str
+    """"cpu", "GPU-" and a UUID, or "disk-" and a DiskId."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +318,15 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskRecovered:
+    """What a scan of a disk's records found: handed in once per disk, right after the `WorkerLive` of its
+    first worker, before or after sessions have come. Its slots are the disk's; none are quarantined."""
+
+    disk: DiskId
+    found: Recovered
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsProven:
     """The writers of these quarantined slots are gone."""
 
@@ -300,17 +357,21 @@ Stimulus = (
     | RenewSession
     | LookupBlocks
     | TouchBlocks
+    | PrefetchBlocks
     | SubmitStore
     | SubmitLoad
     | ReleaseLeases
     | CancelTransfers
     | PartFinished
     | SlotsChecked
+    | DiskJobFinished
+    | StartScrub
     | SessionReleased
     | WorkerLive
     | WorkerLost
     | WorkerExited
     | Recovered
+    | DiskRecovered
     | SlotsProven
     | Drain
     | Resume
@@ -359,3 +420,37 @@ class CoreIntegrity:
     """Of READY blocks chosen at random and compared with their checksums; 0: none."""
     remembered_blocks: int = 1 << 17
     """Of which it is remembered why they are gone, the latest; 44 bytes each."""
+
+
+class WriteMode(Enum):
+    """When a block of the host is written to a disk."""
+
+    BACK = "back"
+    """When it is among the next to be evicted."""
+    THROUGH = "through"
+    """As soon as it is stored."""
+    ON_REUSE = "on-reuse"
+    """When it is found or loaded for the first time after it was stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreDisks:
+    """The disk tier's policy; all numbers positive."""
+
+    mode: WriteMode = WriteMode.BACK
+    write_queue_bytes: int = 256 << 20
+    """Of each disk, on their way at once."""
+    read_queue_bytes: int = 1 << 30
+    """Likewise; a promotion beyond it begins when the block is asked for again."""
+    job_bytes: int = 16 << 20
+    """Of one job, or one block if that is larger."""
+    clean_ahead_s: float = 10.0
+    """BACK: how long before its eviction a block is written, as fast as evictions are now."""
+    slow_deadline_s: float = 10.0
+    """A job older than this counts as an error of its disk, and the blocks it promotes are misses."""
+    errors_max: int = 3
+    """So many errors in a row and the disk is not used for a while."""
+    probe_after_s: float = 30.0
+    """That while: then one read decides."""
+    recompute_if_faster: bool = True
+    """A promotion or load that would take longer than computing the prompt anew is reported as a miss."""

@@ -16,7 +16,7 @@ U32 = npt.NDArray[np.uint32]
 
 
 class BlockState(IntEnum):
-    """Residency of a block in the host tier; 0 is "not there"."""
+    """Residency of a block in a tier; 0 is "not there"."""
 
     ABSENT = 0
     WRITING = 1
@@ -29,10 +29,19 @@ class BlockFlag(IntEnum):
     """Its checksum is checked before it is loaded."""
     RECOVERED = 2
     """Found in the pool at the start, and not seen to fit its checksum since."""
+    CLEAN = 4
+    """A disk has it."""
+    QUEUED = 8
+    """It is being written to a disk."""
+    REUSED = 16
+    """It was found or loaded since it was stored."""
+    LATE = 32
+    """On the host, WRITING: the disk takes too long to read it. On a disk, READY: it could not be read
+    lately. Whoever asks is told that it is not there."""
 
 
 class BlockTable(Protocol):
-    """Metadata of all blocks on the host, in arrays; one writer."""
+    """Metadata of all blocks of one tier, in arrays; one writer."""
 
     def lookup(self, space: int, hashes: Hashes) -> tuple[Entries, U8]:
         """Entry and state of each key; NO_ENTRY and 0 where there is none."""
@@ -95,6 +104,11 @@ class BlockTable(Protocol):
 
     def victims(self, domain: int, n: int) -> Entries:
         """Up to n unpinned READY blocks, least recent first. Changes nothing."""
+        ...
+
+    def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> Entries:
+        """Of the `horizon` victims that are least recent, the up to n least recent ones that have none of
+        these flags. Changes nothing."""
         ...
 
     def states(self, entries: Entries) -> U8: ...

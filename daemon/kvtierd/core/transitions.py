@@ -82,8 +82,31 @@ class CheckState(State):
     """Its worker is lost: what it would have said is not known."""
 
 
+class DiskState(State):
+    """Of one disk. Only a LIVE one is looked up, written and read."""
+
+    STARTING = "starting"
+    """What it holds is not known yet."""
+    LIVE = "live"
+    OFF = "off"
+    """It has no worker; what it holds stays known."""
+    FAILING = "failing"
+    """Too many errors in a row; one read decides, after a while."""
+
+
+class DiskJobState(State):
+    """Of a batch of slots that a disk's worker writes, reads or checks."""
+
+    POSTED = "posted"
+    DONE = "done"
+    """Its worker has said what became of it."""
+    LOST = "lost"
+    """Its worker is lost and may still be reading into the pool."""
+    FAILED = "failed"
+
+
 class Event(_Word):
-    """What happens to an entity; each belongs to one or two kinds."""
+    """What happens to an entity; each belongs to a few kinds at most."""
 
     # workers and mappings
     LOSE = "lose"
@@ -110,6 +133,10 @@ class Event(_Word):
     EXPIRE = "expire"
     # checks
     CHECKED = "checked"
+    # disks
+    RECOVER = "recover"
+    RETURN = "return"
+    HEAL = "heal"
 
 
 TABLE: dict[tuple[State, Event], State] = {
@@ -151,6 +178,17 @@ TABLE: dict[tuple[State, Event], State] = {
     #
     (CheckState.OPEN, Event.CHECKED): CheckState.DONE,
     (CheckState.OPEN, Event.LOSE): CheckState.LOST,
+    #
+    (DiskState.STARTING, Event.RECOVER): DiskState.LIVE,
+    (DiskState.LIVE, Event.FAIL): DiskState.FAILING,
+    (DiskState.LIVE, Event.LOSE): DiskState.OFF,
+    (DiskState.FAILING, Event.HEAL): DiskState.LIVE,
+    (DiskState.FAILING, Event.LOSE): DiskState.OFF,
+    (DiskState.OFF, Event.RETURN): DiskState.LIVE,
+    #
+    (DiskJobState.POSTED, Event.DONE): DiskJobState.DONE,
+    (DiskJobState.POSTED, Event.LOSE): DiskJobState.LOST,
+    (DiskJobState.LOST, Event.EXIT): DiskJobState.FAILED,
 }
 
 STORY_LENGTH = 16

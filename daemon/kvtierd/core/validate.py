@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.actions import Direction
+from kvtierd.core.actions import Direction, DiskJobKind
+from kvtierd.core.blocks import Blocks
 from kvtierd.core.books import Books
 from kvtierd.core.entities import Instance, Transfer
+from kvtierd.core.ids import SpaceId
 from kvtierd.core.leases import EXPIRED_KEPT
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import Verify
@@ -25,6 +27,7 @@ from kvtierd.core.transitions import (
     TransferState,
     WorkerState,
 )
+from kvtierd.core.validate_disks import check_disk, check_host_flags, check_promotions, jobs_of
 
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.int64)
@@ -38,8 +41,10 @@ def validate(machine: Machine) -> None:
     dump = books.blocks.table.dump()
     _check_pins(books, dump)
     _check_writing(books, dump)
-    _check_blocks(books, dump)
-    _check_slots(books, dump)
+    plans = [plan for instance in books.instances.values() for plan in instance.plans]
+    _check_blocks(books.blocks, dump, Counter(plan.domain.domain for plan in plans))
+    _check_spaces(books, Counter(plan.space for plan in plans))
+    _check_slots(books.blocks, dump)
     _check_workers(books)
     _check_sessions(books)
     for instance in books.instances.values():
@@ -49,6 +54,16 @@ def validate(machine: Machine) -> None:
         _check_transfer(books, transfer)
     _check_transfers_together(books)
     _check_doubts(books, dump)
+    for disk in books.disks.all:
+        disk.blocks.table.check()
+        on_disk = disk.blocks.table.dump()
+        _check_blocks(disk.blocks, on_disk, Counter())
+        _check_slots(disk.blocks, on_disk)
+        _check_condemned(disk.blocks, on_disk)
+        check_disk(books, disk, on_disk)
+    if books.disks:
+        check_host_flags(books, dump)
+        check_promotions(books)
 
 
 # --- blocks ---
@@ -73,43 +88,46 @@ def _check_pins(books: Books, dump: Dump) -> None:
 
 
 def _check_writing(books: Books, dump: Dump) -> None:
-    """Every WRITING entry belongs to exactly one live store, and has the slots that this store writes."""
+    """Every WRITING entry belongs to exactly one store or promotion, and has the slots that this one
+    writes."""
     stores = [transfer for transfer in books.transfers.values() if transfer.direction is Direction.STORE]
     written = [int(entry) for transfer in stores for entry in transfer.entries]
+    written += [int(entry) for job in jobs_of(books, DiskJobKind.READ) for entry in job.host_entries]
     writing = dump["entries"][dump["states"] == BlockState.WRITING].tolist()
-    assert sorted(written) == writing, f"stores write {sorted(written)}, the table has {writing} WRITING"
+    problem = f"stores and promotions write {sorted(written)}, the table has {writing} WRITING"
+    assert sorted(written) == writing, problem
     for transfer in books.transfers.values():
         domain = transfer.instance.plans[transfer.group].domain
         slots = books.blocks.slots_of(domain, transfer.entries)
         assert np.array_equal(slots, transfer.slots), "a transfer copies other slots than its blocks'"
 
 
-def _check_blocks(books: Books, dump: Dump) -> None:
-    """Counts of blocks, by domain and state; domains and spaces are known exactly as long as someone uses
-    them."""
-    blocks = books.blocks
+def _check_blocks(blocks: Blocks, dump: Dump, users: Counter[int]) -> None:
+    """Counts of blocks, by domain and state; domains are known exactly as long as someone uses them."""
     assert blocks.live == len(dump["entries"]), f"{blocks.live} entries counted, {len(dump['entries'])} there"
     evicting = dump["states"] == BlockState.EVICTING
     assert blocks.condemned == np.count_nonzero(evicting), "condemned blocks are counted wrongly"
     assert (dump["pins"][evicting] > 0).all(), "a condemned block outlived its last pin"
     by_domain = Counter(dump["domains"].tolist())
-    plans = [plan for instance in books.instances.values() for plan in instance.plans]
-    users = Counter(plan.domain.domain for plan in plans)
     assert set(by_domain) | set(users) == set(blocks.domains.by_id), "idle or unknown domains"
     for domain in blocks.domains.by_id.values():
         assert domain.blocks == by_domain[domain.domain], f"{domain.sizes} counts {domain.blocks} blocks"
         assert domain.users == users[domain.domain], f"{domain.sizes} counts {domain.users} users"
-    spaces = set(blocks.spaces.ids.values())
-    assert len(spaces) == len(blocks.spaces.ids), "two spaces share an id"
-    assert set(dump["spaces"].tolist()) <= spaces, "a block's space has been forgotten"
-    assert blocks.spaces.users == Counter(plan.space for plan in plans), "users of spaces are counted wrongly"
+    assert set(dump["spaces"].tolist()) <= blocks.spaces.names.keys(), "a block's space has been forgotten"
     assert int(blocks.used_at.max()) <= blocks.now, "a block was used in the future"
 
 
-def _check_slots(books: Books, dump: Dump) -> None:
+def _check_spaces(books: Books, users: Counter[SpaceId]) -> None:
+    spaces = books.blocks.spaces
+    assert {space: key for key, space in spaces.ids.items()} == spaces.names, "two spaces share an id"
+    assert len(spaces.ids) == len(spaces.names)
+    assert spaces.users == users, "users of spaces are counted wrongly"
+
+
+def _check_slots(blocks: Blocks, dump: Dump) -> None:
     """Each slot of each assigned extent is free, owned, quarantined or corrupt: exactly one of these, and of
     the right size."""
-    blocks, slots = books.blocks, books.blocks.slots
+    slots = blocks.slots
     worlds = {number: domain.world for number, domain in blocks.domains.by_id.items()}
     expected = np.array([worlds[number] for number in dump["domains"].tolist()], np.int64)
     assert np.array_equal(dump["slot_counts"], expected), "a block does not have a slot for every shard"
@@ -264,11 +282,7 @@ def _check_doubts(books: Books, dump: Dump) -> None:
     """What is known to be corrupt cannot be found, what verification asks for is flagged, and the check that
     is on its way has a worker."""
     blocks = books.blocks
-    starts = np.cumsum(dump["slot_counts"]) - dump["slot_counts"]
-    bad = np.isin(dump["slots"], np.array(sorted(blocks.corrupt), np.uint32))
-    assert np.count_nonzero(bad) == len(blocks.corrupt), "a corrupt slot has no block, and is not set aside"
-    of_block = np.searchsorted(starts, np.flatnonzero(bad), "right") - 1
-    assert (dump["states"][of_block] == BlockState.EVICTING).all(), "a block with a corrupt slot can be found"
+    _check_condemned(blocks, dump)
     evicting = dump["states"] == BlockState.EVICTING
     flags = dump["flags"]
     doubted = flags & BlockFlag.VERIFY != 0
@@ -276,7 +290,6 @@ def _check_doubts(books: Books, dump: Dump) -> None:
     if blocks.integrity.verify is Verify.ALWAYS:
         assert doubted.all(), "a block would be loaded unverified"
     assert doubted[flags & BlockFlag.RECOVERED != 0].all(), "a recovered block would be loaded unverified"
-    assert not blocks.slots.corrupt & blocks.slots.quarantined, "a slot is quarantined twice"
     assert {digest for digest, _ in blocks.spaces.ids} >= set(blocks.spaces.about), "a namespace has no space"
     check = books.check
     if check is not None:
@@ -284,3 +297,13 @@ def _check_doubts(books: Books, dump: Dump) -> None:
         assert (check.worker.state, check.state) == (WorkerState.LIVE, CheckState.OPEN), check.describe()
         lengths = {len(check.slots), len(check.sizes), len(check.entries), len(check.generations)}
         assert len(lengths) == 1, "a check does not know what it asks about"
+
+
+def _check_condemned(blocks: Blocks, dump: Dump) -> None:
+    """Slots known to be corrupt belong to blocks that cannot be found, or are set aside."""
+    starts = np.cumsum(dump["slot_counts"]) - dump["slot_counts"]
+    bad = np.isin(dump["slots"], np.array(sorted(blocks.corrupt), np.uint32))
+    assert np.count_nonzero(bad) == len(blocks.corrupt), "a corrupt slot has no block, and is not set aside"
+    of_block = np.searchsorted(starts, np.flatnonzero(bad), "right") - 1
+    assert (dump["states"][of_block] == BlockState.EVICTING).all(), "a block with a corrupt slot can be found"
+    assert not blocks.slots.corrupt & blocks.slots.quarantined, "a slot is quarantined twice"

@@ -1,7 +1,21 @@
 """What can keep a pool from being opened. Each message says what to do."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What messages call a file of this format, and the settings that name and shape it."""
+
+    what: str
+    path: str
+    size: str
+    extent: str
+
+
+POOL = Naming("pool", "pool.path", "pool.size", "pool.extent_bytes")
 
 
 class PoolError(Exception):
@@ -19,7 +33,7 @@ class PoolTooLarge(PoolError):
 class PoolLocked(PoolError):
     """Another process can still write this pool."""
 
-    def __init__(self, path: Path, pids: Sequence[int], waited_s: float) -> None:
+    def __init__(self, path: Path, pids: Sequence[int], waited_s: float, naming: Naming = POOL) -> None:
         self.path = path
         self.pids = tuple(pids)
         self.pid = self.pids[0] if self.pids else None
@@ -29,6 +43,6 @@ class PoolLocked(PoolError):
         else:
             holders = "a process that is not visible here (another container or user?)"
         super().__init__(
-            f"pool {path} is in use by {holders}; waited {waited_s:.1f} s. "
-            "Stop that daemon first, or give this one a pool.path of its own."
+            f"{naming.what} {path} is in use by {holders}; waited {waited_s:.1f} s. "
+            f"Stop that daemon first, or give this one a {naming.path} of its own."
         )

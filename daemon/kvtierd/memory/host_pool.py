@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords
 
-from kvtierd.core.ids import HASH_BYTES_MAX, Slots
+from kvtierd.core.ids import Slots
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Recovered
 from kvtierd.memory.pool_file import (
@@ -28,7 +28,7 @@ from kvtierd.memory.pool_file import (
     reason_to_remake,
     refuse_foreign,
 )
-from kvtierd.memory.recovery import NOBODY, NOTHING_FOUND, free_proven, recover, writers_named
+from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, set_aside, writers_named
 from kvtierd.memory.writers import WriterTable
 
 log = logging.getLogger(__name__)
@@ -146,9 +146,7 @@ class HostPool:
         """Take slots out of use for as long as the file lives: their memory has failed a check. A cell that
         has failed once is the likeliest to fail again, and a warm start keeps its place in memory.
         """
-        self.records.free(slots)
-        zeros = np.zeros((len(slots), HASH_BYTES_MAX), np.uint8)
-        self.records.open(slots, NOBODY, self.boot_nonce, 0, bytes(16), 0, 0, 1, zeros, 1)
+        set_aside(self.records, slots, self.boot_nonce)
 
     def retry_quarantine(self) -> Slots:
         """Free the quarantined slots whose writers are by now proved gone, and return them: hand them to the

@@ -19,7 +19,7 @@ from kvtier_kernels import format_pool, populate, xxh3_64
 
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.slots import PoolGeometry
-from kvtierd.memory.errors import PoolLocked, PoolRefused, PoolTooLarge
+from kvtierd.memory.errors import POOL, Naming, PoolLocked, PoolRefused, PoolTooLarge
 from kvtierd.memory.writers import TABLE_BYTES, TABLE_OFFSET, living
 
 log = logging.getLogger(__name__)
@@ -64,16 +64,18 @@ def default_extent_bytes(size_bytes: int) -> int:
     return int(min(1 << (target.bit_length() - 1), 256 << 20))
 
 
-def geometry_for(size_bytes: int, extent_bytes: int) -> PoolGeometry:
+def geometry_for(size_bytes: int, extent_bytes: int, naming: Naming = POOL) -> PoolGeometry:
     """The extents of a pool of at most this size. Raises ValueError naming the field that is out of range."""
     if not EXTENT_BYTES_MIN <= extent_bytes <= EXTENT_BYTES_MAX or extent_bytes & (extent_bytes - 1):
-        raise ValueError(f"pool.extent_bytes is {extent_bytes}; expected a power of two from 1 MiB to 1 GiB")
+        raise ValueError(f"{naming.extent} is {extent_bytes}; expected a power of two from 1 MiB to 1 GiB")
     if size_bytes > POOL_BYTES_MAX:
-        raise ValueError(f"pool.size is {gib(size_bytes)}; a pool is at most {gib(POOL_BYTES_MAX)}")
+        raise ValueError(
+            f"{naming.size} is {gib(size_bytes)}; a {naming.what} is at most {gib(POOL_BYTES_MAX)}"
+        )
     extents = (size_bytes - HEADER_AREA_BYTES) // extent_bytes
     if extents < 1:
         raise ValueError(
-            f"pool.size is {gib(size_bytes)}; expected at least {gib(HEADER_AREA_BYTES + extent_bytes)}, "
+            f"{naming.size} is {gib(size_bytes)}; expected at least {gib(HEADER_AREA_BYTES + extent_bytes)}, "
             "the header and one extent"
         )
     return PoolGeometry(extents, extent_bytes, HEADER_AREA_BYTES)
@@ -87,7 +89,7 @@ def file_bytes(geometry: PoolGeometry) -> int:
 # --- opening and locking ------------------------------------------------------------------------------------
 
 
-def open_locked(path: Path, lock_timeout_s: float) -> int:
+def open_locked(path: Path, lock_timeout_s: float, naming: Naming = POOL, *, create: bool = True) -> int:
     """Open (or create, empty) a pool file that is safe to use, and hold its lock through the descriptor
     returned.
 
@@ -96,54 +98,58 @@ def open_locked(path: Path, lock_timeout_s: float) -> int:
     """
     deadline = time.monotonic() + lock_timeout_s
     while True:
-        fd = _open(path)
+        fd = _open(path, naming, create)
         try:
-            _require_private(path, os.fstat(fd))
-            _lock(fd, path, deadline, lock_timeout_s)
-            if _same_file(fd, path):
+            _require_private(path, os.fstat(fd), naming)
+            _lock(fd, path, deadline, lock_timeout_s, naming)
+            if same_file(fd, path):
                 return fd
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)  # somebody removed or replaced the file while we waited: look again
         if time.monotonic() > deadline:
-            raise PoolLocked(path, (), lock_timeout_s)
+            raise PoolLocked(path, (), lock_timeout_s, naming)
 
 
-def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+def _open(path: Path, naming: Naming, create: bool) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    if create:
+        flags |= os.O_CREAT
     try:
         return os.open(path, flags, 0o600)
     except OSError as error:
         hint = {
             errno.ELOOP: "it is a symbolic link; name the file itself",
-            errno.ENOENT: f"its folder does not exist; create {path.parent}",
+            errno.ENOENT: f"its folder does not exist; create {path.parent}" if create else "it is gone",
             errno.EISDIR: "it is a folder; name a file in it",
             errno.EACCES: "access is denied; it, or its folder, belongs to another user",
         }.get(error.errno or 0, os.strerror(error.errno or 0))
-        raise PoolRefused(f"pool.path {path} cannot be opened: {hint}") from error
+        raise PoolRefused(f"{naming.path} {path} cannot be opened: {hint}") from error
 
 
-def _require_private(path: Path, found: os.stat_result) -> None:
+def _require_private(path: Path, found: os.stat_result, naming: Naming) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise PoolRefused(f"pool.path {path} is not a regular file")
+        raise PoolRefused(f"{naming.path} {path} is not a regular file")
     if found.st_uid != os.geteuid():
         raise PoolRefused(
-            f"pool {path} belongs to uid {found.st_uid}, this daemon runs as {os.geteuid()}; "
-            "remove it, or set another pool.path"
+            f"{naming.what} {path} belongs to uid {found.st_uid}, this daemon runs as {os.geteuid()}; "
+            f"remove it, or set another {naming.path}"
         )
     if found.st_nlink > 1:
         raise PoolRefused(
-            f"pool {path} has {found.st_nlink} hard links; remove the others, it may be a file in disguise"
+            f"{naming.what} {path} has {found.st_nlink} hard links; remove the others, it may be a file in "
+            "disguise"
         )
     if found.st_mode & 0o077:
         raise PoolRefused(
-            f"pool {path} has mode {stat.S_IMODE(found.st_mode):04o}: others may have changed it. "
+            f"{naming.what} {path} has mode {stat.S_IMODE(found.st_mode):04o}: others may have changed it. "
             "Remove it, or `chmod 600` it if you trust what is in it"
         )
 
 
-def _same_file(fd: int, path: Path) -> bool:
+def same_file(fd: int, path: Path) -> bool:
+    """Whether the path still names the file that is open here."""
     try:
         named = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -152,7 +158,7 @@ def _same_file(fd: int, path: Path) -> bool:
     return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
 
-def _lock(fd: int, path: Path, deadline: float, waited_s: float) -> None:
+def _lock(fd: int, path: Path, deadline: float, waited_s: float, naming: Naming) -> None:
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +166,7 @@ def _lock(fd: int, path: Path, deadline: float, waited_s: float) -> None:
         except BlockingIOError:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise PoolLocked(path, holders(fd), waited_s) from None
+                raise PoolLocked(path, holders(fd), waited_s, naming) from None
         time.sleep(min(LOCK_POLL_S, left_s))
 
 
@@ -201,59 +207,62 @@ def _openers(file: os.stat_result) -> list[int]:
 # --- is it ours, and can it be kept? ------------------------------------------------------------------------
 
 
-def read_header(fd: int) -> Header | str:
+def read_header(fd: int, naming: Naming = POOL) -> Header | str:
     """The header of a pool file, or why there is none to believe, in words for a log line."""
     page = os.pread(fd, 64, 0)
     if len(page) < 64 or page[:8] == bytes(8):
-        return "there was no pool yet"
+        return f"there was no {naming.what} yet"
     if page[:8] == MAGIC_MAKING:
-        return "an earlier start was interrupted while it created the pool"
+        return f"an earlier start was interrupted while it created the {naming.what}"
     magic, version, first, extent_bytes, extents = struct.unpack_from("<8s4Q", page)
     if magic != MAGIC:
         found = magic[len(MAGIC_STEM) :].decode("ascii", "replace")
-        return f"the pool has format {found!r}, this daemon reads format '{FORMAT}'"
+        return f"the {naming.what} has format {found!r}, this daemon reads format '{FORMAT}'"
     if xxh3_64(page[:56]) != struct.unpack_from("<Q", page, 56)[0]:
-        return "the pool's header is damaged: its checksum does not fit"
+        return f"the {naming.what}'s header is damaged: its checksum does not fit"
     if version != FORMAT or first != HEADER_AREA_BYTES:
-        return f"the pool has format {version}, this daemon reads format {FORMAT}"
+        return f"the {naming.what} has format {version}, this daemon reads format {FORMAT}"
     if (
         not EXTENT_BYTES_MIN <= extent_bytes <= EXTENT_BYTES_MAX
         or extent_bytes & (extent_bytes - 1)
         or not extents
     ):
-        return f"the pool's header makes no sense: {extents} extents of {extent_bytes} bytes"
+        return f"the {naming.what}'s header makes no sense: {extents} extents of {extent_bytes} bytes"
     return Header(PoolGeometry(extents, extent_bytes, first), page[40:56])
 
 
-def refuse_foreign(fd: int, path: Path) -> None:
+def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
     """Raise PoolRefused for a file that holds something which is no pool of ours: it is never overwritten."""
     start = os.pread(fd, len(MAGIC), 0)
-    if start.startswith(MAGIC_STEM) or os.fstat(fd).st_blocks == 0:
+    # A short file may live in its inode, with no block of its own.
+    if start.startswith(MAGIC_STEM) or (os.fstat(fd).st_blocks == 0 and not any(start)):
         return
     raise PoolRefused(
-        f"pool.path {path} holds something that is not a pool; remove it, or set another pool.path"
+        f"{naming.path} {path} holds something that is not a {naming.what}; "
+        f"remove it, or set another {naming.path}"
     )
 
 
 def reason_to_remake(
-    found: Header | str, length: int, size_bytes: int, extent_bytes: int | None
+    found: Header | str, length: int, size_bytes: int, extent_bytes: int | None, naming: Naming = POOL
 ) -> str | None:
     """Why the pool found cannot be kept for this configuration; None if it can. `length`: of the file."""
     if isinstance(found, str):
         return found
     have = found.geometry
     if extent_bytes is not None and extent_bytes != have.extent_bytes:
-        return f"pool.extent_bytes changed from {have.extent_bytes} to {extent_bytes}"
+        return f"{naming.extent} changed from {have.extent_bytes} to {extent_bytes}"
     extents = (size_bytes - HEADER_AREA_BYTES) // have.extent_bytes
     if extents != have.extents:
         return (
-            f"pool.size changed: the pool has {have.extents} extents of {gib(have.extent_bytes)}, "
-            f"{gib(size_bytes)} would be {extents}"
+            f"{naming.size} changed: the {naming.what} has {have.extents} extents of "
+            f"{gib(have.extent_bytes)}, {gib(size_bytes)} would be {extents}"
         )
     if length != file_bytes(have):
-        return f"the pool's file was cut or extended: {length} bytes, its header says {file_bytes(have)}"
+        said = file_bytes(have)
+        return f"the {naming.what}'s file was cut or extended: {length} bytes, its header says {said}"
     if found.digest != config_digest(have):
-        return "the configuration that the pool was made with differs from this one"
+        return f"the configuration that the {naming.what} was made with differs from this one"
     return None
 
 

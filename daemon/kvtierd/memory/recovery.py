@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords
 
-from kvtierd.core.ids import NamespaceDigest, Slots
+from kvtierd.core.ids import HASH_BYTES_MAX, NamespaceDigest, Slots
 from kvtierd.core.stimuli import Recovered, RecoveredExtent
 
 WRITING = 1
@@ -120,6 +120,13 @@ def free_proven(
     if proven.any():
         records.free(np.ascontiguousarray(slots[proven]))
     return proven
+
+
+def set_aside(records: PoolRecords, slots: Slots, boot_nonce: int) -> None:
+    """Take slots out of use for as long as the file lives: WRITING by nobody, which recovery leaves alone."""
+    records.free(slots)
+    zeros = np.zeros((len(slots), HASH_BYTES_MAX), np.uint8)
+    records.open(slots, NOBODY, boot_nonce, 0, bytes(16), 0, 0, 1, zeros, 1)
 
 
 def _whole_blocks(found: Columns, ready: Rows) -> tuple[Rows, Rows, Rows]:

@@ -6,7 +6,7 @@ from typing import Any
 from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.cache import Cache
-from kvtierd.core.actions import LookupReply, SubmitReply
+from kvtierd.core.actions import LookupReply, PrefetchReply, SubmitReply
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc import convert
 from kvtierd.rpc.convert import Caller
@@ -21,6 +21,7 @@ class Calls:
         self.by_body: dict[str, Callable[[Any, Caller], tuple[str, Any]]] = {
             "lookup": lambda request, caller: ("lookup", self.lookup(request, caller)),
             "touch": lambda request, caller: ("touch", self.touch(request, caller)),
+            "prefetch": lambda request, caller: ("prefetch", self.prefetch(request, caller)),
             "store": lambda request, caller: ("submit", self.store(request, caller)),
             "load": lambda request, caller: ("submit", self.load(request, caller)),
             "release": lambda request, caller: ("release", self.release(request, caller)),
@@ -37,6 +38,12 @@ class Calls:
     def touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
         self._cache.handle(convert.touch_of(request, caller, self._limits))
         return cache_pb2.TouchResponse()
+
+    def prefetch(self, request: cache_pb2.PrefetchRequest, caller: Caller) -> cache_pb2.PrefetchResponse:
+        stimulus = convert.prefetch_of(request, caller, self._limits)
+        reply = self._cache.handle(stimulus)
+        assert isinstance(reply, PrefetchReply)
+        return convert.prefetch_reply(stimulus, reply)
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:
         reply = self._cache.handle(convert.store_of(request, caller, self._limits))

@@ -11,7 +11,14 @@ import numpy.typing as npt
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 
 from kvtierd.cache import DeviceRange
-from kvtierd.core.actions import InstanceView, LookupReply, SubmitReply, TransferEnd, TransferEnded
+from kvtierd.core.actions import (
+    InstanceView,
+    LookupReply,
+    PrefetchReply,
+    SubmitReply,
+    TransferEnd,
+    TransferEnded,
+)
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, LeaseId, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
@@ -19,7 +26,9 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     LookupBlocks,
     LookupMode,
+    PrefetchBlocks,
     ReleaseLeases,
+    RenewSession,
     Signals,
     SubmitLoad,
     SubmitStore,
@@ -29,6 +38,8 @@ from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
 
 TICKET_MAX = 2**56 - 1
+PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
+"""What an engine can be believed to compute; the core divides by it."""
 WAIT_TIMEOUT_MS_MAX = 60_000
 WAIT_TICKETS_MAX = 256
 """So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
@@ -80,6 +91,12 @@ def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits
     return TouchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
 
 
+def prefetch_of(
+    request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits
+) -> PrefetchBlocks:
+    return PrefetchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
+
+
 def _query_of(
     queries: Sequence[cache_pb2.GroupQuery], caller: Caller, limits: CoreLimits
 ) -> tuple[int, Hashes, LookupMode]:
@@ -118,6 +135,30 @@ def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
     if reply.lease_refused is not None:
         response.lease_refused.CopyFrom(to_error(reply.lease_refused))
     return response
+
+
+def prefetch_reply(stimulus: PrefetchBlocks, reply: PrefetchReply) -> cache_pb2.PrefetchResponse:
+    hits = int(np.count_nonzero(reply.states == types_pb2.BLOCK_STATE_HIT))
+    answer = cache_pb2.GroupAnswer(group=stimulus.group, hits=hits, states=reply.states.tobytes())
+    return cache_pb2.PrefetchResponse(answers=[answer])
+
+
+def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession:
+    """Raises Refusal MALFORMED; the session is not renewed then."""
+    return RenewSession(session, prefill_rate(heartbeat.prefill_tokens_per_s))
+
+
+def prefill_rate(tokens_per_s: float) -> float:
+    """As Hello and Heartbeat carry it; 0: not known. Raises Refusal MALFORMED for what no engine can do."""
+    # Written so that NaN is refused too.
+    if tokens_per_s == 0 or PREFILL_TOKENS_PER_S_MIN <= tokens_per_s <= PREFILL_TOKENS_PER_S_MAX:
+        return tokens_per_s
+    raise Refusal(
+        Reason.MALFORMED,
+        f"0 if it is not known, else between {PREFILL_TOKENS_PER_S_MIN:g} and {PREFILL_TOKENS_PER_S_MAX:g}",
+        field="prefill_tokens_per_s",
+        value=tokens_per_s,
+    )
 
 
 def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits) -> SubmitStore:

@@ -76,7 +76,7 @@ class Draining:
     def _state(self, for_restart: bool, deadline_s: float) -> str:
         if not self._cache.draining:
             return "serving"
-        if not self._cache.transfers_active:
+        if not self._cache.is_under_way:
             return "stopping" if for_restart else "drained"
         return "late" if time.monotonic() >= deadline_s else "waiting"
 

@@ -26,6 +26,7 @@ _VERDICT = {
     Verdict.CORRUPT: admin_pb2.VERDICT_CORRUPT,
     Verdict.ELSEWHERE: admin_pb2.VERDICT_ELSEWHERE,
     Verdict.NEVER_STORED: admin_pb2.VERDICT_NEVER_STORED,
+    Verdict.ON_DISK: admin_pb2.VERDICT_ON_DISK,
 }
 _WHY_ENDED = {
     Reason.CANCELLED: "was cancelled",
@@ -69,6 +70,8 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
     match each.verdict:
         case Verdict.READABLE:
             return "readable now"
+        case Verdict.ON_DISK:
+            return "on a disk only: a lookup is told to ask again, and has it promoted"
         case Verdict.BEING_WRITTEN:
             return "being written: ask again"
         case Verdict.EVICTED:

@@ -9,6 +9,7 @@ from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
 from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+from kvtierd.rpc.convert import prefill_rate
 
 PROTOCOL_VERSIONS = (1,)
 FEATURES: frozenset[str] = frozenset()
@@ -98,6 +99,7 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
             hash_bytes=hello.namespace.hash_bytes,
             model=hello.namespace.model,
             groups=_groups(hello.groups, holds_rank),
+            prefill_tokens_per_s=prefill_rate(hello.prefill_tokens_per_s),
         ),
         protocol_version=version,
         features=tuple(feature for feature in hello.features if feature in FEATURES),

@@ -102,6 +102,7 @@ class RpcServer:
         unary: dict[str, Callable[[Any, Caller], Any]] = {
             "Lookup": self._calls.lookup,
             "Touch": self._calls.touch,
+            "Prefetch": self._calls.prefetch,
             "Store": self._calls.store,
             "Load": self._calls.load,
             "Release": self._calls.release,
@@ -134,7 +135,12 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.ExplainRequest, self._bytes_max),
             response_serializer=admin_pb2.ExplainResponse.SerializeToString,
         )
-        admin = {"Status": status, "Drain": drain, "Resume": resume, "Explain": explain}
+        scrub = grpc.unary_unary_rpc_method_handler(
+            self._scrub,
+            request_deserializer=decoder(admin_pb2.ScrubRequest, self._bytes_max),
+            response_serializer=admin_pb2.ScrubResponse.SerializeToString,
+        )
+        admin = {"Status": status, "Drain": drain, "Resume": resume, "Explain": explain, "Scrub": scrub}
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
@@ -188,6 +194,15 @@ class RpcServer:
         except Refusal as refusal:
             await abort(context, refusal)
         return explain_response(explained, self._cache.uptime_s)
+
+    async def _scrub(self, request: Any, context: Any) -> admin_pb2.ScrubResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        try:
+            paths = self._cache.scrub()
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return admin_pb2.ScrubResponse(paths=paths)
 
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> "grpc.RpcMethodHandler[Any, Any]":
         method = CACHE.methods_by_name[name]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvtier.v1 import admin_pb2
 
-from kvtierd.cache import Snapshot
+from kvtierd.cache import DiskSnapshot, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
             )
             for worker in snapshot.workers
         ],
+        disks=[_disk(disk) for disk in snapshot.disks],
         counters=admin_pb2.Counters(
             **{
                 field.name: getattr(core.counters, field.name)
@@ -106,4 +107,34 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
         leases=core.leases,
         leased_blocks=core.leased_blocks,
         transfers_active=core.transfers_active,
+    )
+
+
+def _disk(disk: DiskSnapshot) -> admin_pb2.DiskStatus:
+    core = disk.core
+    return admin_pb2.DiskStatus(
+        path=disk.path,
+        state=disk.state,
+        why=disk.why,
+        capacity_bytes=disk.capacity_bytes,
+        used_bytes=core.used_bytes,
+        blocks=core.blocks,
+        recovered_blocks=disk.recovered_blocks,
+        recovered_bytes=disk.recovered_bytes,
+        cold_reason=disk.cold_reason,
+        direct_io=disk.direct_io,
+        written_blocks=core.counters.written_blocks,
+        written_bytes=core.counters.written_bytes,
+        read_blocks=core.counters.read_blocks,
+        read_bytes=core.counters.read_bytes,
+        evicted_blocks=core.counters.evicted_blocks,
+        errors=core.counters.errors,
+        corrupt_blocks=core.counters.corrupt_blocks,
+        corrupt_slots=core.corrupt_slots,
+        writing_bytes=core.writing_bytes,
+        reading_bytes=core.reading_bytes,
+        read_bytes_per_s=core.read_bytes_per_s,
+        write_bytes_per_s=core.write_bytes_per_s,
+        scrub_blocks=core.scrub_blocks,
+        scrubbed_blocks=core.scrubbed_blocks,
     )

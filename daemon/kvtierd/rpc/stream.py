@@ -225,7 +225,7 @@ class Stream:
     ) -> cache_pb2.AttachResponse | None:
         """The answer, None if there is none now. Raises Refusal."""
         if body == "heartbeat":
-            self._renew(RenewSession(session.id))
+            self._renew(convert.renew_of(request.heartbeat, session.id))
             if not request.id:
                 return None
             return cache_pb2.AttachResponse(id=request.id, heartbeat_ack=cache_pb2.HeartbeatAck())

@@ -1,4 +1,4 @@
-"""Which device has which copy worker, when one may be started, when it should be ended. It only decides."""
+"""Which device has which worker, when one may be started, when it should be ended. It only decides."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ class Device:
     """Has a worker as long as the daemon runs, not only while sessions use it."""
     delay_s: float
     """Before the next worker is started if this one does not last."""
+    delay_max_s: float
     worker: WorkerHandle | None = None
     """Its latest, until that one's process is gone."""
     workers: int = 0
@@ -26,11 +27,18 @@ class Device:
     """Its last worker was lost, and none has come up since."""
     not_before_s: float = 0.0
     """When the next worker may be started."""
+    last_why: str = ""
+    """What became of its last worker; empty once another is live."""
 
     @property
     def is_known(self) -> bool:
         """False for what a client has named and no worker has ever served."""
         return self.permanent or self.workers > 0
+
+    @property
+    def why(self) -> str:
+        """Why it has no live worker, in one sentence; empty if it has one, or never had any."""
+        return (self.worker.why if self.worker is not None else "") or self.last_why
 
     @property
     def idle(self) -> bool:
@@ -42,12 +50,16 @@ class Device:
 class Devices:
     """All devices. `now_s` is the event loop's time, except where it is said otherwise."""
 
-    def __init__(self, permanent: Sequence[str], limits: SupervisorLimits) -> None:
+    def __init__(self, permanent: Sequence[str], limits: SupervisorLimits, disks: Sequence[str] = ()) -> None:
+        """`permanent` and `disks` have a worker as long as the daemon runs."""
         self._limits = limits
         self._known = {name: self._new(name, permanent=True) for name in permanent}
+        for name in disks:
+            self._known[name] = self._new(name, permanent=True, delay_max_s=limits.disk_respawn_delay_max_s)
 
-    def _new(self, name: str, *, permanent: bool = False) -> Device:
-        return Device(name, permanent, self._limits.respawn_delay_min_s)
+    def _new(self, name: str, *, permanent: bool = False, delay_max_s: float | None = None) -> Device:
+        limits = self._limits
+        return Device(name, permanent, limits.respawn_delay_min_s, delay_max_s or limits.respawn_delay_max_s)
 
     def __iter__(self) -> Iterator[Device]:
         """Those that are, or should be, served, and those that once were."""
@@ -56,6 +68,10 @@ class Devices:
     @property
     def permanent(self) -> list[str]:
         return [device.name for device in self if device.permanent]
+
+    def __getitem__(self, name: str) -> Device:
+        """A device that is known."""
+        return self._known[name]
 
     def worker(self, name: str) -> WorkerHandle | None:
         """The device's latest worker, in whatever state, until its process is gone."""
@@ -123,6 +139,7 @@ class Devices:
         device = self._known[handle.device]
         device.broken = False
         device.workers += 1
+        device.last_why = ""
 
     def unusable(self, handle: WorkerHandle) -> None:
         """A worker has found that it cannot serve its device: the next session that asks gets another."""
@@ -143,6 +160,7 @@ class Devices:
         if device is None or device.worker is not handle:
             return None  # it was unusable
         device.worker = None
+        device.last_why = handle.why
         if not lost and not device.permanent:
             return None
         device.broken = True
@@ -156,7 +174,7 @@ class Devices:
         """How long to wait before another worker is started; twice as long the next time."""
         device = self._known[name]
         delay_s = device.delay_s
-        device.delay_s = min(2 * delay_s, self._limits.respawn_delay_max_s)
+        device.delay_s = min(2 * delay_s, device.delay_max_s)
         return delay_s
 
     def idle(self, now_s: float) -> list[WorkerHandle]:

@@ -1,4 +1,4 @@
-"""What is known of a copy worker while its process exists, and the deadlines it has to keep."""
+"""What is known of a worker while its process exists, and the deadlines it has to keep."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +7,8 @@ from enum import Enum
 
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PartId, SessionId, WorkerId
+from kvtierd.core.ids import DiskJobId, PartId, SessionId, WorkerId
+from kvtierd.transfer.kinds import WorkerKind
 
 CPU = "cpu"
 """The device whose memory is the host's; every other is a GPU, by the name that `nvidia-smi -L` prints."""
@@ -25,6 +26,8 @@ class SupervisorLimits:
     """From start to Ready: an interpreter starts and maps the pool."""
     gpu_handshake_deadline_s: float = 60.0
     """The same for a GPU's: its driver loads and makes a context, which takes seconds on a busy host."""
+    disk_handshake_deadline_s: float = 600.0
+    """The same for a disk's: some file systems can only write a new slab file from end to end."""
     map_deadline_s: float = 10.0
     """For an answer to MapWords or MapMemory."""
     gpu_map_deadline_s: float = 60.0
@@ -35,7 +38,7 @@ class SupervisorLimits:
     end_deadline_s: float = 30.0
     """For a worker that was told to end to be gone: much memory takes a while to be unregistered."""
     devices_max: int = 64
-    """Copy workers at once."""
+    """Workers at once."""
     starts_max: int = 16
     """Workers being started at once: the most GPUs that a host has."""
     release_deadline_s: float = 10.0
@@ -46,6 +49,8 @@ class SupervisorLimits:
     respawn_delay_min_s: float = 0.1
     """Before a worker is replaced; doubles with every replacement that does not last."""
     respawn_delay_max_s: float = 10.0
+    disk_respawn_delay_max_s: float = 30.0
+    """The same for a disk's."""
     steady_s: float = 30.0
     """A worker that lived this long starts the delays from the beginning."""
 
@@ -98,12 +103,13 @@ class MappingRequest:
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """One copy worker process. Read-only for everybody but the supervisor."""
+    """One worker process. Read-only for everybody but the supervisor."""
 
     worker: WorkerId
     device: str
     respawns: int
     """Workers this device had before."""
+    kind: WorkerKind
     state: WorkerState = WorkerState.STARTING
     why: str = ""
     """Why it was lost, or ends."""
@@ -129,11 +135,18 @@ class WorkerHandle:
     """Deadlines of the releases asked for, oldest first."""
     own_releases: "Counter[SessionId]" = field(default_factory=Counter)
     """Of those, how many nobody outside waits for."""
+    jobs: set[DiskJobId] = field(default_factory=set)
+    """Of a disk's: posted and not finished."""
+    cold_reason: str = ""
+    """Of a disk's first: why nothing of an earlier daemon was kept."""
+    direct_io: bool = False
+    """Of a disk's: past the kernel's cache."""
     announced: bool = False
 
     @property
     def parts_active(self) -> int:
-        return len(self.parts)
+        """Parts, or a disk's jobs."""
+        return len(self.parts) + len(self.jobs)
 
 
 def unavailable(handle: WorkerHandle) -> Refusal:
@@ -141,7 +154,7 @@ def unavailable(handle: WorkerHandle) -> Refusal:
     how = "is ending" if handle.state is WorkerState.ENDING else "was lost"
     return Refusal(
         Reason.WORKER_UNAVAILABLE,
-        f"the copy worker for {handle.device} {how} ({handle.why or 'its queue is full'}); "
+        f"the {handle.kind.title} for {handle.device} {how} ({handle.why or 'its queue is full'}); "
         "there will be a new one: try again in a second",
         field="worker",
         value=handle.worker,

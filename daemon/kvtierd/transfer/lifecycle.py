@@ -1,4 +1,4 @@
-"""The lives of copy workers: started, watched, lost, ended, replaced."""
+"""The lives of workers: started, watched, lost, ended, replaced."""
 
 import asyncio
 import itertools
@@ -12,6 +12,7 @@ from kvtierd.transfer import messages
 from kvtierd.transfer.channel import PEER_CLOSED
 from kvtierd.transfer.devices import Devices
 from kvtierd.transfer.handles import (
+    CPU,
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
@@ -19,6 +20,7 @@ from kvtierd.transfer.handles import (
     WorkerState,
     unavailable,
 )
+from kvtierd.transfer.kinds import DiskOptions, WorkerKind, disk_worker
 from kvtierd.transfer.packets import close_fds
 from kvtierd.transfer.process import EXITED_WELL, WorkerProcess
 from kvtierd.transfer.watch import Watch
@@ -41,6 +43,7 @@ class Lifecycle:
         pool_fd: int,
         pool_bytes: int,
         devices: Sequence[str],
+        disks: Sequence[DiskOptions],
         limits: SupervisorLimits,
         environment: Mapping[str, str] | None,
         options: WorkerOptions,
@@ -49,7 +52,9 @@ class Lifecycle:
     ) -> None:
         self.workers: dict[WorkerId, WorkerHandle] = {}
         self.processes: dict[WorkerId, WorkerProcess] = {}
-        self.devices = Devices(devices, limits)
+        self._required = tuple(devices)
+        self._disks = {disk.device: disk for disk in disks}
+        self.devices = Devices(devices, limits, tuple(self._disks))
         self.watch = Watch(limits)
         self._limits = limits
         self._pool_fd = pool_fd
@@ -61,8 +66,8 @@ class Lifecycle:
         self._worker_ids = itertools.count(1)
         self._respawn_timers: dict[str, asyncio.TimerHandle] = {}
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._told: dict[tuple[str, Reason], None] = {}
-        """What the log says already of devices that cannot be used."""
+        self._told: dict[tuple[str, Reason | str], None] = {}
+        """What the log says already of devices that cannot be used, and of workers that do not come up."""
         self._changed = asyncio.Event()
         self._stopping = False
 
@@ -72,10 +77,12 @@ class Lifecycle:
         self.watch.start(self._loop.time())
         self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)
         try:
-            first = [self._spawn(device) for device in self.devices.permanent]
+            first = [self._spawn(device) for device in self._required]
         except (OSError, ValueError) as error:
             await self.stop(0)
             raise WorkerStartError(f"a copy worker cannot be started: {error}") from error
+        for device in self._disks:
+            self._start_again(device)
         for handle in first:
             await handle.settled.wait()
             if handle.state is not WorkerState.LIVE:
@@ -84,6 +91,17 @@ class Lifecycle:
                     f"the copy worker for {handle.device!r} did not come up: {handle.why}; "
                     "its own messages are on the daemon's stderr"
                 )
+
+    async def settle_disks(self, timeout_s: float) -> None:
+        """As `Supervisor.settle_disks`."""
+        workers = map(self.devices.worker, self._disks)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for handle in workers:
+                    if handle is not None:
+                        await handle.settled.wait()
+        except TimeoutError:
+            pass  # those join later
 
     async def stop(self, grace_s: float) -> bool:
         """As `Supervisor.stop`."""
@@ -150,25 +168,49 @@ class Lifecycle:
     def _spawn(self, device: str) -> WorkerHandle:
         """OSError or ValueError, and nothing has changed, if no process can be started."""
         respawns = self.devices.respawns_of_next(device)
-        handle = WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns)
+        kind = self._kind(device)
+        handle = WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
         process = WorkerProcess(
             pool_fd=self._pool_fd,
             pool_bytes=self._pool_bytes,
-            device=device,
-            copy_deadline_s=self._limits.copy_deadline_s,
+            kind=kind,
             environment=self._environment,
-            options=self._options,
+            log_level=self._options.log_level,
+            log_format=self._options.log_format,
             on_packet=lambda packet, fds: self._packet(handle, packet, fds),
             on_closed=lambda reason: self._channel_closed(handle, reason),
             on_exit=lambda: self._exited(handle),
         )
         handle.pid = process.pid
         handle.started_s = self._loop.time()
-        handle.deadline_s = self.watch.now_s + self.watch.handshake_deadline_s(device)
+        handle.deadline_s = self.watch.now_s + kind.handshake_deadline_s
         self.workers[handle.worker] = handle
         self.processes[handle.worker] = process
         self.devices.started(handle)
         return handle
+
+    def _kind(self, device: str) -> WorkerKind:
+        """What the next worker of a device is."""
+        limits, options = self._limits, self._options
+        disk = self._disks.get(device)
+        if disk is not None:
+            return disk_worker(
+                disk,
+                first=not self.devices[device].workers,
+                handshake_deadline_s=limits.disk_handshake_deadline_s,
+            )
+        on_gpu = device != CPU
+        arguments: dict[str, object] = {"--device": device, "--copy-deadline-s": limits.copy_deadline_s}
+        if on_gpu:
+            arguments |= {"--copy-method": options.gpu_copy_method, "--seal-threads": options.seal_threads}
+        return WorkerKind(
+            title="copy worker",
+            module="kvtierd.transfer.worker",
+            arguments=arguments,
+            handshake_deadline_s=limits.gpu_handshake_deadline_s if on_gpu else limits.handshake_deadline_s,
+            operation_deadline_s=limits.copy_deadline_s,
+            map_deadline_s=limits.gpu_map_deadline_s if on_gpu else limits.map_deadline_s,
+        )
 
     def _packet(self, handle: WorkerHandle, packet: bytes, fds: list[int]) -> None:
         close_fds(fds)
@@ -192,17 +234,20 @@ class Lifecycle:
         handle.idle_since_s = self.watch.now_s
         self.devices.live(handle)
         self._told = {told: None for told in self._told if told[0] != handle.device}
-        _log.info("copy worker live", worker_pid=handle.pid, device=handle.device)
+        _log.info(f"{handle.kind.title} live", worker_pid=handle.pid, device=handle.device)
+
+    def reject(self, device: str, why: str) -> None:
+        """As `Supervisor.reject`."""
+        self.devices[device].workers = 0
+        handle = self.devices.worker(device)
+        if handle is not None:
+            self.lose(handle, why)
 
     def unusable(self, handle: WorkerHandle, refusal: Refusal) -> None:
         """It cannot serve its device, and exits."""
         handle.refusal = refusal
         self.devices.unusable(handle)
-        told = (handle.device, refusal.reason)
-        say = _log.debug if told in self._told else _log.warning
-        self._told[told] = None
-        while len(self._told) > self._limits.devices_max:
-            del self._told[next(iter(self._told))]
+        say = _log.warning if self._is_new(handle, refusal.reason) else _log.debug
         say(
             "a device cannot be used; said once for each reason",
             device=handle.device,
@@ -210,6 +255,15 @@ class Lifecycle:
             why=refusal.message,
         )
         self._end(handle, refusal.message)
+
+    def _is_new(self, handle: WorkerHandle, why: Reason | str) -> bool:
+        """Whether the log does not say so of this device already; from now on it does."""
+        told = (handle.device, why)
+        is_new = told not in self._told
+        self._told[told] = None
+        while len(self._told) > self._limits.devices_max:
+            del self._told[next(iter(self._told))]
+        return is_new
 
     def _end(self, handle: WorkerHandle, why: str) -> None:
         """The worker is given nothing more, and is to exit by itself."""
@@ -223,6 +277,8 @@ class Lifecycle:
         """From now on the worker is only waited for. Nothing if it is lost already."""
         if handle.state in (WorkerState.LOST, WorkerState.EXITED):
             return
+        # One that does not come up is tried again and again.
+        is_new = handle.state is not WorkerState.STARTING or self._is_new(handle, why)
         handle.state = WorkerState.LOST
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.kill_deadline_s
@@ -235,8 +291,8 @@ class Lifecycle:
         handle.requests.clear()
         handle.settled.set()
         self.watch.forget(handle)
-        say = _log.info if self._stopping else _log.error
-        say("copy worker lost", worker_pid=handle.pid, device=handle.device, why=why)
+        say = _log.info if self._stopping else _log.error if is_new else _log.debug
+        say(f"{handle.kind.title} lost", worker_pid=handle.pid, device=handle.device, why=why)
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
 
@@ -248,7 +304,9 @@ class Lifecycle:
         as_told = handle.state is WorkerState.ENDING and how == EXITED_WELL
         if as_told:
             process.channel.close()
-            _log.info("copy worker ended", worker_pid=handle.pid, device=handle.device, why=handle.why)
+            _log.info(
+                f"{handle.kind.title} ended", worker_pid=handle.pid, device=handle.device, why=handle.why
+            )
             if handle.announced:
                 self._emit(WorkerLost(handle.worker, handle.why))
         else:
@@ -273,10 +331,14 @@ class Lifecycle:
 
     def _respawn(self, device: str) -> None:
         del self._respawn_timers[device]
+        self._start_again(device)
+
+    def _start_again(self, device: str) -> None:
+        """A worker of a permanent device; if it cannot be started, a little later."""
         try:
             self._spawn(device)
         except (OSError, ValueError) as error:
-            _log.error("a copy worker cannot be started", device=device, error=str(error))
+            _log.error("a worker cannot be started", device=device, error=str(error))
             self._schedule_respawn(device, self.devices.next_delay_s(device))
 
     def _watch_round(self) -> None:

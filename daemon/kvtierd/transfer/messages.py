@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.actions import CheckSlots, Direction, PostPart
+from kvtierd.core.actions import CheckSlots, Direction, DiskJobKind, PostDiskJob, PostPart
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import CheckId, PartId, RegistrationId, SessionId, WorkerId
-from kvtierd.core.stimuli import Outcome, PartFinished, SlotsChecked
+from kvtierd.core.ids import CheckId, DiskJobId, PartId, RegistrationId, SessionId, Slots, WorkerId
+from kvtierd.core.stimuli import DiskJobFinished, Outcome, PartFinished, SlotsChecked
 from kvtierd.wire import worker_pb2 as wire
 
 GATE_DEADLINE_MS_MAX = 0xFFFF_FFFF
@@ -139,6 +139,41 @@ def check_slots_packet(action: CheckSlots, generations: npt.NDArray[np.uint64]) 
     ).SerializeToString()
 
 
+def disk_job_packet(
+    action: PostDiskJob,
+    disk_generations: npt.NDArray[np.uint64],
+    host_generations: npt.NDArray[np.uint64],
+) -> bytes:
+    """ValueError if the arrays are not parallel, or there where they should not be."""
+    shape = action.disk_slots.shape
+    on_host = (0,) if action.kind is DiskJobKind.CHECK else shape
+    clocks = shape if action.kind is DiskJobKind.WRITE else (0,)
+    found = (disk_generations, action.host_slots, host_generations, action.clocks)
+    wanted = (shape, on_host, on_host, clocks)
+    if len(shape) != 1 or tuple(array.shape for array in found) != wanted:
+        raise ValueError(
+            f"disk job {action.job} ({action.kind.name}) of slots {shape}: disk generations, host slots, "
+            f"host generations and clocks of {[array.shape for array in found]}, expected {list(wanted)}"
+        )
+    return wire.ToWorker(
+        disk_job=wire.DiskJob(
+            job=action.job,
+            kind=wire.DiskJobKind.ValueType(action.kind.value),
+            disk_slots=action.disk_slots.astype("<u4").tobytes(),
+            disk_generations=disk_generations.astype("<u8").tobytes(),
+            host_slots=action.host_slots.astype("<u4").tobytes(),
+            host_generations=host_generations.astype("<u8").tobytes(),
+            clocks=action.clocks.astype("<u8").tobytes(),
+        )
+    ).SerializeToString()
+
+
+def persist_records_packet(slots: Slots) -> bytes:
+    return wire.ToWorker(
+        persist_records=wire.PersistRecords(slots=slots.astype("<u4").tobytes())
+    ).SerializeToString()
+
+
 def revoke_part_packet(part: PartId) -> bytes:
     return wire.ToWorker(revoke_part=wire.RevokePart(part=part)).SerializeToString()
 
@@ -165,6 +200,8 @@ def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
         failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
         corrupt=message.corrupt,
         message=message.message,
+        copied_bytes=message.copied_bytes,
+        copy_s=message.copy_ns / 1e9,
     )
 
 
@@ -175,4 +212,17 @@ def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
         check=CheckId(message.check),
         looked_at=message.looked_at,
         corrupt=np.frombuffer(message.corrupt, "<u4").astype(np.uint32, copy=False),
+    )
+
+
+def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> DiskJobFinished:
+    """ValueError if the message holds what no worker of ours sends."""
+    return DiskJobFinished(
+        worker=worker,
+        job=DiskJobId(message.job),
+        failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
+        corrupt=np.frombuffer(message.corrupt, "<u4").astype(np.uint32, copy=False),
+        error=message.error,
+        bytes=message.bytes,
+        busy_s=message.busy_ns / 1e9,
     )

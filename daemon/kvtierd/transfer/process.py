@@ -1,4 +1,4 @@
-"""One copy worker process as the front sees it: started, watched, killed."""
+"""One worker process as the front sees it: started, watched, killed."""
 
 import asyncio
 import os
@@ -9,11 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtierd.transfer.channel import PacketChannel
-from kvtierd.transfer.handles import CPU, WorkerOptions
+from kvtierd.transfer.kinds import WorkerKind
 from kvtierd.transfer.packets import packet_socketpair
 from kvtierd.transfer.status import StatusPage, create_status_fd
-
-_WORKER_MODULE = "kvtierd.transfer.worker"
 
 EXITED_WELL = "exited with status 0"
 
@@ -36,10 +34,10 @@ class WorkerProcess:
         *,
         pool_fd: int,
         pool_bytes: int,
-        device: str,
-        copy_deadline_s: float,
+        kind: WorkerKind,
         environment: Mapping[str, str] | None,
-        options: WorkerOptions,
+        log_level: str,
+        log_format: str,
         on_packet: Callable[[bytes, list[int]], None],
         on_closed: Callable[[str], None],
         on_exit: Callable[[], None],
@@ -55,18 +53,13 @@ class WorkerProcess:
                 "--pool-bytes": pool_bytes,
                 "--channel-fd": theirs.fileno(),
                 "--status-fd": status_fd,
-                "--device": device,
-                "--copy-deadline-s": copy_deadline_s,
-                "--log-level": options.log_level,
-                "--log-format": options.log_format,
+                "--log-level": log_level,
+                "--log-format": log_format,
+                **kind.arguments,
             }
-            if device != CPU:
-                arguments |= {
-                    "--copy-method": options.gpu_copy_method,
-                    "--seal-threads": options.seal_threads,
-                }
+            fds = (pool_fd, theirs.fileno(), status_fd, *kind.fds)
             try:
-                self._popen = _start(arguments, (pool_fd, theirs.fileno(), status_fd), environment)
+                self._popen = _start(kind.module, arguments, fds, environment)
             except BaseException:
                 ours.close()
                 raise
@@ -121,12 +114,12 @@ class WorkerProcess:
 
 
 def _start(
-    arguments: Mapping[str, object], fds: Sequence[int], environment: Mapping[str, str] | None
+    module: str, arguments: Mapping[str, object], fds: Sequence[int], environment: Mapping[str, str] | None
 ) -> "subprocess.Popen[bytes]":
     # -P: nothing in the working directory can shadow a module.
-    command = [sys.executable, "-P", "-m", _WORKER_MODULE]
+    command = [sys.executable, "-P", "-m", module]
     for name, value in arguments.items():
-        command += [name, str(value)]
+        command += [name] if value is None else [name, str(value)]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,8 +1,10 @@
-"""A copy worker's status page: what it is busy with, readable without asking it.
+"""A worker's status page: what it is busy with, readable without asking it.
 
 Words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0 outside
 of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; how many
-bytes of the pool are registered with its GPU's driver, and since when it registers more of it.
+bytes of the pool are registered with its GPU's driver, and since when it registers more of it. For each
+thread of a disk's worker, the monotonic nanoseconds at which it began to wait for the disk, or at which the
+disk has last done anything of what it waits for; 0 when it does not wait.
 """
 
 import mmap
@@ -11,6 +13,8 @@ import time
 from enum import IntEnum
 
 from kvtier_kernels import SharedWords
+
+from kvtierd.transfer.kinds import IO_THREADS_MAX as IO_THREADS_MAX
 
 PAGE_BYTES = 4096
 
@@ -24,6 +28,14 @@ class StatusWord(IntEnum):
     HEARTBEAT = 2
     REGISTERED_BYTES = 3
     REGISTERING = 4
+    IO_0 = 5
+    IO_1 = 6
+    IO_2 = 7
+    IO_3 = 8
+    IO_4 = 9
+    IO_5 = 10
+    IO_6 = 11
+    IO_7 = 12
 
 
 _CULPRITS = {
@@ -32,7 +44,12 @@ _CULPRITS = {
     StatusWord.HEARTBEAT: "its main thread has not come round",
     # It holds up the other GPUs' workers.
     StatusWord.REGISTERING: "it has been registering the pool with the driver",
-}
+} | {io: "the disk has done nothing of what a thread waits for" for io in StatusWord if io >= StatusWord.IO_0}
+
+
+def io_word(thread: int) -> StatusWord:
+    """The word of one of a disk's worker's threads, 0 to IO_THREADS_MAX - 1."""
+    return StatusWord(StatusWord.IO_0 + thread)
 
 
 def create_status_fd() -> int:
@@ -47,25 +64,26 @@ class StatusPage:
 
     def __init__(self, fd: int) -> None:
         """Maps the page; the descriptor stays the caller's."""
-        self._words = SharedWords(mmap.mmap(fd, PAGE_BYTES), len(StatusWord))
+        self.words = SharedWords(mmap.mmap(fd, PAGE_BYTES), len(StatusWord))
+        """For native code that reports its progress in one of them."""
 
     def enter(self, word: StatusWord) -> None:
         """A lane goes into a native call, or the main thread comes round."""
-        self._words.store(word, time.monotonic_ns())
+        self.words.store(word, time.monotonic_ns())
 
     def leave(self, word: StatusWord) -> None:
-        self._words.store(word, 0)
+        self.words.store(word, 0)
 
     def set_registered_bytes(self, count: int) -> None:
-        self._words.store(StatusWord.REGISTERED_BYTES, count)
+        self.words.store(StatusWord.REGISTERED_BYTES, count)
 
     def registered_bytes(self) -> int:
         """Bytes of the pool that are registered with the driver of the worker's GPU."""
-        return self._words.load(StatusWord.REGISTERED_BYTES)
+        return self.words.load(StatusWord.REGISTERED_BYTES)
 
     def read(self) -> tuple[int, ...]:
         """The words' values, in the order of StatusWord."""
-        return tuple(self._words.load(word) for word in StatusWord)
+        return tuple(self.words.load(word) for word in StatusWord)
 
 
 class StallDetector:

@@ -1,4 +1,4 @@
-"""Talks to copy workers, and tells the core the truth about them."""
+"""Talks to workers, and tells the core the truth about them."""
 
 import asyncio
 import itertools
@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from kvtierd.core.actions import CheckSlots, Direction, PostPart
+from kvtierd.core.actions import CheckSlots, Direction, PostDiskJob, PostPart
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PartId, RegistrationId, SessionId, WorkerId
+from kvtierd.core.ids import PartId, RegistrationId, SessionId, Slots, WorkerId
 from kvtierd.core.stimuli import (
+    DiskJobFinished,
     PartFinished,
     SessionReleased,
     SlotsChecked,
@@ -34,6 +35,7 @@ from kvtierd.transfer.handles import (
     WorkerState,
     unavailable,
 )
+from kvtierd.transfer.kinds import DiskOptions, disk_device
 from kvtierd.transfer.lifecycle import Lifecycle
 from kvtierd.transfer.messages import DeviceRange, GroupMapping
 from kvtierd.transfer.packets import PACKET_BYTES_MAX
@@ -43,6 +45,7 @@ __all__ = [
     "CPU",
     "CopyTotals",
     "DeviceRange",
+    "DiskOptions",
     "GroupMapping",
     "Supervisor",
     "SupervisorLimits",
@@ -51,23 +54,30 @@ __all__ = [
     "WorkerStartError",
     "WorkerState",
     "WorkerStimulus",
+    "disk_device",
 ]
 
 _log = logger(__name__)
 
-WorkerStimulus = WorkerLive | PartFinished | SlotsChecked | SessionReleased | WorkerLost | WorkerExited
+RECORDS_PER_PACKET = 32_768
+
+WorkerStimulus = (
+    WorkerLive | PartFinished | SlotsChecked | DiskJobFinished | SessionReleased | WorkerLost | WorkerExited
+)
 
 
 class Supervisor:
-    """All copy workers. Everything happens on one event loop.
+    """All copy workers, and those of disks. Everything happens on one event loop.
 
-    `devices` have a worker from `start` on, and a new one when it is lost. Any other device gets one when
-    `worker_for` asks for it; it is ended when no session has used it for `limits.gpu_idle_s`.
+    `devices` have a worker from `start` on, and a new one when it is lost; so have `disks`, but without one
+    things go on. Any other device gets one when `worker_for` asks for it; it is ended when no session has
+    used it for `limits.gpu_idle_s`.
 
     `events` gets each stimulus from a callback of the loop, never from inside a method called here. Of one
-    worker they come in this order: WorkerLive; PartFinished and SessionReleased; WorkerLost; WorkerExited,
-    when its process is gone. WorkerLive of its successor comes after that. After WorkerLost nothing more is
-    reported of a worker, even if it got further: the end of its process is the fence of all it had.
+    worker they come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
+    WorkerExited, when its process is gone. WorkerLive of its successor comes after that. After WorkerLost
+    nothing more is reported of a worker, even if it got further: the end of its process is the fence of all
+    it had.
 
     `register_writer(pid)` gives a worker its writer id in the pool before it is announced.
     """
@@ -80,6 +90,7 @@ class Supervisor:
         register_writer: Callable[[int], int],
         events: Callable[[WorkerStimulus], object],
         devices: Sequence[str] = (CPU,),
+        disks: Sequence[DiskOptions] = (),
         limits: SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
         options: WorkerOptions | None = None,
@@ -97,6 +108,7 @@ class Supervisor:
             pool_fd=pool_fd,
             pool_bytes=pool_bytes,
             devices=devices,
+            disks=disks,
             limits=self.limits,
             environment=environment,
             options=options or WorkerOptions(),
@@ -108,12 +120,17 @@ class Supervisor:
         self.devices = self._lives.devices
 
     async def start(self) -> None:
-        """Starts the workers that there are from the start, and returns when all are live.
+        """Starts the workers that there are from the start, and returns when all but those of disks are live.
 
         WorkerStartError, and none left, if not.
         """
         self._loop = asyncio.get_running_loop()
         await self._lives.start()
+
+    async def settle_disks(self, timeout_s: float) -> None:
+        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, and
+        after `timeout_s` in any case."""
+        await self._lives.settle_disks(timeout_s)
 
     async def stop(self, grace_s: float) -> bool:
         """Ends all workers: what has not started is revoked, what has is finished, for at most `grace_s`;
@@ -175,6 +192,37 @@ class Supervisor:
         handle = self.workers.get(action.worker)
         if handle is not None:
             self._lives.send(handle, messages.check_slots_packet(action, generations))
+
+    def post_disk_job(
+        self,
+        action: PostDiskJob,
+        disk_generations: npt.NDArray[np.uint64],
+        host_generations: npt.NDArray[np.uint64],
+    ) -> None:
+        """Hands a job to a disk's worker; DiskJobFinished follows, or the worker's end. Otherwise as
+        `post`."""
+        packet = messages.disk_job_packet(action, disk_generations, host_generations)
+        if len(packet) > PACKET_BYTES_MAX:
+            raise ValueError(
+                f"disk job {action.job} of {len(action.disk_slots)} slots is too large for one packet"
+            )
+        handle = self.workers.get(action.worker)
+        if handle is not None and self._lives.send(handle, packet):
+            handle.jobs.add(action.job)
+
+    def persist_records(self, device: str, slots: Slots) -> None:
+        """Has a disk's worker write the records of these slots to its file, as they are in the image. If it
+        has no live worker nothing happens."""
+        handle = self.devices.worker(device)
+        if handle is not None:
+            for first in range(0, len(slots), RECORDS_PER_PACKET):
+                part = slots[first : first + RECORDS_PER_PACKET]
+                self._lives.send(handle, messages.persist_records_packet(part))
+
+    def reject(self, device: str, why: str) -> None:
+        """A disk's first worker has filled the image with what cannot be used: it is lost, and the next one
+        fills the image anew."""
+        self._lives.reject(device, why)
 
     def revoke(self, worker: WorkerId, part: PartId) -> None:
         """Ends a part that has not started; PartFinished follows either way. Otherwise as `post`."""
@@ -247,7 +295,7 @@ class Supervisor:
     ) -> None:
         handle = self._live(worker)
         answer: asyncio.Future[None] = self._loop.create_future()
-        deadline_s = self._lives.watch.now_s + self._lives.watch.map_deadline_s(handle.device)
+        deadline_s = self._lives.watch.now_s + handle.kind.map_deadline_s
         handle.requests[request] = MappingRequest(session, answer, deadline_s)
         is_first = session not in handle.sessions
         handle.sessions.add(session)
@@ -319,6 +367,10 @@ class Supervisor:
             totals.copied_bytes += finished.copied_bytes
             totals.copy_ns += finished.copy_ns
             return stimulus
+        if kind == "disk_job_finished":
+            done = messages.disk_job_finished(handle.worker, message.disk_job_finished)
+            handle.jobs.remove(done.job)
+            return done
         if kind == "slots_checked":
             return messages.slots_checked(handle.worker, message.slots_checked)
         if kind == "session_released":
@@ -355,6 +407,8 @@ class Supervisor:
             _log.error("a copy worker has no writer id", worker_pid=handle.pid, exc_info=error)
             self._lives.lose(handle, f"it could not be given a writer id: {error}")
             return None
+        handle.cold_reason = ready.cold_reason
+        handle.direct_io = ready.direct_io
         self._lives.live(handle)
         return WorkerLive(handle.worker, handle.device)
 

@@ -1,7 +1,7 @@
-"""Which copy workers have to be killed: deadlines, in a clock that stands still while the front does."""
+"""Which workers have to be killed: deadlines, in a clock that stands still while the front does."""
 
 from kvtierd.logs import logger
-from kvtierd.transfer.handles import CPU, SupervisorLimits, WorkerHandle, WorkerState
+from kvtierd.transfer.handles import SupervisorLimits, WorkerHandle, WorkerState
 from kvtierd.transfer.status import StallDetector
 
 _log = logger(__name__)
@@ -28,13 +28,6 @@ class Watch:
         self._last_s = loop_s
         self.now_s += self._elapsed_s
 
-    def handshake_deadline_s(self, device: str) -> float:
-        limits = self._limits
-        return limits.handshake_deadline_s if device == CPU else limits.gpu_handshake_deadline_s
-
-    def map_deadline_s(self, device: str) -> float:
-        return self._limits.map_deadline_s if device == CPU else self._limits.gpu_map_deadline_s
-
     def forget(self, handle: WorkerHandle) -> None:
         self._stalls.pop(handle, None)
 
@@ -43,7 +36,7 @@ class Watch:
         match handle.state:
             case WorkerState.STARTING:
                 late = self.now_s >= handle.deadline_s
-                return f"not ready after {self.handshake_deadline_s(handle.device):g} s" if late else None
+                return f"not ready after {handle.kind.handshake_deadline_s:g} s" if late else None
             case WorkerState.ENDING:
                 late = self.now_s >= handle.deadline_s
                 return f"still there {self._limits.end_deadline_s:g} s after it was to end" if late else None
@@ -52,7 +45,8 @@ class Watch:
             case WorkerState.LOST if self.now_s >= handle.deadline_s:
                 handle.deadline_s = float("inf")
                 _log.error(
-                    "a copy worker is still there after SIGKILL: its blocks stay held until it is gone",
+                    f"a {handle.kind.title} is still there after SIGKILL: its blocks stay held until it is "
+                    "gone",
                     worker_pid=handle.pid,
                     device=handle.device,
                     waited_s=self._limits.kill_deadline_s,
@@ -60,12 +54,12 @@ class Watch:
         return None
 
     def _live(self, handle: WorkerHandle, status: tuple[int, ...]) -> str | None:
-        stalls = self._stalls.setdefault(handle, StallDetector(self._limits.copy_deadline_s))
+        stalls = self._stalls.setdefault(handle, StallDetector(handle.kind.operation_deadline_s))
         stuck = stalls.observe(status, self._elapsed_s)
         if stuck is not None:
             return stuck
         if any(self.now_s >= request.deadline_s for request in handle.requests.values()):
-            return f"it has not answered a mapping request for {self.map_deadline_s(handle.device):g} s"
+            return f"it has not answered a mapping request for {handle.kind.map_deadline_s:g} s"
         if any(self.now_s >= deadlines[0] for deadlines in handle.releases.values()):
             return f"it has not released a session for {self._limits.release_deadline_s:g} s"
         return None

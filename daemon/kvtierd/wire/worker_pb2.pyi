@@ -67,6 +67,25 @@ GATE_DEADLINE: Outcome.ValueType  # 4
 """Never started: the doorbell did not ring in time."""
 global___Outcome = Outcome
 
+class _DiskJobKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DiskJobKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DiskJobKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DISK_JOB_KIND_UNSPECIFIED: _DiskJobKind.ValueType  # 0
+    DISK_WRITE: _DiskJobKind.ValueType  # 1
+    DISK_READ: _DiskJobKind.ValueType  # 2
+    DISK_CHECK: _DiskJobKind.ValueType  # 3
+
+class DiskJobKind(_DiskJobKind, metaclass=_DiskJobKindEnumTypeWrapper): ...
+
+DISK_JOB_KIND_UNSPECIFIED: DiskJobKind.ValueType  # 0
+DISK_WRITE: DiskJobKind.ValueType  # 1
+DISK_READ: DiskJobKind.ValueType  # 2
+DISK_CHECK: DiskJobKind.ValueType  # 3
+global___DiskJobKind = DiskJobKind
+
 @typing.final
 class ToWorker(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -79,6 +98,8 @@ class ToWorker(google.protobuf.message.Message):
     RELEASE_SESSION_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     CHECK_SLOTS_FIELD_NUMBER: builtins.int
+    DISK_JOB_FIELD_NUMBER: builtins.int
+    PERSIST_RECORDS_FIELD_NUMBER: builtins.int
     @property
     def map_words(self) -> global___MapWords:
         """one descriptor"""
@@ -101,6 +122,12 @@ class ToWorker(google.protobuf.message.Message):
     def stop(self) -> global___Stop: ...
     @property
     def check_slots(self) -> global___CheckSlots: ...
+    @property
+    def disk_job(self) -> global___DiskJob:
+        """The rest is for a disk's worker only."""
+
+    @property
+    def persist_records(self) -> global___PersistRecords: ...
     def __init__(
         self,
         *,
@@ -112,10 +139,12 @@ class ToWorker(google.protobuf.message.Message):
         release_session: global___ReleaseSession | None = ...,
         stop: global___Stop | None = ...,
         check_slots: global___CheckSlots | None = ...,
+        disk_job: global___DiskJob | None = ...,
+        persist_records: global___PersistRecords | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "map_memory", b"map_memory", "map_words", b"map_words", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots", "disk_job", "persist_records"] | None: ...
 
 global___ToWorker = ToWorker
 
@@ -130,6 +159,7 @@ class ToFront(google.protobuf.message.Message):
     SESSION_RELEASED_FIELD_NUMBER: builtins.int
     UNUSABLE_FIELD_NUMBER: builtins.int
     SLOTS_CHECKED_FIELD_NUMBER: builtins.int
+    DISK_JOB_FINISHED_FIELD_NUMBER: builtins.int
     @property
     def ready(self) -> global___Ready: ...
     @property
@@ -144,6 +174,8 @@ class ToFront(google.protobuf.message.Message):
     def unusable(self) -> global___Unusable: ...
     @property
     def slots_checked(self) -> global___SlotsChecked: ...
+    @property
+    def disk_job_finished(self) -> global___DiskJobFinished: ...
     def __init__(
         self,
         *,
@@ -154,10 +186,11 @@ class ToFront(google.protobuf.message.Message):
         session_released: global___SessionReleased | None = ...,
         unusable: global___Unusable | None = ...,
         slots_checked: global___SlotsChecked | None = ...,
+        disk_job_finished: global___DiskJobFinished | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked", "disk_job_finished"] | None: ...
 
 global___ToFront = ToFront
 
@@ -168,13 +201,23 @@ class Ready(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PID_FIELD_NUMBER: builtins.int
+    COLD_REASON_FIELD_NUMBER: builtins.int
+    DIRECT_IO_FIELD_NUMBER: builtins.int
     pid: builtins.int
+    cold_reason: builtins.str
+    """The rest is a disk's.
+    Why nothing of an earlier daemon was kept; empty if it was, or if this is not the disk's first worker.
+    """
+    direct_io: builtins.bool
+    """False where the file system has no O_DIRECT: then the kernel's cache is used, and dropped behind every job."""
     def __init__(
         self,
         *,
         pid: builtins.int = ...,
+        cold_reason: builtins.str = ...,
+        direct_io: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cold_reason", b"cold_reason", "direct_io", b"direct_io", "pid", b"pid"]) -> None: ...
 
 global___Ready = Ready
 
@@ -600,3 +643,96 @@ class PartFinished(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["copied_bytes", b"copied_bytes", "copy_ns", b"copy_ns", "corrupt", b"corrupt", "failed", b"failed", "message", b"message", "outcome", b"outcome", "part", b"part"]) -> None: ...
 
 global___PartFinished = PartFinished
+
+@typing.final
+class DiskJob(google.protobuf.message.Message):
+    """A batch of slots, on a disk and in the pool. The arrays are little endian and parallel; those of the pool are
+    empty for DISK_CHECK, clocks for all but DISK_WRITE.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    DISK_SLOTS_FIELD_NUMBER: builtins.int
+    DISK_GENERATIONS_FIELD_NUMBER: builtins.int
+    HOST_SLOTS_FIELD_NUMBER: builtins.int
+    HOST_GENERATIONS_FIELD_NUMBER: builtins.int
+    CLOCKS_FIELD_NUMBER: builtins.int
+    job: builtins.int
+    kind: global___DiskJobKind.ValueType
+    disk_slots: builtins.bytes
+    """u32: page numbers in the slab file"""
+    disk_generations: builtins.bytes
+    """u64"""
+    host_slots: builtins.bytes
+    """u32"""
+    host_generations: builtins.bytes
+    """u64"""
+    clocks: builtins.bytes
+    """u64"""
+    def __init__(
+        self,
+        *,
+        job: builtins.int = ...,
+        kind: global___DiskJobKind.ValueType = ...,
+        disk_slots: builtins.bytes = ...,
+        disk_generations: builtins.bytes = ...,
+        host_slots: builtins.bytes = ...,
+        host_generations: builtins.bytes = ...,
+        clocks: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "disk_generations", b"disk_generations", "disk_slots", b"disk_slots", "host_generations", b"host_generations", "host_slots", b"host_slots", "job", b"job", "kind", b"kind"]) -> None: ...
+
+global___DiskJob = DiskJob
+
+@typing.final
+class DiskJobFinished(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    CORRUPT_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    BUSY_NS_FIELD_NUMBER: builtins.int
+    job: builtins.int
+    failed: builtins.bytes
+    """u32 positions"""
+    corrupt: builtins.bytes
+    """u32 positions"""
+    error: builtins.str
+    """Why the device failed, if it did."""
+    bytes: builtins.int
+    busy_ns: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.int = ...,
+        failed: builtins.bytes = ...,
+        corrupt: builtins.bytes = ...,
+        error: builtins.str = ...,
+        bytes: builtins.int = ...,
+        busy_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "job", b"job"]) -> None: ...
+
+global___DiskJobFinished = DiskJobFinished
+
+@typing.final
+class PersistRecords(google.protobuf.message.Message):
+    """Write these slots' records, as they are in the shared image now, to the slab file. No answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: builtins.int
+    slots: builtins.bytes
+    """u32"""
+    def __init__(
+        self,
+        *,
+        slots: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["slots", b"slots"]) -> None: ...
+
+global___PersistRecords = PersistRecords

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier import Doorbell, Lookup
 from kvtier_vllm.matching import STARTS_MAX, Matcher
 
 from tests.integration.client.conftest import Connect
@@ -36,3 +37,69 @@ def test_a_burst_of_requests_begins_a_few_lookups_in_each_step(
     assert shared_host.status().leases == REQUESTS
     matcher.drop_all()
     until(lambda: shared_host.status().leases == 0, "every lease is given back")
+
+
+def test_a_request_waits_for_what_another_engine_is_storing(
+    shared_host: DaemonHost, connect_to: Connect
+) -> None:
+    writer, reader = connect_to(shared_host, "writer"), connect_to(shared_host, "reader")
+    prefix = block_hashes("in the making", range(6))
+    assert writer.client.store(prefix[:2], [0, 1]).wait(30).done
+    storing = writer.client.store(prefix[2:], [2, 3, 4, 5], doorbell=Doorbell(0, 7))
+    until(lambda: storing.results is not None, "the daemon has accepted it")
+    matcher = Matcher(budget_s=0.01, pending_wait_s=60)
+
+    def ask() -> int | None:
+        matcher.next_step()
+        return matcher.match(reader.client, "r", prefix, 0, len(prefix))
+
+    until(lambda: ask() is None and matcher.counters.waits, "it waits")
+    until(lambda: ask() is None and matcher.counters.polls > 3, "it asks again and again")
+    writer.client.ring(0, 7)
+    until(lambda: (found := ask()) is not None and found == len(prefix), "it gets all of it")
+    assert reader.client.status.leases == 1
+    matcher.forget("r")
+
+
+def test_a_request_takes_what_there_is_of_a_store_that_does_not_end(
+    shared_host: DaemonHost, connect_to: Connect
+) -> None:
+    writer, reader = connect_to(shared_host, "writer"), connect_to(shared_host, "reader")
+    prefix = block_hashes("never made", range(4))
+    assert writer.client.store(prefix[:2], [0, 1]).wait(30).done
+    storing = writer.client.store(prefix[2:], [2, 3], doorbell=Doorbell(0, 9))
+    until(lambda: storing.results is not None, "the daemon has accepted it")
+    matcher = Matcher(budget_s=0.01, pending_wait_s=0.3)
+    answers: list[int | None] = []
+
+    def over() -> bool:
+        matcher.next_step()
+        answers.append(matcher.match(reader.client, "r", prefix, 0, len(prefix)))
+        return answers[-1] is not None
+
+    until(over, "its patience is over")
+    assert answers[-1] == 2
+    assert None in answers
+    grant = matcher.take("r")
+    assert grant is not None
+    assert reader.client.load(grant.lookup, [0, 1]).wait(30).done
+    storing.revoke()
+
+
+def test_a_lookup_tells_what_is_pending(shared_host: DaemonHost, connect_to: Connect) -> None:
+    plain = connect_to(shared_host)
+    prefix = block_hashes("half", range(3))
+    assert plain.client.store(prefix[:1], [0]).wait(30).done
+    storing = plain.client.store(prefix[1:2], [1], doorbell=Doorbell(0, 1))
+    found: list[Lookup] = []
+
+    def told() -> bool:
+        found.append(plain.client.lookup(prefix))
+        return found[-1].pending
+
+    until(told, "the store was accepted")
+    assert found[-1].hits == 1
+    assert not plain.client.lookup(prefix[2:]).pending
+    plain.client.ring(0, 1)
+    assert storing.wait(30).done
+    assert not plain.client.lookup(prefix).pending

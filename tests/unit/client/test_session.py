@@ -221,6 +221,103 @@ def test_a_refused_load_leaves_the_lease_for_another_try(peer: Peer) -> None:
     assert peer.session.load(0, lease, 0, [3], None, keep_lease=False).part is not None
 
 
+def test_what_was_given_back_is_told_before_more_is_asked_for(peer: Peer) -> None:
+    """Leases are bounded: the daemon must not count the old one against the new."""
+    peer.session.release(leased(peer, lease_id=5))
+    ask(peer, 1, lease=True)
+    assert [message.WhichOneof("body") for message in peer.sent()] == ["release", "lookup"]
+
+
+@pytest.mark.parametrize(
+    ("states", "pending"), [(b"", False), (b"\2\2", False), (b"\2\1", True), (b"\2\0", False), (b"\1", True)]
+)
+def test_a_lookup_says_whether_it_ended_at_a_block_on_its_way(
+    peer: Peer, states: bytes, pending: bool
+) -> None:
+    record = ask(peer, 1, 2)
+    answer = cache_pb2.GroupAnswer(hits=states.count(2), states=states)
+    peer.say(peer.sent()[0].id, lookup=cache_pb2.LookupResponse(answers=[answer]))
+    assert record.answer is not None
+    assert record.answer.pending is pending
+
+
+# --- prefetch ---
+
+
+def prefetch(peer: Peer, *numbers: int, mode: LookupMode = LookupMode.PREFIX) -> LookupRecord:
+    return peer.session.prefetch(0, hashes(*numbers), mode)
+
+
+def test_a_prefetch_is_answered_with_states_and_no_lease(peer: Peer) -> None:
+    record = prefetch(peer, 1, 2, 3, mode=LookupMode.EXACT)
+    [request] = peer.sent()
+    [query] = request.prefetch.queries
+    assert (query.mode, query.hashes) == (cache_pb2.LOOKUP_MODE_EXACT, hashes(1, 2, 3))
+    answer = cache_pb2.GroupAnswer(hits=1, states=b"\2\0\1")
+    peer.say(request.id, prefetch=cache_pb2.PrefetchResponse(answers=[answer]))
+    assert record.answer is not None
+    assert (record.answer.answered, record.answer.hits, record.answer.lease) == (True, 1, None)
+    assert record.answer.pending
+    counters = peer.session.counters
+    assert (counters.lookups, counters.blocks_hit) == (0, 0)
+
+
+def test_a_prefetch_that_comes_to_nothing_says_why_and_counts_as_no_miss(
+    make_peer: Callable[..., Peer],
+) -> None:
+    away = make_peer()
+    record = prefetch(away, 1)
+    assert record.answer is not None
+    assert record.answer.error is not None
+    assert record.answer.error.reason is Reason.NOT_ATTACHED
+    old = make_peer()
+    old.welcome(lookup_hashes_max=2)
+    record = prefetch(old, 1, 2, 3)
+    [request] = old.sent()
+    assert request.prefetch.queries[0].hashes == hashes(1, 2)
+    old.refuse(request, types_pb2.REASON_MALFORMED)  # a daemon that knows no such call
+    assert record.answer is not None
+    assert record.answer.error is not None
+    assert old.session.abandon(prefetch(old, 1)).error is not None
+    assert not away.session.counters.lookups_unanswered
+    assert not old.session.counters.lookups_unanswered
+
+
+# --- how fast prompts are computed ---
+
+
+def beat(peer: Peer) -> float:
+    """The rate in the next heartbeat, which is answered."""
+    peer.now_s += 2.0
+    peer.session.tick()
+    [message] = peer.sent()
+    peer.say(message.id, heartbeat_ack=cache_pb2.HeartbeatAck())
+    return message.heartbeat.prefill_tokens_per_s
+
+
+def test_a_reported_rate_goes_with_one_heartbeat_the_last_of_several(peer: Peer) -> None:
+    assert beat(peer) == 0
+    peer.session.report_prefill(1000.0)
+    peer.session.report_prefill(2000.0)
+    assert not peer.sent()
+    assert beat(peer) == 2000.0
+    assert beat(peer) == 0
+    peer.session.report_prefill(2000.0)
+    assert beat(peer) == 0, "it is known"
+    peer.session.report_prefill(0)
+    assert beat(peer) == 0
+    peer.session.report_prefill(1500.0)
+    assert beat(peer) == 1500.0
+
+
+def test_the_next_daemon_is_told_the_rate_at_once(peer: Peer) -> None:
+    peer.session.report_prefill(1000.0)
+    peer.session.lost("gone")
+    peer.session.say_hello(b"t" * 16, 1)
+    [hello] = peer.sent()
+    assert hello.hello.prefill_tokens_per_s == 1000.0
+
+
 # --- silence ---
 
 

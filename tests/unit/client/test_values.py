@@ -4,6 +4,7 @@ made."""
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ def test_every_field_of_the_wire_namespace_can_be_said() -> None:
         ({"memory": None}, "memory"),
         ({"groups": ()}, "groups"),
         ({"program": "x" * 2000}, "program"),
+        ({"prefill_tokens_per_s": -1.0}, "prefill_tokens_per_s"),
+        ({"prefill_tokens_per_s": math.nan}, "prefill_tokens_per_s"),
+        ({"prefill_tokens_per_s": math.inf}, "prefill_tokens_per_s"),
+        ({"prefill_tokens_per_s": 1e-4}, "prefill_tokens_per_s"),
     ],
 )
 def test_a_client_that_makes_no_sense_is_refused_by_field(options: dict[str, object], field: str) -> None:

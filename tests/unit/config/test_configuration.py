@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtierd import cli, config, settings
 from kvtierd.config import Config
-from kvtierd.core.stimuli import CoreIntegrity, Verify
+from kvtierd.core.stimuli import CoreDisks, CoreIntegrity, Verify, WriteMode
 from kvtierd.settings import ConfigError
 
 
@@ -212,3 +212,86 @@ class TestIntegrity:
     def test_anything_else_is_refused_by_name(self) -> None:
         error = refused(KVTIER_INTEGRITY_VERIFY="never")
         assert (error.field, "restart, always" in error.message) == ("integrity.verify", True)
+
+
+def disks(**changed: object) -> dict[str, object]:
+    """Flags of a disk tier that can be used, with changes."""
+    return {
+        "disk.paths": "/a:/b",
+        "disk.size": "1GiB",
+        **{f"disk.{key}": raw for key, raw in changed.items()},
+    }
+
+
+class TestDisks:
+    def test_without_a_configuration_there_are_none_and_the_policy_is_the_core_s(self) -> None:
+        assert load().disk.paths == ()
+        assert load().disk.to_core() == CoreDisks()
+
+    def test_paths_are_a_list_in_the_file_and_separated_by_colons_elsewhere(self, tmp_path: Path) -> None:
+        file = tmp_path / "kvtierd.toml"
+        file.write_text('[disk]\npaths = ["/mnt/a:b", "/mnt/c/"]\nsize = "2TiB"\n')
+        assert load(file).disk.paths == (Path("/mnt/a:b"), Path("/mnt/c"))
+        assert load(file, KVTIER_DISK_PATHS="/x:/y").disk.paths == (Path("/x"), Path("/y"))
+        assert load(file, KVTIER_DISK_PATHS="").disk.paths == (), "an empty text switches the tier off"
+        assert load(flags=disks()).disk.paths == (Path("/a"), Path("/b"))
+
+    def test_show_prints_them_as_the_file_would_say_them(self, tmp_path: Path) -> None:
+        loaded = config.load(None, disks(paths=["/a:b", "/c"]), {})
+        file = tmp_path / "shown.toml"
+        file.write_text(config.show(loaded))
+        assert 'paths = ["/a:b", "/c"]' in file.read_text()
+        assert config.load(file, None, {}).config == loaded.config
+
+    def test_everything_of_the_policy_reaches_the_core(self) -> None:
+        flags = disks(
+            write_mode="on-reuse",
+            write_queue_size="2MiB",
+            read_queue_size="3MiB",
+            slow_deadline_s="4",
+            errors_max="5",
+            probe_after_s="6",
+            recompute_if_faster="false",
+        )
+        assert load(flags=flags).disk.to_core() == CoreDisks(
+            mode=WriteMode.ON_REUSE,
+            write_queue_bytes=2 << 20,
+            read_queue_bytes=3 << 20,
+            slow_deadline_s=4.0,
+            errors_max=5,
+            probe_after_s=6.0,
+            recompute_if_faster=False,
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "raw", "advice"),
+        [
+            ("paths", "/a:relative", "absolute"),
+            ("paths", "/a:", "empty"),
+            ("paths", "/a:/b/../a", "/a is named twice"),
+            ("paths", ["/a", "/a"], "each directory once"),
+            ("paths", ["/a", 3], "as text"),
+            ("paths", 3, "as text"),
+            ("paths", [f"/{number}" for number in range(17)], "at most 16"),
+            ("size", "0", "how many bytes"),
+            ("size", "3MiB", "at least 4MiB"),
+            ("size", "17TiB", "at most 16TiB"),
+            ("extent_size", "3MiB", "power of two"),
+            ("extent_size", "2GiB", "power of two"),
+            ("extent_size", "512MiB", "at least 1026MiB"),
+            ("write_mode", "never", "back, through, on-reuse"),
+            ("threads", "9", "to 8"),
+            ("queue_depth", "0", "from 1"),
+            ("write_queue_size", "4KiB", "at least 1MiB"),
+            ("read_queue_size", "0", "at least 1MiB"),
+            ("slow_deadline_s", "31", "disk.deadline_s (30)"),
+        ],
+    )
+    def test_what_cannot_be_used_is_refused_by_name(self, name: str, raw: object, advice: str) -> None:
+        error = refused(flags=disks(**{name: raw}))
+        field = "disk.size" if advice.startswith("at least 1026") else f"disk.{name}"
+        assert (error.field, advice in error.message) == (field, True), str(error)
+
+    def test_the_fault_hook_of_tests_is_no_misspelt_setting(self) -> None:
+        assert load(KVTIER_DISK_FAULTS="/tmp/faults.json") == load()
+        assert refused(KVTIER_DISK_FAULT="x").field == "KVTIER_DISK_FAULT"

@@ -136,6 +136,19 @@ def test_a_block_pinned_while_it_is_written_becomes_a_victim_only_when_unpinned(
     assert table.victims(0, 9).tolist() == [0, 1, 3]
 
 
+def test_the_coldest_are_looked_for_as_far_as_the_horizon_and_no_farther() -> None:
+    table = BlockTable(capacity=8, pool_pages=100)
+    entries, _ = table.insert(1, 9, hashes_of(6, start=10), 1)
+    table.commit(entries)
+    table.set_flags(entries[[0, 2, 3]].copy(), 4 | 8)
+    assert table.coldest(9, 9, 4, 9).tolist() == entries[[1, 4, 5]].tolist()
+    assert table.coldest(9, 9, 4 | 16, 5).tolist() == entries[[1, 4]].tolist()
+    assert table.coldest(9, 1, 8, 9).tolist() == entries[[1]].tolist()
+    assert table.coldest(9, 9, 8, 1).tolist() == table.coldest(9, 0, 8, 9).tolist() == []
+    assert table.coldest(9, 9, 1, 9).tolist() == table.coldest(8, 9, 0, 9).tolist() == []
+    assert table.coldest(9, 9, 0, 9).tolist() == table.victims(9, 9).tolist() == entries.tolist()
+
+
 def test_a_removed_entry_returns_under_a_new_generation(table: BlockTable) -> None:
     before = int(table.generations(u32(5))[0])
     table.remove(u32(5))

@@ -1,14 +1,55 @@
 """A snapshot with a different number in every place, to see each of them arrive."""
 
-from kvtierd.cache import SessionAbout, Snapshot
+from kvtierd.cache import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.snapshot import CopyTotals, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
-from kvtierd.core.ids import Epoch, NamespaceDigest, SessionId, WorkerId
-from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, Tally, WorkerStatus
+from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, WorkerId
+from kvtierd.core.status import (
+    BlockCounts,
+    CoreStatus,
+    DiskStatus,
+    DiskTally,
+    InstanceStatus,
+    Tally,
+    WorkerStatus,
+)
 from kvtierd.core.stimuli import CoreIntegrity
 
 GPU = "GPU-00000000-1111-2222-3333-444444444444"
 IDLE_GPU = "GPU-00000000-1111-2222-3333-555555555555"
 BROKEN_GPU = "GPU-00000000-1111-2222-3333-666666666666"
+
+
+def disk_status(number: int, state: str) -> DiskStatus:
+    return DiskStatus(
+        disk=DiskId(number),
+        state=state,
+        why="",
+        used_bytes=16 << 20,
+        capacity_bytes=64 << 20,
+        blocks=83,
+        corrupt_slots=2 * number,
+        extents=64,
+        extents_free=48,
+        sizes=(),
+        jobs=9,
+        writing_bytes=84 << 10,
+        reading_bytes=85 << 10,
+        read_bytes_per_s=2e9,
+        write_bytes_per_s=1e9,
+        scrub_blocks=88,
+        scrubbed_blocks=22,
+        scrubbing=True,
+        counters=DiskTally(
+            written_blocks=90,
+            written_bytes=91 << 10,
+            read_blocks=92,
+            read_bytes=93 << 10,
+            evicted_blocks=94,
+            reclaimed_extents=95,
+            errors=96,
+            corrupt_blocks=3 * number,
+        ),
+    )
 
 
 def busy_snapshot() -> Snapshot:
@@ -68,8 +109,14 @@ def busy_snapshot() -> Snapshot:
             sampled_slots=70,
             sampled_bytes=71 << 20,
             ended_epochs=37,
+            promoted_blocks=38,
+            promoted_bytes=39 << 10,
+            recompute_blocks=40,
+            evicted_unwritten_blocks=14,
+            corrupt_on_disk=15,
         ),
         draining=False,
+        disks=(disk_status(0, "live"), disk_status(1, "failing")),
     )
     return Snapshot(
         state="serving",
@@ -84,10 +131,19 @@ def busy_snapshot() -> Snapshot:
             DeviceSnapshot(GPU, False, 3),
             DeviceSnapshot(IDLE_GPU, True, 4),
             DeviceSnapshot(BROKEN_GPU, False, 5),
+            DeviceSnapshot("disk-0", False, 6),
+            DeviceSnapshot("disk-1", False, 7),
         ),
         workers=(
             WorkerSnapshot("cpu", 777, "live", 2, 6, 3 << 20, 0),
             WorkerSnapshot(GPU, 888, "live", 3, 7, 5 << 20, 9 << 20),
+            WorkerSnapshot("disk-0", 999, "live", 6, 8, 0, 0),
+        ),
+        disks=(
+            DiskSnapshot("/mnt/a", 64 << 20, "live", "", "", True, 81, 82 << 10, 0.8, core.disks[0]),
+            DiskSnapshot(
+                "/mnt/b", 64 << 20, "failing", "EIO", "no slab yet", False, 0, 0, 0.1, core.disks[1]
+            ),
         ),
         copies={
             "store": CopyTotals(51, 0.52, {"DONE": 53, "FAILED": 1}),

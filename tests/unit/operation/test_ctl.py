@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvtier.v1 import admin_pb2
-from kvtierd import ctl
+from kvtierd import ctl, ctl_text
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import GPU, busy_snapshot
@@ -31,7 +31,7 @@ def test_the_answer_holds_everything_the_contract_names(status: admin_pb2.Status
 
 
 def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
-    text = "\n".join(ctl.lines(status))
+    text = "\n".join(ctl_text.lines(status))
     for part in (
         "kvtierd 1.2  serving  pid 4242  up 1 h 2 min",
         "8 MiB of 16 MiB",
@@ -39,7 +39,7 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         "60 ready, 5 writing",
         "warm: 41 blocks, 42 KiB found in 0.50 s, 44 slots discarded",
         "21 of 400 blocks, 100 hit (25.0%)",
-        "36 blocks failed their check and were not served: 11 before a load, 12 after a restart, 13 by s",
+        "51 blocks failed their check and were not served: 11 before a load, 12 after a restart, 13 by s",
         "64 MiB/s at most: a block that has rotted is found after 2 min 5 s",
         "on average, longer while blocks are copied; until then a load can be given it",
         "70 slots, 71 MiB compared so far",
@@ -52,15 +52,77 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         assert part in text
 
 
+def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_pb2.StatusResponse) -> None:
+    text = "\n".join(ctl_text.lines(status))
+    for part in (
+        "Disk         /mnt/a  live\n",
+        "█████░░░░░░░░░░░░░░░  25%  16 MiB of 64 MiB, 83 blocks",
+        "  start      warm: 81 blocks, 82 KiB found",
+        "  written    90 blocks, 91 KiB, 84 KiB on their way, 953.7 MiB/s lately",
+        "  read       92 blocks, 93 KiB, 85 KiB on their way, 1.863 GiB/s lately",
+        "  worker     pid 999, 96 errors",
+        "  scrub      /mnt/a: 22 of 88 blocks compared, 25%",
+        "Disk         /mnt/b  failing: EIO\n",
+        "  start      cold: no slab yet",
+        "  worker     none, 96 errors",
+        "  CORRUPT    3 blocks did not match and were not served, 2 slots set aside",
+        "29 blocks, 14 of them not written to a disk",
+        "  promoted   38 blocks, 39 KiB; 40 reported as misses because computing them is faster",
+    ):
+        assert part in text
+    assert text.count("CORRUPT") == 2, "of the first disk there is nothing to say"
+    assert "disk-0" not in text, "its worker is named with the disk"
+    without = admin_pb2.StatusResponse()
+    without.MergeFrom(status)
+    del without.disks[:]
+    text = "\n".join(ctl_text.lines(without))
+    assert "promoted" not in text
+    assert "Disk" not in text
+
+
+def test_every_field_of_a_disk_arrives(status: admin_pb2.StatusResponse) -> None:
+    fields = [field.name for field in admin_pb2.DiskStatus.DESCRIPTOR.fields]
+    assert [name for name in fields if not any(getattr(disk, name) for disk in status.disks)] == []
+
+
+class TestScrub:
+    """What is said about a scrub; that it is waited for, tests/integration/daemon/test_disks.py."""
+
+    def disk(self, **fields: object) -> admin_pb2.DiskStatus:
+        return admin_pb2.DiskStatus(path="/mnt/a", **{"state": "live", **fields})  # type: ignore[arg-type]
+
+    def said(self, corrupt: int = 0, **fields: object) -> str:
+        return "\n".join(ctl_text.scrubbed([self.disk(**fields)], {"/mnt/a": corrupt}))
+
+    def test_people_are_told_what_was_found(self) -> None:
+        assert self.said(scrub_blocks=1000, scrubbed_blocks=1000) == (
+            "/mnt/a: 1,000 of 1,000 blocks compared, 100%, none corrupt"
+        )
+        assert self.said(2, scrub_blocks=1, scrubbed_blocks=1).endswith(
+            "1 of 1 block compared, 100%, 2 blocks CORRUPT"
+        )
+
+    def test_an_empty_disk_is_done_at_once(self) -> None:
+        assert self.said() == "/mnt/a: 0 of 0 blocks compared, 100%, none corrupt"
+
+    def test_people_are_told_what_was_not_looked_at(self) -> None:
+        assert self.said(scrub_blocks=4, scrubbed_blocks=1).endswith("25%, none corrupt; it goes on")
+        assert self.said(state="off", why="no room") == "/mnt/a: not looked at, off: no room"
+
+    def test_no_daemon_is_said_in_one_line(self, tmp_path: Path) -> None:
+        result = CliRunner().invoke(ctl.main, ["scrub", "--socket", str(tmp_path / "k.sock")])
+        assert (result.exit_code, result.output.count("\n")) == (69, 1)
+
+
 def test_people_see_devices_in_columns(status: admin_pb2.StatusResponse) -> None:
-    text = "\n".join(ctl.lines(status))
+    text = "\n".join(ctl_text.lines(status))
     padding = " " * (len(GPU) - len("cpu"))
     assert f"  cpu{padding}  live     pid 777, 3 MiB mapped, 6 parts active, replaced 2 times" in text
     assert (
         f"  {GPU}  live     pid 888, 5 MiB mapped, 9 MiB of the pool registered, 7 parts active, "
         "replaced 3 times"
     ) in text
-    assert "\n".join(ctl.lines(admin_pb2.StatusResponse())).endswith("Copy workers")
+    assert "\n".join(ctl_text.lines(admin_pb2.StatusResponse())).endswith("Copy workers")
 
 
 def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) -> None:
@@ -69,7 +131,8 @@ def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) 
     assert found["counters"]["lookup_hits"] == 100
     assert found["instances"][0]["namespace_digest"] == "cd" * 16
     assert found["instances"][0]["sessions"][0]["pid"] == 4321
-    assert [worker["device"] for worker in found["workers"]] == ["cpu", GPU]
+    assert [worker["device"] for worker in found["workers"]] == ["cpu", GPU, "disk-0"]
+    assert [disk["state"] for disk in found["disks"]] == ["live", "failing"]
     assert (found["workers"][1]["mapped_bytes"], found["workers"][1]["registered_bytes"]) == (
         5 << 20,
         9 << 20,
@@ -84,7 +147,7 @@ def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) 
     [(0.9, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3725, "1 h 2 min"), (90_000, "1 d 1 h")],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert ctl.duration(seconds) == text
+    assert ctl_text.duration(seconds) == text
 
 
 def test_no_daemon_is_said_in_one_line(tmp_path: Path) -> None:
@@ -127,7 +190,7 @@ class TestExplain:
                 )
             ]
         )
-        text = "\n".join(ctl.explained(response))
+        text = "\n".join(ctl_text.explained(response))
         for part in (
             f"namespace {'aa' * 16}  tiny  group 0",
             "not stored in this namespace",

@@ -1,6 +1,7 @@
 """What Prometheus is told."""
 
 import asyncio
+import dataclasses
 import urllib.request
 from collections.abc import Iterator
 
@@ -71,6 +72,39 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         (f"kvtier_device_mapped_bytes{{device={IDLE_GPU}}}", 0),
         (f"kvtier_pool_registered_bytes{{device={GPU}}}", 9 << 20),
         ("kvtier_parts_active{}", 13),
+        ("kvtier_integrity_failures_total{found_by=read,tier=disk}", 15),
+        ("kvtier_worker_live{device=disk-0}", 1),
+        ("kvtier_worker_live{device=disk-1}", 0),
+        ("kvtier_worker_respawns_total{device=disk-1}", 7),
+        ("kvtier_disk_state{disk=/mnt/a,state=live}", 1),
+        ("kvtier_disk_state{disk=/mnt/a,state=failing}", 0),
+        ("kvtier_disk_state{disk=/mnt/b,state=failing}", 1),
+        ("kvtier_disk_bytes{disk=/mnt/a,state=used}", 16 << 20),
+        ("kvtier_disk_bytes{disk=/mnt/a,state=free}", 48 << 20),
+        ("kvtier_disk_blocks{disk=/mnt/a}", 83),
+        ("kvtier_disk_jobs{disk=/mnt/a}", 9),
+        ("kvtier_disk_queued_bytes{direction=write,disk=/mnt/a}", 84 << 10),
+        ("kvtier_disk_queued_bytes{direction=read,disk=/mnt/a}", 85 << 10),
+        ("kvtier_disk_bytes_per_second{direction=read,disk=/mnt/a}", 2e9),
+        ("kvtier_disk_bytes_per_second{direction=write,disk=/mnt/a}", 1e9),
+        ("kvtier_disk_recovered_blocks{disk=/mnt/a}", 81),
+        ("kvtier_disk_recovered_bytes{disk=/mnt/a}", 82 << 10),
+        ("kvtier_disk_recovery_seconds{disk=/mnt/a}", 0.8),
+        ("kvtier_disk_direct_io{disk=/mnt/a}", 1),
+        ("kvtier_disk_corrupt_slots{disk=/mnt/b}", 2),
+        ("kvtier_disk_scrub_blocks{disk=/mnt/a,state=all}", 88),
+        ("kvtier_disk_scrub_blocks{disk=/mnt/a,state=done}", 22),
+        ("kvtier_disk_written_blocks_total{disk=/mnt/a}", 90),
+        ("kvtier_disk_written_bytes_total{disk=/mnt/a}", 91 << 10),
+        ("kvtier_disk_read_blocks_total{disk=/mnt/a}", 92),
+        ("kvtier_disk_read_bytes_total{disk=/mnt/a}", 93 << 10),
+        ("kvtier_disk_evicted_blocks_total{disk=/mnt/a}", 94),
+        ("kvtier_disk_errors_total{disk=/mnt/a}", 96),
+        ("kvtier_disk_corrupt_blocks_total{disk=/mnt/b}", 3),
+        ("kvtier_promoted_blocks_total{}", 38),
+        ("kvtier_promoted_bytes_total{}", 39 << 10),
+        ("kvtier_recompute_blocks_total{}", 40),
+        ("kvtier_evicted_unwritten_blocks_total{}", 14),
         ("kvtier_copy_bytes_total{direction=store}", 51),
         ("kvtier_copy_seconds_total{direction=load}", 0.62),
         ("kvtier_parts_total{direction=store,outcome=failed}", 1),
@@ -84,6 +118,12 @@ def test_what_is_not_so_is_not_shown() -> None:
     found = samples(busy_snapshot())
     assert f"kvtier_worker_live{{device={IDLE_GPU}}}" not in found, "nobody needs one: no alarm"
     assert "kvtier_pool_registered_bytes{device=cpu}" not in found
+    assert "kvtier_device_mapped_bytes{device=disk-0}" not in found, "it maps nothing of engines"
+
+
+def test_without_a_disk_tier_nothing_is_said_of_one() -> None:
+    found = samples(dataclasses.replace(busy_snapshot(), disks=()))
+    assert not [name for name in found if "kvtier_disk" in name or "promoted" in name or "tier=disk" in name]
 
 
 def test_no_two_families_share_a_name_and_all_have_help() -> None:

@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier.v1 import cache_pb2, types_pb2
-from kvtierd.core.actions import InstanceView, LookupReply, SubmitReply, TransferEnd, TransferEnded
+from kvtierd.core.actions import (
+    InstanceView,
+    LookupReply,
+    PrefetchReply,
+    SubmitReply,
+    TransferEnd,
+    TransferEnded,
+)
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, NamespaceDigest, Rank, SessionId, Ticket, TransferNumber
-from kvtierd.core.stimuli import CoreLimits, LookupMode, Signals
+from kvtierd.core.stimuli import CoreLimits, LookupMode, RenewSession, Signals
 from kvtierd.rpc import convert
 from kvtierd.rpc.convert import Caller
 
@@ -103,6 +110,48 @@ class TestLookup:
         assert response.lease_id == 0
         assert response.lease_refused.reason == types_pb2.REASON_LEASE_LIMIT
         assert not convert.lookup_reply(1, LookupReply(2, states, LeaseId(9), None)).HasField("lease_refused")
+
+
+class TestPrefetch:
+    def test_a_sound_one(self) -> None:
+        query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(3))
+        stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
+        assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 1)
+        assert stimulus.mode is LookupMode.EXACT
+        assert stimulus.hashes.tobytes() == hashes(3)
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"hashes": hashes(101)}, (Reason.TOO_MANY_BLOCKS, "queries[0].hashes")),
+            ({"hashes": b"x"}, (Reason.HASH_LENGTH, "queries[0].hashes")),
+            ({"mode": cache_pb2.LOOKUP_MODE_SUFFIX}, (Reason.MODE_UNSUPPORTED, "queries[0].mode")),
+            ({"window_blocks": 1}, (Reason.MODE_UNSUPPORTED, "queries[0].window_blocks")),
+        ],
+    )
+    def test_it_is_bounded_as_a_lookup_is(self, changes: dict[str, object], why: tuple[Reason, str]) -> None:
+        request = cache_pb2.PrefetchRequest(queries=lookup(**changes).queries)
+        assert reason(convert.prefetch_of, request, CALLER, LIMITS) == why
+        twice = cache_pb2.PrefetchRequest(queries=[cache_pb2.GroupQuery()] * 2)
+        assert reason(convert.prefetch_of, twice, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
+
+    def test_the_reply_is_what_a_lookup_would_say(self) -> None:
+        query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(4))
+        stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
+        response = convert.prefetch_reply(stimulus, PrefetchReply(np.array([2, 1, 0, 2], np.uint8)))
+        assert list(response.answers) == [cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2")]
+
+
+class TestHeartbeat:
+    @given(st.floats(1e-3, 1e9) | st.just(0.0))
+    def test_a_rate_goes_to_the_core_as_it_is(self, rate: float) -> None:
+        stimulus = convert.renew_of(cache_pb2.Heartbeat(prefill_tokens_per_s=rate), SessionId(4))
+        assert stimulus == RenewSession(SessionId(4), rate)
+
+    @given(st.floats().filter(lambda rate: rate != 0 and not 1e-3 <= rate <= 1e9))
+    def test_no_engine_computes_like_that(self, rate: float) -> None:
+        beat = cache_pb2.Heartbeat(prefill_tokens_per_s=rate)
+        assert reason(convert.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "prefill_tokens_per_s")
 
 
 class TestSubmissions:

@@ -1,5 +1,6 @@
 """A Hello is refused whole, with the field at fault; a sound one becomes exactly what the core is told."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,11 @@ def change(field: str, value: object) -> Callable[[cache_pb2.Hello], None]:
         ("world_size", 0, Reason.MALFORMED),
         ("world_size", 5000, Reason.MALFORMED),
         ("rank", 2, Reason.MALFORMED),
+        ("prefill_tokens_per_s", -1.0, Reason.MALFORMED),
+        ("prefill_tokens_per_s", math.nan, Reason.MALFORMED),
+        ("prefill_tokens_per_s", math.inf, Reason.MALFORMED),
+        ("prefill_tokens_per_s", 1e-300, Reason.MALFORMED),
+        ("prefill_tokens_per_s", 1.1e9, Reason.MALFORMED),
         ("namespace.model", "", Reason.NAMESPACE_INVALID),
         ("namespace.kv_dtype", "", Reason.NAMESPACE_INVALID),
         ("namespace.hash_scheme", "", Reason.NAMESPACE_INVALID),
@@ -110,6 +116,13 @@ def test_one_wrong_field_is_refused(field: str, value: object, reason: Reason) -
     assert refusal.value.reason is reason
     if field not in ("groups[0].kind", "groups[0].planes[1].fragment_bytes"):
         assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.0, 1e-3, 25_000.0, 1e9])
+def test_a_prefill_rate_goes_to_the_core(rate: float) -> None:
+    message = hello()
+    message.prefill_tokens_per_s = rate
+    assert greeting_of(message, SessionId(1)).attach.prefill_tokens_per_s == rate
 
 
 def test_a_scheduler_brings_no_layout_and_no_rank() -> None:

@@ -1,15 +1,19 @@
 """When a device's copy worker may be started, and when it should be ended."""
 
+from collections.abc import Sequence
+
 import pytest
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId, WorkerId
 from kvtierd.transfer.devices import Devices
 from kvtierd.transfer.handles import SupervisorLimits, WorkerHandle, WorkerState
+from kvtierd.transfer.kinds import WorkerKind
 
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
 LIMITS = SupervisorLimits(
     respawn_delay_min_s=1.0,
     respawn_delay_max_s=4.0,
+    disk_respawn_delay_max_s=8.0,
     steady_s=30.0,
     gpu_idle_s=10.0,
     devices_max=4,
@@ -20,8 +24,8 @@ LIMITS = SupervisorLimits(
 class Host:
     """Devices, with the workers that they are told of."""
 
-    def __init__(self, limits: SupervisorLimits = LIMITS) -> None:
-        self.devices = Devices(["cpu"], limits)
+    def __init__(self, limits: SupervisorLimits = LIMITS, disks: Sequence[str] = ()) -> None:
+        self.devices = Devices(["cpu"], limits, disks)
         self.now_s = 100.0
         self.workers: list[WorkerHandle] = []
 
@@ -32,7 +36,8 @@ class Host:
 
     def spawn(self, name: str, state: WorkerState = WorkerState.LIVE) -> WorkerHandle:
         respawns = self.devices.respawns_of_next(name)
-        worker = WorkerHandle(WorkerId(len(self.workers) + 1), name, respawns, started_s=self.now_s)
+        kind = WorkerKind("copy worker", "none", {}, 1.0, 1.0, 1.0)
+        worker = WorkerHandle(WorkerId(len(self.workers) + 1), name, respawns, kind, started_s=self.now_s)
         self.workers.append(worker)
         self.devices.started(worker)
         worker.state = state
@@ -154,3 +159,19 @@ def test_idle_workers_stay_if_so_configured() -> None:
     host = Host(SupervisorLimits(gpu_idle_s=0))
     host.start(GPU)
     assert host.devices.idle(1e9) == []
+
+
+def test_a_disk_is_tried_again_more_and_more_rarely_and_says_why_it_is_off() -> None:
+    host = Host(disks=["disk-0"])
+    assert host.devices.permanent == ["cpu", "disk-0"]
+    disk = host.devices["disk-0"]
+    assert (disk.is_known, disk.why) == (True, "")
+    for delay_s in (1.0, 2.0, 4.0, 8.0, 8.0):
+        refused = host.spawn("disk-0", WorkerState.STARTING)
+        refused.state, refused.why = WorkerState.ENDING, f"no room, tried again after {delay_s} s"
+        host.devices.unusable(refused)
+        assert disk.why == refused.why
+        assert host.end(refused, lost=False) == delay_s
+        assert (disk.why, disk.idle) == (refused.why, False), "until another is live"
+    host.spawn("disk-0")
+    assert disk.why == ""

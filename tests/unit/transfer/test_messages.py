@@ -3,11 +3,20 @@
 import numpy as np
 import pytest
 from kvtier_kernels import TICKET_MAX, SharedWords
-from kvtierd.core.actions import CheckSlots, Direction, PostPart
+from kvtierd.core.actions import CheckSlots, Direction, DiskJobKind, PostDiskJob, PostPart
 from kvtierd.core.errors import Reason
-from kvtierd.core.ids import CheckId, PartId, RegistrationId, SessionId, Ticket, WorkerId
+from kvtierd.core.ids import (
+    CheckId,
+    DiskId,
+    DiskJobId,
+    PartId,
+    RegistrationId,
+    SessionId,
+    Ticket,
+    WorkerId,
+)
 from kvtierd.core.sampling import SLOTS_MAX
-from kvtierd.core.stimuli import Outcome, Signals
+from kvtierd.core.stimuli import CoreDisks, Outcome, Signals
 from kvtierd.transfer import messages
 from kvtierd.transfer.packets import PACKET_BYTES_MAX
 from kvtierd.transfer.worker.parts import PartRefusedError, read_part
@@ -112,12 +121,19 @@ def test_refusals_keep_every_word(message: type[wire.MapRefused] | type[wire.Unu
 
 def test_reports_become_stimuli_and_nonsense_an_error() -> None:
     report = wire.PartFinished(
-        part=9, outcome=wire.FAILED, failed=np.array([3, 1], "<u4").tobytes(), corrupt=True, message="why"
+        part=9,
+        outcome=wire.FAILED,
+        failed=np.array([3, 1], "<u4").tobytes(),
+        corrupt=True,
+        message="why",
+        copied_bytes=2**40,
+        copy_ns=2_500_000_000,
     )
     stimulus = messages.part_finished(WorkerId(4), report)
     assert (stimulus.worker, stimulus.part, stimulus.outcome) == (4, 9, Outcome.FAILED)
     assert stimulus.failed.tolist() == [3, 1]
     assert (stimulus.corrupt, stimulus.message) == (True, "why")
+    assert (stimulus.copied_bytes, stimulus.copy_s) == (2**40, 2.5)
     for nonsense in (wire.PartFinished(part=1), wire.PartFinished(part=1, outcome=wire.DONE, failed=b"abc")):
         with pytest.raises(ValueError):
             messages.part_finished(WorkerId(4), nonsense)
@@ -148,3 +164,93 @@ def test_outcomes_have_the_numbers_of_the_wire() -> None:
     on_the_wire = {value.name: value.number for value in wire.DESCRIPTOR.enum_types_by_name["Outcome"].values}
     assert on_the_wire.pop("OUTCOME_UNSPECIFIED") == 0
     assert on_the_wire == {outcome.name: outcome.value for outcome in Outcome}
+
+
+NO_SLOTS, NO_NUMBERS = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+
+
+def disk_job(kind: DiskJobKind, count: int, **changed: object) -> PostDiskJob:
+    numbers = np.arange(2**32 - count, 2**32, dtype=np.uint32)
+    fields: dict[str, object] = {
+        "worker": WorkerId(1),
+        "disk": DiskId(3),
+        "job": DiskJobId(2**63),
+        "kind": kind,
+        "disk_slots": numbers,
+        "host_slots": NO_SLOTS if kind is DiskJobKind.CHECK else numbers - 7,
+        "clocks": numbers.astype(np.uint64) << 31 if kind is DiskJobKind.WRITE else NO_NUMBERS,
+    }
+    return PostDiskJob(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", DiskJobKind)
+def test_a_disk_s_worker_is_told_everything_of_a_job(kind: DiskJobKind) -> None:
+    job = disk_job(kind, 3)
+    disk_generations = np.array([1, 2, 2**40 - 1], np.uint64)
+    host_generations = disk_generations[: len(job.host_slots)] + 1
+    packet = messages.disk_job_packet(job, disk_generations, host_generations)
+    found = wire.ToWorker.FromString(packet).disk_job
+    assert (found.job, wire.DiskJobKind.Name(found.kind)) == (2**63, f"DISK_{kind.name}")
+    for sent, kind_of_number, array in (
+        (found.disk_slots, "<u4", job.disk_slots),
+        (found.disk_generations, "<u8", disk_generations),
+        (found.host_slots, "<u4", job.host_slots),
+        (found.host_generations, "<u8", host_generations),
+        (found.clocks, "<u8", job.clocks),
+    ):
+        assert np.frombuffer(sent, kind_of_number).tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        (DiskJobKind.READ, {"host_slots": np.zeros(2, np.uint32)}),
+        (DiskJobKind.READ, {"clocks": np.zeros(3, np.uint64)}),
+        (DiskJobKind.WRITE, {"clocks": np.zeros(2, np.uint64)}),
+        (DiskJobKind.CHECK, {"host_slots": np.zeros(3, np.uint32)}),
+        (DiskJobKind.READ, {"disk_slots": np.zeros((3, 1), np.uint32)}),
+    ],
+)
+def test_a_disk_job_of_arrays_that_do_not_fit_is_refused(
+    kind: DiskJobKind, changed: dict[str, object]
+) -> None:
+    generations = np.ones(3, np.uint64)
+    host = NO_NUMBERS if kind is DiskJobKind.CHECK else generations
+    with pytest.raises(ValueError, match=f"9223372036854775808 .{kind.name}"):
+        messages.disk_job_packet(disk_job(kind, 3, **changed), generations, host)
+
+
+def test_the_largest_disk_job_fits_a_packet() -> None:
+    count = CoreDisks().job_bytes // 4096
+    generations = np.full(count, 2**40 - 1, np.uint64)
+    packet = messages.disk_job_packet(disk_job(DiskJobKind.WRITE, count), generations, generations)
+    assert count * 32 < len(packet) < PACKET_BYTES_MAX
+
+
+def test_records_to_be_persisted_are_named_one_by_one() -> None:
+    slots = np.array([5, 2**32 - 1], np.uint32)
+    found = wire.ToWorker.FromString(messages.persist_records_packet(slots)).persist_records
+    assert np.frombuffer(found.slots, "<u4").tolist() == slots.tolist()
+
+
+def test_what_a_disk_s_worker_reports_arrives_whole() -> None:
+    report = wire.DiskJobFinished(
+        job=7,
+        failed=np.array([3], "<u4").tobytes(),
+        corrupt=np.array([1, 0], "<u4").tobytes(),
+        error="EIO",
+        bytes=2**40,
+        busy_ns=1_500_000_000,
+    )
+    found = messages.disk_job_finished(WorkerId(4), report)
+    assert (found.worker, found.job, found.failed.tolist(), found.corrupt.tolist()) == (4, 7, [3], [1, 0])
+    assert (found.error, found.bytes, found.busy_s) == ("EIO", 2**40, 1.5)
+    with pytest.raises(ValueError):
+        messages.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, failed=b"abc"))
+
+
+def test_disk_jobs_have_the_numbers_of_the_wire() -> None:
+    kinds = wire.DESCRIPTOR.enum_types_by_name["DiskJobKind"].values
+    on_the_wire = {value.name.removeprefix("DISK_"): value.number for value in kinds}
+    assert on_the_wire.pop("JOB_KIND_UNSPECIFIED") == 0
+    assert on_the_wire == {kind.name: kind.value for kind in DiskJobKind}

@@ -1,6 +1,12 @@
 """Who is accused of being stuck, and who is not."""
 
-from kvtierd.transfer.status import HEARTBEAT_PERIOD_S, StallDetector, StatusWord
+from kvtierd.transfer.status import (
+    HEARTBEAT_PERIOD_S,
+    IO_THREADS_MAX,
+    StallDetector,
+    StatusWord,
+    io_word,
+)
 
 BUSY = 123_456_789
 
@@ -54,3 +60,13 @@ def test_a_pool_that_is_registered_and_stays_so_accuses_nobody() -> None:
     registered[StatusWord.REGISTERED_BYTES] = 1 << 40
     for _ in range(10):
         assert detector.observe(tuple(registered), 1.0) is None
+
+
+def test_a_disk_that_does_nothing_is_stuck_and_one_that_gets_on_is_not() -> None:
+    detector, waiting = StallDetector(1.0), [0] * len(StatusWord)
+    for step in range(1, 20):
+        waiting[io_word(IO_THREADS_MAX - 1)] = BUSY + step
+        assert detector.observe(tuple(waiting), 0.9) is None
+    stuck = detector.observe(tuple(waiting), 1.0)
+    assert stuck is not None
+    assert "disk" in stuck

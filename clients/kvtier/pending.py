@@ -1,0 +1,37 @@
+"""What a session has sent and not been answered yet."""
+
+from dataclasses import dataclass
+
+from kvtier.errors import KvtierError
+from kvtier.lookups import LookupRecord
+from kvtier.transfers import Event, TransferRecord
+
+
+@dataclass(slots=True, eq=False)
+class HelloRecord:
+    """A Hello on its way."""
+
+    event: Event
+    welcomed: bool = False
+    error: KvtierError | None = None
+
+
+class Ignored:
+    """Stands for a request whose answer says nothing."""
+
+
+class HeartbeatSent:
+    """Stands for a heartbeat on its way."""
+
+
+@dataclass(slots=True, eq=False)
+class Submitted:
+    """A store or load that the daemon has not accepted yet."""
+
+    record: TransferRecord
+    ticket: int
+    lease_id: int = 0
+    """The lease that it consumes when it is accepted."""
+
+
+Pending = HelloRecord | LookupRecord | Submitted | Ignored | HeartbeatSent

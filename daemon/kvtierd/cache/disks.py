@@ -1,0 +1,143 @@
+"""The disks behind the façade: their images, what was found on them, and when the core hears of it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtierd.core.ids import DiskId, WorkerId
+from kvtierd.core.stimuli import DiskRecovered, Stimulus, WorkerExited, WorkerLive
+from kvtierd.logs import logger
+from kvtierd.tiers.disk.image import DiskImage
+from kvtierd.transfer.supervisor import Supervisor, WorkerStimulus, disk_device
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStart:
+    """What the first worker of a disk found, for people."""
+
+    cold_reason: str
+    """Why nothing of an earlier daemon was kept; empty if it was."""
+    direct_io: bool
+    blocks: int
+    data_bytes: int
+    seconds: float
+    """To believe or free every record; reading them is the worker's part."""
+
+
+@dataclass(slots=True, eq=False)
+class Disk:
+    """One disk of the disk tier. Read-only for everybody but `Disks`."""
+
+    number: DiskId
+    path: Path
+    """The directory."""
+    image: DiskImage
+    start: DiskStart | None = None
+    """None until its first worker was live, and the records were read."""
+    held: list[WorkerStimulus] | None = None
+    """What its workers report while the records are read, in order; None: they are not being read."""
+    known: set[WorkerId] = field(default_factory=set)
+    """Workers of it that the core has heard of, and whose processes are not known to be gone."""
+
+    @property
+    def device(self) -> str:
+        return disk_device(self.number)
+
+
+class Disks:
+    """Recovers each disk when its first worker is live, in a thread: until then the core does not know of it,
+    and whatever is reported of its workers meanwhile follows in order."""
+
+    def __init__(
+        self,
+        disks: Sequence[Disk],
+        workers: Supervisor,
+        boot_nonce: int,
+        post: Callable[[Stimulus], None],
+    ) -> None:
+        """`post` tells the core."""
+        self._disks = tuple(disks)
+        self._by_device = {disk.device: disk for disk in disks}
+        self._workers = workers
+        self._boot_nonce = boot_nonce
+        self._post = post
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __getitem__(self, number: DiskId) -> Disk:
+        return self._disks[number]
+
+    def __iter__(self) -> Iterator[Disk]:
+        """In the order of the configuration."""
+        return iter(self._disks)
+
+    def __len__(self) -> int:
+        return len(self._disks)
+
+    def take(self, stimulus: WorkerStimulus) -> bool:
+        """Takes what is reported of a disk's worker, and tells the core in its time. False: not a disk's."""
+        handle = self._workers.workers[stimulus.worker]
+        disk = self._by_device.get(handle.device)
+        if disk is None:
+            return False
+        if disk.held is not None:
+            disk.held.append(stimulus)
+        elif disk.start is None and isinstance(stimulus, WorkerLive):
+            disk.held = [stimulus]
+            task = asyncio.create_task(self._recover(disk, handle.cold_reason, handle.direct_io))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._tell(disk, stimulus)
+        return True
+
+    def _tell(self, disk: Disk, stimulus: WorkerStimulus) -> None:
+        worker = stimulus.worker
+        if isinstance(stimulus, WorkerLive):
+            disk.known.add(worker)
+        elif worker not in disk.known:
+            return  # its records could not be read: the core has never heard of it
+        elif isinstance(stimulus, WorkerExited):
+            disk.known.discard(worker)
+        self._post(stimulus)
+
+    async def _recover(self, disk: Disk, cold_reason: str, direct_io: bool) -> None:
+        began_s = time.monotonic()
+        try:
+            found = await asyncio.to_thread(disk.image.recover, self._boot_nonce)
+        except Exception as error:
+            # Whatever a file says, it must cost no more than its disk.
+            log.error(
+                "a disk's records cannot be read", path=str(disk.path), error=repr(error), exc_info=error
+            )
+            disk.held = None
+            self._workers.reject(disk.device, f"its records cannot be read: {error}")
+            return
+        disk.start = DiskStart(
+            cold_reason, direct_io, found.blocks, found.data_bytes, time.monotonic() - began_s
+        )
+        held, disk.held = disk.held or [], None
+        first, *later = held
+        self._tell(disk, first)
+        self._post(DiskRecovered(disk.number, found.recovered))
+        for stimulus in later:
+            self._tell(disk, stimulus)
+        log.info(
+            "disk starts cold" if cold_reason else "disk starts warm",
+            path=str(disk.path),
+            why=cold_reason,
+            blocks=found.blocks,
+            bytes=found.data_bytes,
+            discarded_slots=found.discarded,
+            direct_io=direct_io,
+            seconds=round(disk.start.seconds, 3),
+        )
+
+    async def recovered(self, timeout_s: float) -> None:
+        """Returns when the core knows what is on every disk whose first worker is live; after `timeout_s` in
+        any case."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)

@@ -1,0 +1,148 @@
+"""The invariants of the disk tier: of each disk by itself, and of what the host's flags say about it."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import DiskJobKind
+from kvtierd.core.blocks import Seen
+from kvtierd.core.books import Books
+from kvtierd.core.disks import JOB_SLOTS_MAX, UNREADABLE_KEPT, Disk
+from kvtierd.core.entities import DiskJob
+from kvtierd.core.promotion import POOL_FRACTION_MAX
+from kvtierd.core.table import BlockFlag, BlockState
+from kvtierd.core.transitions import DiskJobState, DiskState, WorkerState
+
+Dump = dict[str, npt.NDArray[Any]]
+_NONE = np.empty(0, np.uint32)
+CLEAN, QUEUED, LATE = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED), int(BlockFlag.LATE)
+READY, WRITING = int(BlockState.READY), int(BlockState.WRITING)
+
+
+def jobs_of(books: Books, kind: DiskJobKind) -> list[DiskJob]:
+    """All jobs of a kind that are not over, of all disks."""
+    return [job for disk in books.disks.all for job in disk.jobs.values() if job.kind is kind]
+
+
+def check_disk(books: Books, disk: Disk, dump: Dump) -> None:
+    """One disk by itself; its blocks and slots are checked as the host's are."""
+    _check_holds(disk, dump)
+    _check_jobs(books, disk)
+    _check_state(books, disk)
+    own = books.disks.place(dump["hashes"]) == disk.disk if len(dump["hashes"]) else np.ones(0)
+    assert own.all(), "a disk has a block that nobody would look for there"
+    late = dump["flags"] & LATE != 0
+    assert (dump["states"][late] == READY).all() or disk.blocks.condemned, "what is not READY is unreadable"
+    listed = [seen.entries[disk.blocks.are_still(seen)] for seen in disk.unreadable]
+    assert set(dump["entries"][late].tolist()) <= set(np.concatenate([_NONE, *listed]).tolist()), "lost track"
+    assert len(disk.unreadable) <= UNREADABLE_KEPT
+    assert not disk.blocks.slots.quarantined, "somebody else writes a disk"
+
+
+def _check_holds(disk: Disk, dump: Dump) -> None:
+    """Pins are those of reads, WRITING entries are those of writes: each of exactly one job."""
+    by_kind: dict[DiskJobKind, list[Any]] = {kind: [_NONE] for kind in DiskJobKind}
+    for job in disk.jobs.values():
+        by_kind[job.kind].append(job.entries)
+    read = np.sort(np.concatenate(by_kind[DiskJobKind.READ]))
+    pinned = np.repeat(dump["entries"], dump["pins"])
+    assert np.array_equal(read, pinned), f"jobs read {read.tolist()}, {pinned.tolist()} are pinned"
+    assert len(np.unique(read)) == len(read), "a block is read twice at once"
+    written = np.sort(np.concatenate(by_kind[DiskJobKind.WRITE]))
+    writing = dump["entries"][dump["states"] == WRITING]
+    assert np.array_equal(written, writing), f"jobs write {written.tolist()}, {writing.tolist()} are WRITING"
+
+
+def _check_jobs(books: Books, disk: Disk) -> None:
+    counts: Counter[DiskJobKind] = Counter()
+    sizes: Counter[DiskJobKind] = Counter()
+    for number, job in disk.jobs.items():
+        counts[job.kind] += 1
+        sizes[job.kind] += job.bytes
+        assert (job.job, job.disk) == (number, disk.disk)
+        assert 0 < len(job.entries) * job.domain.world <= JOB_SLOTS_MAX
+        assert job.slots.shape == (job.domain.world, len(job.entries))
+        assert books.workers.get(job.worker.worker) is job.worker, "a job's worker is gone"
+        state = DiskJobState.POSTED if job.worker.state is WorkerState.LIVE else DiskJobState.LOST
+        assert job.state is state, job.describe()
+        if job.kind is not DiskJobKind.CHECK:
+            assert np.array_equal(job.slots, disk.blocks.slots_of(job.domain, job.entries)), "other slots"
+            assert disk.blocks.domains.by_id.get(job.domain.domain) is job.domain, "a job's domain is gone"
+        assert job.late or job.state is not DiskJobState.LOST or job.kind is not DiskJobKind.READ
+    for kind in DiskJobKind:
+        assert disk.counts[kind] == counts[kind], f"{kind.name} jobs are miscounted"
+        counted = disk.bytes[kind]
+        assert counted == sizes[kind], f"{sizes[kind]} bytes of {kind.name}, {counted} are counted"
+    posted = [job.posted_s for job in disk.jobs.values()]
+    assert posted == sorted(posted), "jobs are out of order"
+    policy = books.disks.policy
+    limits = {DiskJobKind.READ: policy.read_queue_bytes, DiskJobKind.WRITE: policy.write_queue_bytes}
+    for kind, limit in limits.items():
+        largest = max((job.domain.block_bytes for job in disk.jobs.values() if job.kind is kind), default=0)
+        assert sizes[kind] <= max(limit, largest), f"{sizes[kind]} bytes of {kind.name} are on their way"
+    if disk.probe is not None:
+        assert disk.jobs[disk.probe].kind is DiskJobKind.CHECK
+    if disk.scrub is not None and disk.scrub.job is not None:
+        assert disk.jobs[disk.scrub.job].kind is DiskJobKind.CHECK, "a scrub waits for nothing"
+
+
+def _check_state(books: Books, disk: Disk) -> None:
+    if disk.worker is not None:
+        assert books.workers.get(disk.worker.worker) is disk.worker
+        assert disk.worker.state is WorkerState.LIVE, disk.worker.describe()
+        assert disk.state is not DiskState.OFF, disk.describe()
+    else:
+        assert disk.state in (DiskState.STARTING, DiskState.OFF), disk.describe()
+        assert disk.probe is None, "a probe outlived its worker"
+    if disk.state is DiskState.STARTING:
+        assert not disk.jobs, "a disk is used of which it is not known what it holds"
+        assert disk.blocks.live == 0
+    if disk.live:
+        assert disk.errors_in_row < books.disks.policy.errors_max, "so many errors, and it is used on"
+
+
+def check_host_flags(books: Books, dump: Dump) -> None:
+    """CLEAN: READY here and READY and readable on its disk. QUEUED: in a write. LATE: in a read that is
+    late."""
+    flags, states, entries = dump["flags"], dump["states"], dump["entries"]
+    ready = states == READY
+    on_disk = np.zeros(len(entries), np.bool_)
+    for space in np.unique(dump["spaces"][ready]).tolist():
+        own = np.flatnonzero(ready & (dump["spaces"] == space))
+        hashes = np.ascontiguousarray(dump["hashes"][own])
+        for disk, chosen in books.disks.by_disk(hashes):
+            found = disk.find(space, np.ascontiguousarray(hashes[chosen]))
+            on_disk[own[chosen]] = found != 0xFFFF_FFFF
+    wrong = entries[ready & (on_disk != (flags & CLEAN != 0))]
+    assert len(wrong) == 0, f"entries {wrong.tolist()} are told CLEAN, or not, against what disks have"
+    assert not (flags[states == WRITING] & (CLEAN | QUEUED)).any(), "what is being written is no block yet"
+
+    queued = [_NONE]
+    for job in jobs_of(books, DiskJobKind.WRITE):
+        assert isinstance(job.host_seen, Seen)
+        queued.append(job.host_seen.entries[books.blocks.are_still(job.host_seen)])
+    told = entries[flags & QUEUED != 0]
+    expected = np.sort(np.concatenate(queued))
+    assert np.array_equal(told, expected), f"{told.tolist()} are QUEUED, jobs write {expected.tolist()}"
+
+    late_jobs = [job for job in jobs_of(books, DiskJobKind.READ) if job.late]
+    assert books.disks.late_jobs == len(late_jobs), "late jobs are miscounted"
+    late = np.sort(np.concatenate([_NONE, *(job.host_entries for job in late_jobs)]))
+    assert np.array_equal(entries[flags & LATE != 0], late), "a block is told LATE, or not, against its job"
+
+
+def check_promotions(books: Books) -> None:
+    """What reads hold of the host is theirs, and no more than promotions may hold."""
+    reading = 0
+    for job in jobs_of(books, DiskJobKind.READ):
+        assert job.host_domain is not None
+        slots = books.blocks.slots_of(job.host_domain, job.host_entries)
+        assert np.array_equal(slots, job.host_slots), "a read writes to other slots than its blocks'"
+        assert books.blocks.domains.by_id.get(job.host_domain.domain) is job.host_domain
+        assert job.host_domain.sizes == job.domain.sizes, "a read is into slots of another size"
+        reading += job.bytes
+    jobs = jobs_of(books, DiskJobKind.READ)
+    most = books.blocks.geometry.capacity_bytes * POOL_FRACTION_MAX
+    assert reading <= most or len(jobs) == 1, f"promotions hold {reading} bytes of the host"

@@ -1,0 +1,147 @@
+"""Which blocks of the host are written to disks, and when.
+
+BACK: those that are about to be evicted, as fast as blocks come and go now. THROUGH: at once. ON_REUSE: when
+they are found again. What found no room in a disk's queue at once is written before it is evicted, if there
+is time. """
+
+import numpy as np
+
+from kvtierd.core.actions import DiskJobKind
+from kvtierd.core.books import Books
+from kvtierd.core.disk_jobs import DiskJobs
+from kvtierd.core.disks import CLEAN, QUEUED, Disk
+from kvtierd.core.domains import Domain
+from kvtierd.core.ids import Entries
+from kvtierd.core.rates import Pace
+from kvtierd.core.stimuli import WriteMode
+from kvtierd.core.table import BlockFlag
+
+REUSED = int(BlockFlag.REUSED)
+HORIZON_MAX = 65_536
+"""Victims walked over at once, to find those that are not written yet."""
+KEPT_READY_FRACTION = 1 / 16
+"""Of the blocks of a full pool: so many can go at once, however slowly they went before."""
+DISK_FRACTION_MAX = 0.5
+"""Of the disks, that is kept written ahead: a disk smaller than the host must not be written round and
+round."""
+
+
+class Writing:
+    def __init__(self, books: Books, jobs: DiskJobs) -> None:
+        self._books = books
+        self._host = books.blocks
+        self._disks = books.disks
+        self._policy = books.disks.policy
+        self._jobs = jobs
+        self._paces: dict[Domain, tuple[Pace, Pace]] = {}
+        """How fast blocks of each domain come, and how fast they go."""
+        self._left = True
+        """Something should have been written, and has found no room, or was never looked at."""
+        self._hungry = False
+        """The queues were full when there was more to write."""
+
+    # --- at once ---
+
+    def stored(self, domain: Domain, entries: Entries) -> None:
+        """Blocks have been stored; the head of a sequence first."""
+        if self._policy.mode is WriteMode.THROUGH:
+            self._write_at_once(domain, entries)
+
+    def found(self, domain: Domain, entries: Entries) -> None:
+        """Blocks have been looked up, and hit; the head of a sequence first."""
+        if self._policy.mode is WriteMode.ON_REUSE:
+            first_time = self._dirty(entries)
+            first_time = first_time[np.sort(np.unique(first_time, return_index=True)[1])]
+            self._host.table.set_flags(first_time, REUSED)
+            self._write_at_once(domain, first_time)
+
+    def _dirty(self, entries: Entries) -> Entries:
+        dirty: Entries = entries[self._host.table.flags(entries) & (CLEAN | QUEUED) == 0]
+        return dirty
+
+    def _write_at_once(self, domain: Domain, entries: Entries) -> None:
+        entries = self._dirty(entries)
+        if len(entries) and (self._books.draining or not self._write(domain, entries, head_first=True)):
+            self._left = True
+
+    # --- ahead of evictions ---
+
+    def tick(self) -> None:
+        now_s = self._books.now_s
+        domains = [domain for domain in self._host.domains.by_id.values() if domain.blocks]
+        paces = {}
+        for domain in domains:
+            come, go = self._paces.get(domain) or (Pace(now_s, domain.opened), Pace(now_s, domain.evicted))
+            come.look(now_s, domain.opened)
+            go.look(now_s, domain.evicted)
+            paces[domain] = (come, go)
+        self._paces = paces
+        self._write_ahead()
+
+    def job_ended(self, disk: Disk) -> None:
+        """There may be room for more."""
+        if self._hungry and 2 * disk.bytes[DiskJobKind.WRITE] <= self._policy.write_queue_bytes:
+            self._write_ahead()
+
+    def _write_ahead(self) -> None:
+        self._hungry = False
+        if self._books.draining or not self._disks.any_live:
+            return
+        left = False
+        for domain in self._paces:
+            if domain.blocks:
+                left |= self._ahead_of(domain)
+        self._left = left
+
+    def _ahead_of(self, domain: Domain) -> bool:
+        """Writes the coldest of a domain. True if some that should be written by now are left."""
+        horizon = self._horizon(domain)
+        if horizon <= 0:
+            return False
+        most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
+        all_live = all(disk.live for disk in self._disks.all)
+        alone = len(self._disks.all) == 1 and self._policy.mode is not WriteMode.ON_REUSE
+        wanted = most + 1 if alone else min(horizon, 4 * most + 1_024) if all_live else horizon
+        coldest = self._host.table.coldest(domain.domain, wanted, CLEAN | QUEUED, horizon)
+        if self._policy.mode is WriteMode.ON_REUSE:
+            coldest = coldest[self._host.table.flags(coldest) & REUSED != 0]
+        return len(coldest) > 0 and not self._write(domain, coldest, head_first=False)
+
+    def _horizon(self, domain: Domain) -> int:
+        """How many victims of a domain, from the next one on, should be written by now."""
+        slots, ahead_s = self._host.slots, self._policy.clean_ahead_s
+        come, go = self._paces[domain]
+        free = min(
+            (slots.free(size) + slots.extents_free * slots.geometry.slots_per_extent(size)) // per_block
+            for size, per_block in domain.per_size
+        )
+        coming = max(come.per_s * ahead_s, domain.blocks * KEPT_READY_FRACTION) - free
+        horizon = max(coming, go.per_s * ahead_s)
+        if self._left and self._policy.mode is WriteMode.THROUGH:
+            horizon = HORIZON_MAX
+        disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._disks.all if disk.live)
+        most = max(1, int(disk_bytes * DISK_FRACTION_MAX) // domain.block_bytes)
+        return min(int(np.ceil(horizon)), HORIZON_MAX, domain.blocks, most)
+
+    # --- both ---
+
+    def _write(self, domain: Domain, entries: Entries, *, head_first: bool) -> bool:
+        """Has READY blocks that no disk has, each once, written as far as the queues have room, the first of
+        them first. `head_first`: a sequence comes from its head to its tail; else the other way round. False
+        if some are left."""
+        everything = True
+        hashes = self._host.table.hashes(entries)
+        for disk, own in self._disks.by_disk(hashes):
+            if not disk.fits(domain.sizes):
+                continue
+            may = self._jobs.may_write(disk) // domain.block_bytes
+            if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:
+                may = 1  # larger than the queue
+            if may < len(own):
+                everything = False
+                self._hungry |= disk.live
+            per_job = self._jobs.blocks_per_job(domain)
+            for first in range(0, min(may, len(own)), per_job):
+                some = entries[own[first : min(first + per_job, may)]]
+                self._jobs.write(disk, domain, some if head_first else np.ascontiguousarray(some[::-1]))
+        return everything

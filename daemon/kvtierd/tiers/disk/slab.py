@@ -1,0 +1,342 @@
+"""A disk's slab file: opening it safely, locking it, making it, reading and writing its pages.
+
+One file, `kvtier.slab`, in the pool's format 1. Only the disk's worker comes here: every call may take as
+long as the disk does.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PoolRecords
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.slots import PoolGeometry
+from kvtierd.memory.errors import Naming, PoolError
+from kvtierd.memory.pool_file import (
+    MAGIC_MAKING,
+    file_bytes,
+    geometry_for,
+    gib,
+    open_locked,
+    read_header,
+    reason_to_remake,
+    refuse_foreign,
+)
+
+SLAB_NAME = "kvtier.slab"
+
+NAMING = Naming("slab", "disk.paths", "disk.size", "disk.extent_size")
+
+HEADER_BYTES = 64
+"""Of the header page and of an extent's: the words that never change while the file is in use."""
+
+LOCK_TIMEOUT_S = 5.0
+"""For an old worker to be gone: a killed one holds the lock until the disk has done what it was asked for."""
+
+_EMPTY = bytes(HEADER_BYTES)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def refuse(field: str, value: object, message: str) -> Refusal:
+    """A disk that cannot be used, for whoever reads the log and the status."""
+    return Refusal(Reason.DEVICE_UNAVAILABLE, message, field=field, value=value)
+
+
+class Slab:
+    """An open slab file, locked through `fd` until this process has ended. Not for several threads, except
+    `read_page` … `write`, which may run side by side.
+    """
+
+    fd: int
+    """Buffered: for headers and records."""
+    path: Path
+    geometry: PoolGeometry
+
+    def __init__(self, fd: int, path: Path, geometry: PoolGeometry, *, is_new: bool) -> None:
+        """Use `Slab.open`."""
+        self.fd = fd
+        self.path = path
+        self.geometry = geometry
+        self._is_new = is_new
+        # No read-ahead: it would bring pages of data into the kernel's cache, past which they are written.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        size_bytes: int,
+        extent_bytes: int,
+        *,
+        create: bool,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+    ) -> "Slab":
+        """Opens the slab of a directory, locked; nothing in it has changed. With `create` an empty file is
+        made if there is none.
+
+        Raises Refusal: the directory or the file cannot be used, belongs to somebody else, is locked for
+        longer than `lock_timeout_s`, or holds something that is no slab. ValueError for sizes out of range.
+        """
+        geometry = geometry_for(size_bytes, extent_bytes, NAMING)
+        path = directory / SLAB_NAME
+        _require_directory(directory)
+        try:
+            fd = open_locked(path, lock_timeout_s, NAMING, create=create)
+        except PoolError as error:
+            raise refuse(NAMING.path, directory, str(error)) from error
+        except OSError as error:
+            raise io_refusal(path, "opening it", error) from error
+        try:
+            refuse_foreign(fd, path, NAMING)
+            return cls(fd, path, geometry, is_new=os.fstat(fd).st_size == 0)
+        except PoolError as error:
+            os.close(fd)
+            raise refuse(NAMING.path, directory, str(error)) from error
+        except OSError as error:
+            os.close(fd)
+            raise io_refusal(path, "reading its header", error) from error
+
+    def reason_to_remake(self) -> str:
+        """Why what is in the file cannot be kept, as words for a log line; empty if it can. Refusal if the
+        header cannot be read."""
+        try:
+            found, length = read_header(self.fd, NAMING), os.fstat(self.fd).st_size
+        except OSError as error:
+            raise io_refusal(self.path, "reading its header", error) from error
+        size_bytes, extent_bytes = file_bytes(self.geometry), self.geometry.extent_bytes
+        return reason_to_remake(found, length, size_bytes, extent_bytes, NAMING) or ""
+
+    def header(self) -> bytes:
+        """The header's words that do not change from boot to boot. OSError."""
+        return os.pread(self.fd, HEADER_BYTES, 0)
+
+    # --- making it ---
+
+    def make(self, header_page: bytes, step: Callable[[], None]) -> bool:
+        """Makes the file a new slab with this header, no extent in use. False if the file system cannot
+        preallocate: then the disk may be full one day, and writes fail. `step()` is called after each change.
+
+        Killed at any point, it leaves a file that is known as half made. Refusal, with nothing changed where
+        that could be known before, if there is no room: the file is empty then, or gone if it was new.
+        """
+        length = file_bytes(self.geometry)
+        try:
+            self._require_room(length)
+            self.write(memoryview(MAGIC_MAKING.ljust(PAGE_BYTES, b"\0")), 0)
+            step()
+            os.ftruncate(self.fd, PAGE_BYTES)
+            step()
+            preallocated = _fallocate(self.fd, length)
+            os.ftruncate(self.fd, length)
+            step()
+            self.write(memoryview(header_page), 0)
+            step()
+        except OSError as error:
+            self._give_up()
+            if error.errno in _NO_ROOM:
+                raise self._no_room(length, f"the space ran out while it was made ({error})") from error
+            raise io_refusal(self.path, "making it", error) from error
+        except Refusal:
+            if self._is_new:
+                self._give_up()
+            raise
+        return preallocated
+
+    def allocate(self) -> bool:
+        """Allocates what of a kept file is not yet, as `make` does. Refusal if there is no room."""
+        length = file_bytes(self.geometry)
+        try:
+            return os.fstat(self.fd).st_blocks * 512 >= length or _fallocate(self.fd, length)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise self._no_room(length, "parts of it are not allocated yet, and cannot be") from error
+            raise io_refusal(self.path, "allocating it", error) from error
+
+    def _require_room(self, length: int) -> None:
+        system, have = os.fstatvfs(self.fd), os.fstat(self.fd).st_blocks * 512
+        free = system.f_bavail * system.f_frsize + have
+        if length > free:
+            total = system.f_blocks * system.f_frsize
+            raise self._no_room(length, f"{gib(free)} free of {gib(total)}")
+
+    def _no_room(self, length: int, why: str) -> Refusal:
+        return refuse(
+            NAMING.size,
+            length,
+            f"a slab of {gib(length)} does not fit {self.path.parent}: {why}. "
+            "Lower disk.size, make room there, or name another directory in disk.paths",
+        )
+
+    def _give_up(self) -> None:
+        """Gives the room back; a start that failed leaves no trace."""
+        try:
+            os.ftruncate(self.fd, 0)
+            if self._is_new:
+                self.path.unlink(missing_ok=True)
+        except OSError:
+            pass  # the disk is failing: the first error says more
+
+    # --- pages ---
+
+    def open_direct(self) -> int | None:
+        """A descriptor of the same file that passes the kernel's cache by; None where there is no such thing.
+        OSError; Refusal if the file has just been replaced."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return None
+            raise
+        if not os.path.sameopenfile(self.fd, fd):
+            os.close(fd)
+            raise refuse(NAMING.path, self.path.parent, f"slab {self.path} was replaced while it was opened")
+        # Some open it, and then want more than whole pages of 4 KiB.
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            try:
+                os.preadv(fd, [page], 0)
+            except OSError as error:
+                os.close(fd)
+                if error.errno == errno.EINVAL:
+                    return None
+                raise
+        return fd
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fills `into` from the file. OSError; EIO also if the file is shorter."""
+        while into:
+            count = os.preadv(self.fd, [into], offset)
+            if count == 0:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            into, offset = into[count:], offset + count
+
+    def write(self, pages: memoryview, offset: int) -> None:
+        """Writes whole pages; what arrived of them if it fails is unknown. OSError."""
+        assert len(pages) % PAGE_BYTES == 0
+        assert offset + len(pages) <= file_bytes(self.geometry)
+        while pages:
+            count = os.pwritev(self.fd, [pages], offset)
+            pages, offset = pages[count:], offset + count
+
+    def extent_offset(self, extent: int) -> int:
+        return self.geometry.first_extent_offset + extent * self.geometry.extent_bytes
+
+    def extent_headers(self) -> "ExtentHeaders":
+        """What the file says of every extent. Extents that cannot be read count as unknown."""
+        headers = ExtentHeaders()
+        offsets = [self.extent_offset(extent) for extent in range(self.geometry.extents)]
+        for offset in offsets:  # all of them at once, where the disk can
+            os.posix_fadvise(self.fd, offset, PAGE_BYTES, os.POSIX_FADV_WILLNEED)
+        buffer = bytearray(HEADER_BYTES)
+        for extent, offset in enumerate(offsets):
+            try:
+                self.read(memoryview(buffer), offset)
+            except OSError as error:
+                headers.fail(extent, error)
+                continue
+            headers.set(extent, bytes(buffer))
+        return headers
+
+
+class ExtentHeaders:
+    """The headers of extents as the file has them; of those not listed it is known that they have none."""
+
+    ERRORS_MAX = 16
+    """So many extents that cannot be read, and the disk is not used: each may take the disk seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bytes | None] = {}
+        self.errors: dict[int, OSError] = {}
+
+    def get(self, extent: int) -> bytes | None:
+        """None: unknown."""
+        return self._known.get(extent, _EMPTY)
+
+    def set(self, extent: int, header: bytes | None) -> None:
+        if header == _EMPTY:
+            self._known.pop(extent, None)
+        else:
+            self._known[extent] = header
+
+    def fail(self, extent: int, error: OSError) -> None:
+        """OSError, the given one, if that is too often."""
+        self.errors[extent] = error
+        self._known[extent] = None
+        if len(self.errors) > self.ERRORS_MAX:
+            raise error
+
+
+def load(slab: Slab, image: npt.NDArray[np.uint8]) -> ExtentHeaders:
+    """Copies header, extent headers and the tables of extents in use into the image, whatever was in it.
+
+    The slab's header must be one to keep. An extent that cannot be read is not in use in the image: it will
+    be written anew. Returns what the file says of the extents. Refusal if more than a few cannot be read.
+    """
+    view = image.data
+    try:
+        slab.read(view[:PAGE_BYTES], 0)
+        headers = slab.extent_headers()
+        for extent in range(slab.geometry.extents):
+            start = slab.extent_offset(extent)
+            view[start : start + HEADER_BYTES] = headers.get(extent) or _EMPTY
+        records = PoolRecords(image)
+        for extent in range(slab.geometry.extents):
+            if records.extent_info(extent) is None:
+                continue
+            offset, length = records.table_range(extent)
+            try:
+                slab.read(view[offset : offset + length], offset)
+            except OSError as error:
+                start = slab.extent_offset(extent)
+                view[start : start + HEADER_BYTES] = _EMPTY
+                headers.fail(extent, error)
+    except OSError as error:
+        raise io_refusal(slab.path, "reading its headers and records", error) from error
+    return headers
+
+
+def _require_directory(directory: Path) -> None:
+    try:
+        found = os.stat(directory)
+    except FileNotFoundError as error:
+        raise refuse(
+            NAMING.path, directory, f"{directory} does not exist: create it, or take it out of disk.paths"
+        ) from error
+    except OSError as error:
+        raise io_refusal(directory, "looking at it", error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise refuse(NAMING.path, directory, f"{directory} is not a directory: name one in disk.paths")
+
+
+def io_refusal(path: Path, doing: str, error: OSError) -> Refusal:
+    name = errno.errorcode.get(error.errno or 0, "OSError")
+    advice = {
+        errno.EROFS: "the file system is mounted read-only: remount it, or name another directory",
+        errno.EACCES: "let this daemon's user write there, or name another directory",
+        errno.EIO: "the disk may be failing: check it, or take it out of disk.paths",
+    }.get(error.errno or 0, "check the disk, or take it out of disk.paths")
+    return refuse(NAMING.path, path, f"{path}: {doing} failed with {name} ({error.strerror}); {advice}")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _fallocate(fd: int, length: int) -> bool:
+    """False where the file system cannot. Not `os.posix_fallocate`: there it writes the whole file, byte by
+    byte of each block."""
+    while _libc.fallocate(fd, 0, 0, length):
+        code = ctypes.get_errno()
+        if code in _NO_FALLOCATE:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True

@@ -1,0 +1,210 @@
+"""Jobs of a disk's worker, and in which order its threads take them."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.wire import worker_pb2 as wire
+
+JOBS_MAX = 4_096
+"""Waiting. The core's own limits keep far below it; what comes beyond fails instead of eating memory."""
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+"""Positions in a job."""
+
+
+class ProtocolError(Exception):
+    """The front said what it never says: the two do not understand each other."""
+
+
+class Kind(IntEnum):
+    """In the order in which threads take them."""
+
+    READ = 0
+    WRITE = 1
+    CHECK = 2
+
+
+_KINDS = {wire.DISK_READ: Kind.READ, wire.DISK_WRITE: Kind.WRITE, wire.DISK_CHECK: Kind.CHECK}
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A batch of slots; the arrays are parallel. One thread at a time works at it."""
+
+    number: int
+    kind: Kind
+    disk_slots: U32
+    disk_generations: U64
+    host_slots: U32
+    host_generations: U64
+    clocks: U64
+    done: int = 0
+    """Positions before it have been dealt with."""
+    failed: list[Rows] = field(default_factory=list)
+    corrupt: list[Rows] = field(default_factory=list)
+    error: str = ""
+    moved_bytes: int = 0
+    busy_ns: int = 0
+
+    def __len__(self) -> int:
+        return len(self.disk_slots)
+
+    def fail(self, rows: Rows, error: str = "") -> None:
+        if len(rows):
+            self.failed.append(rows)
+            self.error = self.error or error
+
+    def fail_rest(self, error: str = "") -> None:
+        """All that has not been dealt with."""
+        self.fail(np.arange(self.done, len(self)), error)
+        self.done = len(self)
+
+    def report(self) -> wire.DiskJobFinished:
+        corrupt = _positions(self.corrupt)
+        # What broke in the middle of a batch may name a position twice.
+        failed = np.setdiff1d(_positions(self.failed), corrupt, assume_unique=True)
+        return wire.DiskJobFinished(
+            job=self.number,
+            failed=failed.astype("<u4").tobytes(),
+            corrupt=corrupt.astype("<u4").tobytes(),
+            error=self.error,
+            bytes=self.moved_bytes,
+            busy_ns=self.busy_ns,
+        )
+
+
+def _positions(rows: list[Rows]) -> Rows:
+    """Each once, ascending."""
+    return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int64)
+
+
+def read_job(message: wire.DiskJob) -> Job:
+    """ProtocolError for one that makes no sense."""
+    kind = _KINDS.get(message.kind)
+    if kind is None:
+        raise ProtocolError(f"job {message.job}: there is no kind {message.kind}")
+    count = len(message.disk_slots) // 4
+    on_host = 0 if kind is Kind.CHECK else count
+    clocks = count if kind is Kind.WRITE else 0
+    wanted = (4 * count, 8 * count, 4 * on_host, 8 * on_host, 8 * clocks)
+    arrays = (
+        message.disk_slots,
+        message.disk_generations,
+        message.host_slots,
+        message.host_generations,
+        message.clocks,
+    )
+    if tuple(map(len, arrays)) != wanted:
+        raise ProtocolError(f"job {message.job}: arrays of {[len(a) for a in arrays]} bytes, not {wanted}")
+    job = Job(
+        message.job,
+        kind,
+        np.frombuffer(message.disk_slots, np.uint32),
+        np.frombuffer(message.disk_generations, np.uint64),
+        np.frombuffer(message.host_slots, np.uint32),
+        np.frombuffer(message.host_generations, np.uint64),
+        np.frombuffer(message.clocks, np.uint64),
+    )
+    for name, slots in (("disk", job.disk_slots), ("host", job.host_slots)):
+        if len(np.unique(slots)) != len(slots):
+            raise ProtocolError(f"job {message.job}: a {name} slot comes twice")
+    return job
+
+
+class JobQueue:
+    """Reads before records to persist, before writes, before checks. For any thread."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
+        self._records: list[U32] = []
+        self._changed = threading.Condition()
+        self._running = 0
+        self._checking = False
+        self._stopped = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job waits or is being worked at."""
+        return self._running > 0 or any(self._waiting.values())
+
+    def put(self, job: Job) -> bool:
+        """Before `stop`. False, and nothing queued, if too many wait already."""
+        with self._changed:
+            if sum(map(len, self._waiting.values())) >= JOBS_MAX:
+                return False
+            self._waiting[job.kind].append(job)
+            self._changed.notify()
+            return True
+
+    def put_records(self, slots: U32) -> None:
+        """Slots whose records are to be persisted. They are kept once each, however often they are put."""
+        with self._changed:
+            self._records.append(slots)
+            if len(self._records) > 64:
+                self._records = [np.unique(np.concatenate(self._records))]
+            self._changed.notify()
+
+    def take(self) -> Job | U32 | None:
+        """A job, or slots whose records are to be persisted; waits for one. None once stopped, and no records
+        are left.
+
+        What was taken is given back with `put_back` or `finished`.
+        """
+        with self._changed:
+            while (found := self._next()) is None:
+                if self._stopped:
+                    return None
+                self._changed.wait()
+            self._running += 1
+            return found
+
+    def _next(self) -> Job | U32 | None:
+        if self._waiting[Kind.READ]:
+            return self._waiting[Kind.READ].popleft()
+        if self._records:
+            slots, self._records = np.unique(np.concatenate(self._records)), []
+            return slots
+        if self._waiting[Kind.WRITE]:
+            return self._waiting[Kind.WRITE].popleft()
+        # One at a time: a check needs memory of its own, and reads want a thread.
+        if self._waiting[Kind.CHECK] and not self._checking:
+            self._checking = True
+            return self._waiting[Kind.CHECK].popleft()
+        return None
+
+    def should_yield(self, kind: Kind) -> bool:
+        """Whether something waits that goes before jobs of this kind, and it is not too late for that."""
+        with self._changed:
+            return not self._stopped and any(self._waiting[first] for first in Kind if first < kind)
+
+    def put_back(self, job: Job) -> None:
+        """A job that was begun, to be taken first of its kind."""
+        with self._changed:
+            if not self._stopped:
+                self._waiting[job.kind].appendleft(job)
+            self._end(job)
+
+    def finished(self, task: Job | U32) -> None:
+        with self._changed:
+            self._end(task)
+
+    def _end(self, task: Job | U32) -> None:
+        self._running -= 1
+        if isinstance(task, Job) and task.kind is Kind.CHECK:
+            self._checking = False
+        self._changed.notify()
+
+    def stop(self) -> None:
+        """Drops the jobs that wait."""
+        with self._changed:
+            self._stopped = True
+            for waiting in self._waiting.values():
+                waiting.clear()
+            self._changed.notify_all()

@@ -1,0 +1,112 @@
+"""The slab's headers and records: copies of the image's, a page at a time, in an order that survives a
+kill."""
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PoolRecords
+
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.tiers.disk.slab import HEADER_BYTES, ExtentHeaders, Slab
+from kvtierd.tiers.disk.worker.faults import Faults
+from kvtierd.tiers.disk.worker.jobs import U32
+from kvtierd.transfer.status import StatusPage, StatusWord
+
+PIECE_BYTES = 1 << 20
+"""Of a table, written at one go."""
+
+
+class Records:
+    """Writes what the image says into the file. For any thread; one writes at a time, so that no older copy
+    of a page lands on a younger one."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        image: npt.NDArray[np.uint8],
+        records: PoolRecords,
+        headers: ExtentHeaders,
+        status: StatusPage,
+        faults: Faults,
+    ) -> None:
+        """`headers`: what the file says of the extents now."""
+        self._slab = slab
+        self._image = image.data
+        self._records = records
+        self._headers = headers
+        self._status = status
+        self._faults = faults
+        self._lock = threading.Lock()
+
+    def persist(self, slots: U32, word: StatusWord) -> npt.NDArray[np.int32]:
+        """Has the file say of these slots, and of the extents that hold them, what the image says now, and
+        returns 0 or an errno for each. A file that has another header for an extent gets the image's, and its
+        whole table: no record of it is believed before all are there.
+
+        ValueError if one is no slot. `word` is set while the disk is waited for.
+        """
+        errors = np.zeros(len(slots), np.int32)
+        extents = self._slab.geometry.extent_of(slots)
+        with self._lock:
+            for extent in np.unique(extents).tolist():
+                if code := self._persist_extent(extent, word):
+                    errors[extents == extent] = code
+            good = np.flatnonzero(errors == 0)
+            pages = self._records.record_pages(slots[good])
+            failed = self._persist_pages(pages, word)
+        if failed:
+            for row in good.tolist():
+                errors[row] = failed.get(int(self._records.record_pages(slots[row : row + 1])[0]), 0)
+        return errors
+
+    def _persist_pages(self, pages: npt.NDArray[np.uint64], word: StatusWord) -> dict[int, int]:
+        """Errnos of the pages that could not be written, by their offset."""
+        failed: dict[int, int] = {}
+        breaks = np.flatnonzero(np.diff(pages) != PAGE_BYTES) + 1
+        for run in np.split(pages, breaks) if len(pages) else []:
+            start, length = int(run[0]), len(run) * PAGE_BYTES
+            try:
+                self._write(self._image[start : start + length], start, word)
+            except OSError as error:
+                failed |= dict.fromkeys(run.tolist(), error.errno or errno.EIO)
+        return failed
+
+    def _persist_extent(self, extent: int, word: StatusWord) -> int:
+        """0, or an errno: then it is not known what the file says of the extent."""
+        start = self._slab.extent_offset(extent)
+        header = bytes(self._image[start : start + HEADER_BYTES])
+        if self._headers.get(extent) == header:
+            return 0
+        offset, length = self._records.table_range(extent)
+        self._headers.set(extent, None)
+        try:
+            self._write(memoryview(bytes(PAGE_BYTES)), start, word)
+            for done in range(0, length, PIECE_BYTES):
+                at, end = offset + done, offset + min(done + PIECE_BYTES, length)
+                self._write(self._image[at:end], at, word)
+            self._write(memoryview(header.ljust(PAGE_BYTES, b"\0")), start, word)
+        except OSError as error:
+            return error.errno or errno.EIO
+        self._headers.set(extent, header)
+        return 0
+
+    def _write(self, pages: memoryview, offset: int, word: StatusWord) -> None:
+        with waiting(self._status, word):
+            if code := self._faults.strike("records"):
+                raise OSError(code, "a fault that a test asked for")
+            self._slab.write(pages, offset)
+        self._faults.step()
+
+
+@contextmanager
+def waiting(status: StatusPage, word: StatusWord) -> Iterator[None]:
+    """Around what waits for the disk: the front sees since when."""
+    status.enter(word)
+    try:
+        yield
+    finally:
+        status.leave(word)

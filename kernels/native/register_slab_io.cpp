@@ -1,0 +1,92 @@
+#include <Python.h>
+
+#include <system_error>
+
+#include "arrays.hpp"
+#include "one_caller.hpp"
+#include "register.hpp"
+#include "shared_words.hpp"
+#include "slab_io.hpp"
+
+namespace kvtier {
+
+namespace {
+
+using slab::Direction;
+
+class GuardedSlabIo : public OneCaller<slab::SlabIo> {
+   public:
+    GuardedSlabIo(int fd, unsigned depth, slab::Progress progress) : OneCaller("SlabIo", fd, depth, progress) {}
+};
+
+// OSError with the system's errno and our sentence.
+[[noreturn]] void raise_os_error(const std::system_error& error) {
+    const nb::object arguments = nb::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    throw nb::python_error();
+}
+
+void make(GuardedSlabIo* place, int fd, unsigned depth, SharedWords* progress, std::size_t progress_index) {
+    try {
+        new (place) GuardedSlabIo(fd, depth, {progress, progress_index});
+    } catch (const std::system_error& error) {
+        raise_os_error(error);
+    }
+}
+
+template <Direction direction>
+Array<std::int32_t> transfer(GuardedSlabIo& guarded, ArrayArg<std::uint8_t> memory_arg, ArrayArg<std::uint64_t> memory_offsets,
+                             ArrayArg<std::uint64_t> file_offsets, ArrayArg<std::uint64_t> lengths) {
+    const In<std::uint8_t> memory(memory_arg, "memory", direction == Direction::read);
+    const In<std::uint64_t> places(memory_offsets, "memory_offsets"), offsets(file_offsets, "file_offsets"),
+        bytes(lengths, "lengths");
+    offsets.require_rows(places.rows(), "memory_offsets");
+    bytes.require_rows(places.rows(), "memory_offsets");
+    Array<std::int32_t> errors = make_array<std::int32_t>(places.rows());
+    const GuardedSlabIo::Entered slab(guarded);
+    const nb::gil_scoped_release release;
+    slab->transfer(direction,
+                   {reinterpret_cast<std::byte*>(memory.data()), memory.size(), places.span(), offsets.span(), bytes.span()},
+                   errors.data);
+    return errors;
+}
+
+void close(GuardedSlabIo& guarded) {
+    const GuardedSlabIo::Entered slab(guarded);
+    const nb::gil_scoped_release release;
+    slab->close();
+}
+
+}  // namespace
+
+void register_slab_io(nb::module_& module) {
+    using namespace nb::literals;
+    nb::class_<GuardedSlabIo>(
+        module, "SlabIo",
+        "Reads and writes of whole pages between memory and a file, many in flight at once (Linux native AIO). A call returns\n"
+        "when all of its operations have ended, whatever signals come: no device touches the memory after that. The\n"
+        "interpreter's lock is released meanwhile.\n\n"
+        "One caller: a call while another runs raises RuntimeError. All rows are checked before anything is submitted: a\n"
+        "ValueError names argument, index and value.")
+        .def("__init__", &make, "fd"_a, "depth"_a, "progress"_a.none() = nb::none(), "progress_index"_a = 0,
+             nb::keep_alive<1, 4>(),
+             "Works on a duplicate of `fd`, with up to `depth` operations (1 to 2^20) in flight. A descriptor opened without\n"
+             "O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of\n"
+             "completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous\n"
+             "operations (fs.aio-max-nr) is used up.")
+        .def("read", &transfer<Direction::read>, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a,
+             "Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three\n"
+             "are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.\n"
+             "Rows are read in the order of the file, neighbours in it together, up to 1 MiB.\n\n"
+             "Returns 0 or an errno for each row, int32 of shape (n,). EIO also when less than asked for was there. A row's error\n"
+             "is its own: when several rows fail together, each is tried alone.")
+        .def("write", &transfer<Direction::write>, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a,
+             "Writes from `memory` to the file, likewise; rows may not overlap in the file. What a row with an error has left\n"
+             "there is unknown. Nothing is flushed.")
+        .def("close", &close, "Gives the context and the descriptor back; every later read or write raises ValueError.")
+        .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"))
+        .def("__exit__", [](GuardedSlabIo& self, nb::args) { close(self); },
+             nb::sig("def __exit__(self, *exception: object) -> None"));
+}
+
+}  // namespace kvtier

@@ -1,0 +1,421 @@
+"""Requests that wait for blocks on their way: asked about again with moderation, for so long and no longer,
+and never with two leases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvtier import HIT, MISS, PENDING, Client, Lookup, LookupMode, Role
+from kvtier.lookups import LookupRecord
+from kvtier.session import Session
+from kvtier.v1 import cache_pb2
+from kvtier_vllm.matching import (
+    ANSWER_DEADLINE_S,
+    PENDING_POLL_S,
+    PENDING_WAIT_S,
+    POLLS_MAX,
+    STARTS_MAX,
+    STUCK_S,
+    Matcher,
+)
+
+from tests.unit.client.peer import Peer, hashes
+
+BLOCKS = 12
+STEP_S = 0.001
+"""Of an engine that has nothing else to do."""
+
+
+class Call:
+    """As kvtier.LookupCall, on a clock that does not move while somebody waits."""
+
+    def __init__(self, session: Session, record: LookupRecord, serve: Callable[[], None]) -> None:
+        self._session, self._record, self._serve = session, record, serve
+
+    def poll(self) -> Lookup | None:
+        return self._record.answer
+
+    def wait_for_answer(self, timeout_s: float) -> Lookup | None:
+        self._serve()
+        return self._record.answer
+
+    def abandon(self) -> Lookup:
+        return self._session.abandon(self._record)
+
+
+class World:
+    """A matcher, the session of its client, and a daemon that says what the test wants. Blocks not named in
+    `states` are HIT."""
+
+    def __init__(self, peer: Peer, pending_wait_s: float = PENDING_WAIT_S) -> None:
+        self.peer = peer
+        self.matcher = Matcher(0.0005, clock=lambda: peer.now_s, pending_wait_s=pending_wait_s)
+        self.states: dict[bytes, int] = {}
+        self.prompts: dict[str, list[bytes]] = {}
+        self.leases: dict[int, str] = {}
+        """What the daemon holds, and for which request."""
+        self.asked_s: dict[str, list[float]] = {}
+        self.deaf = False
+        self.epoch = 7
+        self._lease_ids = itertools.count(1)
+        self._asking = ""
+        self._names: dict[int, str] = {}
+        """Of requests, by the id of the message that asks for them."""
+
+    def prompt(self, name: str, blocks: int = BLOCKS) -> list[bytes]:
+        number = 1_000 * (len(self.prompts) + 1)
+        joined = hashes(*range(number, number + blocks))
+        self.prompts[name] = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+        return self.prompts[name]
+
+    def match(self, name: str, local: int = 0) -> int | None:
+        prompt = self.prompts[name]
+        self._asking = name
+        found = self.matcher.match(cast(Client, self), name, prompt, local, len(prompt))
+        self.serve()
+        return found
+
+    def step(self, seconds: float = STEP_S) -> None:
+        self.peer.now_s += seconds
+        self.matcher.next_step()
+
+    def run(self, name: str, seconds: float, step_s: float = STEP_S) -> int | None:
+        """Steps until there is an answer, for so long at most."""
+        until_s = self.peer.now_s + seconds
+        while (found := self.match(name)) is None and self.peer.now_s < until_s:
+            self.step(step_s)
+        return found
+
+    def lost(self) -> None:
+        """The daemon dies."""
+        self.leases.clear()
+        self.peer.session.lost("killed")
+
+    def back(self) -> None:
+        self.epoch += 1
+        self.peer.welcome(epoch=self.epoch)
+
+    # --- the client, as the matcher sees it ---
+
+    def start_lookup(self, wanted: Sequence[bytes], *, lease: bool) -> Any:
+        record = self.peer.session.lookup(0, b"".join(wanted), LookupMode.PREFIX, lease=lease)
+        self._names[self.peer.session._next_id - 1] = self._asking
+        return Call(self.peer.session, record, self.serve)
+
+    # --- the daemon ---
+
+    def serve(self) -> None:
+        """Answers what was sent, in order."""
+        if self.deaf:
+            return
+        for message in self.peer.sent():
+            if message.HasField("release"):
+                for lease in message.release.lease_ids:
+                    del self.leases[lease]
+                self.peer.say(message.id, release=cache_pb2.ReleaseResponse())
+            if message.HasField("lookup"):
+                self._answer(message)
+
+    def _answer(self, message: cache_pb2.AttachRequest) -> None:
+        joined = message.lookup.queries[0].hashes
+        asked = [joined[at : at + 32] for at in range(0, len(joined), 32)]
+        name = self._names[message.id]
+        self.asked_s.setdefault(name, []).append(self.peer.now_s)
+        said = [self.states.get(one, HIT) for one in asked]
+        hits = next((at for at, state in enumerate(said) if state != HIT), len(said))
+        lease_id = 0
+        if hits:
+            assert name not in self.leases.values(), "a second lease for one request"
+            lease_id = next(self._lease_ids)
+            self.leases[lease_id] = name
+        answer = cache_pb2.GroupAnswer(hits=hits, states=bytes(said[: hits + 1]))
+        self.peer.say(message.id, lookup=cache_pb2.LookupResponse(answers=[answer], lease_id=lease_id))
+
+
+@pytest.fixture
+def world(scheduler: Peer) -> World:
+    return World(scheduler)
+
+
+def test_a_request_waits_for_blocks_on_their_way_and_gets_them(world: World) -> None:
+    prompt = world.prompt("r")
+    for block in prompt[4:]:
+        world.states[block] = PENDING
+    assert world.run("r", 0.1) is None
+    world.states.clear()
+    assert world.run("r", 0.1) == BLOCKS
+    assert len(world.leases) == 1
+    assert (world.matcher.counters.waits, world.matcher.counters.waits_in_vain) == (1, 0)
+
+
+def test_it_does_not_wait_for_what_is_missing(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = MISS
+    world.states[prompt[5]] = PENDING
+    assert world.match("r") == 4
+    assert not world.matcher.counters.waits
+
+
+def test_it_takes_what_there_is_when_its_patience_is_over_and_waits_no_more(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    started_s = world.peer.now_s
+    assert world.run("r", 10) == 4
+    assert PENDING_WAIT_S <= world.peer.now_s - started_s < PENDING_WAIT_S + 0.1
+    assert world.matcher.counters.waits_in_vain == 1
+    asked = len(world.asked_s["r"])
+    for _ in range(300):
+        world.step(0.01)
+        assert world.match("r") == 4
+    assert len(world.asked_s["r"]) == asked, "its lease is kept, and nothing is asked again"
+    world.matcher.drop("r")  # preempted, say
+    assert world.match("r") == 4
+
+
+def test_no_patience_at_all(scheduler: Peer) -> None:
+    world = World(scheduler, pending_wait_s=0)
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    assert world.match("r") == 4
+
+
+def test_it_asks_seldom_and_ever_more_seldom(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[0]] = PENDING
+    assert world.run("r", 10) == 0
+    asked = world.asked_s["r"]
+    between = [later - sooner for sooner, later in itertools.pairwise(asked)]
+    assert min(between) >= PENDING_POLL_S - 1e-9
+    assert max(between) <= PENDING_WAIT_S / 7
+    assert len(asked) < 50
+    assert world.matcher.counters.lookups == 1, "which the log counts to say that nothing is ever found"
+
+
+def test_long_steps_do_not_make_it_take_what_is_old(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    assert world.match("r") is None
+    world.states.clear()
+    world.step(3 * PENDING_WAIT_S)
+    assert world.match("r") == BLOCKS
+
+
+def test_the_engines_own_part_may_grow_and_shrink_meanwhile(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[6]] = PENDING
+    assert world.match("r", local=2) is None
+    world.step(PENDING_POLL_S)
+    assert world.match("r", local=4) is None
+    world.step()
+    assert world.match("r", local=1) is None
+    world.states.clear()
+    world.step(PENDING_POLL_S)
+    assert world.match("r", local=1) == BLOCKS - 1
+    assert world.match("r", local=3) == BLOCKS - 3
+    assert len(world.leases) == 1
+
+
+def test_a_hit_that_shrinks_is_believed(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[6]] = PENDING
+    assert world.match("r") is None
+    world.states = {prompt[2]: MISS}
+    assert world.run("r", 0.1) == 2
+    world.matcher.drop("r")
+    world.states = {prompt[6]: PENDING}
+    assert world.match("r") is None
+    world.states = {prompt[0]: MISS}
+    assert world.run("r", 0.1) == 0
+    world.serve()
+    assert not world.leases
+
+
+def test_a_daemon_that_dies_meanwhile_is_a_miss_at_once(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    assert world.run("r", 0.5) is None
+    world.lost()
+    assert world.run("r", 0.5) == 0
+    world.back()
+    world.matcher.drop_all()  # as the scheduler's side does in a new epoch
+    world.states.clear()
+    assert world.match("r") == BLOCKS
+
+
+def test_a_daemon_that_dies_with_the_question_is_a_miss(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    assert world.match("r") is None
+    world.deaf = True
+    world.step(PENDING_POLL_S)
+    assert world.match("r") is None
+    world.lost()
+    world.step()
+    assert world.match("r") == 0
+
+
+def test_a_daemon_that_answers_no_more_is_given_up(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    assert world.match("r") is None
+    world.deaf = True
+    world.step(PENDING_POLL_S)
+    assert world.run("r", 2 * ANSWER_DEADLINE_S) == 0
+    world.deaf = False
+    world.serve()
+    world.serve()  # the lease that came too late
+    assert not world.leases
+
+
+def test_a_restarted_daemon_does_not_make_a_request_wait_from_the_beginning(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    started_s = world.peer.now_s
+    assert world.run("r", 0.9 * PENDING_WAIT_S) is None
+    world.lost()
+    world.matcher.drop_all()
+    world.back()
+    assert world.run("r", 10) == 4
+    assert world.peer.now_s - started_s < PENDING_WAIT_S + 0.1
+
+
+def test_one_request_pays_for_a_block_that_is_stuck(world: World) -> None:
+    prompt = world.prompt("first")
+    world.prompts["second"] = prompt
+    world.states[prompt[4]] = PENDING
+    assert world.run("first", 10) == 4
+    world.matcher.forget("first")
+    assert world.match("second") == 4, "nobody waits for that block again"
+    world.matcher.forget("second")
+    world.step(STUCK_S)
+    assert world.match("second") is None, "but for a while only"
+
+
+def test_a_block_that_came_last_is_not_stuck(world: World) -> None:
+    """A long prefix on its way up: when the patience is over it has got as far as that."""
+    prompt = world.prompt("first")
+    world.prompts["second"] = prompt
+    world.states[prompt[4]] = PENDING
+    assert world.run("first", 0.9 * PENDING_WAIT_S) is None
+    world.states = {prompt[5]: PENDING}
+    assert world.run("first", 10) == 5
+    world.matcher.forget("first")
+    assert world.match("second") is None
+
+
+@pytest.mark.parametrize("step_s", [STEP_S, 0.1], ids=["idle", "busy"])
+def test_many_that_wait_share_the_questions_fairly(world: World, step_s: float) -> None:
+    names = [f"r{index}" for index in range(5 * POLLS_MAX)]
+    for name in names:
+        world.states[world.prompt(name)[1]] = PENDING
+    started_s = world.peer.now_s
+    waiting = set(names)
+    while waiting and world.peer.now_s - started_s < 10:
+        polls = world.matcher.counters.polls
+        for name in sorted(waiting):
+            if world.match(name) is not None:
+                waiting.remove(name)
+        assert world.matcher.counters.polls - polls <= POLLS_MAX
+        world.step(step_s)
+    assert not waiting
+    assert world.peer.now_s - started_s < PENDING_WAIT_S + 1.0 + 10 * step_s
+    seconds = PENDING_WAIT_S - 5 * step_s
+    polls_of = [sum(at - started_s < seconds for at in world.asked_s[name]) for name in names]
+    assert min(polls_of) >= max(polls_of) / 2
+    assert min(polls_of) >= 3
+    assert sum(polls_of) <= len(names) + POLLS_MAX * seconds / max(PENDING_POLL_S, step_s) + POLLS_MAX
+
+
+def test_those_that_wait_do_not_hold_up_new_ones(world: World) -> None:
+    for index in range(STARTS_MAX):
+        name = f"old{index}"
+        world.states[world.prompt(name)[1]] = PENDING
+        assert world.match(name) is None
+    world.step(0.1)
+    for index in range(STARTS_MAX):
+        assert world.match(f"old{index}") is None
+    world.prompt("new")
+    assert world.match("new") == BLOCKS
+
+
+def test_a_request_that_goes_on_without_an_answer_leaves_no_lease(world: World) -> None:
+    """vLLM may ignore what it is told (prompt_logprobs, say), also that the answer is on its way."""
+    world.prompt("r")
+    world.deaf = True
+    assert world.match("r") is None
+    assert world.matcher.take("r") is None
+    world.deaf = False
+    world.serve()
+    world.serve()
+    assert not world.leases
+    assert not world.matcher._matches
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("match"), st.integers(0, 2), st.integers(0, BLOCKS)),
+    st.tuples(st.just("step"), st.sampled_from([0.0005, 0.003, 0.02, 0.3, 1.5]), st.just(0)),
+    st.tuples(st.just("state"), st.integers(0, 2 * BLOCKS - 1), st.sampled_from([MISS, PENDING, HIT])),
+    st.tuples(st.sampled_from(["take", "drop", "forget"]), st.integers(0, 2), st.just(0)),
+    st.tuples(st.sampled_from(["deaf", "hearing", "lost"]), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACTIONS, max_size=120))
+def test_whatever_happens_nobody_waits_too_long_and_no_lease_is_left(actions: list[tuple[Any, ...]]) -> None:
+    peer = Peer(Role.SCHEDULER)
+    peer.welcome()
+    world = World(peer)
+    names = ["a", "b", "c"]
+    blocks = [block for name in names for block in world.prompt(name)]
+    try:
+        for what, one, two in actions:
+            match what:
+                case "match":
+                    found = world.match(names[one], two)
+                    assert found is None or 0 <= found <= BLOCKS - two
+                case "step":
+                    world.step(one)
+                case "state":
+                    world.states[blocks[one]] = two
+                case "take":
+                    grant = world.matcher.take(names[one])
+                    if grant is not None:
+                        grant.lookup.release()
+                case "drop":
+                    world.matcher.drop(names[one])
+                case "forget":
+                    world.matcher.forget(names[one])
+                case "lost":
+                    world.lost()
+                    world.matcher.drop_all()
+                    world.back()
+                case _:
+                    world.deaf = what == "deaf"
+            assert len(world.leases) <= len(names)
+        world.deaf = False
+        peer.sent()
+        world.lost()
+        world.matcher.drop_all()
+        world.back()
+        for state in (PENDING, HIT):
+            world.states = dict.fromkeys(blocks, state)
+            started_s = peer.now_s
+            for name in names:
+                assert world.run(name, 60) is not None
+            assert peer.now_s - started_s <= len(names) * (PENDING_WAIT_S + 0.1)
+        for name in names:
+            world.matcher.forget(name)
+        world.serve()
+        assert not world.leases
+        assert not world.matcher._matches
+        assert not world.matcher._waiting
+        assert not world.matcher._since_s
+        assert peer.session.status().leases == 0
+    finally:
+        peer.close()
