@@ -40,7 +40,7 @@ from tests.benchmarks.rig import Load
 SIZES = {"64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "4m": 4 << 20}
 PATTERNS = ("in_order", "scattered")
 REPETITIONS = 5
-TURN_S = 0.4
+TURN_S = 0.3
 """About how long one measurement takes; how many bytes that are is found out first."""
 TURN_BYTES_MIN = 64 << 20
 MOVERS: dict[str, Callable[[Bench, Turn, str], float]] = {

@@ -32,7 +32,7 @@ from tests.benchmarks.rig import DEADLINE_S, connected, hashes_of
 from tests.support.process import Daemon
 
 MIB = 1 << 20
-TURNS = 6
+TURNS = 4
 TURN_S = 1.2
 LOOKS = 6
 """In each turn, at how far the disk is."""
