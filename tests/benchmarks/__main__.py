@@ -25,6 +25,7 @@ BENCHMARKS = {
     "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
     "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
     "disk": "a disk's worker against fio, at the same record size and depth",
+    "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
     "rpc": "lookups over gRPC, unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "transfers": "store to commit and load, end to end, through a real daemon",

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from tests.benchmarks.disk_turns import (
     SLAB_BYTES,
+    THREADS,
     Bench,
-    Load,
     Turn,
     by_fio,
     by_slab_io,
@@ -35,11 +35,12 @@ from tests.benchmarks.disk_turns import (
     new_turn,
     slab_on,
 )
+from tests.benchmarks.rig import Load
 
 SIZES = {"64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "4m": 4 << 20}
 PATTERNS = ("in_order", "scattered")
 REPETITIONS = 5
-TURN_S = 0.4
+TURN_S = 0.3
 """About how long one measurement takes; how many bytes that are is found out first."""
 TURN_BYTES_MIN = 64 << 20
 MOVERS: dict[str, Callable[[Bench, Turn, str], float]] = {
@@ -121,7 +122,8 @@ def measure(bench: Bench, turn: Turn, movers: Sequence[str], repetitions: int) -
         if loads[what]:
             cpu_s = statistics.median(load.run_s for load in loads[what])
             figures[f"{what}_{{}}_cpu_s_per_gb"] = cpu_s / turn.bytes * 1e9
-            figures[f"{what}_{{}}_waited"] = statistics.median(load.waited for load in loads[what])
+            waited = statistics.median(load.waits_s / load.taken_s for load in loads[what])
+            figures[f"{what}_{{}}_waited"] = waited / THREADS
     return figures
 
 

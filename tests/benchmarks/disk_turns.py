@@ -77,30 +77,6 @@ class Turn:
         return len(self.slots) * self.slot_bytes
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a process did with the machine's cores."""
-
-    run_s: float
-    waits_s: float
-    """Of all its threads together: ready to run, and no core free."""
-    at_s: float
-    waited: float = 0.0
-    """The part of the time in which an IO thread waited for a core, on average."""
-
-    @classmethod
-    def of(cls, pid: int) -> Load:
-        """So far."""
-        found = [(task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
-        run_ns, waits_ns = (sum(int(fields[column]) for fields in found) for column in (0, 1))
-        return cls(run_ns / 1e9, waits_ns / 1e9, time.perf_counter())
-
-    def since(self, before: Load) -> Load:
-        waits_s = self.waits_s - before.waits_s
-        waited = waits_s / THREADS / (self.at_s - before.at_s)
-        return Load(self.run_s - before.run_s, waits_s, self.at_s, waited)
-
-
 @contextmanager
 def slab_on(folder: Path) -> Iterator[Bench]:
     """A new slab in a folder. Stopped with its worker; the folder is the caller's to remove."""

@@ -5,17 +5,20 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from kvtier import Transfer
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.faults.campaigns.place import Place, side_by_side
 from tests.support.process import Daemon
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-KILLS = 200 if LONG else 10
-CHAPTERS = 5 if LONG else 1
+KILLS = 170 if LONG else 5
+CHAPTERS = 6 if LONG else 2
 """Each with a pool of its own, which has room for all that its kills leave."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0
@@ -25,7 +28,7 @@ SAMPLE = 128
 POOL_SIZE = f"{max(256, KILLS * 10)}MiB"
 """Room for everything: a block that was evicted would look like a lost one."""
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * 20 + 60)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 10 + 60)]
 
 
 def store_until_killed(
@@ -70,21 +73,22 @@ def check(engine: PlainEngine, hashes: list[bytes], complete: bool, count: Count
     compare(engine.read(into), hashes[: found.hits], count)
 
 
-@pytest.mark.parametrize("chapter", range(CHAPTERS))
-def test_every_block_seen_done_survives_kill_nine_of_the_daemon(
-    start: Callable[..., Daemon], proved: Callable[[str], None], count: Counter[str], chapter: int
-) -> None:
-    print(f"KVTIER_SEED={SEED}, {KILLS} kills, chapter {chapter}")
-    chance = random.Random(SEED + chapter)
+def chapter(number: int, count: Counter[str]) -> None:
+    """One pool's share of the kills."""
+    chance = random.Random(SEED + number)
     settings = {"pool__size": POOL_SIZE, "pool__extent_size": "4MiB"}
-    daemon = start(**settings)
     survived: list[list[bytes]] = []
-    with PlainEngine(daemon.socket, "survivor", num_blocks=IN_FLIGHT * BATCH + BATCH) as engine:
-        for number in range(KILLS):
+    with ExitStack() as stack:
+        place = stack.enter_context(Place())
+        daemon = place.start(**settings)
+        engine = stack.enter_context(
+            PlainEngine(daemon.socket, "survivor", num_blocks=IN_FLIGHT * BATCH + BATCH)
+        )
+        for round_ in range(KILLS):
             engine.wait_ready()
-            done, rest = store_until_killed(engine, daemon, chance, f"round-{number}")
+            done, rest = store_until_killed(engine, daemon, chance, f"round-{round_}")
             count["daemon_kills"] += 1
-            daemon = start(**settings)
+            daemon = place.start(**settings)
             engine.wait_ready()
             survived += done
             for batch in done + chance.sample(survived, min(len(survived), SAMPLE // BATCH)):
@@ -97,11 +101,19 @@ def test_every_block_seen_done_survives_kill_nine_of_the_daemon(
         engine.wait_ready()
         for batch in survived:
             check(engine, batch, complete=True, count=count)
-    counters = daemon.status().counters
-    assert counters.integrity_failures == 0
-    assert daemon.stop() == 0
+        assert daemon.status().counters.integrity_failures == 0
+        count["blocks_survived"] += len(survived) * BATCH
+        engine.close()
+        assert daemon.stop() == 0
+
+
+def test_every_block_seen_done_survives_kill_nine_of_the_daemon(
+    proved: Callable[[str], None], count: Counter[str]
+) -> None:
+    print(f"KVTIER_SEED={SEED}, {CHAPTERS} chapters of {KILLS} kills")
+    side_by_side([partial(chapter, number) for number in range(CHAPTERS)], count)
     proved(
-        f"{KILLS} times kvtierd was killed with -9 while it stored: all {len(survived) * BATCH} blocks seen"
-        f" DONE were found again, {count['blocks_compared']} loads compared, {count['wrong_bytes']} wrong"
-        f" bytes (KVTIER_SEED={SEED})"
+        f"{count['daemon_kills']} times kvtierd was killed with -9 while it stored: all"
+        f" {count['blocks_survived']} blocks seen DONE were found again, {count['blocks_compared']} loads"
+        f" compared, {count['wrong_bytes']} wrong bytes (KVTIER_SEED={SEED})"
     )
