@@ -95,11 +95,12 @@ def quiesce(world: World) -> None:
             world.exit_worker(worker)
         for lost in list(world.lost_disk_workers):
             disk_faults.exit_worker(world, lost)
-        for reader in [worker for worker in world.disk_workers if worker is not None]:
-            reader.hangs = False
-            while not reader.idle():
-                reader.step(world.random, world.faults, 0.0)
-                world.deliver_disk(reader)
+        of_disks = [worker for worker in world.disk_workers if worker is not None]
+        while not all(worker.idle() for worker in of_disks):  # the end of one's job lets another's begin
+            for disk_worker in of_disks:
+                disk_worker.hangs = False
+                disk_worker.step(world.random, world.faults, 0.0)
+                world.deliver_disk(disk_worker)
         for living in [worker for worker in world.current if worker is not None]:
             while not living.idle():
                 living.step(world.random, world.faults, 0.0)
