@@ -1,9 +1,11 @@
 """`make demo`: one cache, two engines. A vLLM computes a long prefix and is killed; another gets it back.
-Then the daemon is killed while that engine lives: it is started again, and the engine hits again.
+Then the daemon is killed while that engine lives: it is started again, and the engine hits again. Then its
+pool is taken away as well, as a reboot of the host would: the engine hits from disk.
 
-Everything is real: kvtierd on its embedded default, two vLLM engines on the CPU, a model made on the spot,
-and the text of LICENSE as prompt (its bytes are the token ids). The last line of the output is one JSON
-object; the exit status is 0 only if every claim held. Nothing is left but what lies under build/demo/.
+Everything is real: kvtierd on its embedded default and a folder for its disk tier, two vLLM engines on the
+CPU, a model made on the spot, and the text of LICENSE as prompt (its bytes are the token ids). The last line
+of the output is one JSON object; the exit status is 0 only if every claim held. Nothing is left but what lies
+under build/demo/.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ PROMPT_TOKENS = 2_000
 MAX_MODEL_LEN = 2_112
 OUTPUT_TOKENS = 32
 DEADLINE_S = 60.0
+DISK_SIZE = "256MiB"
 CONNECTOR = {
     "kv_connector": "KvtierConnector",
     "kv_connector_module_path": "kvtier_vllm.connector",
@@ -136,6 +139,19 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 pass
             self.kill()
+
+
+def disk(stack: ExitStack) -> dict[str, str]:
+    """Environment of a daemon with a disk tier below build/demo, written to as soon as blocks are stored."""
+    folder = OUT / "disk"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return {
+        "KVTIER_DISK_PATHS": str(folder),
+        "KVTIER_DISK_SIZE": DISK_SIZE,
+        "KVTIER_DISK_WRITE_MODE": "through",
+    }
 
 
 def place(stack: ExitStack) -> dict[str, str]:
@@ -254,6 +270,18 @@ def settle(daemon: Daemon) -> None:
     daemon.wait_for("the stores to be committed", lambda s: s and int(s.get("transfers_active", 0)) == 0)
 
 
+def on_disk(status: dict[str, Any]) -> int:
+    """Blocks that the disk tier holds."""
+    return sum(int(each.get("blocks", 0)) for each in status.get("disks", ()))
+
+
+def settle_on_disk(daemon: Daemon) -> None:
+    """Waits until every block of the host is on the disk as well."""
+    daemon.wait_for(
+        "the blocks to be on disk", lambda s: s and on_disk(s) >= int(s.get("blocks", {}).get("ready", 0)) > 0
+    )
+
+
 def ready(daemon: Daemon) -> None:
     """Waits until an engine has attached with its memory."""
     daemon.wait_for("an engine to attach", lambda s: any(i.get("ready") for i in s.get("instances", ())))
@@ -264,15 +292,16 @@ def story(stack: ExitStack) -> dict[str, Any]:
     full_tokens = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     prompt, warm_up = prompts()
     model = ensure(OUT / "model", PRESETS["demo"])
-    environment = place(stack)
+    environment = place(stack) | disk(stack)
     daemon = Daemon(environment, OUT / "kvtierd.log")
     stack.callback(daemon.stop)
     engines = Engines(model, environment, stack)
 
-    say("\n1. kvtierd starts, on its defaults: no configuration at all.")
+    say("\n1. kvtierd starts, on its defaults, and with a folder for a disk tier.")
     daemon.start()
     pool = Path(daemon.status["pool"]["path"])
     say(f"  pool {pool}, socket {daemon.status['socket']}")
+    say(f"  disk {environment['KVTIER_DISK_PATHS']}, {DISK_SIZE}")
 
     say(f"\n2. Engine 1 computes a prompt of {PROMPT_TOKENS} tokens.")
     first = engines.start("engine-1")
@@ -330,8 +359,28 @@ def story(stack: ExitStack) -> dict[str, Any]:
         f" {after_kill.num_cached_tokens} tokens not computed; identical: {'yes' if survived else 'NO'}"
     )
 
+    say("\n6. kill -9 of kvtierd, and its pool is deleted: what a reboot of the host leaves is on disk.")
+    settle_on_disk(daemon)
+    daemon.kill()
+    pool.unlink()
+    forget(second)
+    daemon.start()
+    say_found(daemon)
+    say(f"  on disk: {on_disk(daemon.status)} blocks found")
+    ready(daemon)
+    from_disk = one(second, prompt)
+    daemon.refresh()
+    promoted = int(daemon.status.get("counters", {}).get("promoted_blocks", 0))
+    returned = same(from_disk, local) and from_disk.num_cached_tokens == local.num_cached_tokens
     say(
-        "\n6. Would we notice a wrong byte? kvtierd is stopped as for an upgrade, one byte of a stored block"
+        f"  restored: first token after {from_disk.ttft_s:.3f} s, {from_disk.num_cached_tokens} tokens not"
+        f" computed, {promoted} blocks promoted from disk; identical: {'yes' if returned else 'NO'}"
+    )
+    settle(daemon)
+    slots = sorted(stored_slots(pool))
+
+    say(
+        "\n7. Would we notice a wrong byte? kvtierd is stopped as for an upgrade, one byte of a stored block"
         " is flipped, and it starts again."
     )
     daemon.drain()
@@ -351,13 +400,14 @@ def story(stack: ExitStack) -> dict[str, Any]:
     else:
         say(f"  its output {'changed' if changed else 'DID NOT CHANGE'}")
 
-    say("\n7. What Prometheus sees.")
+    say("\n8. What Prometheus sees.")
     for line in daemon.metric_lines(
         "kvtier_lookup_hits_total",
         "kvtier_store_bytes_total",
         "kvtier_load_bytes_total",
         "kvtier_integrity_failures_total",
         "kvtier_pool_bytes",
+        "kvtier_promoted_blocks_total",
     ):
         say(f"  {line}")
     second.stop()
@@ -373,6 +423,10 @@ def story(stack: ExitStack) -> dict[str, Any]:
         "ttft_after_daemon_kill_s": round(after_kill.ttft_s, 4),
         "restored_tokens_after_daemon_kill": after_kill.num_cached_tokens,
         "bit_identical_after_daemon_kill": survived,
+        "ttft_from_disk_s": round(from_disk.ttft_s, 4),
+        "restored_tokens_from_disk": from_disk.num_cached_tokens,
+        "promoted_blocks": promoted,
+        "bit_identical_from_disk": returned,
         "negative_control_detected": detected,
         "integrity_failures": refused,
         "stored_blocks": len(slots),
@@ -390,6 +444,11 @@ def verdict(figures: dict[str, Any]) -> list[str]:
         wrong.append(
             "after kill -9 of kvtierd the engine got"
             f" {figures['restored_tokens_after_daemon_kill']} tokens back, or other ones"
+        )
+    if not figures["bit_identical_from_disk"] or not figures["promoted_blocks"]:
+        wrong.append(
+            f"after the pool was deleted the engine got {figures['restored_tokens_from_disk']} tokens back,"
+            f" {figures['promoted_blocks']} blocks of it from disk, or other ones"
         )
     if not figures["negative_control_detected"]:
         wrong.append("a corrupted block was neither refused nor visible")
@@ -427,7 +486,8 @@ def main() -> int:
             f"Proved: an engine was killed, and another got {figures['restored_tokens']} tokens back bit for"
             f" bit, with its first token after {figures['ttft_restored_s']:.3f} s instead of"
             f" {figures['ttft_cold_s']:.3f} s ({speedup:.1f} times sooner); the daemon was killed,"
-            " and the engine that lived on got them back as well; a corrupted block was refused."
+            " and the engine that lived on got them back as well; the pool was deleted, and it got them back"
+            " from disk; a corrupted block was refused."
             f" Logs: {OUT.relative_to(REPO)}/"
         )
     print(json.dumps(figures), flush=True)

@@ -24,6 +24,8 @@ BENCHMARKS = {
     "kernels": "gather and scatter against one large memcpy; the index at 4 M entries",
     "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
     "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
+    "disk": "a disk's worker against fio, at the same record size and depth",
+    "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
     "rpc": "lookups over gRPC, unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "transfers": "store to commit and load, end to end, through a real daemon",
@@ -60,6 +62,11 @@ TARGETS = {
         Target("lookup_grpc_stream_1024_p50_us", at_most=500),
         Target("lookup_one_behind_8192_p99_us", at_most=2_000),
         Target("restart_1m_s", at_most=1.0),
+        *(
+            Target(f"disk_{what}_{size}_ratio", at_least=0.95)
+            for what in ("write", "read")
+            for size in ("64k", "256k", "1m", "4m")
+        ),
         Target("connector_step_64_waiting_ms", at_most=2.0),
     )
 }

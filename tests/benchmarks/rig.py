@@ -29,6 +29,26 @@ class Rig:
     memory: SharedBuffer
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a process has done with the machine's cores, all its threads together."""
+
+    run_s: float
+    waits_s: float
+    """Ready to run, and no core free."""
+    taken_s: float
+
+    @classmethod
+    def of(cls, pid: int) -> Load:
+        """So far; `taken_s` counts from some moment."""
+        found = [(task / "schedstat").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+        run_ns, waits_ns = (sum(int(fields[column]) for fields in found) for column in (0, 1))
+        return cls(run_ns / 1e9, waits_ns / 1e9, time.perf_counter())
+
+    def since(self, before: Load) -> Load:
+        return Load(self.run_s - before.run_s, self.waits_s - before.waits_s, self.taken_s - before.taken_s)
+
+
 @contextmanager
 def rig(*, num_blocks: int, planes: int, fragment_bytes: int, pool_size: str) -> Iterator[Rig]:
     """Starts both; the engine's cache has `planes` planes with `fragment_bytes` of each block."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.rig import DEADLINE_S, Rig, connected, hashes_of, microseconds, rig
+from tests.benchmarks.rig import DEADLINE_S, Load, Rig, connected, hashes_of, microseconds, rig
 from tests.integration.daemon.raw import RawSession
 
 SIZES = (1, 64, 1_024, 8_192)
@@ -102,18 +102,25 @@ class Unary:
 
 
 def behind(figures: dict[str, float], running: Rig, unary: Unary, joined: bytes) -> None:
-    """One-hash calls while another process keeps looking up 8,192 hashes, one call after another."""
+    """One-hash calls while another process keeps looking up 8,192 hashes, one call after another; and how
+    much of that time the daemon's threads waited for a core: 1 is one thread, always.
+    """
     command = [sys.executable, "-m", "tests.benchmarks.rpc", "--busy", str(running.daemon.socket)]
     busy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert busy.stdout is not None
         if busy.stdout.readline() != "busy\n":
             raise RuntimeError("the process that keeps the daemon busy did not start")
+        before = Load.of(running.daemon.pid)
         taken = microseconds(lambda: unary.lookup(joined[:32]), CALLS[1])
+        on_stream = microseconds(lambda: running.client.lookup(joined[:32], timeout_s=DEADLINE_S), CALLS[1])
+        load = Load.of(running.daemon.pid).since(before)
     finally:
         busy.kill()
         busy.wait()
     report(figures, "lookup_one_behind_8192", taken)
+    report(figures, "lookup_one_behind_8192_stream", on_stream)
+    figures["lookup_one_behind_8192_waited"] = load.waits_s / load.taken_s
 
 
 def keep_busy(socket: Path) -> None:

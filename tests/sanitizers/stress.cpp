@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -16,6 +17,7 @@
 #include "copy_plan.hpp"
 #include "device_plan.hpp"
 #include "one_caller.hpp"
+#include "pool_records.hpp"
 #include "words.hpp"
 
 namespace {
@@ -250,6 +252,92 @@ void one_caller_at_a_time() {
     require(table->check().empty() && table->count(2) == 1000, "the table is consistent");
 }
 
+// A pool with one extent in use.
+struct SmallPool {
+    std::vector<std::uint64_t> words;
+    std::optional<pool::Records> records;
+
+    explicit SmallPool(std::uint64_t slot_bytes)
+        : words((pool::header_area_bytes + pool::extent_bytes_min) / sizeof(std::uint64_t)) {
+        const std::uint8_t digest[16] = {};
+        pool::Records::format(base(), words.size() * 8, pool::extent_bytes_min, 1, digest, 0);
+        records.emplace(base(), words.size() * 8, 0);
+        records->format_extent(0, slot_bytes);
+    }
+    std::uint8_t* base() { return reinterpret_cast<std::uint8_t*>(words.data()); }
+    std::uint32_t slot(std::uint64_t i) const {
+        pool::Extent extent;
+        require(records->extent(0, extent), "the extent is in use");
+        return static_cast<std::uint32_t>(extent.slot_offset(i) / pool::page_bytes);
+    }
+    std::uint8_t* data(std::uint64_t i) { return base() + slot(i) * pool::page_bytes; }
+};
+
+// One slot goes from block to block, each of which ends in the same place under another checksum. Meanwhile others ask for the
+// checksum of one of these blocks: they get that one's, or none.
+void checksums_between_pools() {
+    constexpr std::uint64_t kRounds = 3000, kDataBytes = 700;
+    SmallPool source(5000), copies(9000);
+    const std::uint8_t name[16] = {};
+    const auto key = [&](std::uint64_t block, std::uint8_t* hash) {
+        std::memset(hash, 0, kHashBytes);
+        std::memcpy(hash, &block, sizeof block);
+        return pool::OpenFields{1, 0, 0, 1, kDataBytes, 1, block, name, hash};
+    };
+    // Even blocks are what the copies' data are; odd ones are not.
+    std::uint64_t sums[2];
+    for (const std::uint64_t i : {1u, 2u}) std::memset(copies.data(i), 5, kDataBytes);
+    sums[0] = xxh3_64(copies.data(1), kDataBytes);
+    sums[1] = sums[0] ^ 1;
+    std::atomic<std::uint64_t> generation_now{0}, taken{0}, refused{0};
+    std::atomic<bool> ended{false};
+    std::vector<std::function<void()>> bodies;
+    bodies.emplace_back([&] {
+        const std::uint32_t slot[] = {source.slot(3)};
+        std::uint8_t hash[kHashBytes];
+        for (std::uint64_t block = 1; block <= kRounds; ++block) {
+            std::uint64_t generation = 0;
+            const std::uint64_t clock = block;
+            source.records->open(slot, key(block % 2, hash), &generation);
+            source.records->set_data_checksums(slot, &generation, &sums[block % 2]);
+            source.records->commit(slot, &clock);
+            generation_now = generation;
+            if (block % 8 == 0) std::this_thread::yield();
+            if (block == kRounds) break;  // the last one stays
+            source.records->free(slot);
+        }
+        ended = true;
+    });
+    for (const std::uint64_t i : {1u, 2u})
+        bodies.emplace_back([&, i] {
+            const std::uint32_t slot[] = {copies.slot(i)}, from[] = {source.slot(3)};
+            std::uint8_t hash[kHashBytes];
+            for (bool last = false; !last;) {
+                last = ended;
+                for (const std::uint64_t block : {0u, 1u}) {
+                    std::uint64_t generation = 0, sum = 0;
+                    const std::uint64_t clock = 0, wanted = generation_now;
+                    copies.records->open(slot, key(block, hash), &generation);
+                    const pool::Source row{*source.records, from, &wanted};
+                    std::uint8_t result = 0, good = 0;
+                    if (i == 1)
+                        copies.records->adopt(slot, &generation, row, &result);
+                    else
+                        copies.records->accept(slot, &generation, row, &result);
+                    copies.records->commit(slot, &clock);
+                    copies.records->data_sums(slot, &generation, &sum, &good);
+                    require(good == 1, "the copy is READY");
+                    require(sum == (result == 1 ? sums[block] : 0), "a copy has the checksum of its block, or none");
+                    require(i == 1 || result != (block == 0 ? 2 : 1), "data are accepted for their own checksum only");
+                    ++(result == 0 ? refused : taken);
+                    copies.records->free(slot);
+                }
+            }
+        });
+    together(bodies);
+    require(taken >= 2 && refused >= 2, "checksums were taken over and refused");
+}
+
 // All variants that this processor can run give the same number, whole and in pieces.
 void checksums_agree() {
     std::vector<std::uint8_t> data(70001);
@@ -274,6 +362,7 @@ int main() {
     plans_of_device_copies();
     together({[] { life_of_a_table(1); }, [] { life_of_a_table(2); }});
     one_caller_at_a_time();
+    checksums_between_pools();
     checksums_agree();
     std::puts(failed ? "stress: FAILED" : "stress: passed");
     return failed ? 1 : 0;

@@ -16,13 +16,15 @@ def worker_step(world: World) -> None:
     if not world.slabs:
         return
     missing = [slab.disk for slab in world.slabs if world.disk_workers[slab.disk] is None]
-    if missing and world.random.random() < 0.1:
+    if missing and world.random.random() < 0.3:
         world.start_disk(world.random.choice(missing))
         return
     everyone = [worker for worker in world.disk_workers if worker is not None] + world.lost_disk_workers
     if not everyone:
         return
     worker = world.random.choice(everyone)
+    if world.random.random() < 0.03:
+        worker.hangs = worker.slab.broken = False
     for _ in range(world.random.randint(1, 12)):
         worker.step(world.random, world.faults, world.fault_rate)
     if world.random.random() < 0.7:

@@ -65,10 +65,34 @@ WANTED_FAULTS = (
     ("writers proven gone", "some"),
     ("writers proven gone", "all"),
     ("time jumps", "60 s, leases held"),
+    *(("disk fails", kind) for kind in ("READ", "WRITE", "CHECK")),
+    *(("disk worker lost", state) for state in ("LIVE", "FAILING")),
+    *(
+        ("disk worker lost", f"{kind} {phase}")
+        for kind in ("READ", "WRITE")
+        for phase in ("waiting", "started", "finished, not told")
+    ),
+    ("disk worker exits", "with jobs"),
+    ("disk hangs", "True"),
+    ("disk rots", "READY"),
+    ("power is lost", "disk"),
+    ("disk recovered", "before the pool"),
+    ("scrub", "begun"),
+    ("late message", "DiskJobFinished told again"),
+    ("late message", "DiskJobFinished from a lost worker"),
 )
 WANTED_OUTCOMES = (
     *(f"{way} {end}" for way in WAYS for end in ("DONE", "FAILED", "CANCELLED")),
     "store throttled",
+    "blocks promoted",
+    "blocks evicted before a disk had them",
+    "blocks corrupt on a disk",
+    "blocks written to a disk",
+    "blocks evicted from a disk",
+    "extents of a disk reclaimed",
+    "late promotion is a miss",
+    "on a disk, pending",
+    "on a disk, no room",
     *(f"explained {verdict.value}" for verdict in Verdict if verdict is not Verdict.ELSEWHERE),
 )
 
@@ -87,8 +111,8 @@ class Coverage:
     def add(self, world: World) -> None:
         self.worlds += 1
         self.stimuli += world.stimuli
+        world.count_up()
         self.transitions.update(world.transitions)
-        self.transitions.update(world.machine.books.transitions.counts)
         self.faults.update(world.faults)
         self.outcomes.update(world.outcomes)
         self.refusals.update(world.refusals)

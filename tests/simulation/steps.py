@@ -169,7 +169,7 @@ USES: dict[Callable[[World, Engine], None], float] = {
 STEPS: dict[Callable[[World], None], float] = {
     engine_step: 32,
     worker_step: 64,
-    disk_faults.worker_step: 40,
+    disk_faults.worker_step: 60,
     faults.tick: 5,
     faults.engine_dies: 0.3,
     faults.cancel: 1.5,
@@ -185,7 +185,7 @@ STEPS: dict[Callable[[World], None], float] = {
     faults.drain: 0.5,
     faults.daemon_dies: 0.1,
     faults.writers_proven: 0.3,
-    disk_faults.worker_lost: 0.3,
+    disk_faults.worker_lost: 0.15,
     disk_faults.worker_exits: 1.0,
     disk_faults.worker_hangs: 0.2,
     disk_faults.breaks: 0.3,

@@ -126,7 +126,7 @@ class World:
         """Writers of slots that a new daemon could not prove gone."""
         self.machine: Machine
         geometry = PoolGeometry(self.random.choice((3, 8)), 1 << 15, 2 << 20)
-        self.slabs = [FakeSlab(DiskId(disk), geometry) for disk in range(self.random.choice((0, 1, 2)))]
+        self.slabs = [FakeSlab(DiskId(disk), geometry) for disk in range(self.random.choice((0, 1, 1, 2)))]
         self._start()
 
     def _table(self, capacity: int, geometry: PoolGeometry) -> Any:
@@ -187,7 +187,7 @@ class World:
     def restart(self, *, crash: bool = False) -> None:
         """kill -9. `crash`: while the actions of the last stimulus were being performed."""
         self.faults["daemon restart", "in the middle of actions" if crash else "between stimuli"] += 1
-        self.transitions.update(self.machine.books.transitions.counts)
+        self.count_up()
         workers = [worker for worker in self.current if worker is not None] + self.lost
         of_disks = [worker for worker in self.disk_workers if worker is not None] + self.lost_disk_workers
         if self.slabs and self.random.random() < 0.3:
@@ -207,6 +207,18 @@ class World:
             reader.become_zombie(self.quarantined)
         self.zombies = [worker for worker in workers if worker.queued or worker.started]
         self.zombies += [worker for worker in of_disks if worker.started]
+
+    def count_up(self) -> None:
+        """What this daemon has met."""
+        books = self.machine.books
+        self.transitions.update(books.transitions.counts)
+        self.outcomes["blocks promoted"] += books.tally.promoted_blocks
+        self.outcomes["blocks evicted before a disk had them"] += books.tally.evicted_unwritten_blocks
+        self.outcomes["blocks corrupt on a disk"] += books.tally.corrupt_on_disk
+        for disk in books.disks.all:
+            self.outcomes["blocks written to a disk"] += disk.tally.written_blocks
+            self.outcomes["blocks evicted from a disk"] += disk.tally.evicted_blocks
+            self.outcomes["extents of a disk reclaimed"] += disk.tally.reclaimed_extents
 
     def do(self, stimulus: Stimulus) -> Reply:
         """Hands a stimulus in, performs, checks. Raises Refusal as the core does."""

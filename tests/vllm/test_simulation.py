@@ -69,6 +69,14 @@ def wait_ready(engine: MiniEngine) -> None:
     until(lambda: client(engine) is not None and client(engine).ready, "the engine is attached")
 
 
+def step_until(engine: MiniEngine, condition: Callable[[], bool], what: str) -> None:
+    def stepped() -> bool:
+        engine.step()
+        return condition()
+
+    until(stepped, what)
+
+
 def wait_stored(engine: MiniEngine) -> None:
     until(lambda: client(engine).status.transfers_active == 0, "all transfers have ended")
 
@@ -111,25 +119,30 @@ def test_two_engines_share_blocks(make: Callable[..., MiniEngine]) -> None:
 
 
 def test_an_engine_waits_for_what_another_is_storing(
-    make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., MiniEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:2000")
-    host.restart()
     one, two = make(salt="in the making"), make(salt="in the making", pending_wait_s=60)
+    matcher, storer = two.connector._scheduler._matcher, one.connector._scheduler._storer
+    end_step = one.worker.wait_for_save
+
+    def meanwhile() -> None:
+        """One's step has computed and not ended; two is asked for the same."""
+        if storer._stores:
+            [store] = storer._stores.values()
+            until(lambda: store.transfer.results is not None, "the daemon has accepted the store")
+            two.add("yours", prompt(100))
+            step_until(two, lambda: matcher.counters.polls > 1, "the other engine waits, and asks again")
+            assert "yours" not in two.cached
+        end_step()
+
+    monkeypatch.setattr(one.worker, "wait_for_save", meanwhile)
     one.add("mine", prompt(100))
-    storer = one.connector._scheduler._storer
-    while not storer._stores:
-        one.step()  # computes it all; its copy begins
-    [store] = storer._stores.values()
-    until(lambda: store.transfer.results is not None, "the daemon has accepted the store")
-    two.add("yours", prompt(100))
+    step_until(one, lambda: bool(storer._stores), "it computes it all")
     two.run()
     assert two.cached["yours"] == 96
-    assert two.connector._scheduler._matcher.counters.waits == 1
     assert two.finished["yours"] == output_of(prompt(100), 8)
-    one.run()
-    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT")
-    host.restart()
+    assert matcher.counters.waits == 1
+    all_came_back(two)
 
 
 def test_leases_are_given_back(make: Callable[..., MiniEngine], host: DaemonHost) -> None:

@@ -243,7 +243,7 @@ class Machine:
             ),
             counters=copy.copy(books.tally),
             draining=books.draining,
-            disks=tuple(disk.status(books.now_s) for disk in books.disks.all),
+            disks=tuple(disk.status(self._clock()) for disk in books.disks.all),
         )
 
 

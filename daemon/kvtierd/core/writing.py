@@ -25,6 +25,8 @@ DISK_FRACTION_MAX = 0.5
 """Of the disks, that is kept written ahead: a disk smaller than the host must not be written round and
 round."""
 
+_NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
+
 
 class Writing:
     def __init__(self, books: Books, jobs: DiskJobs) -> None:
@@ -88,7 +90,7 @@ class Writing:
         if self._books.draining or not self._disks.any_live:
             return
         left = False
-        for domain in self._paces:
+        for domain in list(self._host.domains.by_id.values()):
             if domain.blocks:
                 left |= self._ahead_of(domain)
         self._left = left
@@ -110,13 +112,13 @@ class Writing:
     def _horizon(self, domain: Domain) -> int:
         """How many victims of a domain, from the next one on, should be written by now."""
         slots, ahead_s = self._host.slots, self._policy.clean_ahead_s
-        come, go = self._paces[domain]
+        come_per_s, go_per_s = (pace.per_s for pace in self._paces.get(domain, _NO_PACES))
         free = min(
             (slots.free(size) + slots.extents_free * slots.geometry.slots_per_extent(size)) // per_block
             for size, per_block in domain.per_size
         )
-        coming = max(come.per_s * ahead_s, domain.blocks * KEPT_READY_FRACTION) - free
-        horizon = max(coming, go.per_s * ahead_s)
+        coming = max(come_per_s * ahead_s, domain.blocks * KEPT_READY_FRACTION) - free
+        horizon = max(coming, go_per_s * ahead_s)
         if self._left and self._policy.mode is WriteMode.THROUGH:
             horizon = HORIZON_MAX
         disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._disks.all if disk.live)

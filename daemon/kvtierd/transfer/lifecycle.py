@@ -66,7 +66,7 @@ class Lifecycle:
         self._worker_ids = itertools.count(1)
         self._respawn_timers: dict[str, asyncio.TimerHandle] = {}
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._told: dict[tuple[str, Reason | str], None] = {}
+        self._told: dict[tuple[str, str], None] = {}
         """What the log says already of devices that cannot be used, and of workers that do not come up."""
         self._changed = asyncio.Event()
         self._stopping = False
@@ -247,7 +247,7 @@ class Lifecycle:
         """It cannot serve its device, and exits."""
         handle.refusal = refusal
         self.devices.unusable(handle)
-        say = _log.warning if self._is_new(handle, refusal.reason) else _log.debug
+        say = _log.warning if self._is_new(handle, f"{refusal.reason.name} {refusal.field}") else _log.debug
         say(
             "a device cannot be used; said once for each reason",
             device=handle.device,
@@ -256,7 +256,7 @@ class Lifecycle:
         )
         self._end(handle, refusal.message)
 
-    def _is_new(self, handle: WorkerHandle, why: Reason | str) -> bool:
+    def _is_new(self, handle: WorkerHandle, why: str) -> bool:
         """Whether the log does not say so of this device already; from now on it does."""
         told = (handle.device, why)
         is_new = told not in self._told

@@ -79,6 +79,21 @@ class TestRestarts:
         assert {place.block for place in found} == set(blocks)
         front.assert_reads_back(*found)
 
+    def test_a_restart_finds_what_was_written_here_and_there_in_a_table(self, new_front: NewFront):
+        front = new_front()
+        front.start()
+        host = [front.store(Block(key, 4_096)) for key in range(240)]  # an extent's records: 8 pages
+        disk = [front.open("disk", place.block) for place in host]
+        written = [0, 1, 70, 150, 239]
+        job = front.post(wire.DISK_WRITE, [disk[i] for i in written], [host[i] for i in written])
+        assert front.worker.wait(job).failed == []
+        assert front.worker.stop() == 0
+        front = new_front()
+        front.start()
+        found = front.recovered([place.block for place in host])
+        assert {place.block.key for place in found} == set(written)
+        front.assert_reads_back(*found)
+
     def test_slots_that_were_set_aside_stay_so(self, new_front: NewFront):
         front = new_front()
         front.start()

@@ -34,6 +34,8 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
     AttachSession,
+    CoreDisks,
+    CoreIntegrity,
     CoreLimits,
     GroupGeometry,
     LookupBlocks,
@@ -61,6 +63,11 @@ GEOMETRY = PoolGeometry(extents=4, extent_bytes=1 << 16, first_extent_offset=2 <
 """14 slots of 4 KiB, 7 of 8 KiB or 4 of 12 KiB in each extent."""
 
 
+def pages_of(geometry: PoolGeometry) -> int:
+    """Of the whole file."""
+    return (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
+
+
 def keys(*numbers: int) -> np.ndarray:
     """Block hashes that are easy to tell apart."""
     rows = np.zeros((len(numbers), 32), np.uint8)
@@ -73,14 +80,29 @@ class Host:
     """One machine. Everything handled is validated."""
 
     def __init__(
-        self, table: Any, limits: CoreLimits | None = None, geometry: PoolGeometry = GEOMETRY
+        self,
+        table: Any,
+        limits: CoreLimits | None = None,
+        geometry: PoolGeometry = GEOMETRY,
+        *,
+        disks: Sequence[PoolGeometry] = (),
+        disk_policy: CoreDisks | None = None,
+        integrity: CoreIntegrity | None = None,
     ) -> None:
         """`table`: the class of the block table, or a table."""
+        make = table if isinstance(table, type) else type(table)
         if isinstance(table, type):
-            pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
-            table = table(256, pages)
+            table = make(256, pages_of(geometry))
         self.now_s = 100.0
-        self.machine = Machine(table, lambda: self.now_s, limits or CoreLimits(), geometry)
+        self.machine = Machine(
+            table,
+            lambda: self.now_s,
+            limits or CoreLimits(),
+            geometry,
+            disks=[(make(256, pages_of(each)), each) for each in disks],
+            disk_policy=disk_policy,
+            integrity=integrity,
+        )
         self.actions: list[Action] = []
         """Of the last stimulus."""
         self.ids = itertools.count(1)

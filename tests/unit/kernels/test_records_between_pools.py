@@ -328,6 +328,7 @@ def test_checksums_are_told_of_ready_slots_only() -> None:
     assert sound.tolist() == pool.records.check(pool.slots[:5], generations).tolist()
 
 
+@settings(deadline=None)
 @given(data=st.data(), slot_bytes=st.sampled_from([1, 4096, 4097, 60_000]))
 def test_the_pages_of_records_are_those_of_the_format(data: st.DataObject, slot_bytes: int) -> None:
     pool = Pool(slot_bytes)

@@ -38,14 +38,22 @@ def find_corrupt(records: PoolRecords, slots: Slots, generations: Generations) -
     `generations` was read.
 
     A slot that is given away meanwhile gets a new generation before any byte of it changes, so one that has
-    its old generation after it was read was not.
+    its old generation after it was read was not. Nor was one that is no slot any more, because its extent has
+    got another slot size.
     """
     sound = records.check(slots, generations).astype(np.bool_)
     sound &= records.verify_data(slots, generations).astype(np.bool_)
     bad: npt.NDArray[np.bool_] = ~sound
-    if bad.any():
-        bad &= records.generations(slots) == generations
+    for position in np.flatnonzero(bad):
+        bad[position] = _is_held(records, slots[position : position + 1], int(generations[position]))
     return bad
+
+
+def _is_held(records: PoolRecords, slot: Slots, generation: int) -> bool:
+    try:
+        return int(records.generations(slot)[0]) == generation
+    except ValueError:
+        return False  # it is the page of no slot
 
 
 class Checker:

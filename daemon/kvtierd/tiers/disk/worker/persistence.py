@@ -19,6 +19,10 @@ from kvtierd.transfer.status import StatusPage, StatusWord
 PIECE_BYTES = 1 << 20
 """Of a table, written at one go."""
 
+GAP_BYTES = 16 * PAGE_BYTES
+"""Record pages no further apart are written together with those between them, which are of the same table:
+the next one is most of an extent away. Some pages more cost less than another call."""
+
 
 class Records:
     """Writes what the image says into the file. For any thread; one writes at a time, so that no older copy
@@ -66,9 +70,9 @@ class Records:
     def _persist_pages(self, pages: npt.NDArray[np.uint64], word: StatusWord) -> dict[int, int]:
         """Errnos of the pages that could not be written, by their offset."""
         failed: dict[int, int] = {}
-        breaks = np.flatnonzero(np.diff(pages) != PAGE_BYTES) + 1
+        breaks = np.flatnonzero(np.diff(pages) > GAP_BYTES) + 1
         for run in np.split(pages, breaks) if len(pages) else []:
-            start, length = int(run[0]), len(run) * PAGE_BYTES
+            start, length = int(run[0]), int(run[-1] - run[0]) + PAGE_BYTES
             try:
                 self._write(self._image[start : start + length], start, word)
             except OSError as error:
