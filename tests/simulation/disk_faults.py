@@ -25,7 +25,7 @@ def worker_step(world: World) -> None:
     worker = world.random.choice(everyone)
     if world.random.random() < 0.03:
         worker.hangs = worker.slab.broken = False
-    for _ in range(world.random.randint(1, 12)):
+    for _ in range(world.random.randint(1, 5)):
         worker.step(world.random, world.faults, world.fault_rate)
     if world.random.random() < 0.7:
         world.deliver_disk(worker)

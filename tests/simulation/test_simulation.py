@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from kvtierd.core.disk_jobs import DiskJobs
+from kvtierd.core.disks import Disk
+from kvtierd.core.entities import Worker
 
+from tests.simulation import disk_faults, faults
 from tests.simulation.report import Coverage
 from tests.simulation.run import SimulationFailed, run_many, run_one
+from tests.simulation.steps import STEPS
 
 STIMULI = 100_000
 ORACLE_STIMULI = 15_000
@@ -50,5 +55,21 @@ def test_both_tables_tell_the_same_story() -> None:
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the world notices: here a load forgets to have recovered blocks verified."""
     monkeypatch.setattr("kvtierd.core.transfers.VERIFY", 0)
+    monkeypatch.setitem(STEPS, faults.daemon_dies, 2.0)
     with pytest.raises(SimulationFailed, match=r"wrong bytes(.|\n)*--seed \d+ --steps 5000"):
         run_many(1, 200_000, Coverage())
+
+
+def test_a_read_that_is_given_up_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the slots that a lost worker of a disk may still be reading into are freed before it is gone."""
+    lose = DiskJobs.lose
+
+    def lose_and_free(jobs: DiskJobs, disk: Disk, worker: Worker) -> int:
+        count = lose(jobs, disk, worker)
+        jobs.exited(disk, worker)
+        return count
+
+    monkeypatch.setattr(DiskJobs, "lose", lose_and_free)
+    monkeypatch.setitem(STEPS, disk_faults.worker_lost, 4.0)
+    with pytest.raises(SimulationFailed, match=r"--seed \d+ --steps 5000"):
+        run_many(3, 200_000, Coverage())

@@ -135,7 +135,7 @@ class World:
 
     def _start(self) -> None:
         """A daemon starts on the pool as it is."""
-        capacity = self.random.choice((64, 64, 14))
+        capacity = self.random.choice((64, 20, 14) if self.slabs else (64, 64, 14))
         table = self._table(capacity, GEOMETRY)
         self.verify = self.random.choice(list(Verify))
         self.machine = Machine(

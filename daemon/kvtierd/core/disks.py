@@ -94,10 +94,11 @@ class Disk(Entity):
     def recovered(self) -> bool:
         return self.state is not DiskState.STARTING
 
-    def fits(self, sizes: Sequence[int]) -> bool:
+    def fits(self, sizes: tuple[int, ...]) -> bool:
         """Whether a block with shards of these sizes can be stored here at all."""
         per_extent = self.blocks.geometry.slots_per_extent
-        return len(sizes) <= JOB_SLOTS_MAX and all(per_extent(size) for size in set(sizes))
+        fits = len(sizes) <= JOB_SLOTS_MAX and all(per_extent(size) for size in set(sizes))
+        return fits and self.blocks.domains.has_room(sizes)
 
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         """Entries of the blocks that can be read; NO_ENTRY for the others."""
@@ -198,6 +199,11 @@ class Disks:
             if disk.live:
                 found[own] = disk.find(space, np.ascontiguousarray(hashes[own]))
         return found
+
+    def has(self, space: SpaceId, key: Hashes) -> bool:
+        """Whether a LIVE disk can read one block, `key` of shape (1, 32)."""
+        disk = self.all[0] if len(self.all) == 1 else self.all[int(self.place(key)[0])]
+        return disk.live and bool(disk.find(space, key)[0] != NO_ENTRY)
 
     # --- what the host says of disks ---
 

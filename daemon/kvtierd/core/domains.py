@@ -63,6 +63,10 @@ class Domains:
                 value=len(new),
             )
 
+    def has_room(self, sizes: tuple[int, ...]) -> bool:
+        """Whether these slot sizes could have a domain."""
+        return sizes in self._by_sizes or len(self.by_id) < DOMAINS_MAX
+
     def of(self, sizes: tuple[int, ...]) -> Domain:
         """The domain of these slot sizes, made if there is none."""
         domain = self._by_sizes.get(sizes)

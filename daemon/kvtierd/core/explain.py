@@ -156,7 +156,7 @@ def _state(books: Books, space: SpaceId, row: Hashes) -> int:
 
 
 def _is_on_disk(books: Books, space: SpaceId, row: Hashes) -> bool:
-    return bool(books.disks) and bool(books.disks.find(space, row)[0] != NO_ENTRY)
+    return bool(books.disks) and books.disks.has(space, row)
 
 
 def _is_there(books: Books, space: SpaceId, row: Hashes) -> bool:

@@ -26,7 +26,7 @@ READY = int(BlockState.READY)
 class Leases:
     def __init__(self, books: Books, tier: DiskTier) -> None:
         self._books = books
-        self._tier = tier
+        self._tier = tier if tier else None
         self._blocks = books.blocks
 
     # --- lookups ---
@@ -49,7 +49,7 @@ class Leases:
         tally.lookups += 1
         tally.lookup_hashes += len(hashes)
         found, states = self._find(plan, hashes, stimulus.mode)
-        if self._tier and self._tier.recompute(instance, plan, len(found)):
+        if self._tier is not None and self._tier.recompute(instance, plan, len(found)):
             return LookupReply(0, np.zeros_like(states[: _told(stimulus)]), None, None)
         hits = len(found)
         tally.lookup_hits += hits
@@ -64,7 +64,7 @@ class Leases:
                     refused = refusal
             if lease is None:
                 self._blocks.touch(found)
-        if self._tier:
+        if self._tier is not None:
             self._tier.found(plan.domain, found)
             if hits < len(hashes):
                 promotion = self._tier.promotion
@@ -85,7 +85,7 @@ class Leases:
         plan = books.plan(instance, stimulus.group)
         instance.alive_at_s = books.now_s
         found, states = self._find(plan, hashes, stimulus.mode)
-        if self._tier and len(found) < len(hashes):
+        if self._tier is not None and len(found) < len(hashes):
             promotion = self._tier.promotion
             states = promotion.beyond(instance, plan, hashes, stimulus.mode, found, states, held=False)
         return PrefetchReply(states)

@@ -48,7 +48,9 @@ class Promotion:
             return states
         keep = _NO_ENTRIES if held else hits
         if mode is LookupMode.PREFIX:
-            states[len(hits)] = self._prefix(instance, plan, hashes, len(hits), keep)
+            first = len(hits)
+            if states[first] == PENDING or self._disks.has(plan.space, hashes[first : first + 1]):
+                states[first] = self._prefix(instance, plan, hashes, first, keep)
             return states
         return self._exact(instance, plan, hashes, states, keep)
 

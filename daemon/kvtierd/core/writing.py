@@ -98,7 +98,7 @@ class Writing:
     def _ahead_of(self, domain: Domain) -> bool:
         """Writes the coldest of a domain. True if some that should be written by now are left."""
         horizon = self._horizon(domain)
-        if horizon <= 0:
+        if horizon <= 0 or not any(disk.fits(domain.sizes) for disk in self._disks.all):
             return False
         most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
         all_live = all(disk.live for disk in self._disks.all)

@@ -25,7 +25,8 @@ from kvtierd.core.transitions import (
 )
 from kvtierd.core.validate import validate
 
-from tests.unit.core.host import Host
+from tests.unit.core.disk import READ, WRITE, DiskHost
+from tests.unit.core.host import Host, keys
 
 DAMAGES = (
     "pins",
@@ -49,6 +50,23 @@ DAMAGES = (
     "extent_slots",
     "about",
     "check",
+)
+DISK_DAMAGES = (
+    "clean",
+    "not_clean",
+    "queued",
+    "late",
+    "late_jobs",
+    "pinned",
+    "promotion",
+    "write",
+    "bytes",
+    "unreadable",
+    "slot",
+    "state",
+    "worker",
+    "probe",
+    "errors",
 )
 PROTO = Path(__file__).resolve().parents[3] / "proto/kvtier/v1/types.proto"
 
@@ -100,6 +118,85 @@ def test_a_refusal_names_field_and_value_and_shortens_it() -> None:
     refusal = Refusal(Reason.MALFORMED, "do better", field="hashes", value="x" * 1000)
     assert str(refusal).startswith("MALFORMED: do better [hashes=xxx")
     assert len(str(refusal)) < 200
+
+
+class TestDiskValidator:
+    """Likewise: a disk has 1 and 2, and the host too; 3 is being written, 4 promoted."""
+
+    @pytest.fixture
+    def host(self, make_disk_host: Callable[..., DiskHost]) -> DiskHost:
+        host = make_disk_host(start=False)
+        host.disk.start()
+        one = host.instance()
+        host.stored_on_disk(one, 4)
+        host.evict_all(one)
+        host.stored_on_disk(one, 1, 2)
+        one.lookup(4)
+        one.stored(3)
+        validate(host.machine)
+        return host
+
+    @staticmethod
+    def entry(host: DiskHost, number: int, *, on_disk: bool = False) -> np.ndarray:
+        blocks = host.disk.core.blocks if on_disk else host.machine.books.blocks
+        return blocks.table.lookup(host.machine.books.names["engine"].plans[0].space, keys(number))[0]
+
+    def clean(self, host: DiskHost) -> None:
+        host.machine.books.blocks.table.clear_flags(self.entry(host, 1), BlockFlag.CLEAN)
+
+    def not_clean(self, host: DiskHost) -> None:
+        host.machine.books.blocks.table.set_flags(self.entry(host, 3), BlockFlag.CLEAN)
+
+    def queued(self, host: DiskHost) -> None:
+        host.machine.books.blocks.table.set_flags(self.entry(host, 1), BlockFlag.QUEUED)
+
+    def late(self, host: DiskHost) -> None:
+        host.machine.books.blocks.table.set_flags(self.entry(host, 4), BlockFlag.LATE)
+
+    def late_jobs(self, host: DiskHost) -> None:
+        host.machine.books.disks.late_jobs += 1
+
+    def pinned(self, host: DiskHost) -> None:
+        host.disk.core.blocks.table.pin(self.entry(host, 1, on_disk=True))
+
+    def promotion(self, host: DiskHost) -> None:
+        job = host.disk.core.jobs.pop(host.disk.open_jobs(READ)[0])  # type: ignore[call-overload]
+        host.disk.core.counts[READ] -= 1
+        host.disk.core.bytes[READ] -= job.bytes
+
+    def write(self, host: DiskHost) -> None:
+        job = host.disk.core.jobs.pop(host.disk.open_jobs(WRITE)[0])  # type: ignore[call-overload]
+        host.disk.core.counts[WRITE] -= 1
+        host.disk.core.bytes[WRITE] -= job.bytes
+
+    def bytes(self, host: DiskHost) -> None:
+        host.disk.core.bytes[WRITE] += 1
+
+    def unreadable(self, host: DiskHost) -> None:
+        table = host.disk.core.blocks.table
+        host.machine.books.disks.unwritten(host.disk.core, self.entry(host, 1, on_disk=True))
+        table.set_flags(self.entry(host, 1, on_disk=True), BlockFlag.LATE)
+
+    def slot(self, host: DiskHost) -> None:
+        host.disk.core.blocks.slots.take(4096, 1)
+
+    def state(self, host: DiskHost) -> None:
+        host.disk.core.state = transitions.DiskState.OFF
+
+    def worker(self, host: DiskHost) -> None:
+        host.disk.core.worker = None
+
+    def probe(self, host: DiskHost) -> None:
+        host.disk.core.probe = host.disk.open_jobs(WRITE)[0]  # type: ignore[assignment]
+
+    def errors(self, host: DiskHost) -> None:
+        host.disk.core.errors_in_row = 3
+
+    @pytest.mark.parametrize("damage", DISK_DAMAGES)
+    def test_a_broken_invariant_is_found(self, host: DiskHost, damage: str) -> None:
+        getattr(self, damage)(host)
+        with pytest.raises(AssertionError):
+            validate(host.machine)
 
 
 class TestValidator:

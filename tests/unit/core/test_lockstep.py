@@ -12,29 +12,42 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvtier_kernels import BlockTable as NativeTable
-from kvtierd.core.actions import Action, Notify, PostPart, ReleaseSession, Reply, TransferEnded
+from kvtierd.core.actions import (
+    Action,
+    Notify,
+    PostDiskJob,
+    PostPart,
+    ReleaseSession,
+    Reply,
+    TransferEnded,
+)
 from kvtierd.core.errors import Refusal
-from kvtierd.core.ids import LeaseId, PartId, SessionId, Ticket, WorkerId
+from kvtierd.core.ids import DiskId, LeaseId, PartId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
     CancelTransfers,
     CoreLimits,
+    DiskJobFinished,
     EndSession,
     LookupMode,
     Outcome,
+    PrefetchBlocks,
     ReleaseLeases,
     SessionReleased,
+    StartScrub,
     Stimulus,
     Tick,
     TouchBlocks,
     UnregisterMemory,
     WorkerExited,
     WorkerLost,
+    WriteMode,
 )
 
 from tests.oracles.block_table import BlockTable as OracleTable
-from tests.unit.core.host import Host, Instance, finished, keys
+from tests.unit.core.disk import DiskHost
+from tests.unit.core.host import Instance, finished, keys
 
 LIMITS = CoreLimits(transfers_max=3, leases_max=3, leased_fraction_max=0.5, terminal_kept=3)
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
@@ -56,12 +69,18 @@ def plain(value: Any) -> Any:
     return value
 
 
-class Twins(Host):
+POLICY = {"job_bytes": 1 << 14, "write_queue_bytes": 1 << 16, "read_queue_bytes": 1 << 16}
+
+
+class Twins(DiskHost):
     """Two machines that are told the same."""
 
-    def __init__(self) -> None:
-        super().__init__(NativeTable, LIMITS)
-        self.other = Host(OracleTable, LIMITS)
+    def __init__(self, disks: int, mode: WriteMode) -> None:
+        options: dict[str, Any] = {"disks": disks, "mode": mode, "policy": POLICY, "limits": LIMITS}
+        super().__init__(NativeTable, start=False, **options)
+        self.other = DiskHost(OracleTable, start=False, **options)
+        for disk in self.disks:
+            disk.start()
 
     def do(self, stimulus: Stimulus) -> Reply:
         self.other.now_s = self.now_s
@@ -83,9 +102,11 @@ class Twins(Host):
 
 
 class Lockstep(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.host = Twins()
+    @initialize(disks=st.sampled_from([0, 1, 1, 2]), mode=st.sampled_from(WriteMode))
+    def start(self, disks: int, mode: WriteMode) -> None:
+        self.host = Twins(disks, mode)
+        self.disk_jobs: list[PostDiskJob] = []
+        self.lost_disks: list[int] = []
         self.engines: list[Instance] = []
         self.parts: dict[PartId, PostPart] = {}
         self.releases: list[ReleaseSession] = []
@@ -99,6 +120,8 @@ class Lockstep(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, PostPart):
                 self.parts[action.part] = action
+            elif isinstance(action, PostDiskJob):
+                self.disk_jobs.append(action)
             elif isinstance(action, ReleaseSession):
                 self.releases.append(action)
             elif isinstance(action, Notify) and isinstance(action.event, TransferEnded):
@@ -153,6 +176,44 @@ class Lockstep(RuleBasedStateMachine):
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
         self.do(TouchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode))
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode))
+    def prefetch(self, data: st.DataObject, run: list[int], mode: LookupMode) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        group = data.draw(st.integers(0, len(engine.sizes) - 1))
+        self.do(PrefetchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode))
+
+    @precondition(lambda self: self.disk_jobs)
+    @rule(
+        data=st.data(),
+        failed=st.lists(st.integers(0, 5), max_size=2, unique=True),
+        corrupt=st.booleans(),
+        error=st.sampled_from(["", "", "", "input/output error"]),
+    )
+    def end_a_disk_job(self, data: st.DataObject, failed: list[int], corrupt: bool, error: str) -> None:
+        job = self.disk_jobs.pop(data.draw(st.integers(0, len(self.disk_jobs) - 1)))
+        bad = np.array([position for position in failed if position < len(job.disk_slots)], np.uint32)
+        none = np.empty(0, np.uint32)
+        bad, worse = (none, bad) if corrupt else (bad, none)
+        self.do(DiskJobFinished(job.worker, job.job, bad, worse, error, bytes=4096, busy_s=0.01))
+
+    @precondition(lambda self: self.host.disks)
+    @rule(data=st.data(), ends=st.booleans())
+    def replace_a_disk_worker(self, data: st.DataObject, ends: bool) -> None:
+        disk = self.host.disks[data.draw(st.integers(0, len(self.host.disks) - 1))]
+        lost = disk.worker
+        self.do(WorkerLost(lost, "stuck"))
+        if ends:
+            self.do(WorkerExited(lost))
+        else:
+            self.lost.append(lost)
+        disk.live()
+
+    @precondition(lambda self: self.host.disks)
+    @rule(data=st.data())
+    def scrub(self, data: st.DataObject) -> None:
+        self.do(StartScrub(DiskId(data.draw(st.integers(0, len(self.host.disks))))))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
