@@ -27,7 +27,7 @@ BATCH = 512
 """8 MiB: two chunks of a copy, so that a kill often falls between them."""
 AREAS = 6
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * CHAPTERS * 20 + 60)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * CHAPTERS * 20 + 300)]
 
 
 def area(index: int) -> list[int]:

@@ -36,7 +36,7 @@ SETTINGS = {
     "pool__size": "258MiB",
 }
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(STOPS * 30 + 120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(STOPS * 30 + 300)]
 
 
 class Keeper:

@@ -30,7 +30,7 @@ RECORD_BYTES = 128
 EXTENT_BYTES = 1 << 20
 FIRST_EXTENT = 2 << 20
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * 60 + 120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * 60 + 400)]
 
 
 class SlabFile:

@@ -32,7 +32,7 @@ WITHOUT_POOL = 0.35
 """The share of starts on a host that has been booted meanwhile."""
 SAMPLE = 5
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 30 + 120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 20 + 400)]
 
 
 def race(owner: Owner, daemon: Daemon, chance: random.Random) -> None:
