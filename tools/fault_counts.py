@@ -16,7 +16,7 @@ NEVER = ("wrong_bytes", "lost_blocks")
 
 IN_MAKE_TEST = {
     "daemon_kills": 12,
-    "planned_restarts": 6,
+    "planned_restarts": 4,
     "pool_owner_kills": 25,
     "worker_kills": 1,
     "client_kills": 30,
@@ -25,12 +25,12 @@ IN_MAKE_TEST = {
     "clock_jumps": 300,
     "crash_points": 85,
     "corruptions_refused": 60,
-    "daemon_kills_with_disks": 4,
+    "daemon_kills_with_disks": 2,
     "disk_only_starts": 1,
     "disk_worker_kills": 1,
     "disk_worker_stops": 1,
     "disk_worker_hangs": 1,
-    "disk_crash_points": 2,
+    "disk_crash_points": 1,
     "disk_corruptions_refused": 50,
     "disk_faults_injected": 3,
     "disks_without_room": 2,

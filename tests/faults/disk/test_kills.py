@@ -25,7 +25,7 @@ from tests.faults.campaigns.tier import (
 from tests.support.process import DEADLINE_S, Daemon
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-KILLS = 30 if LONG else 2
+KILLS = 30 if LONG else 1
 CHAPTERS = 6 if LONG else 2
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 WITHOUT_POOL = 0.35
