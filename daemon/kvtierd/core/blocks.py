@@ -92,6 +92,8 @@ class Blocks:
         """Entries in the table."""
         self.condemned = 0
         """Entries that wait for their last pin to be dropped."""
+        self.opened_bytes = 0
+        """Of all blocks that were ever given slots, or taken over."""
         self.clock = 0
         """Recency, as written to slot records: higher is more recent."""
         self.used_at = np.zeros(self.capacity, np.uint32)
@@ -123,6 +125,7 @@ class Blocks:
                 slots[rank] = self.slots.take(slot_bytes, n)
         self.table.attach_slots(entries, np.ascontiguousarray(slots.T))
         domain.opened += n
+        self.opened_bytes += n * domain.block_bytes
         return slots
 
     def commit(self, domain: Domain, entries: Entries, slots: Slots) -> None:

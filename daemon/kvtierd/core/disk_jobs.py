@@ -228,6 +228,7 @@ class DiskJobs:
         disk.counts[job.kind] -= 1
         disk.bytes[job.kind] -= job.bytes
         disk.ended_s = self._books.now_s
+        job.good = int(np.count_nonzero(good))
         if job.kind is DiskJobKind.WRITE:
             self._write_ended(disk, job, good)
         elif job.kind is DiskJobKind.READ:
@@ -246,9 +247,8 @@ class DiskJobs:
         shelf.commit(job.domain, job.entries[good], job.slots[:, good])
         self._books.disks.written(disk, job.entries[good])
         shelf.discard(job.domain, job.entries[~good], job.slots[:, ~good])
-        written = int(np.count_nonzero(good))
-        tally.written_blocks += written
-        tally.written_bytes += written * job.domain.block_bytes
+        tally.written_blocks += job.good
+        tally.written_bytes += job.good * job.domain.block_bytes
 
     def _read_ended(
         self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, *, unreadable: bool
@@ -268,11 +268,11 @@ class DiskJobs:
         host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
         host.domains.forget_idle(domain)
         shelf.unpin(job.domain, job.entries)
-        read = int(np.count_nonzero(good))
-        disk.tally.read_blocks += read
-        disk.tally.read_bytes += read * domain.block_bytes
-        self._books.tally.promoted_blocks += read
-        self._books.tally.promoted_bytes += read * domain.block_bytes
+        read_bytes = job.good * domain.block_bytes
+        disk.tally.read_blocks += job.good
+        disk.tally.read_bytes += read_bytes
+        self._books.tally.promoted_blocks += job.good
+        self._books.tally.promoted_bytes += read_bytes
 
     def _condemn(self, disk: Disk, job: DiskJob, corrupt: U32) -> Entries:
         """Blocks of a job whose shards at these positions did not match are found no more. Returns their

@@ -271,6 +271,8 @@ class DiskJob(Entity):
     """READ: its blocks are told to be misses."""
     slow: bool = False
     """It was counted as an error."""
+    good: int = 0
+    """Once it is over: blocks that went well."""
 
     @property
     def bytes(self) -> int:

@@ -88,6 +88,7 @@ def _insert(
     blocks.table.attach_slots(entries[new], np.ascontiguousarray(slots[new]))
     added = int(np.count_nonzero(new))
     blocks.live += added
+    blocks.opened_bytes += added * domain.block_bytes
     domain.blocks += added
     return entries, new
 

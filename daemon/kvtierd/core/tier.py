@@ -64,7 +64,7 @@ class DiskTier:
         disk, job = ended
         self._health.ended(disk, job, stimulus)
         self._scrubs.ended(disk, job, looked_at=True)
-        self._writing.job_ended(disk)
+        self._writing.job_ended(disk, job)
         self._scrubs.go_on(disk)
 
     def start_scrub(self, stimulus: StartScrub) -> None:
@@ -96,6 +96,7 @@ class DiskTier:
         if disk is not None:
             for job in self._jobs.exited(disk, worker):
                 self._scrubs.ended(disk, job, looked_at=False)
+                self._writing.give_back(job)
 
     def _of(self, worker: Worker) -> Disk | None:
         """The disk that a worker serves."""

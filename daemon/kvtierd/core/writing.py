@@ -11,6 +11,7 @@ from kvtierd.core.books import Books
 from kvtierd.core.disk_jobs import DiskJobs
 from kvtierd.core.disks import CLEAN, QUEUED, Disk
 from kvtierd.core.domains import Domain
+from kvtierd.core.entities import DiskJob
 from kvtierd.core.ids import Entries
 from kvtierd.core.rates import Pace
 from kvtierd.core.stimuli import WriteMode
@@ -22,8 +23,9 @@ HORIZON_MAX = 65_536
 KEPT_READY_FRACTION = 1 / 16
 """Of the blocks of a full pool: so many can go at once, however slowly they went before."""
 DISK_FRACTION_MAX = 0.5
-"""Of the disks, that is kept written ahead: a disk smaller than the host must not be written round and
-round."""
+"""Of the disks, that is kept written ahead."""
+WRITTEN_PER_STORED = 2
+"""Bytes written to disks at most, for each that comes to the host."""
 
 _NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
 
@@ -41,6 +43,10 @@ class Writing:
         """Something should have been written, and has found no room, or was never looked at."""
         self._hungry = False
         """The queues were full when there was more to write."""
+        self._credit_bytes = 0
+        """May be written, beyond what is on its way."""
+        self._opened_bytes = 0
+        """Of the host, when the credit was counted last."""
 
     # --- at once ---
 
@@ -80,10 +86,17 @@ class Writing:
         self._paces = paces
         self._write_ahead()
 
-    def job_ended(self, disk: Disk) -> None:
-        """There may be room for more."""
-        if self._hungry and 2 * disk.bytes[DiskJobKind.WRITE] <= self._policy.write_queue_bytes:
+    def job_ended(self, disk: Disk, job: DiskJob) -> None:
+        """There may be room for more. What has not gone well is left to the next tick: it would fail again,
+        as fast as a worker can."""
+        self.give_back(job)
+        if self._hungry and job.good and 2 * disk.bytes[DiskJobKind.WRITE] <= self._policy.write_queue_bytes:
             self._write_ahead()
+
+    def give_back(self, job: DiskJob) -> None:
+        """A job is over: what of it was not written has cost nothing."""
+        if job.kind is DiskJobKind.WRITE:
+            self._credit_bytes += (len(job.entries) - job.good) * job.domain.block_bytes
 
     def _write_ahead(self) -> None:
         self._hungry = False
@@ -143,7 +156,21 @@ class Writing:
                 everything = False
                 self._hungry |= disk.live
             per_job = self._jobs.blocks_per_job(domain)
-            for first in range(0, min(may, len(own)), per_job):
-                some = entries[own[first : min(first + per_job, may)]]
-                self._jobs.write(disk, domain, some if head_first else np.ascontiguousarray(some[::-1]))
+            end = min(may, len(own), self._credit() // domain.block_bytes)
+            for first in range(0, end, per_job):
+                some = entries[own[first : min(first + per_job, end)]]
+                written = self._jobs.write(
+                    disk, domain, some if head_first else np.ascontiguousarray(some[::-1])
+                )
+                self._credit_bytes -= written * domain.block_bytes
         return everything
+
+    def _credit(self) -> int:
+        """Bytes that may be written now. A disk that is too small for what the host holds would be written
+        round and round, each block in the place of another; so no more is written than a multiple of what
+        comes to the host."""
+        new_bytes = self._host.opened_bytes - self._opened_bytes
+        self._opened_bytes += new_bytes
+        most = self._host.geometry.capacity_bytes
+        self._credit_bytes = min(self._credit_bytes + WRITTEN_PER_STORED * new_bytes, most)
+        return max(0, self._credit_bytes)

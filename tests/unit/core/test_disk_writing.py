@@ -104,6 +104,14 @@ class TestThrough:
             host.disk.finish_all()
         assert host.disk.holds(one, *range(5)) == list(range(5))
 
+    def test_what_cannot_be_written_is_not_tried_again_at_once(self, make_disk_host: Make) -> None:
+        host = make_disk_host(policy={"write_queue_bytes": 4096})
+        one = host.instance()
+        one.stored(*range(4))
+        host.disk.finish(host.disk.open_jobs()[0], failed=[0])
+        assert host.disk.open_jobs() == []
+        assert len(ticks(host, 0.1)) == 1
+
     def test_a_block_larger_than_the_queue_is_written_alone(self, make_disk_host: Make) -> None:
         host = make_disk_host(policy={"write_queue_bytes": 100, "job_bytes": 100})
         host.instance().stored(1, 2)
@@ -237,17 +245,24 @@ class TestBack:
         one.stored(100, 101)
         assert host.counters.evicted_unwritten_blocks == 2
 
-    def test_a_small_disk_is_not_written_round_and_round(self, make_disk_host: Make) -> None:
+    @pytest.mark.parametrize("mode", list(WriteMode))
+    def test_a_small_disk_is_not_written_round_and_round(self, make_disk_host: Make, mode: WriteMode) -> None:
         host = make_disk_host(
-            mode=WriteMode.BACK, slab=PoolGeometry(1, 1 << 16, 2 << 20), policy={"clean_ahead_s": 1e6}
+            mode=mode, slab=PoolGeometry(1, 1 << 16, 2 << 20), policy={"clean_ahead_s": 1e6}
         )
-        one = host.instance()
-        one.stored(*range(FULL))
-        one.stored(100)
-        for _ in range(20):
+        one, two = host.instance("one"), host.instance("two", sizes=((8192,),), fields=b"other")
+        for first in range(0, 40, 4):
+            one.stored(*range(first, first + 4))
+            two.stored(first)
+            one.lookup(first)
+        stored_bytes = host.counters.stored_bytes
+        for _ in range(500):
             ticks(host, 0.1)
             host.disk.finish_all()
-        assert host.disk.status.counters.written_blocks <= 14
+        before = host.disk.status.counters.written_bytes
+        assert before <= 2 * stored_bytes
+        ticks(host, 5.0)
+        assert host.disk.status.counters.written_bytes == before, "nothing new has come"
 
 
 class TestOnReuse:
