@@ -114,13 +114,13 @@ REST = [
         "tests",
         "not vllm and not faults and not gpu and not fake_gpu",
         "The unit, contract, simulation and integration tests pass.",
-        deadline_s=720,
+        deadline_s=1_500,
     ),
     pytest_stage(
         "tests-faults",
         "faults and not vllm and not gpu and not fake_gpu",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
-        deadline_s=600,
+        deadline_s=1_200,
         least=fault_counts.IN_MAKE_TEST,
     ),
     pytest_stage(

@@ -34,7 +34,7 @@ KINDS = (
     "and killed",
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * 60 + 60)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * 60 + 300)]
 
 
 class Sleeper:

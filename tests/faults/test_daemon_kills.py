@@ -28,7 +28,7 @@ SAMPLE = 128
 POOL_SIZE = f"{max(256, KILLS * 10)}MiB"
 """Room for everything: a block that was evicted would look like a lost one."""
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 10 + 60)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 10 + 300)]
 
 
 def store_until_killed(

@@ -19,7 +19,7 @@ from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
 from tests.support.process import DEADLINE_S, Daemon
 
-RESTARTS = 200 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 20
+RESTARTS = 100 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 6
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 KILLED = 0.3
 """The share of restarts that nobody planned."""

@@ -6,23 +6,28 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from kvtier import Transfer
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.faults.campaigns.place import Place, side_by_side
 from tests.support.process import Daemon
 
-ROUNDS = 60 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 6
-"""Each takes longer than the one before, up to ten seconds: who does not last is replaced ever later."""
+LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
+ROUNDS = 10 if LONG else 3
+"""Of one daemon. Each takes longer than the one before: who does not last is replaced ever later."""
+CHAPTERS = 6 if LONG else 2
+COPY_DEADLINE_S = 0.5
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0
 BATCH = 512
 """8 MiB: two chunks of a copy, so that a kill often falls between them."""
 AREAS = 6
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * 20 + 60)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(ROUNDS * CHAPTERS * 20 + 300)]
 
 
 def area(index: int) -> list[int]:
@@ -34,63 +39,78 @@ def live_worker(daemon: Daemon) -> int:
     return int(worker.pid)
 
 
-def test_nothing_lands_after_the_fence_and_nothing_torn_is_served(
-    start: Callable[..., Daemon],
-    monkeypatch: pytest.MonkeyPatch,
-    proved: Callable[[str], None],
+def chapter(number: int, count: Counter[str]) -> None:
+    """One daemon's share of the rounds."""
+    chance = random.Random(SEED + number)
+    with Place() as place:
+        daemon = place.start(
+            pool__size="514MiB", pool__extent_size="4MiB", workers__copy_deadline_s=COPY_DEADLINE_S
+        )
+        daemon.may_complain = True
+        with PlainEngine(daemon.socket, "survivor", num_blocks=AREAS * BATCH) as engine:
+            known = hashes_of("known", BATCH)
+            engine.wait_ready()
+            engine.fill(area(0), known)
+            assert engine.client.store(known, area(0)).wait(DEADLINE_S).done
+            for round_ in range(ROUNDS):
+                one_round(engine, daemon, known, round_, chance, count)
+        assert daemon.status().counters.integrity_failures == 0
+        assert daemon.stop() == 0
+
+
+def one_round(
+    engine: PlainEngine,
+    daemon: Daemon,
+    known: list[bytes],
+    number: int,
+    chance: random.Random,
     count: Counter[str],
 ) -> None:
-    print(f"KVTIER_SEED={SEED}, {ROUNDS} rounds")
-    chance = random.Random(SEED)
+    """Three stores and three loads; in the middle of them the worker is killed or stopped."""
+    engine.wait_ready()
+    stores = [hashes_of(f"{number}/{index}", BATCH) for index in range(3)]
+    transfers: list[Transfer] = []
+    for index, hashes in enumerate(stores):
+        engine.fill(area(index), hashes)
+    targets = range(3, AREAS)
+    for index in targets:
+        engine.wipe(area(index))
+        found = engine.client.lookup(known, lease=True, timeout_s=DEADLINE_S)
+        assert found.hits == BATCH
+        transfers.append(engine.client.load(found, area(index)))
+    transfers += [engine.client.store(hashes, area(i)) for i, hashes in enumerate(stores)]
+    time.sleep(chance.random() * 0.05)
+    victim = live_worker(daemon)
+    stopped = chance.random() < 0.2
+    os.kill(victim, signal.SIGSTOP if stopped else signal.SIGKILL)
+    count["worker_stops" if stopped else "worker_kills"] += 1
+    for index, transfer in zip([*targets, 0, 1, 2], transfers, strict=True):
+        outcome = transfer.wait(DEADLINE_S)
+        assert outcome.fenced, transfer
+        count["unfinished_transfers"] += not outcome.done
+        if outcome.done and index in targets:
+            compare(engine.read(area(index)), known, count)
+        engine.wipe(area(index))  # ours again: nothing may be written there, nothing read any more
+    engine.wait_ready()
+    for hashes in stores:
+        found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+        if found.hits:
+            into = area(0)[: found.hits]
+            assert engine.client.load(found, into).wait(DEADLINE_S).done
+            compare(engine.read(into), hashes[: found.hits], count)
+    engine.wipe(area(0))
+    assert (engine.read(list(range(AREAS * BATCH))) == 0x5A).all(), "a copy landed after its fence"
+
+
+def test_nothing_lands_after_the_fence_and_nothing_torn_is_served(
+    monkeypatch: pytest.MonkeyPatch, proved: Callable[[str], None], count: Counter[str]
+) -> None:
+    print(f"KVTIER_SEED={SEED}, {CHAPTERS} chapters of {ROUNDS} rounds")
     monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:4")
-    daemon = start(pool__size="514MiB", pool__extent_size="4MiB", workers__copy_deadline_s=0.5)
-    daemon.may_complain = True
-    compared = unfinished = 0
-    with PlainEngine(daemon.socket, "survivor", num_blocks=AREAS * BATCH) as engine:
-        known = hashes_of("known", BATCH)
-        engine.wait_ready()
-        engine.fill(area(0), known)
-        assert engine.client.store(known, area(0)).wait(DEADLINE_S).done
-        for number in range(ROUNDS):
-            engine.wait_ready()
-            stores = [hashes_of(f"{number}/{index}", BATCH) for index in range(3)]
-            transfers: list[Transfer] = []
-            for index, hashes in enumerate(stores):
-                engine.fill(area(index), hashes)
-            targets = range(3, AREAS)
-            for index in targets:
-                engine.wipe(area(index))
-                found = engine.client.lookup(known, lease=True, timeout_s=DEADLINE_S)
-                assert found.hits == BATCH
-                transfers.append(engine.client.load(found, area(index)))
-            transfers += [engine.client.store(hashes, area(i)) for i, hashes in enumerate(stores)]
-            time.sleep(chance.random() * 0.05)
-            victim = live_worker(daemon)
-            stopped = chance.random() < 0.2
-            os.kill(victim, signal.SIGSTOP if stopped else signal.SIGKILL)
-            count["worker_stops" if stopped else "worker_kills"] += 1
-            for index, transfer in zip([*targets, 0, 1, 2], transfers, strict=True):
-                outcome = transfer.wait(DEADLINE_S)
-                assert outcome.fenced, transfer
-                unfinished += not outcome.done
-                if outcome.done and index in targets:
-                    compare(engine.read(area(index)), known, count)
-                    compared += BATCH
-                engine.wipe(area(index))  # ours again: nothing may be written there, nothing read any more
-            engine.wait_ready()
-            for hashes in stores:
-                found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
-                if found.hits:
-                    into = area(0)[: found.hits]
-                    assert engine.client.load(found, into).wait(DEADLINE_S).done
-                    compare(engine.read(into), hashes[: found.hits], count)
-                    compared += found.hits
-            engine.wipe(area(0))
-            assert (engine.read(list(range(AREAS * BATCH))) == 0x5A).all(), "a copy landed after its fence"
-    assert daemon.status().counters.integrity_failures == 0
-    assert daemon.stop() == 0
-    assert unfinished
+    side_by_side([partial(chapter, number) for number in range(CHAPTERS)], count)
+    assert count["unfinished_transfers"]
     proved(
-        f"{ROUNDS} times the copy worker was killed or stopped: {unfinished} transfers did not finish, none "
-        f"of them wrote after its fence; {compared} blocks were compared, 0 wrong bytes (KVTIER_SEED={SEED})"
+        f"{ROUNDS * CHAPTERS} times the copy worker was killed or stopped: {count['unfinished_transfers']}"
+        f" transfers did not finish, none of them wrote after its fence; {count['blocks_compared']} blocks"
+        f" were compared, {count['wrong_bytes']} wrong bytes (KVTIER_SEED={SEED})"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import queue
 import select
@@ -59,6 +60,7 @@ class Attacker:
         return {
             "lookup": cache_pb2.LookupRequest(session=ref, queries=[query], lease=self.chance.random() < 0.3),
             "touch": cache_pb2.TouchRequest(session=ref, queries=[query]),
+            "prefetch": cache_pb2.PrefetchRequest(session=ref, queries=[query]),
             "store": cache_pb2.StoreRequest(
                 session=ref, signals=signals, hashes=hashes(4, seed=ticket), block_ids=range(first, first + 4)
             ),
@@ -87,7 +89,7 @@ class Attacker:
 
     def _unary_bytes(self) -> tuple[str, bytes]:
         if self.chance.random() < 0.04:
-            what = self.chance.choice(("Status", "Explain"))
+            what = self.chance.choice(("Status", "Explain", "Scrub"))
             request = admin_pb2.ExplainRequest(hash=hashes(1), group=3)
             return ADMIN + what, mutate(request.SerializeToString(), self.chance)
         name, request = self.chance.choice(list(self.requests().items()))
@@ -146,6 +148,9 @@ class Attacker:
         name, request = self.chance.choice(list(self.requests().items()))
         request.ClearField("session")
         request = cache_pb2.AttachRequest(**{"id": self.chance.randrange(2, 10_000), name: request})
+        if self.chance.random() < 0.1:
+            rate = self.chance.choice((1e4, -1.0, math.nan, math.inf))
+            request.heartbeat.CopyFrom(cache_pb2.Heartbeat(prefill_tokens_per_s=rate))
         return mutate(request.SerializeToString(), self.chance)
 
     def hello(self) -> None:

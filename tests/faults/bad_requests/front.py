@@ -148,6 +148,7 @@ class Front:
 REQUESTS: dict[str, type[Message]] = {
     "lookup": cache_pb2.LookupRequest,
     "touch": cache_pb2.TouchRequest,
+    "prefetch": cache_pb2.PrefetchRequest,
     "store": cache_pb2.StoreRequest,
     "load": cache_pb2.LoadRequest,
     "release": cache_pb2.ReleaseRequest,

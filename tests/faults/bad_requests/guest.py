@@ -227,7 +227,7 @@ class Guest:
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
         while not condition():
             assert asyncio.get_running_loop().time() < deadline_s, f"still not: {what}"
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.0005)
 
     # --- right requests ---
 

@@ -36,7 +36,7 @@ KINDS = (
     Kind("nomad", ((4_096,),), hash_bytes=8),
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(60 + REQUESTS // 1_000)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300 + REQUESTS // 500)]
 
 
 class Campaign:

@@ -94,8 +94,11 @@ class WrongCalls:
         group, hashes = self._hashes()
         mode = self.chance.choice((cache_pb2.LOOKUP_MODE_PREFIX, cache_pb2.LOOKUP_MODE_EXACT))
         request: Any = self.guest.lookup_request(group, hashes, mode, lease=self.chance.random() < 0.5)
-        if self.chance.random() < 0.3:
+        dice = self.chance.random()
+        if dice < 0.2:
             return "touch", cache_pb2.TouchRequest(session=request.session, queries=request.queries)
+        if dice < 0.4:
+            return "prefetch", cache_pb2.PrefetchRequest(session=request.session, queries=request.queries)
         return "lookup", request
 
     def _signals(self) -> cache_pb2.Signals:

@@ -1,5 +1,6 @@
 """Hellos with one thing wrong, of a session that has been opened and not attached."""
 
+import math
 from random import Random
 from typing import Any
 
@@ -48,7 +49,10 @@ def _unlike_the_others(hello: Any, chance: Random) -> tuple[Reason, ...]:
 
 
 def _itself(hello: Any, chance: Random) -> tuple[Reason, ...]:
-    match chance.randrange(9):
+    match chance.randrange(10):
+        case 8:
+            hello.prefill_tokens_per_s = chance.choice((-1.0, math.nan, math.inf, -math.inf))
+            return (Reason.MALFORMED,)
         case 0:
             hello.ClearField("protocol_versions")
             hello.protocol_versions.extend([chance.randrange(2, 2**32) for _ in range(chance.randrange(4))])

@@ -12,6 +12,7 @@ from kvtierd.core.stimuli import (
     CancelTransfers,
     LookupBlocks,
     LookupMode,
+    PrefetchBlocks,
     RegisterMemory,
     RegisterWords,
     ReleaseLeases,
@@ -68,6 +69,7 @@ def _asked(guest: Guest, chance: Random) -> Case:
     asked: list[Stimulus] = [
         LookupBlocks(session, epoch, 0, hashes, LookupMode.PREFIX, True),
         TouchBlocks(session, epoch, 0, hashes, LookupMode.EXACT),
+        PrefetchBlocks(session, epoch, 0, hashes, LookupMode.EXACT),
         SubmitStore(session, epoch, _signals(guest), 0, hashes, ids),
         SubmitLoad(session, epoch, _signals(guest), 0, LeaseId(1), 0, ids, True),
         ReleaseLeases(session, epoch, (LeaseId(1),)),
@@ -97,7 +99,9 @@ def _hashes(guest: Guest, chance: Random) -> Case:
         )
     )
     session, epoch = guest.scheduler.id, Epoch(guest.epoch)
-    match chance.randrange(3):
+    match chance.randrange(4):
+        case 3:
+            return PrefetchBlocks(session, epoch, 0, wrong, LookupMode.PREFIX), (Reason.MALFORMED,)
         case 0:
             mode = chance.choice(list(LookupMode))
             return LookupBlocks(session, epoch, 0, wrong, mode, True), (Reason.MALFORMED,)

@@ -16,7 +16,7 @@ from typing import Any, Self
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.support.process import Daemon
 
-SIDE_BY_SIDE = 2
+SIDE_BY_SIDE = 3
 """Chapters at a time: a daemon's start leaves a core idle, and so does a client that waits for it."""
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ class Tier(Place):
         }
         self._settings |= {f"disk__{name}": value for name, value in settings.items()}
 
-    def start_tier(self, **settings: Any) -> Daemon:
+    def start_tier(self, *, wrap: Sequence[str] = (), **settings: Any) -> Daemon:
         """A daemon that has all of them; it may complain, because somebody is going to break something."""
-        wrap = ("env", f"KVTIER_DISK_FAULTS={self._control}")
+        wrap = (*wrap, "env", f"KVTIER_DISK_FAULTS={self._control}")
         daemon = self.start(wrap=wrap, **(self._settings | settings))
         daemon.may_complain = True
         return daemon

@@ -18,7 +18,7 @@ SEED = random.SystemRandom().randrange(1, 2**32)
 JUMPS = 300
 SILENCE_S = 30.0
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 class Hands:

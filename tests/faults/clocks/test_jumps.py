@@ -18,7 +18,7 @@ from tests.faults.campaigns.engine import PlainEngine
 from tests.support.process import DEADLINE_S, Daemon, until
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 60 if LONG else 6
+ROUNDS = 60 if LONG else 4
 STOPS = 12 if LONG else 1
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 REPO = Path(__file__).resolve().parents[3]
@@ -36,7 +36,7 @@ SETTINGS = {
     "pool__size": "258MiB",
 }
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(STOPS * 30 + 120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(STOPS * 30 + 300)]
 
 
 class Keeper:

@@ -29,7 +29,7 @@ SETTINGS = {
     "server__heartbeat_interval_s": 0.2,
 }
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
 
 def shifted(seconds: int) -> list[str]:

@@ -25,14 +25,14 @@ from tests.faults.campaigns.tier import (
 from tests.support.process import DEADLINE_S, Daemon
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-KILLS = 30 if LONG else 2
+KILLS = 30 if LONG else 1
 CHAPTERS = 6 if LONG else 2
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 WITHOUT_POOL = 0.35
 """The share of starts on a host that has been booted meanwhile."""
 SAMPLE = 5
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 30 + 120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(KILLS * CHAPTERS * 20 + 400)]
 
 
 def race(owner: Owner, daemon: Daemon, chance: random.Random) -> None:

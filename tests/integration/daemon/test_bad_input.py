@@ -20,6 +20,8 @@ def picture(daemon: Daemon) -> admin_pb2.StatusResponse:
     """Everything Status tells, but for the passing of time."""
     status = daemon.status()
     status.ClearField("uptime_s")
+    status.integrity.ClearField("sampled_slots")
+    status.integrity.ClearField("sampled_bytes")
     for worker in status.workers:
         worker.ClearField("registered_bytes")  # the pool is registered bit by bit
     for instance in status.instances:

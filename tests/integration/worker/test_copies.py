@@ -136,7 +136,8 @@ async def test_a_slot_taken_back_during_the_copy_fails_the_store(start_rig: Star
     await until(lambda: client.part_state(ticket) == PART_STARTED)
     rig.pool.records.free(slots)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.failed.tolist()) == (Outcome.FAILED, [])
+    assert finished.outcome == Outcome.FAILED
+    assert finished.failed.tolist() in ([], [0, 1])  # none named is all of them
     assert client.part_state(ticket) == PART_FAILED
 
 
