@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
 from tools import check, fault_counts
@@ -26,6 +27,20 @@ def table(counts: Counter[str], least: dict[str, int]) -> None:
         wanted = f"   at least {least[name]:,}" if name in least else ""
         wanted = "   none allowed" if name in fault_counts.NEVER else wanted
         print(f"  {name.replace('_', ' '):<20} {counts[name]:>12,}{wanted}")
+
+
+def durations(stage: check.Stage) -> None:
+    """Which campaign took how long."""
+    if not stage.junit.exists():
+        return
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(stage.junit).iter("testcase"):
+        campaign = case.get("classname", "").split(".Test")[0].removeprefix("tests.")
+        seconds[campaign] += round(float(case.get("time", "0")))
+    print()
+    for campaign, taken in seconds.most_common():
+        if taken:
+            print(f"  {campaign:<60} {taken:>6,} s")
 
 
 def main() -> int:
@@ -50,6 +65,7 @@ def main() -> int:
         print("\nInterrupted; nothing was left running.", file=sys.stderr)
         return 130
     check.summary([outcome])
+    durations(stage)
     table(outcome.counts, LEAST[form])
     figures = {"form": form, "passed": outcome.passed, "seconds": round(outcome.seconds)}
     print(json.dumps(figures | dict(sorted(outcome.counts.items()))), flush=True)
