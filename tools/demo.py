@@ -283,8 +283,13 @@ def settle_on_disk(daemon: Daemon) -> None:
 
 
 def ready(daemon: Daemon) -> None:
-    """Waits until an engine has attached with its memory."""
-    daemon.wait_for("an engine to attach", lambda s: any(i.get("ready") for i in s.get("instances", ())))
+    """Waits until an engine has attached with its memory, and its scheduler too: they come one by one."""
+
+    def complete(instance: dict[str, Any]) -> bool:
+        roles = " ".join(session.get("role", "") for session in instance.get("sessions", ()))
+        return bool(instance.get("ready")) and "scheduler" in roles
+
+    daemon.wait_for("an engine to attach", lambda s: any(complete(i) for i in s.get("instances", ())))
 
 
 def story(stack: ExitStack) -> dict[str, Any]:
