@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from kvtier import Transfer
 
+from tests.faults.campaigns.place import side_by_side
 from tests.faults.campaigns.tier import (
     BATCH,
     Owner,
@@ -32,6 +33,10 @@ from tests.support.process import DEADLINE_S, Daemon
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 ROUNDS = 40 if LONG else 3
+CHAPTERS = 6 if LONG else 3
+OF_ONE_DAEMON = 7 if LONG else 1
+"""Rounds of each. Who does not last is replaced ever later."""
+WAYS = ("killed", "stopped", "hangs")
 STEPS = range(1, 60) if LONG else (random.randrange(2, 16),)
 """Which persisted steps of a worker's life are its last. All of them are enumerated at full length, and in
 tests/integration/disk, where nothing but the worker is started for it."""
@@ -66,11 +71,9 @@ def served_on(owner: Owner, transfers: list[Transfer], chance: random.Random) ->
         owner.load(hashes, complete=False)
 
 
-def test_a_worker_that_is_killed_stopped_or_hangs_costs_misses_only(
-    proved: Callable[[str], None], count: Counter[str]
-) -> None:
-    print(f"KVTIER_SEED={SEED}, {ROUNDS} rounds")
-    chance = random.Random(SEED)
+def chapter(chapter_number: int, count: Counter[str]) -> None:
+    """One daemon's share of the rounds."""
+    chance = random.Random(SEED + chapter_number)
     with Tier(disks=2, deadline_s=IO_DEADLINE_S, slow_deadline_s=IO_DEADLINE_S, errors_max=1000) as tier:
         daemon = tier.start_tier()
         with owner_engine(daemon.socket) as engine:
@@ -80,40 +83,51 @@ def test_a_worker_that_is_killed_stopped_or_hangs_costs_misses_only(
                 owner.settle(daemon)
             until(lambda: len(disk_workers(daemon)) == 2, "both live")
             opened = open_files(daemon.pid)
-            for number in range(ROUNDS):
-                victim = chance.choice(disk_workers(daemon))
-                transfers = keep_busy(owner, daemon, chance)
-                time.sleep(chance.random() * 0.03)
-                kind = ("killed", "stopped", "hangs", "killed")[number % 4]
-                if kind == "killed":
-                    count["disk_worker_kills"] += signal_if_there(victim, signal.SIGKILL)
-                elif kind == "stopped":
-                    count["disk_worker_stops"] += signal_if_there(victim, signal.SIGSTOP)
-                else:
-                    tier.fail(hang=True)
-                    count["disk_worker_hangs"] += 1
-                served_on(owner, transfers, chance)
-                if kind == "hangs":
-                    # One that has nothing to do hangs no more than one that waits to be asked.
-                    time.sleep(IO_DEADLINE_S * 1.5)
-                    tier.fail()
-                else:
-                    until(partial(gone, victim), "it is gone")
-                wait_live(daemon)
-                for hashes in chance.sample(owner.settled, 2):
-                    owner.load(hashes, complete=True)
+            for number in range(OF_ONE_DAEMON):
+                one_round(tier, daemon, owner, WAYS[(chapter_number + number) % len(WAYS)], chance)
             for hashes in owner.settled:
                 owner.load(hashes, complete=True)
             for hashes in owner.others:
                 owner.load(hashes, complete=False)
             until(lambda: open_files(daemon.pid) <= opened, "no descriptor is left of them")
-            status = daemon.status()
-            assert status.counters.integrity_failures == 0
+            assert daemon.status().counters.integrity_failures == 0
             assert len(disk_workers(daemon)) == 2
         assert daemon.stop() == 0
+
+
+def one_round(tier: Tier, daemon: Daemon, owner: Owner, way: str, chance: random.Random) -> None:
+    """Something happens to the worker of one disk, or to both disks, while they are busy."""
+    count = owner.count
+    victim = chance.choice(disk_workers(daemon))
+    transfers = keep_busy(owner, daemon, chance)
+    time.sleep(chance.random() * 0.03)
+    if way == "hangs":
+        tier.fail(hang=True)
+        count["disk_worker_hangs"] += 1
+    else:
+        number = signal.SIGKILL if way == "killed" else signal.SIGSTOP
+        name = "disk_worker_kills" if way == "killed" else "disk_worker_stops"
+        count[name] += signal_if_there(victim, number)
+    served_on(owner, transfers, chance)
+    if way == "hangs":
+        # One that has nothing to do hangs no more than one that waits to be asked.
+        time.sleep(IO_DEADLINE_S * 1.5)
+        tier.fail()
+    else:
+        until(partial(gone, victim), "it is gone")
+    wait_live(daemon)
+    for hashes in chance.sample(owner.settled, 2):
+        owner.load(hashes, complete=True)
+
+
+def test_a_worker_that_is_killed_stopped_or_hangs_costs_misses_only(
+    proved: Callable[[str], None], count: Counter[str]
+) -> None:
+    print(f"KVTIER_SEED={SEED}, {CHAPTERS} chapters of {OF_ONE_DAEMON} rounds")
+    side_by_side([partial(chapter, number) for number in range(CHAPTERS)], count)
     proved(
-        f"{ROUNDS} times a disk's worker was killed, stopped or hung: the host served on, no block on a disk"
-        f" was lost, {count['blocks_compared']} compared, {count['wrong_bytes']} wrong bytes"
+        f"{CHAPTERS * OF_ONE_DAEMON} times a disk's worker was killed, stopped or hung: the host served on,"
+        f" no block on a disk was lost, {count['blocks_compared']} compared, {count['wrong_bytes']} wrong bytes"
         f" (KVTIER_SEED={SEED})"
     )
 
