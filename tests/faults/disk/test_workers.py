@@ -127,8 +127,8 @@ def test_a_worker_that_is_killed_stopped_or_hangs_costs_misses_only(
     side_by_side([partial(chapter, number) for number in range(CHAPTERS)], count)
     proved(
         f"{CHAPTERS * OF_ONE_DAEMON} times a disk's worker was killed, stopped or hung: the host served on,"
-        f" no block on a disk was lost, {count['blocks_compared']} compared, {count['wrong_bytes']} wrong bytes"
-        f" (KVTIER_SEED={SEED})"
+        f" no block on a disk was lost, {count['blocks_compared']} compared,"
+        f" {count['wrong_bytes']} wrong bytes (KVTIER_SEED={SEED})"
     )
 
 
