@@ -355,10 +355,11 @@ class PoolRecords:
         says that what was copied is what the checksum was made of, or has rotted since.
         """
 
-    def accept(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+    def accept(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        After the source's data were read into these slots: as `match`, but 1 only if the data of the slot, which are all
-        read, have the source's data checksum, which becomes this slot's; 2 if they match and the data do not fit.
+        After the source's data were read into these slots: as `match`, but 1 only if `sums`, xxh3_64 of the data bytes
+        that are in each slot now, uint64 (n,), is the source's data checksum, which becomes this slot's; 2 if they match
+        and the data do not fit.
         """
 
     def data_bytes(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
@@ -528,20 +529,21 @@ class SlabIo:
         operations (fs.aio-max-nr) is used up.
         """
 
-    def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
+    def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64], data_bytes: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint64]]:
         """
         Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three
         are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.
         Rows are read in the order of the file, neighbours in it together, up to 1 MiB.
 
-        Returns 0 or an errno for each row, int32 of shape (n,). EIO also when less than asked for was there. A row's error
-        is its own: when several rows fail together, each is tried alone.
+        Returns 0 or an errno for each row, int32 of shape (n,), and xxh3_64 of the first `data_bytes[i]` bytes of each row,
+        uint64 (n,), 0 where it has an error; a row is summed as soon as it is there, while others are on their way. EIO also
+        when less than asked for was there. A row's error is its own: when several rows fail together, each is tried alone.
         """
 
     def write(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
         """
-        Writes from `memory` to the file, likewise; rows may not overlap in the file. What a row with an error has left
-        there is unknown. Nothing is flushed.
+        Writes from `memory` to the file, likewise; rows may not overlap in the file. Returns 0 or an errno for each row.
+        What a row with an error has left there is unknown. Nothing is flushed.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Load or recompute: whether bringing blocks to an engine beats computing them anew.
 
 Whatever is not known, or was not measured lately, counts as fast: what is told to be a miss is never measured
-again. """
+again."""
 
 from kvtierd.core.actions import Direction, DiskJobKind
 from kvtierd.core.books import Books
@@ -38,9 +38,7 @@ class Admission:
             return False
         now_s, block_bytes = self._books.now_s, plan.domain.block_bytes
         read_s = max(
-            disk.rates[DiskJobKind.READ].seconds(
-                now_s, disk.bytes[DiskJobKind.READ] + count * block_bytes
-            )
+            disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count * block_bytes)
             for disk, count in of_disk
         )
         return read_s + self._load_s(plan, blocks) > self._compute_s(instance, plan, blocks)

@@ -250,9 +250,7 @@ class DiskJobs:
         tally.written_blocks += job.good
         tally.written_bytes += job.good * job.domain.block_bytes
 
-    def _read_ended(
-        self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, *, unreadable: bool
-    ) -> None:
+    def _read_ended(self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, *, unreadable: bool) -> None:
         shelf, host = disk.blocks, self._host
         domain = job.host_domain
         assert domain is not None

@@ -2,7 +2,7 @@
 
 BACK: those that are about to be evicted, as fast as blocks come and go now. THROUGH: at once. ON_REUSE: when
 they are found again. What found no room in a disk's queue at once is written before it is evicted, if there
-is time. """
+is time."""
 
 import numpy as np
 

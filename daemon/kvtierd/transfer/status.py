@@ -44,7 +44,7 @@ _CULPRITS = {
     StatusWord.HEARTBEAT: "its main thread has not come round",
     # It holds up the other GPUs' workers.
     StatusWord.REGISTERING: "it has been registering the pool with the driver",
-} | {io: "the disk has done nothing of what a thread waits for" for io in StatusWord if io >= StatusWord.IO_0}
+} | {io: "the disk has not answered one of its threads" for io in StatusWord if io >= StatusWord.IO_0}
 
 
 def io_word(thread: int) -> StatusWord:

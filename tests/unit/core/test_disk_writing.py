@@ -132,9 +132,7 @@ class TestThrough:
         disk_host.disk.resume()
         assert len(ticks(disk_host, 0.2)) == 1
 
-    def test_a_disk_of_which_it_is_not_known_what_it_holds_is_not_written(
-        self, make_disk_host: Make
-    ) -> None:
+    def test_a_disk_of_which_it_is_not_known_what_it_holds_is_not_written(self, make_disk_host: Make) -> None:
         host = make_disk_host(start=False)
         one = host.instance()
         one.stored(1)

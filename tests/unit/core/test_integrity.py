@@ -83,9 +83,7 @@ class TestWhoFoundIt:
         assert (host.counters.corrupt_on_load, host.counters.integrity_failures) == (1, 1)
 
     @pytest.mark.parametrize("integrity", [ALWAYS, CoreIntegrity()])
-    def test_the_first_load_after_a_restart(
-        self, make: Make, table: Any, integrity: CoreIntegrity
-    ) -> None:
+    def test_the_first_load_after_a_restart(self, make: Make, table: Any, integrity: CoreIntegrity) -> None:
         host = make(integrity)
         host.do(recovered([(digest_of(table), 0, 1)], [(0, 1, [SMALL[0]]), (0, 2, [SMALL[1]])]))
         one = host.instance()
