@@ -30,7 +30,9 @@ class _LookupModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     LOOKUP_MODE_PREFIX: _LookupMode.ValueType  # 1
     """The leading run of blocks that are all readable."""
     LOOKUP_MODE_SUFFIX: _LookupMode.ValueType  # 2
-    """The last run of `window_blocks` readable blocks. Reserved: refused by this version."""
+    """The longest prefix of which the last `window_blocks` blocks are readable, or all of them if it has fewer: what a
+    sliding window needs, or (1) the state of a recurrent layer. Needs the feature "joint-lookup".
+    """
     LOOKUP_MODE_EXACT: _LookupMode.ValueType  # 3
     """Every block by itself."""
 
@@ -40,7 +42,9 @@ LOOKUP_MODE_UNSPECIFIED: LookupMode.ValueType  # 0
 LOOKUP_MODE_PREFIX: LookupMode.ValueType  # 1
 """The leading run of blocks that are all readable."""
 LOOKUP_MODE_SUFFIX: LookupMode.ValueType  # 2
-"""The last run of `window_blocks` readable blocks. Reserved: refused by this version."""
+"""The longest prefix of which the last `window_blocks` blocks are readable, or all of them if it has fewer: what a
+sliding window needs, or (1) the state of a recurrent layer. Needs the feature "joint-lookup".
+"""
 LOOKUP_MODE_EXACT: LookupMode.ValueType  # 3
 """Every block by itself."""
 global___LookupMode = LookupMode
@@ -238,7 +242,9 @@ class Hello(google.protobuf.message.Message):
 
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Optional abilities the client can use; the intersection comes back in Welcome."""
+        """Optional abilities the client can use; the intersection comes back in Welcome. Today: "joint-lookup", see
+        LookupRequest.
+        """
 
     @property
     def namespace(self) -> kvtier.v1.types_pb2.Namespace: ...
@@ -441,12 +447,17 @@ class GroupQuery(google.protobuf.message.Message):
     MODE_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: builtins.int
+    HASH_STRIDE_FIELD_NUMBER: builtins.int
     group: builtins.int
     mode: global___LookupMode.ValueType
     hashes: builtins.bytes
-    """Block hashes one after another, each of the namespace's hash_bytes."""
+    """Block hashes one after another, each of the namespace's hash_bytes. Empty with `hash_stride`."""
     window_blocks: builtins.int
-    """For LOOKUP_MODE_SUFFIX."""
+    """For LOOKUP_MODE_SUFFIX: 1 or more. 0 for other modes."""
+    hash_stride: builtins.int
+    """More than 0: the hashes are taken from the request's `hashes`, which then travel once for all groups. Block i has
+    number (i + 1) * hash_stride - 1 of them: the hash of a block is that of its last part. Needs "joint-lookup".
+    """
     def __init__(
         self,
         *,
@@ -454,25 +465,36 @@ class GroupQuery(google.protobuf.message.Message):
         mode: global___LookupMode.ValueType = ...,
         hashes: builtins.bytes = ...,
         window_blocks: builtins.int = ...,
+        hash_stride: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "hashes", b"hashes", "mode", b"mode", "window_blocks", b"window_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "hash_stride", b"hash_stride", "hashes", b"hashes", "mode", b"mode", "window_blocks", b"window_blocks"]) -> None: ...
 
 global___GroupQuery = GroupQuery
 
 @typing.final
 class LookupRequest(google.protobuf.message.Message):
+    """One query in prefix or exact mode is answered by itself. Several queries, or one in suffix mode, are answered together
+    (the feature "joint-lookup"): the longest prefix, in tokens, that ends at a block's end of every group, and that every
+    query is satisfied with. Then they are in prefix or suffix mode, name each group once, and begin at the same token.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     QUERIES_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
     lease: builtins.bool
-    """Lease the blocks that hit, so that they stay until loaded, released or expired."""
+    """Lease the blocks that hit, so that they stay until loaded, released or expired. Of a joint prefix exactly what it
+    needs: all of its blocks, or in suffix mode the last ones. All groups get their lease, or none.
+    """
+    hashes: builtins.bytes
+    """See GroupQuery.hash_stride."""
     @property
     def session(self) -> global___SessionRef: ...
     @property
     def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupQuery]:
-        """One query per group. This version answers exactly one."""
+        """One query per group."""
 
     def __init__(
         self,
@@ -480,9 +502,10 @@ class LookupRequest(google.protobuf.message.Message):
         session: global___SessionRef | None = ...,
         queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
         lease: builtins.bool = ...,
+        hashes: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease", b"lease", "queries", b"queries", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "lease", b"lease", "queries", b"queries", "session", b"session"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -493,19 +516,33 @@ class GroupAnswer(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     HITS_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    LEASE_FIRST_FIELD_NUMBER: builtins.int
     group: builtins.int
     hits: builtins.int
-    """Prefix mode: length of the leading run of hits. Exact mode: number of hits."""
+    """Prefix mode: length of the leading run of hits. Exact mode: number of hits. Joint: length of the joint prefix, in
+    blocks of this group.
+    """
     states: builtins.bytes
-    """One BlockState byte per hash. Prefix mode: only up to and including the first that is not a hit."""
+    """One BlockState byte per hash. Prefix mode: only up to and including the first that is not a hit. Joint: one per block
+    of the joint prefix that there will be when what is PENDING has come; so none is PENDING if there is nothing to wait
+    for. MISS: it is not there and not needed, because a window begins after it.
+    """
+    lease_id: builtins.int
+    """Joint: the lease of this group's blocks; zero if nothing was leased. It holds the blocks from `lease_first` to
+    `hits` of the query: the `first` of a load counts from `lease_first`.
+    """
+    lease_first: builtins.int
     def __init__(
         self,
         *,
         group: builtins.int = ...,
         hits: builtins.int = ...,
         states: builtins.bytes = ...,
+        lease_id: builtins.int = ...,
+        lease_first: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "hits", b"hits", "states", b"states"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "hits", b"hits", "lease_first", b"lease_first", "lease_id", b"lease_id", "states", b"states"]) -> None: ...
 
 global___GroupAnswer = GroupAnswer
 
@@ -517,9 +554,11 @@ class LookupResponse(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_REFUSED_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
-    """Zero if nothing was leased."""
+    """Zero if nothing was leased, and if the answer is joint."""
     @property
-    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupAnswer]: ...
+    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupAnswer]:
+        """In the order of the queries."""
+
     @property
     def lease_refused(self) -> kvtier.v1.types_pb2.Error:
         """The lease was asked for, and refused for this reason although blocks hit."""
@@ -542,20 +581,26 @@ class TouchRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     QUERIES_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    hashes: builtins.bytes
+    """See GroupQuery.hash_stride."""
     @property
     def session(self) -> global___SessionRef: ...
     @property
     def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupQuery]:
-        """One query per group. This version takes exactly one. Blocks that are not hits are left alone."""
+        """One query per group, in prefix or exact mode, each by itself; more than one needs "joint-lookup". Blocks that are not
+        hits are left alone.
+        """
 
     def __init__(
         self,
         *,
         session: global___SessionRef | None = ...,
         queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
+        hashes: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["queries", b"queries", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "queries", b"queries", "session", b"session"]) -> None: ...
 
 global___TouchRequest = TouchRequest
 
@@ -571,24 +616,30 @@ global___TouchResponse = TouchResponse
 
 @typing.final
 class PrefetchRequest(google.protobuf.message.Message):
+    """As a LookupRequest without a lease."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     QUERIES_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    hashes: builtins.bytes
+    """See GroupQuery.hash_stride."""
     @property
     def session(self) -> global___SessionRef: ...
     @property
     def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupQuery]:
-        """One query per group. This version takes exactly one."""
+        """One query per group."""
 
     def __init__(
         self,
         *,
         session: global___SessionRef | None = ...,
         queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
+        hashes: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["queries", b"queries", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "queries", b"queries", "session", b"session"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 

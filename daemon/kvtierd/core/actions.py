@@ -241,10 +241,31 @@ class PrefetchReply:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupHits:
+    """Of one group, in an answer for several."""
+
+    hits: int
+    """Blocks of the joint prefix."""
+    states: npt.NDArray[np.uint8]
+    """kvtier.v1.BlockState bytes of the prefix that there will be when what is pending has come; miss where
+    it is not there and not needed."""
+    lease: LeaseId | None = None
+    """Holds the blocks from `lease_first` to `hits`."""
+    lease_first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JointReply:
+    groups: tuple[GroupHits, ...]
+    """In the order of the queries."""
+    lease_refused: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitReply:
     transfer: TransferNumber
     results: npt.NDArray[np.uint8]
     """Store: kvtier.v1.StoreResult per key (0 accepted, 1 exists, 2 pending, 3 throttled). Load: empty."""
 
 
-Reply = Attached | LookupReply | PrefetchReply | SubmitReply | InstanceView | None
+Reply = Attached | LookupReply | PrefetchReply | JointReply | SubmitReply | InstanceView | None

@@ -3,6 +3,9 @@
 Whatever is not known, or was not measured lately, counts as fast: what is told to be a miss is never measured
 again."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 from kvtierd.core.actions import Direction, DiskJobKind
 from kvtierd.core.books import Books
 from kvtierd.core.disks import Disk
@@ -26,32 +29,53 @@ class Admission:
 
     def load_loses(self, instance: Instance, plan: GroupPlan, blocks: int) -> bool:
         """Of blocks that are on the host."""
+        return self.loads_lose(instance, [(plan, blocks)], blocks * plan.block_tokens)
+
+    def loads_lose(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
+        """Of so many blocks of each group, all on the host, which spare computing so many tokens."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
-        return self._load_s(plan, blocks) > self._compute_s(instance, plan, blocks)
+        return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 
     def promotion_loses(
         self, instance: Instance, plan: GroupPlan, blocks: int, of_disk: list[tuple[Disk, int]]
     ) -> bool:
         """Of `blocks` that disks have, so many each, and that are loaded afterwards."""
+        block_bytes = plan.domain.block_bytes
+        return self.promotions_lose(
+            instance,
+            [(plan, blocks)],
+            [(disk, count * block_bytes) for disk, count in of_disk],
+            blocks * plan.block_tokens,
+        )
+
+    def promotions_lose(
+        self,
+        instance: Instance,
+        wanted: Sequence[tuple[GroupPlan, int]],
+        of_disk: Sequence[tuple[Disk, int]],
+        tokens: int,
+    ) -> bool:
+        """Of so many blocks of each group, and so many bytes on each disk: read, loaded afterwards, they
+        spare computing so many tokens."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
-        now_s, block_bytes = self._books.now_s, plan.domain.block_bytes
+        now_s = self._books.now_s
         read_s = max(
-            disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count * block_bytes)
-            for disk, count in of_disk
+            disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count_bytes)
+            for disk, count_bytes in of_disk
         )
-        return read_s + self._load_s(plan, blocks) > self._compute_s(instance, plan, blocks)
+        return read_s + self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 
-    def _load_s(self, plan: GroupPlan, blocks: int) -> float:
-        """Ranks on different devices are copied to at once."""
+    def _loads_s(self, wanted: Sequence[tuple[GroupPlan, int]]) -> float:
+        """Ranks on different devices are copied to at once, groups one after another."""
+        of_device: Counter[str] = Counter()
+        for plan, blocks in wanted:
+            for device, block_bytes in plan.device_bytes:
+                of_device[device] += blocks * block_bytes
         slowest_s = 0.0
-        for device, block_bytes in plan.device_bytes:
+        for device, count_bytes in of_device.items():
             rate = self._loads.get(device)
             if rate is not None:
-                slowest_s = max(slowest_s, rate.seconds(self._books.now_s, blocks * block_bytes))
+                slowest_s = max(slowest_s, rate.seconds(self._books.now_s, count_bytes))
         return slowest_s
-
-    @staticmethod
-    def _compute_s(instance: Instance, plan: GroupPlan, blocks: int) -> float:
-        return blocks * plan.block_tokens / instance.prefill_tokens_per_s

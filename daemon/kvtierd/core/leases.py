@@ -1,5 +1,7 @@
 """Lookups and leases."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvtierd.core.actions import LookupReply, PrefetchReply
@@ -155,6 +157,20 @@ class Leases:
         instance.leased_blocks += len(entries)
         instance.leased_bytes = bytes_after
         return lease
+
+    def grant_all(
+        self, instance: Instance, wanted: Sequence[tuple[int, GroupPlan, Entries]]
+    ) -> tuple[Lease, ...]:
+        """A lease for each group, on READY blocks. Refusal LEASE_LIMIT: then none is granted."""
+        granted: list[Lease] = []
+        try:
+            for group, plan, entries in wanted:
+                granted.append(self._grant(instance, group, plan, entries))
+        except Refusal:
+            for lease in granted:
+                self._drop(lease, Event.RELEASE)
+            raise
+        return tuple(granted)
 
     def held(self, instance: Instance, lease: LeaseId) -> Lease:
         """A lease of this instance. Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""

@@ -16,6 +16,7 @@ from kvtierd.core.explain import Explained, explain
 from kvtierd.core.fencing import Fencing
 from kvtierd.core.ids import Epoch, SessionId, Ticket
 from kvtierd.core.instances import Instances
+from kvtierd.core.joint_lookups import JointLookups
 from kvtierd.core.leases import Leases
 from kvtierd.core.recovery import recover
 from kvtierd.core.sampling import Sampler, expected_detection_s
@@ -32,8 +33,10 @@ from kvtierd.core.stimuli import (
     Drain,
     EndSession,
     LookupBlocks,
+    LookupGroups,
     PartFinished,
     PrefetchBlocks,
+    PrefetchGroups,
     Recovered,
     RegisterMemory,
     RegisterWords,
@@ -49,6 +52,7 @@ from kvtierd.core.stimuli import (
     SubmitStore,
     Tick,
     TouchBlocks,
+    TouchGroups,
     UnregisterMemory,
     WorkerExited,
     WorkerLive,
@@ -99,6 +103,7 @@ class Machine:
         """For the validator, and for looking; nobody else changes anything in it."""
         self._tier = DiskTier(self.books)
         self._leases = Leases(self.books, self._tier)
+        self._joint = JointLookups(self.books, self._leases, self._tier)
         self._transfers = Transfers(self.books, self._leases)
         self._fencing = Fencing(self.books, self._transfers, self._tier)
         self._sampler = Sampler(
@@ -117,6 +122,9 @@ class Machine:
             LookupBlocks: self._leases.lookup,
             TouchBlocks: self._leases.touch,
             PrefetchBlocks: self._leases.prefetch,
+            LookupGroups: self._joint.lookup,
+            PrefetchGroups: self._joint.prefetch,
+            TouchGroups: self._joint.touch,
             SubmitStore: self._transfers.submit_store,
             SubmitLoad: self._transfers.submit_load,
             ReleaseLeases: self._leases.release,

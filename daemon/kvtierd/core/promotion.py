@@ -54,6 +54,13 @@ class Promotion:
             return states
         return self._exact(instance, plan, hashes, states, keep)
 
+    def promote(
+        self, plan: GroupPlan, hashes: Hashes, positions: Indexes, copies: Entries, *, in_order: bool
+    ) -> bool:
+        """Begins to promote the blocks at these positions, `copies` on their LIVE disks. False if some of
+        them cannot come. What must stay on the host is pinned already."""
+        return bool(self._promote(plan, hashes, positions, copies, _NO_ENTRIES, in_order=in_order).all())
+
     # --- a run ---
 
     def _prefix(self, instance: Instance, plan: GroupPlan, hashes: Hashes, hits: int, keep: Entries) -> int:

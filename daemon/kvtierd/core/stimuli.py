@@ -149,6 +149,46 @@ class PrefetchBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupQuery:
+    """What is asked of one group, beside others."""
+
+    group: int
+    hashes: Hashes
+    window_blocks: int = 0
+    """Only the last so many blocks of a prefix are needed; 0: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupGroups:
+    """The longest prefix that all these groups can serve. Reply: `JointReply`."""
+
+    session: SessionId
+    epoch: Epoch
+    queries: tuple[GroupQuery, ...]
+    """Each group once; all begin at the same token."""
+    lease: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchGroups:
+    """Promote what makes that prefix longer. Reply: `JointReply`, without leases."""
+
+    session: SessionId
+    epoch: Epoch
+    queries: tuple[GroupQuery, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TouchGroups:
+    """`TouchBlocks` for several groups, in their order: in prefix mode, or in exact mode where there is a
+    window."""
+
+    session: SessionId
+    epoch: Epoch
+    queries: tuple[GroupQuery, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Signals:
     ticket: Ticket
     part_word: int
@@ -358,6 +398,9 @@ Stimulus = (
     | LookupBlocks
     | TouchBlocks
     | PrefetchBlocks
+    | LookupGroups
+    | PrefetchGroups
+    | TouchGroups
     | SubmitStore
     | SubmitLoad
     | ReleaseLeases

@@ -11,6 +11,7 @@ from kvtierd.core.actions import (
     Action,
     Attached,
     InstanceView,
+    JointReply,
     LookupReply,
     Notify,
     PostPart,
@@ -38,7 +39,9 @@ from kvtierd.core.stimuli import (
     CoreIntegrity,
     CoreLimits,
     GroupGeometry,
+    GroupQuery,
     LookupBlocks,
+    LookupGroups,
     LookupMode,
     Outcome,
     PartFinished,
@@ -157,6 +160,7 @@ class Instance:
         name: str = "engine",
         *,
         sizes: Sequence[Sequence[int]] = ((4096,),),
+        block_tokens: Sequence[int] | None = None,
         together: bool = True,
         fields: bytes = b"namespace",
         blocks: int = 64,
@@ -164,13 +168,14 @@ class Instance:
         worker: WorkerId | str | None = "new",
         processes: Sequence[int] | None = None,
     ) -> None:
-        """`sizes`: slot bytes by group and rank. `worker`: its own, a given one, or None if none registers.
+        """`sizes`: slot bytes by group and rank. `block_tokens`: by group, 16 by default. `worker`: its own, a given one, or None if none registers.
 
         `processes`: only these attach, and nobody registers.
         """
         self.host = host
         self.name = name
         self.sizes = sizes
+        self.block_tokens = block_tokens or (16,) * len(sizes)
         self.together = together
         self.fields = fields
         self.blocks = blocks
@@ -199,7 +204,10 @@ class Instance:
         role = Role.SCHEDULER if process == SCHEDULER else Role.RANK
         if self.together and process == 0:
             role = BOTH
-        groups = tuple(GroupGeometry(1, 16, 0, ((sizes[process], "kv"),)) for sizes in self.sizes)
+        groups = tuple(
+            GroupGeometry(1, tokens, 0, ((sizes[process], "kv"),))
+            for sizes, tokens in zip(self.sizes, self.block_tokens, strict=True)
+        )
         options: dict[str, Any] = {
             "session": SessionId(next(self.host.ids)),
             "instance": self.name,
@@ -250,6 +258,19 @@ class Instance:
         reply = self.host.do(self.lookup_of(keys(*numbers), **changes))
         assert isinstance(reply, LookupReply)
         return reply
+
+    def lookup_groups(self, *asked: tuple[int, Sequence[int]], lease: bool = False, **changes: Any) -> JointReply:
+        """`asked`: for each group, in order, its window in blocks (0: none) and the numbers of its keys."""
+        reply = self.host.do(self.lookup_groups_of(*asked, lease=lease, **changes))
+        assert isinstance(reply, JointReply)
+        return reply
+
+    def lookup_groups_of(self, *asked: tuple[int, Sequence[int]], **changes: Any) -> LookupGroups:
+        queries = tuple(
+            GroupQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
+        )
+        options = {"session": self.scheduler, "epoch": self.epoch, "queries": queries, "lease": False}
+        return LookupGroups(**options | changes)
 
     def hits(self, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys are READY; looks without touching."""
@@ -310,9 +331,9 @@ class Instance:
     def load(self, lease: int, blocks: Sequence[int], **changes: Any) -> Running:
         return self.submit(self.load_of(lease, blocks, **changes))
 
-    def stored(self, *numbers: int) -> None:
+    def stored(self, *numbers: int, group: int = 0) -> None:
         """Stores these keys, wholly."""
-        ended = self.store(*numbers).finish()
+        ended = self.store(*numbers, group=group).finish()
         assert ended.succeeded.all(), "not everything found room"
 
 
