@@ -26,6 +26,7 @@ from kvtier.address import default_socket
 from kvtier.base import ClientOptions
 from kvtier.client import Client, LookupCall, Transfer
 from kvtier.errors import KvtierError, NotExportableError, Reason
+from kvtier.joint import GroupQuery
 from kvtier.layout import Group, GroupKind, Namespace, Plane
 from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.memory import DeviceShareable, Shareable
@@ -51,6 +52,7 @@ __all__ = [
     "Doorbell",
     "Group",
     "GroupKind",
+    "GroupQuery",
     "Hashes",
     "KvtierError",
     "Lease",

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -38,6 +38,7 @@ from kvtier.base import (
 )
 from kvtier.client import EVENT_POLL_S, IDLE_WAIT_S, LASTED_S, LOOKUP_TIMEOUT_S, STREAM_JOIN_S, WORD_POLL_S
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, explain_rpc_error
+from kvtier.joint import GroupQuery
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket
@@ -182,6 +183,31 @@ class Client(ClientBase):
     ) -> Lookup:
         """As `kvtier.Client.lookup`. The answer is a plain context manager: releasing never waits."""
         return await self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
+
+    def start_lookup_groups(
+        self, hashes: Hashes, queries: Sequence[GroupQuery], *, lease: bool = False
+    ) -> LookupCall:
+        """As `lookup_groups`, without waiting. Every call must be waited for or abandoned."""
+        return LookupCall(self, self._start_lookup_groups(hashes, queries, lease))
+
+    async def lookup_groups(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool = False,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup:
+        """The longest prefix that all these groups can load now. The answer's `groups` has each of them, with
+        a lease of its own: of what the prefix needs, for all groups or for none.
+
+        `hashes` are those of the smallest blocks; a miss if the daemon is too old for it.
+        """
+        return await self.start_lookup_groups(hashes, queries, lease=lease).wait(timeout_s)
+
+    def start_prefetch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> LookupCall:
+        """Has what makes that prefix longer promoted, without waiting. Its answer holds no lease."""
+        return LookupCall(self, self._start_prefetch_groups(hashes, queries))
 
     def start_prefetch(
         self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX

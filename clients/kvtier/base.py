@@ -12,6 +12,7 @@ from typing import Any, Required, TypedDict
 from kvtier import address
 from kvtier.attach import NotRegisteredError
 from kvtier.errors import KvtierError, Reason
+from kvtier.joint import GroupQuery
 from kvtier.layout import Group, Namespace
 from kvtier.lookups import (
     BlockIds,
@@ -164,6 +165,38 @@ class ClientBase(ABC):
             record = self._session.prefetch(group, joined, mode)
             self._wake_writer()
         return record
+
+    def _start_lookup_groups(
+        self, hashes: Hashes, queries: Sequence[GroupQuery], lease: bool
+    ) -> LookupRecord:
+        joined = self._joined_for(hashes, queries)
+        with self._lock:
+            record = self._session.lookup_groups(joined, queries, lease=lease)
+            self._wake_writer()
+        return record
+
+    def _start_prefetch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> LookupRecord:
+        joined = self._joined_for(hashes, queries)
+        with self._lock:
+            record = self._session.prefetch_groups(joined, queries)
+            self._wake_writer()
+        return record
+
+    def touch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> None:
+        """As `touch`, of several groups: of those with a window, its last blocks."""
+        joined = self._joined_for(hashes, queries)
+        with self._lock:
+            self._session.touch_groups(joined, queries)
+            self._wake_writer()
+
+    def _joined_for(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> bytes:
+        spec = self._submitting()
+        if not queries or len({query.group for query in queries}) != len(queries):
+            message = "one query for each group, and one at least"
+            raise KvtierError(Reason.UNKNOWN_GROUP, message, field="queries", value=len(queries))
+        for query in queries:
+            spec.block_ids_max(query.group)
+        return join_hashes(hashes, spec.namespace.hash_bytes)
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
         """Says how many tokens of a prompt the engine computes in a second, as measured lately: the daemon

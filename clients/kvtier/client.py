@@ -14,7 +14,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -42,6 +42,7 @@ from kvtier.base import (
     TransferBase,
 )
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, explain_rpc_error
+from kvtier.joint import GroupQuery
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket, call_blocking
@@ -163,6 +164,31 @@ class Client(ClientBase):
         No answer within `timeout_s` is a miss, and so is every lookup after it until the daemon speaks again.
         """
         return self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
+
+    def start_lookup_groups(
+        self, hashes: Hashes, queries: Sequence[GroupQuery], *, lease: bool = False
+    ) -> LookupCall:
+        """As `lookup_groups`, without waiting. Every call must be waited for or abandoned."""
+        return LookupCall(self, self._start_lookup_groups(hashes, queries, lease))
+
+    def lookup_groups(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool = False,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup:
+        """The longest prefix that all these groups can load now. The answer's `groups` has each of them, with
+        a lease of its own: of what the prefix needs, for all groups or for none.
+
+        `hashes` are those of the smallest blocks; a miss if the daemon is too old for it.
+        """
+        return self.start_lookup_groups(hashes, queries, lease=lease).wait(timeout_s)
+
+    def start_prefetch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> LookupCall:
+        """Has what makes that prefix longer promoted, without waiting. Its answer holds no lease."""
+        return LookupCall(self, self._start_prefetch_groups(hashes, queries))
 
     def start_prefetch(
         self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX

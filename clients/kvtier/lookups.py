@@ -36,11 +36,14 @@ MISS, PENDING, HIT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to load the blocks of one lookup. It lives as long as this client's epoch at most."""
+    """The right to load the blocks of one lookup, of one group. It lives as long as this client's epoch at
+    most."""
 
     lease_id: int
     epoch: int
     blocks: int
+    first: int = 0
+    """Block of the group's query that it begins with: a window leases its last blocks only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +55,44 @@ class Lookup:
     """
 
     hits: int = 0
-    """Prefix mode: length of the leading run of hits. Exact mode: number of hits."""
+    """Prefix mode: length of the leading run of hits. Exact mode: number of hits. Joint: length of the
+    prefix, in blocks of the group; of the first group, where it stands for all."""
     states: bytes = field(default=b"", repr=False)
-    """MISS, PENDING or HIT for each hash. Prefix mode: up to and including the first that is not a hit."""
+    """MISS, PENDING or HIT for each hash. Prefix mode: up to and including the first that is not a hit.
+    Joint: for each block of the prefix that there will be when what is PENDING has come; MISS is not there
+    and not needed."""
     lease: Lease | None = None
     answered: bool = False
     error: KvtierError | None = None
     """Why there is no answer; or, with hits and no lease although one was asked for, why it was refused."""
     _release: Callable[[Lease], None] | None = field(default=None, repr=False, compare=False)
+    groups: "tuple[Lookup, ...]" = ()
+    """Joint: the answer for each group, in the order of the queries, with its lease."""
 
     @property
     def pending(self) -> bool:
         """Prefix mode: the run of hits ended at a block that somebody is storing right now, or that is being
-        promoted from a lower tier: asked again in a moment, it may be longer. Exact mode: some block is so.
+        promoted from a lower tier: asked again in a moment, it may be longer. Joint: likewise. Exact mode:
+        some block is so.
         """
-        return PENDING in self.states
+        return PENDING in self.states or any(group.pending for group in self.groups)
+
+    @property
+    def epoch(self) -> int | None:
+        """Of its leases; None if it has none."""
+        holder = self.groups[0] if self.groups else self
+        return None if holder.lease is None else holder.lease.epoch
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """All that it was granted."""
+        return tuple(one.lease for one in self.groups or (self,) if one.lease is not None)
 
     def release(self) -> None:
-        """Gives the lease back; never waits. Safe to call twice, and after a load has consumed it."""
-        if self.lease is not None and self._release is not None:
-            self._release(self.lease)
+        """Gives its leases back; never waits. Safe to call twice, and after a load has consumed one."""
+        for lease in self.leases:
+            if self._release is not None:
+                self._release(lease)
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +121,8 @@ class LookupRecord:
     """Nobody waits any more: a lease that still comes is released at once."""
     counts: bool = True
     """As a lookup; a prefetch does not."""
+    joint: int = 0
+    """Queries that are answered together; 0: one by itself."""
 
     def end(self, answer: Lookup) -> None:
         """The answer is known."""
@@ -111,16 +134,41 @@ def answer_of(
     response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse,
     epoch: int,
     release: Callable[[Lease], None],
+    joint: int = 0,
 ) -> Lookup:
-    """The daemon's answer."""
-    if len(response.answers) != 1:
-        return unanswered(Reason.MALFORMED, f"the daemon sent {len(response.answers)} answers to one query")
+    """The daemon's answer. `joint`: to so many queries together."""
+    if len(response.answers) != (joint or 1):
+        said = f"the daemon sent {len(response.answers)} answers to {joint or 1} queries"
+        return unanswered(Reason.MALFORMED, said)
+    if joint:
+        return _joint_answer_of(response, epoch, release)
     answer = response.answers[0]
     if isinstance(response, cache_pb2.PrefetchResponse):
         return Lookup(answer.hits, answer.states, answered=True)
     lease = Lease(response.lease_id, epoch, answer.hits) if response.lease_id else None
     error = KvtierError.from_proto(response.lease_refused) if response.HasField("lease_refused") else None
     return Lookup(answer.hits, answer.states, lease, True, error, release)
+
+
+def _joint_answer_of(
+    response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse,
+    epoch: int,
+    release: Callable[[Lease], None],
+) -> Lookup:
+    groups = []
+    error: KvtierError | None = None
+    lease_id = 0
+    if isinstance(response, cache_pb2.LookupResponse):
+        lease_id = response.lease_id  # one query in prefix mode is answered as it always was
+        if response.HasField("lease_refused"):
+            error = KvtierError.from_proto(response.lease_refused)
+    for answer in response.answers:
+        granted = answer.lease_id or lease_id
+        lease: Lease | None = None
+        if granted:
+            lease = Lease(granted, epoch, answer.hits - answer.lease_first, answer.lease_first)
+        groups.append(Lookup(answer.hits, answer.states, lease, True, None, release))
+    return Lookup(groups[0].hits, answered=True, error=error, _release=release, groups=tuple(groups))
 
 
 def join_hashes(hashes: Hashes, hash_bytes: int) -> bytes:

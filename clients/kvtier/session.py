@@ -8,13 +8,21 @@ is held around every call.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
-from kvtier.lookups import Lease, Lookup, LookupMode, LookupRecord, answer_of, unanswered
+from kvtier.joint import JOINT_LOOKUP, GroupQuery, hashes_max, touch_request
+from kvtier.lookups import (
+    Lease,
+    Lookup,
+    LookupMode,
+    LookupRecord,
+    answer_of,
+    unanswered,
+)
 from kvtier.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
 from kvtier.rank_memory import RankMemory
 from kvtier.spec import AttachSpec
@@ -226,6 +234,7 @@ class Session:
             epoch=self.epoch,
             daemon_pid=self._daemon_pid or None,
             daemon_version=welcome.daemon_version if welcome else "",
+            features=frozenset(welcome.features) if welcome else frozenset(),
             boot_nonce=welcome.boot_nonce if welcome else 0,
             layout_fingerprint=welcome.layout_fingerprint if welcome else "",
             namespace_digest=attachment.instance.namespace_digest if attachment else "",
@@ -246,6 +255,44 @@ class Session:
     def prefetch(self, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
         """Has blocks promoted. The answer comes as for a lookup."""
         return self._ask("prefetch", group, hashes, mode, lease=False)
+
+    def lookup_groups(self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool) -> LookupRecord:
+        """As `lookup`, of several groups together."""
+        self.counters.lookups += 1
+        if lease:
+            self._send_releases()
+        return self._ask_groups("lookup", hashes, queries, lease=lease)
+
+    def prefetch_groups(self, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
+        """As `prefetch`, of several groups together."""
+        return self._ask_groups("prefetch", hashes, queries, lease=False)
+
+    def _ask_groups(
+        self,
+        call: Literal["lookup", "prefetch"],
+        hashes: bytes,
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool,
+    ) -> LookupRecord:
+        record = LookupRecord(self._make_event(), self._clock(), counts=call == "lookup", joint=len(queries))
+        attachment, error = self._attachment, self._why_not_now()
+        if error is None and attachment is not None and JOINT_LOOKUP not in attachment.welcome.features:
+            message = "this daemon does not answer for several groups together: use a newer one"
+            error = KvtierError(Reason.MODE_UNSUPPORTED, message, field="queries", value=len(queries))
+        if error is not None or attachment is None:
+            self.counters.lookups_unanswered += record.counts
+            record.end(Lookup(error=error))
+            return record
+        # What lies beyond is a miss.
+        most = hashes_max(queries, attachment.lookup_hashes_max)
+        hashes = hashes[: most * self.spec.namespace.hash_bytes]
+        asked = [query.to_proto() for query in queries]
+        if call == "lookup":
+            self._send(record, lookup=cache_pb2.LookupRequest(queries=asked, lease=lease, hashes=hashes))
+        else:
+            self._send(record, prefetch=cache_pb2.PrefetchRequest(queries=asked, hashes=hashes))
+        return record
 
     def _ask(
         self, call: Literal["lookup", "prefetch"], group: int, hashes: bytes, mode: LookupMode, *, lease: bool
@@ -310,6 +357,17 @@ class Session:
             hashes=hashes[: attachment.lookup_hashes_max * self.spec.namespace.hash_bytes],
         )
         self._send(Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
+
+    def touch_groups(self, hashes: bytes, queries: Sequence[GroupQuery]) -> None:
+        """As `touch`, of several groups: of a window its last blocks."""
+        attachment, error = self._attachment, self._why_not_now()
+        if not hashes or error is not None or attachment is None or len(self._outgoing) >= OUTGOING_MAX:
+            return
+        if JOINT_LOOKUP not in attachment.welcome.features:
+            return
+        hash_bytes = self.spec.namespace.hash_bytes
+        request = touch_request(hashes, queries, hash_bytes, attachment.lookup_hashes_max)
+        self._send(Ignored(), touch=request)
 
     def store(
         self, group: int, hashes: bytes, block_ids: list[int], doorbell: Doorbell | None
@@ -454,12 +512,12 @@ class Session:
         self, record: LookupRecord, response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse
     ) -> None:
         assert self._attachment is not None
-        answer = answer_of(response, self._attachment.epoch, self._release)
-        if answer.lease is not None:
-            self._attachment.leases.add(answer.lease.lease_id)
+        answer = answer_of(response, self._attachment.epoch, self._release, record.joint)
+        for lease in answer.leases:
+            self._attachment.leases.add(lease.lease_id)
         if record.abandoned:
-            if answer.lease is not None:
-                self.release(answer.lease)
+            for lease in answer.leases:
+                self.release(lease)
             return
         if record.counts:
             self.counters.blocks_hit += answer.hits

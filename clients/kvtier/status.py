@@ -53,6 +53,8 @@ class ClientStatus:
     epoch: int | None
     daemon_pid: int | None
     daemon_version: str
+    features: frozenset[str]
+    """What the daemon can do beside the protocol, as of the last session; empty before the first."""
     boot_nonce: int
     layout_fingerprint: str
     """Hex, empty for a scheduler. Ranks share blocks only under equal fingerprints and namespaces."""

@@ -1,5 +1,5 @@
-"""The longest prefix that several groups of an engine can serve together: what an engine with sliding windows or
-recurrent layers beside full attention can go on from. Pure, and without a Python object per block.
+"""The longest prefix that several groups of an engine can serve together: what an engine with sliding windows
+or recurrent layers beside full attention can go on from. Pure, and without a Python object per block.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""A joint prefix beyond what the host can serve: how long it will be when what is being written has come, and what
-disks have is brought up."""
+"""A joint prefix beyond what the host can serve: how long it will be when what is being written has come, and
+what disks have is brought up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,10 +6,10 @@ from typing import Any
 from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.cache import Cache
-from kvtierd.core.actions import LookupReply, PrefetchReply, SubmitReply
-from kvtierd.core.stimuli import CoreLimits
+from kvtierd.core.actions import JointReply, LookupReply, PrefetchReply, SubmitReply
+from kvtierd.core.stimuli import CoreLimits, LookupGroups, PrefetchGroups
 from kvtierd.rpc import convert
-from kvtierd.rpc.convert import Caller
+from kvtierd.rpc.queries import Caller
 
 
 class Calls:
@@ -32,6 +32,9 @@ class Calls:
     def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
         stimulus = convert.lookup_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
+        if isinstance(stimulus, LookupGroups):
+            assert isinstance(reply, JointReply)
+            return convert.joint_reply(stimulus.queries, reply)
         assert isinstance(reply, LookupReply)
         return convert.lookup_reply(stimulus.group, reply)
 
@@ -42,6 +45,9 @@ class Calls:
     def prefetch(self, request: cache_pb2.PrefetchRequest, caller: Caller) -> cache_pb2.PrefetchResponse:
         stimulus = convert.prefetch_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
+        if isinstance(stimulus, PrefetchGroups):
+            assert isinstance(reply, JointReply)
+            return convert.joint_prefetch_reply(stimulus.queries, reply)
         assert isinstance(reply, PrefetchReply)
         return convert.prefetch_reply(stimulus, reply)
 

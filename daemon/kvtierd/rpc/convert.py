@@ -4,7 +4,6 @@ Pure functions. Hashes stay one numpy array; where they have 32 bytes it is a vi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtierd.cache import DeviceRange
 from kvtierd.core.actions import (
     InstanceView,
+    JointReply,
     LookupReply,
     PrefetchReply,
     SubmitReply,
@@ -20,22 +20,26 @@ from kvtierd.core.actions import (
     TransferEnded,
 )
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, LeaseId, SessionId, Ticket, TransferNumber
+from kvtierd.core.ids import LeaseId, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
     CancelTransfers,
     CoreLimits,
+    GroupQuery,
     LookupBlocks,
-    LookupMode,
+    LookupGroups,
     PrefetchBlocks,
+    PrefetchGroups,
     ReleaseLeases,
     RenewSession,
     Signals,
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
+    TouchGroups,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
+from kvtierd.rpc.queries import Caller, hashes_of, is_joint, queries_of, single_query_of, touched_of
 
 TICKET_MAX = 2**56 - 1
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
@@ -44,85 +48,35 @@ WAIT_TIMEOUT_MS_MAX = 60_000
 WAIT_TICKETS_MAX = 256
 """So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
 
-_MODES = {
-    cache_pb2.LOOKUP_MODE_PREFIX: LookupMode.PREFIX,
-    cache_pb2.LOOKUP_MODE_EXACT: LookupMode.EXACT,
-}
 
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """On whose behalf a request is converted."""
-
-    session: SessionId
-    epoch: Epoch
-    """As the caller named it; the core refuses one that is over."""
-    hash_bytes: int
-
-
-def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashes:
-    """Concatenated hashes as an (n, 32) array. Raises Refusal HASH_LENGTH or TOO_MANY_BLOCKS."""
-    count, rest = divmod(len(data), hash_bytes)
-    if rest:
-        raise Refusal(
-            Reason.HASH_LENGTH,
-            f"hashes of this namespace have {hash_bytes} bytes: the length must be a multiple of it",
-            field=field,
-            value=f"{len(data)} bytes",
-        )
-    if count > count_max:
-        raise Refusal(
-            Reason.TOO_MANY_BLOCKS, f"at most {count_max} in one call: split it", field=field, value=count
-        )
-    given = np.frombuffer(data, np.uint8).reshape(count, hash_bytes)
-    if hash_bytes == HASH_BYTES_MAX:
-        return given
-    padded = np.zeros((count, HASH_BYTES_MAX), np.uint8)
-    padded[:, :hash_bytes] = given
-    return padded
-
-
-def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
-    group, hashes, mode = _query_of(request.queries, caller, limits)
+def lookup_of(
+    request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits
+) -> LookupBlocks | LookupGroups:
+    if is_joint(request.queries):
+        queries = queries_of(request.queries, request.hashes, caller, limits)
+        return LookupGroups(caller.session, caller.epoch, queries, request.lease)
+    group, hashes, mode = single_query_of(request.queries[0], request.hashes, caller, limits)
     return LookupBlocks(caller.session, caller.epoch, group, hashes, mode, request.lease)
 
 
-def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits) -> TouchBlocks:
-    return TouchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
+def touch_of(
+    request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits
+) -> TouchBlocks | TouchGroups:
+    if len(request.queries) == 1:
+        query = single_query_of(request.queries[0], request.hashes, caller, limits)
+        return TouchBlocks(caller.session, caller.epoch, *query)
+    queries = touched_of(request.queries, request.hashes, caller, limits)
+    return TouchGroups(caller.session, caller.epoch, queries)
 
 
-def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits) -> PrefetchBlocks:
-    return PrefetchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
-
-
-def _query_of(
-    queries: Sequence[cache_pb2.GroupQuery], caller: Caller, limits: CoreLimits
-) -> tuple[int, Hashes, LookupMode]:
-    if len(queries) != 1:
-        raise Refusal(
-            Reason.COUNT_MISMATCH,
-            "this version takes exactly one query",
-            field="queries",
-            value=len(queries),
-        )
-    query = queries[0]
-    mode = _MODES.get(query.mode)
-    if mode is None:
-        raise Refusal(
-            Reason.MODE_UNSUPPORTED,
-            "use LOOKUP_MODE_PREFIX or LOOKUP_MODE_EXACT",
-            field="queries[0].mode",
-            value=query.mode,
-        )
-    if query.window_blocks:
-        raise Refusal(
-            Reason.MODE_UNSUPPORTED,
-            "only LOOKUP_MODE_SUFFIX has a window: leave it 0",
-            field="queries[0].window_blocks",
-            value=query.window_blocks,
-        )
-    hashes = hashes_of(query.hashes, caller.hash_bytes, "queries[0].hashes", limits.lookup_hashes_max)
-    return query.group, hashes, mode
+def prefetch_of(
+    request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits
+) -> PrefetchBlocks | PrefetchGroups:
+    if is_joint(request.queries):
+        queries = queries_of(request.queries, request.hashes, caller, limits)
+        return PrefetchGroups(caller.session, caller.epoch, queries)
+    query = single_query_of(request.queries[0], request.hashes, caller, limits)
+    return PrefetchBlocks(caller.session, caller.epoch, *query)
 
 
 def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
@@ -133,6 +87,30 @@ def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
     if reply.lease_refused is not None:
         response.lease_refused.CopyFrom(to_error(reply.lease_refused))
     return response
+
+
+def joint_reply(queries: Sequence[GroupQuery], reply: JointReply) -> cache_pb2.LookupResponse:
+    response = cache_pb2.LookupResponse(answers=_joint_answers(queries, reply))
+    if reply.lease_refused is not None:
+        response.lease_refused.CopyFrom(to_error(reply.lease_refused))
+    return response
+
+
+def joint_prefetch_reply(queries: Sequence[GroupQuery], reply: JointReply) -> cache_pb2.PrefetchResponse:
+    return cache_pb2.PrefetchResponse(answers=_joint_answers(queries, reply))
+
+
+def _joint_answers(queries: Sequence[GroupQuery], reply: JointReply) -> list[cache_pb2.GroupAnswer]:
+    return [
+        cache_pb2.GroupAnswer(
+            group=query.group,
+            hits=found.hits,
+            states=found.states.tobytes(),
+            lease_id=found.lease or 0,
+            lease_first=found.lease_first,
+        )
+        for query, found in zip(queries, reply.groups, strict=True)
+    ]
 
 
 def prefetch_reply(stimulus: PrefetchBlocks, reply: PrefetchReply) -> cache_pb2.PrefetchResponse:

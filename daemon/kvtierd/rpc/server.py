@@ -17,11 +17,11 @@ from kvtierd.cache import Cache
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc.calls import Calls
-from kvtierd.rpc.convert import Caller
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.errors import abort
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
+from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon, status_response

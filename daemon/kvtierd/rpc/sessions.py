@@ -18,8 +18,8 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, SessionId
 from kvtierd.core.stimuli import GroupGeometry, Role
 from kvtierd.logs import logger
-from kvtierd.rpc.convert import Caller
 from kvtierd.rpc.hello import Greeting
+from kvtierd.rpc.queries import Caller
 
 TOKEN_BYTES = 16
 

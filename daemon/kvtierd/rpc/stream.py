@@ -17,10 +17,10 @@ from kvtierd.core.ids import Epoch
 from kvtierd.core.stimuli import RenewSession
 from kvtierd.rpc import convert
 from kvtierd.rpc.calls import Calls
-from kvtierd.rpc.convert import Caller
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.guard import Undecodable
 from kvtierd.rpc.hello import greeting_of
+from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sessions import Session, Sessions
 
 GOODBYE_DEADLINE_S = 1.0

@@ -190,17 +190,26 @@ class WrongCalls:
 
     def _queries(self) -> tuple[str, Message, tuple[Reason, ...]]:
         call, request = self._lookup()
-        if self.chance.random() < 0.5:
-            request.ClearField("queries")
-        else:
-            for _ in range(self.chance.choice((1, 1, 2, 63))):
+        match self.chance.randrange(3):
+            case 0:
+                request.ClearField("queries")
+            case 1:
+                for _ in range(self.chance.choice((64, 65, 100))):
+                    request.queries.append(request.queries[0])
+            case _:  # a group twice; exact mode is for touches only then
                 request.queries.append(request.queries[0])
+                if call == "touch" or request.queries[0].mode == cache_pb2.LOOKUP_MODE_PREFIX:
+                    return call, request, (Reason.UNKNOWN_GROUP,)
+                return call, request, (Reason.MODE_UNSUPPORTED,)
         return call, request, (Reason.COUNT_MISMATCH,)
 
     def _query(self) -> tuple[str, Message, tuple[Reason, ...]]:
         call, request = self._lookup()
         query = request.queries[0]
-        match self.chance.randrange(3):
+        match self.chance.randrange(4):
+            case 3:
+                query.hash_stride = self._number(1, U32)
+                return call, request, (Reason.MODE_UNSUPPORTED,)
             case 0:
                 query.mode = self.chance.choice((0, 2, 4, 2**31 - 1, -1, -(2**31)))
                 return call, request, (Reason.MODE_UNSUPPORTED,)

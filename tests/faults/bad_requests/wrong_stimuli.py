@@ -10,9 +10,12 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, LeaseId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
     CancelTransfers,
+    GroupQuery,
     LookupBlocks,
+    LookupGroups,
     LookupMode,
     PrefetchBlocks,
+    PrefetchGroups,
     RegisterMemory,
     RegisterWords,
     ReleaseLeases,
@@ -22,6 +25,7 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
+    TouchGroups,
     UnregisterMemory,
 )
 
@@ -70,6 +74,9 @@ def _asked(guest: Guest, chance: Random) -> Case:
         LookupBlocks(session, epoch, 0, hashes, LookupMode.PREFIX, True),
         TouchBlocks(session, epoch, 0, hashes, LookupMode.EXACT),
         PrefetchBlocks(session, epoch, 0, hashes, LookupMode.EXACT),
+        LookupGroups(session, epoch, (GroupQuery(0, hashes, 1),), True),
+        PrefetchGroups(session, epoch, (GroupQuery(0, hashes),)),
+        TouchGroups(session, epoch, (GroupQuery(0, hashes),)),
         SubmitStore(session, epoch, _signals(guest), 0, hashes, ids),
         SubmitLoad(session, epoch, _signals(guest), 0, LeaseId(1), 0, ids, True),
         ReleaseLeases(session, epoch, (LeaseId(1),)),
@@ -99,7 +106,11 @@ def _hashes(guest: Guest, chance: Random) -> Case:
         )
     )
     session, epoch = guest.scheduler.id, Epoch(guest.epoch)
-    match chance.randrange(4):
+    match chance.randrange(5):
+        case 4:
+            queries = (GroupQuery(0, wrong, chance.randrange(2)),)
+            joint = LookupGroups(session, epoch, queries, True), PrefetchGroups(session, epoch, queries)
+            return chance.choice((*joint, TouchGroups(session, epoch, queries))), (Reason.MALFORMED,)
         case 3:
             return PrefetchBlocks(session, epoch, 0, wrong, LookupMode.PREFIX), (Reason.MALFORMED,)
         case 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Sequence
 
 from kvtier import Group, Namespace, PartRef, PartState, Plane, Role, SharedBuffer
 from kvtier.session import Session
@@ -78,7 +79,9 @@ class Peer:
         """The daemon sends one message."""
         self.session.receive(cache_pb2.AttachResponse(id=request_id, **body))  # type: ignore[arg-type]
 
-    def welcome(self, epoch: int = 7, *, ready: bool = True, **limits: int) -> None:
+    def welcome(
+        self, epoch: int = 7, *, ready: bool = True, features: Sequence[str] = (), **limits: int
+    ) -> None:
         """Attaches and registers."""
         self.session.say_hello(b"t" * 16, daemon_pid=1)
         [hello] = self.sent()
@@ -92,7 +95,9 @@ class Peer:
         instance = cache_pb2.InstanceEvent(ready=ready)
         self.say(
             hello.id,
-            welcome=cache_pb2.Welcome(epoch=epoch, limits=cache_pb2.Limits(**given), instance=instance),
+            welcome=cache_pb2.Welcome(
+                epoch=epoch, features=features, limits=cache_pb2.Limits(**given), instance=instance
+            ),
         )
         if self.session.memory.wants_registration:
             self.register()

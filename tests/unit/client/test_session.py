@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtier import ClientState, Doorbell, LookupMode, PartRef, PartState, Reason, Role, TransferState
+from kvtier import (
+    ClientState,
+    Doorbell,
+    GroupQuery,
+    LookupMode,
+    PartRef,
+    PartState,
+    Reason,
+    Role,
+    TransferState,
+)
 from kvtier.errors import ConnectionLostError
 from kvtier.lookups import Lease, LookupRecord
 from kvtier.session import PATIENCE_S, SILENCE_S
@@ -643,3 +653,42 @@ def test_whatever_the_daemon_says_nothing_is_raised_and_everything_ends_when_it_
     assert all(transfer.event.is_set() for transfer in transfers)
     assert all(session.outcome(transfer).fenced for transfer in transfers), "nothing had started"
     peer.close()
+
+
+BOTH = [GroupQuery(0), GroupQuery(1, window_blocks=2, hash_stride=2)]
+
+
+def test_groups_are_asked_together_with_hashes_that_travel_once(scheduler: Peer) -> None:
+    scheduler.session.lost("restarted")
+    scheduler.welcome(features=["joint-lookup"])
+    record = scheduler.session.lookup_groups(hashes(1, 2, 3, 4), BOTH, lease=True)
+    [message] = [message for message in scheduler.sent() if message.HasField("lookup")]
+    assert message.lookup.hashes == hashes(1, 2, 3, 4)
+    assert [(query.hashes, query.hash_stride, query.window_blocks) for query in message.lookup.queries] == [
+        (b"", 1, 0),
+        (b"", 2, 2),
+    ]
+    answers = [
+        cache_pb2.GroupAnswer(group=0, hits=4, states=bytes([2] * 4), lease_id=7),
+        cache_pb2.GroupAnswer(group=1, hits=2, states=bytes([0, 2]), lease_id=8, lease_first=1),
+    ]
+    scheduler.say(message.id, lookup=cache_pb2.LookupResponse(answers=answers))
+    assert record.answer is not None
+    assert [(lease.lease_id, lease.first, lease.blocks) for lease in record.answer.leases] == [
+        (7, 0, 4),
+        (8, 1, 1),
+    ]
+    assert scheduler.session.status().leases == 2
+    record.answer.release()
+    record.answer.release()
+    [release] = scheduler.sent()
+    assert list(release.release.lease_ids) == [7, 8]
+
+
+def test_a_daemon_that_cannot_is_not_asked(scheduler: Peer) -> None:
+    record = scheduler.session.lookup_groups(hashes(1), BOTH, lease=True)
+    assert record.answer is not None
+    assert record.answer.error is not None
+    assert record.answer.error.reason is Reason.MODE_UNSUPPORTED
+    scheduler.session.touch_groups(hashes(1), BOTH)
+    assert scheduler.sent() == []

@@ -168,7 +168,8 @@ class Instance:
         worker: WorkerId | str | None = "new",
         processes: Sequence[int] | None = None,
     ) -> None:
-        """`sizes`: slot bytes by group and rank. `block_tokens`: by group, 16 by default. `worker`: its own, a given one, or None if none registers.
+        """`sizes`: slot bytes by group and rank. `block_tokens`: by group. `worker`: its own, a given one, or
+        None if none registers.
 
         `processes`: only these attach, and nobody registers.
         """
@@ -259,7 +260,9 @@ class Instance:
         assert isinstance(reply, LookupReply)
         return reply
 
-    def lookup_groups(self, *asked: tuple[int, Sequence[int]], lease: bool = False, **changes: Any) -> JointReply:
+    def lookup_groups(
+        self, *asked: tuple[int, Sequence[int]], lease: bool = False, **changes: Any
+    ) -> JointReply:
         """`asked`: for each group, in order, its window in blocks (0: none) and the numbers of its keys."""
         reply = self.host.do(self.lookup_groups_of(*asked, lease=lease, **changes))
         assert isinstance(reply, JointReply)
@@ -269,7 +272,12 @@ class Instance:
         queries = tuple(
             GroupQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
         )
-        options = {"session": self.scheduler, "epoch": self.epoch, "queries": queries, "lease": False}
+        options: dict[str, Any] = {
+            "session": self.scheduler,
+            "epoch": self.epoch,
+            "queries": queries,
+            "lease": False,
+        }
         return LookupGroups(**options | changes)
 
     def hits(self, *numbers: int, group: int = 0) -> list[int]:

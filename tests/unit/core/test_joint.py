@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from kvtierd.core.joint import Shape, longest
 
 
-def ask(shapes: Sequence[Shape], have: Sequence[Sequence[bool]], above: int = 0, most: int | None = None) -> int:
+def ask(
+    shapes: Sequence[Shape], have: Sequence[Sequence[bool]], above: int = 0, most: int | None = None
+) -> int:
     """`longest` of what is there."""
     arrays = [np.array(row, np.bool_) for row in have]
 
@@ -78,7 +80,7 @@ def test_a_window_needs_its_last_blocks_and_full_attention_all() -> None:
     full = [True] * 8 + [False] * 2
     window = [False] * 4 + [True] * 3 + [False] * 3
     assert ask(shapes, [full, window]) == 7 * 16
-    assert ask(shapes, [full, [True] + window[1:]]) == 7 * 16
+    assert ask(shapes, [full, [True, *window[1:]]]) == 7 * 16
     assert ask(shapes, [[True, *[False] * 9], [True, *[False] * 9]]) == 16, "to the beginning is enough"
     assert ask(shapes, [full, [False] * 10]) == 0
 

@@ -1,5 +1,5 @@
-"""Several groups looked up together: what they can all serve, one lease for each or none, and what of it is brought
-up from disks."""
+"""Several groups looked up together: what they can all serve, one lease for each or none, and what of it is
+brought up from disks."""
 
 from __future__ import annotations
 

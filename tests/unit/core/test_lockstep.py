@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.actions import (
     Action,
+    JointReply,
     Notify,
     PostDiskJob,
     PostPart,
@@ -30,15 +31,19 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     DiskJobFinished,
     EndSession,
+    GroupQuery,
+    LookupGroups,
     LookupMode,
     Outcome,
     PrefetchBlocks,
+    PrefetchGroups,
     ReleaseLeases,
     SessionReleased,
     StartScrub,
     Stimulus,
     Tick,
     TouchBlocks,
+    TouchGroups,
     UnregisterMemory,
     WorkerExited,
     WorkerLost,
@@ -50,6 +55,8 @@ from tests.unit.core.disk import DiskHost
 from tests.unit.core.host import Instance, finished, keys
 
 LIMITS = CoreLimits(transfers_max=3, leases_max=3, leased_fraction_max=0.5, terminal_kept=3)
+HIT = 2
+ASKS = ("look up", "prefetch", "touch")
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
 RUNS = st.builds(
     lambda first, length: list(range(first, first + length)), st.integers(0, 40), st.integers(0, 24)
@@ -152,6 +159,30 @@ class Lockstep(RuleBasedStateMachine):
         name = getattr(reply, "lease", None)
         if name is not None:
             self.leases.append((engine, name, group))
+
+    @precondition(lambda self: self.engines)
+    @rule(
+        run=RUNS, data=st.data(), lease=st.booleans(), ask=st.sampled_from(["look up", "prefetch", "touch"])
+    )
+    def ask_several_groups(self, run: list[int], data: st.DataObject, lease: bool, ask: str) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        windows = [data.draw(st.integers(0, 3)) for _ in engine.sizes]
+        queries = tuple(GroupQuery(group, keys(*run), window) for group, window in enumerate(windows))
+        if ask == "touch":
+            self.do(TouchGroups(engine.scheduler, engine.epoch, queries))
+            return
+        if ask == "prefetch":
+            self.do(PrefetchGroups(engine.scheduler, engine.epoch, queries))
+            return
+        reply = self.do(LookupGroups(engine.scheduler, engine.epoch, queries, lease))
+        assert isinstance(reply, JointReply)
+        for query, answer in zip(queries, reply.groups, strict=True):
+            window = query.window_blocks
+            assert answer.hits == reply.groups[0].hits
+            needed = answer.states[: answer.hits][-window if window else None :]
+            assert (needed == HIT).all()
+            if answer.lease is not None:
+                self.leases.append((engine, answer.lease, query.group))
 
     @precondition(lambda self: self.engines)
     @rule(run=RUNS, data=st.data())

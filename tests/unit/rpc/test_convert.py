@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.actions import (
+    GroupHits,
     InstanceView,
+    JointReply,
     LookupReply,
     PrefetchReply,
     SubmitReply,
@@ -17,9 +19,19 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, NamespaceDigest, Rank, SessionId, Ticket, TransferNumber
-from kvtierd.core.stimuli import CoreLimits, LookupMode, RenewSession, Signals
-from kvtierd.rpc import convert
-from kvtierd.rpc.convert import Caller
+from kvtierd.core.stimuli import (
+    CoreLimits,
+    GroupQuery,
+    LookupBlocks,
+    LookupGroups,
+    LookupMode,
+    PrefetchBlocks,
+    RenewSession,
+    Signals,
+    TouchGroups,
+)
+from kvtierd.rpc import convert, queries
+from kvtierd.rpc.queries import Caller
 
 LIMITS = CoreLimits(
     lookup_hashes_max=100, transfer_blocks_max=10, leases_max=5, terminal_kept=3, transfers_max=2
@@ -55,7 +67,7 @@ def reason(call: object, *arguments: object) -> tuple[Reason, str]:
 class TestHashes:
     def test_full_length_hashes_are_a_view_of_the_message(self) -> None:
         data = hashes(3)
-        found = convert.hashes_of(data, 32, "hashes", 10)
+        found = queries.hashes_of(data, 32, "hashes", 10)
         assert found.shape == (3, 32)
         assert np.shares_memory(found, np.frombuffer(data, np.uint8))
         assert found.tobytes() == data
@@ -63,7 +75,7 @@ class TestHashes:
     @given(st.integers(8, 31), st.integers(0, 9))
     def test_shorter_ones_are_padded_with_zeros(self, size: int, count: int) -> None:
         data = hashes(count, size)
-        found = convert.hashes_of(data, size, "hashes", 10)
+        found = queries.hashes_of(data, size, "hashes", 10)
         assert found.shape == (count, 32)
         assert found[:, :size].tobytes() == data
         assert not found[:, size:].any()
@@ -71,34 +83,35 @@ class TestHashes:
     @given(st.integers(8, 32), st.integers(1, 400))
     def test_a_broken_last_hash_is_refused(self, size: int, length: int) -> None:
         if length % size:
-            assert reason(convert.hashes_of, bytes(length), size, "hashes", 1000) == (
+            assert reason(queries.hashes_of, bytes(length), size, "hashes", 1000) == (
                 Reason.HASH_LENGTH,
                 "hashes",
             )
 
     def test_too_many_are_refused(self) -> None:
-        assert reason(convert.hashes_of, hashes(11), 32, "hashes", 10)[0] is Reason.TOO_MANY_BLOCKS
+        assert reason(queries.hashes_of, hashes(11), 32, "hashes", 10)[0] is Reason.TOO_MANY_BLOCKS
 
 
 class TestLookup:
     def test_a_sound_one(self) -> None:
         stimulus = convert.lookup_of(lookup(mode=cache_pb2.LOOKUP_MODE_EXACT, group=2), CALLER, LIMITS)
+        assert isinstance(stimulus, LookupBlocks)
         assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 2)
         assert stimulus.mode is LookupMode.EXACT
         assert not stimulus.lease
 
-    @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_UNSPECIFIED, cache_pb2.LOOKUP_MODE_SUFFIX, 99])
+    @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_UNSPECIFIED, 99])
     def test_modes_of_other_versions_are_refused(self, mode: int) -> None:
         found = reason(convert.lookup_of, lookup(mode=mode), CALLER, LIMITS)
         assert found == (Reason.MODE_UNSUPPORTED, "queries[0].mode")
 
-    def test_a_window_is_refused(self) -> None:
-        assert (
-            reason(convert.lookup_of, lookup(window_blocks=4), CALLER, LIMITS)[0] is Reason.MODE_UNSUPPORTED
-        )
+    def test_only_a_suffix_has_a_window_and_it_needs_one(self) -> None:
+        window = reason(convert.lookup_of, lookup(window_blocks=4), CALLER, LIMITS)
+        none = reason(convert.lookup_of, lookup(mode=cache_pb2.LOOKUP_MODE_SUFFIX), CALLER, LIMITS)
+        assert window == none == (Reason.MODE_UNSUPPORTED, "queries[0].window_blocks")
 
-    @pytest.mark.parametrize("count", [0, 2])
-    def test_exactly_one_query_is_answered(self, count: int) -> None:
+    @pytest.mark.parametrize("count", [0, 65])
+    def test_there_is_a_query_for_each_group(self, count: int) -> None:
         request = cache_pb2.LookupRequest(queries=[cache_pb2.GroupQuery()] * count)
         assert reason(convert.lookup_of, request, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
 
@@ -116,6 +129,7 @@ class TestPrefetch:
     def test_a_sound_one(self) -> None:
         query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(3))
         stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
+        assert isinstance(stimulus, PrefetchBlocks)
         assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 1)
         assert stimulus.mode is LookupMode.EXACT
         assert stimulus.hashes.tobytes() == hashes(3)
@@ -125,21 +139,102 @@ class TestPrefetch:
         [
             ({"hashes": hashes(101)}, (Reason.TOO_MANY_BLOCKS, "queries[0].hashes")),
             ({"hashes": b"x"}, (Reason.HASH_LENGTH, "queries[0].hashes")),
-            ({"mode": cache_pb2.LOOKUP_MODE_SUFFIX}, (Reason.MODE_UNSUPPORTED, "queries[0].mode")),
+            ({"mode": 0}, (Reason.MODE_UNSUPPORTED, "queries[0].mode")),
+            ({"mode": cache_pb2.LOOKUP_MODE_SUFFIX}, (Reason.MODE_UNSUPPORTED, "queries[0].window_blocks")),
             ({"window_blocks": 1}, (Reason.MODE_UNSUPPORTED, "queries[0].window_blocks")),
         ],
     )
     def test_it_is_bounded_as_a_lookup_is(self, changes: dict[str, object], why: tuple[Reason, str]) -> None:
         request = cache_pb2.PrefetchRequest(queries=lookup(**changes).queries)
         assert reason(convert.prefetch_of, request, CALLER, LIMITS) == why
-        twice = cache_pb2.PrefetchRequest(queries=[cache_pb2.GroupQuery()] * 2)
-        assert reason(convert.prefetch_of, twice, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
+        many = cache_pb2.PrefetchRequest(queries=[cache_pb2.GroupQuery()] * 65)
+        assert reason(convert.prefetch_of, many, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
 
     def test_the_reply_is_what_a_lookup_would_say(self) -> None:
         query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(4))
         stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
+        assert isinstance(stimulus, PrefetchBlocks)
         response = convert.prefetch_reply(stimulus, PrefetchReply(np.array([2, 1, 0, 2], np.uint8)))
         assert list(response.answers) == [cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2")]
+
+
+PREFIX, EXACT, SUFFIX = (
+    cache_pb2.LOOKUP_MODE_PREFIX,
+    cache_pb2.LOOKUP_MODE_EXACT,
+    cache_pb2.LOOKUP_MODE_SUFFIX,
+)
+
+
+def joint(*asked: dict[str, Any], shared: int = 0) -> cache_pb2.LookupRequest:
+    return cache_pb2.LookupRequest(
+        queries=[cache_pb2.GroupQuery(**query) for query in asked], hashes=hashes(shared), lease=True
+    )
+
+
+class TestSeveralGroups:
+    def test_hashes_travel_once_and_coarser_blocks_take_the_last_of_theirs(self) -> None:
+        fine = {"group": 0, "mode": PREFIX, "hash_stride": 1}
+        coarse = {"group": 1, "mode": SUFFIX, "window_blocks": 1, "hash_stride": 3}
+        stimulus = convert.lookup_of(joint(fine, coarse, shared=8), CALLER, LIMITS)
+        assert isinstance(stimulus, LookupGroups)
+        assert stimulus.lease
+        [one, two] = stimulus.queries
+        assert (one.group, one.window_blocks, two.group, two.window_blocks) == (0, 0, 1, 1)
+        rows = np.frombuffer(hashes(8), np.uint8).reshape(8, 32)
+        assert one.hashes.tobytes() == rows.tobytes()
+        assert two.hashes.tobytes() == rows[[2, 5]].tobytes()
+        assert two.hashes.flags.c_contiguous
+
+    def test_one_window_alone_is_joint_too(self) -> None:
+        request = joint({"mode": SUFFIX, "window_blocks": 2, "hashes": hashes(4)})
+        stimulus = convert.lookup_of(request, CALLER, LIMITS)
+        assert isinstance(stimulus, LookupGroups)
+
+    @pytest.mark.parametrize(
+        ("second", "shared", "why"),
+        [
+            ({"mode": EXACT}, 0, (Reason.MODE_UNSUPPORTED, "queries[1].mode")),
+            ({"mode": SUFFIX}, 0, (Reason.MODE_UNSUPPORTED, "queries[1].window_blocks")),
+            (
+                {"mode": PREFIX, "hash_stride": 1, "hashes": hashes(1)},
+                0,
+                (Reason.MODE_UNSUPPORTED, "queries[1].hashes"),
+            ),
+            ({"mode": PREFIX, "hashes": b"x"}, 0, (Reason.HASH_LENGTH, "queries[1].hashes")),
+            ({"mode": PREFIX, "hash_stride": 1}, 101, (Reason.TOO_MANY_BLOCKS, "hashes")),
+            ({"mode": PREFIX, "hashes": hashes(99)}, 0, (Reason.TOO_MANY_BLOCKS, "queries")),
+        ],
+    )
+    def test_what_is_wrong_is_named(
+        self, second: dict[str, Any], shared: int, why: tuple[Reason, str]
+    ) -> None:
+        request = joint({"mode": PREFIX, "hashes": hashes(2)}, second | {"group": 1}, shared=shared)
+        assert reason(convert.lookup_of, request, CALLER, LIMITS) == why
+
+    def test_a_touch_of_several_groups_takes_exact_ones_as_windows(self) -> None:
+        request = cache_pb2.TouchRequest(
+            queries=[
+                cache_pb2.GroupQuery(group=0, mode=PREFIX, hash_stride=1),
+                cache_pb2.GroupQuery(group=1, mode=EXACT, hashes=hashes(2)),
+            ],
+            hashes=hashes(3),
+        )
+        stimulus = convert.touch_of(request, CALLER, LIMITS)
+        assert isinstance(stimulus, TouchGroups)
+        assert [(len(query.hashes), query.window_blocks) for query in stimulus.queries] == [(3, 0), (2, 2)]
+        request.queries[1].mode = SUFFIX
+        assert reason(convert.touch_of, request, CALLER, LIMITS)[1] == "queries[1].mode"
+
+    def test_every_group_is_told_its_own_lease(self) -> None:
+        states = np.array([0, 2], np.uint8)
+        reply = JointReply((GroupHits(2, states, LeaseId(9), 1), GroupHits(1, states[:1])))
+        asked = (GroupQuery(4, np.zeros((2, 32), np.uint8), 1), GroupQuery(5, np.zeros((1, 32), np.uint8)))
+        response = convert.joint_reply(asked, reply)
+        assert list(response.answers) == [
+            cache_pb2.GroupAnswer(group=4, hits=2, states=b"\0\2", lease_id=9, lease_first=1),
+            cache_pb2.GroupAnswer(group=5, hits=1, states=b"\0"),
+        ]
+        assert not response.lease_id
 
 
 class TestHeartbeat:

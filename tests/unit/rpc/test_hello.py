@@ -20,7 +20,7 @@ def namespace(**changes: object) -> types_pb2.Namespace:
 def hello() -> cache_pb2.Hello:
     return cache_pb2.Hello(
         protocol_versions=[1, 99],
-        features=["time travel"],
+        features=["time travel", "joint-lookup"],
         token=b"t" * 16,
         instance="engine",
         role=types_pb2.ROLE_RANK,
@@ -41,7 +41,7 @@ def hello() -> cache_pb2.Hello:
 
 def test_a_sound_hello() -> None:
     greeting = greeting_of(hello(), SessionId(5))
-    assert (greeting.protocol_version, greeting.features, greeting.client) == (1, (), "test 1")
+    assert (greeting.protocol_version, greeting.features, greeting.client) == (1, ("joint-lookup",), "test 1")
     attach = greeting.attach
     assert (attach.session, attach.instance, attach.role, attach.rank) == (5, "engine", Role.RANK, 1)
     assert attach.groups == (GroupGeometry(1, 16, 0, ((64, "k"), (64, "k"))),)
