@@ -29,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
+from kvtier_vllm.groups import HYBRID_VLLM, groups_of
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
@@ -39,6 +40,7 @@ from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,12 +79,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if gpu is not None:
                 refuse_sleep_mode(vllm_config, version_of(vllm.__version__))
             self._identity = _Identity(vllm_config, self._config)
+            _refuse_hybrid_models(kv_cache_config, version_of(vllm.__version__))
             if role is KVConnectorRole.SCHEDULER:
                 _warn_of_failure_policy(transfer)
-                block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
                 self._scheduler = SchedulerSide(
                     self._config,
-                    block_tokens,
+                    groups_of(kv_cache_config, vllm_config),
                     self._connect_scheduler,
                     log,
                     None if self._config.prefill_tokens_per_s else _prefill_meter(vllm_config),
@@ -121,6 +123,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the scheduler's hooks
     # ------------------------------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        side = self._scheduler
+        if side is not None and not self._is_off:
+            self._guard(lambda: side.hold_blocks_of(gpu_block_pool), None)
+
+    def has_pending_push_work(self) -> bool:
+        """Asked whether to go on stepping without requests."""
+        side = self._scheduler
+        return side is not None and side.holds_blocks
+
     def on_new_request(self, request: Request) -> None:
         side = self._scheduler
         if side is not None and not self._is_off:
@@ -145,7 +157,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             failed = object()
             if (
                 self._guard(
-                    lambda: side.allocated(request, blocks.get_block_ids()[0], num_external_tokens), failed
+                    lambda: side.allocated(request, blocks.get_block_ids(), num_external_tokens), failed
                 )
                 is not failed
             ):
@@ -355,6 +367,15 @@ def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
         # An engine whose steps are all small has no better ones to show.
         step_tokens_min=min(STEP_TOKENS_MIN, max(1, scheduler.max_num_batched_tokens // 2)),
     )
+
+
+def _refuse_hybrid_models(kv_cache_config: KVCacheConfig, vllm_version: tuple[int, int]) -> None:
+    """Raises UnsupportedConfiguration where a load that fails would end the engine."""
+    if len(kv_cache_config.kv_cache_groups) > 1 and vllm_version < HYBRID_VLLM:
+        raise UnsupportedConfiguration(
+            f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups (hybrid attention), and "
+            "this vLLM ends when a load of several groups fails: use vLLM 0.30 or later"
+        )
 
 
 def _warn_of_failure_policy(transfer: Any) -> None:

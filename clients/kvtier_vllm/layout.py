@@ -1,8 +1,9 @@
 """Where an engine's KV blocks lie: from the tensors vLLM registers to planes a copy worker can follow.
 
-Understood, and everything else refused by name: one KV cache group of full attention (MLA included) whose
-layers are tensors `[blocks, ...]` with every block dense inside its layer. That covers vLLM 0.29 to 0.33 in
-the layouts with per-layer pages and with contiguous blocks across layers.
+Understood, and everything else refused by name: KV cache groups (see `groups`) whose layers are tensors
+`[blocks, ...]` with every block dense inside its layer. That covers vLLM 0.29 to 0.33 in the layouts with
+per-layer pages and with contiguous blocks across layers. Groups may lie over each other, layers of one group
+may not.
 """
 
 from __future__ import annotations
@@ -12,14 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier_vllm.kv_memory import KVMemory, NotShareable
+from kvtier_vllm.groups import GroupShape, UnsupportedLayout, shape_of
+from kvtier_vllm.kv_memory import KVMemory
 
 if TYPE_CHECKING:
     import torch
-
-
-class UnsupportedLayout(NotShareable):
-    """The KV cache has a shape that this version does not understand."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,8 @@ class Plane:
 class GroupLayout:
     """The planes of one KV cache group, in the model's order of layers."""
 
-    group: int
+    shape: GroupShape
     num_blocks: int
-    block_tokens: int
     planes: tuple[Plane, ...]
 
     @property
@@ -51,62 +48,59 @@ class GroupLayout:
         return sum(plane.fragment_bytes for plane in self.planes)
 
 
-def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory) -> GroupLayout:
-    """Layout of the registered KV caches.
+def describe(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory
+) -> tuple[GroupLayout, ...]:
+    """Layout of the registered KV caches, group by group.
 
     `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given, `memory`
     what the caches were allocated from. Raises NotShareable or UnsupportedLayout with the reason.
     """
+    groups = [(shape_of(index, group), group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
     memory.check(kv_caches)
-    spec, layer_names = _only_group(kv_cache_config)
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        raise UnsupportedLayout(
-            "layers differ in precision (kv_cache_dtype_skip_layers, for one), and vLLM then zeroes blocks "
-            "that it takes from a request before connectors hear of it, while a copy may still read them: "
-            "use one KV cache dtype for all layers"
+    return tuple(
+        GroupLayout(
+            shape=shape,
+            num_blocks=kv_cache_config.num_blocks,
+            planes=_planes_of(group, kv_caches, kv_cache_config.num_blocks, memory),
         )
+        for shape, group in groups
+    )
+
+
+def _planes_of(
+    group: Any, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, memory: KVMemory
+) -> tuple[Plane, ...]:
     planes: list[Plane] = []
     seen: set[int] = set()
-    for name in layer_names:
+    for name in group.layer_names:
         if name not in kv_caches:
             raise UnsupportedLayout(f"layer {name} is in the KV cache group but was not registered")
-        plane = _plane_of(name, kv_caches[name], kv_cache_config.num_blocks, memory)
+        plane = _plane_of(name, kv_caches[name], num_blocks, memory, _content(group.kv_cache_spec, name))
         # Layers that reuse another layer's cache are registered under both names: stored once.
         if plane.base_offset not in seen:
             seen.add(plane.base_offset)
             planes.append(plane)
-    _refuse_overlap(planes, kv_cache_config.num_blocks)
-    return GroupLayout(
-        group=0, num_blocks=kv_cache_config.num_blocks, block_tokens=spec.block_size, planes=tuple(planes)
+    _refuse_overlap(planes, num_blocks)
+    return tuple(planes)
+
+
+def _content(spec: Any, layer: str) -> str:
+    """What the shape of a layer's tensor does not say: that of a recurrent layer is bytes."""
+    spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+    shapes = getattr(spec, "shapes", None)
+    if shapes is None:
+        return ""
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    return f" {kind} states " + " ".join(
+        f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True)
     )
 
 
-def _only_group(kv_cache_config: Any) -> tuple[Any, list[str]]:
-    from vllm.v1 import kv_cache_interface as interface
-
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise UnsupportedLayout(
-            f"the model has {len(groups)} KV cache groups (hybrid attention); this version supports one"
-        )
-    spec = groups[0].kv_cache_spec
-    specs = [spec]
-    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
-        specs = list(spec.kv_cache_specs.values())
-    for one in specs:
-        # Exact types: subclasses keep other state in a block (hidden states, ring buffers, sinks).
-        if type(one) not in (interface.FullAttentionSpec, interface.MLAAttentionSpec):
-            raise UnsupportedLayout(f"KV cache of type {type(one).__name__} is not supported by this version")
-        if getattr(one, "non_causal", False) or getattr(one, "tokens_per_state", 1) != 1:
-            raise UnsupportedLayout(
-                "KV that depends on later tokens or packs several tokens is not supported"
-            )
-        if one.block_size != spec.block_size:
-            raise UnsupportedLayout("layers of one KV cache group have different block sizes")
-    return spec, list(groups[0].layer_names)
-
-
-def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory) -> Plane:
+def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> Plane:
+    if not hasattr(tensor, "stride"):
+        raise UnsupportedLayout(f"{name} is registered as a {type(tensor).__name__}, not as one tensor")
     shape, item = tuple(tensor.shape), tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     if len(shape) < 2 or shape[0] == 0 or shape[0] % num_blocks:
@@ -139,7 +133,7 @@ def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory
     geometry = ",".join(map(str, shape[1:]))
     order = ",".join(str(stride // item) for stride in strides[1:])
     dtype = str(tensor.dtype).removeprefix("torch.")
-    description = f"{name} {dtype} [{split}x{geometry}] strides [{order}]"
+    description = f"{name} {dtype} [{split}x{geometry}] strides [{order}]{content}"
     return Plane(name, base_offset, block_stride_bytes, fragment_bytes, description)
 
 

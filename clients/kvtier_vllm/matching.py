@@ -14,7 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier import Client, Lookup, LookupCall
+from kvtier import PENDING, Client, Lookup, LookupCall
+
+from kvtier_vllm.groups import Groups
 
 ANSWER_DEADLINE_S = 0.2
 """A lookup unanswered for this long, when its request is asked about again, is given up."""
@@ -44,6 +46,8 @@ class _Match:
 
     first: int = 0
     """Block of the request at which the lookup started."""
+    end: int = 0
+    """Blocks below it, from `first` on, can be loaded."""
     call: LookupCall | None = None
     answer: Lookup | None = None
     asked_s: float = 0.0
@@ -56,20 +60,55 @@ class _Match:
     end_since_s: float = 0.0
     """The PENDING block at which the answers end, and when they began to."""
 
-    @property
-    def end(self) -> int:
-        """Blocks below it, from `first` on, can be loaded."""
-        leased = self.answer is not None and self.answer.lease is not None
-        return self.first + self.answer.hits if leased and self.answer is not None else self.first
-
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     """The right to load a request's blocks from `first` on."""
 
     lookup: Lookup
-    """With a lease."""
+    """With a lease, or one for each group."""
     first: int
+
+
+class OneGroup:
+    """How blocks are asked for that are all of one group."""
+
+    def ask(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> LookupCall:
+        """Begins a lookup of blocks `first` to `end`, with leases."""
+        return client.start_lookup(hashes[first:end], lease=True)
+
+    def hits(self, answer: Lookup) -> int:
+        """Blocks that can be loaded, from the first on."""
+        return answer.hits
+
+    def pending_hash(self, answer: Lookup, hashes: Sequence[bytes], first: int) -> bytes:
+        """Of the block at which a PENDING answer to that question ends."""
+        return hashes[first + answer.hits]
+
+
+class SeveralGroups(OneGroup):
+    """The same where a "block" is a unit of several groups: what ends at a block's end in all of them."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def ask(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> LookupCall:
+        """See OneGroup."""
+        size = self._groups.unit_hashes
+        return client.start_lookup_groups(hashes[first * size : end * size], self._groups.queries, lease=True)
+
+    def hits(self, answer: Lookup) -> int:
+        """See OneGroup."""
+        return answer.hits * self._groups.shapes[0].block_tokens // self._groups.unit_tokens
+
+    def pending_hash(self, answer: Lookup, hashes: Sequence[bytes], first: int) -> bytes:
+        """See OneGroup. Of several such blocks, the one that comes first."""
+        ends = [
+            (found.states.index(PENDING) + 1) * shape.hash_stride
+            for found, shape in zip(answer.groups, self._groups.shapes, strict=True)
+            if PENDING in found.states
+        ]
+        return hashes[first * self._groups.unit_hashes + min(ends) - 1]
 
 
 @dataclass(slots=True)
@@ -101,6 +140,7 @@ class Matcher:
     pending_wait_s: float = PENDING_WAIT_S
     pending_poll_s: float = PENDING_POLL_S
     clock: Callable[[], float] = time.monotonic
+    question: OneGroup = field(default_factory=OneGroup)
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
     _starts: int = field(init=False, default=0)
@@ -158,7 +198,7 @@ class Matcher:
     def take(self, request: str) -> Grant | None:
         """Hands the request's lease to the caller and forgets the request. None: there is none."""
         match = self._matches.get(request)
-        if match is None or match.call is not None or match.answer is None or match.answer.lease is None:
+        if match is None or match.call is not None or match.answer is None or not match.answer.leases:
             self.drop(request)  # vLLM goes on without: it need not wait for an answer that is on its way
             return None
         del self._matches[request]
@@ -206,15 +246,15 @@ class Matcher:
         self._release(match)
         match.answer = None
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
-        match.call = client.start_lookup(hashes[local:total], lease=True)
+        match.end = local
+        match.call = self.question.ask(client, hashes, local, total)
 
     def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
         """Whether the answer that has come is taken, or a better one is worth waiting for."""
         if not answer.pending or self.pending_wait_s <= 0:
             self._settle(request, match)
             return
-        now_s, end = self.clock(), match.first + answer.hits
-        end_hash = hashes[end] if end < len(hashes) else b""
+        now_s, end_hash = self.clock(), self.question.pending_hash(answer, hashes, match.first)
         if end_hash != match.end_hash:
             match.end_hash, match.end_since_s = end_hash, now_s
         since_s = self._since_s.get(request, now_s)
@@ -260,10 +300,9 @@ class Matcher:
         """Whether what is known still answers the question."""
         if match.answer is None or local < match.first:
             return False
-        lease = match.answer.lease
-        if lease is None:
+        if not match.answer.leases:
             return True
-        return lease.epoch == client.epoch and self.clock() - match.asked_s < LEASE_AGE_MAX_S
+        return match.answer.epoch == client.epoch and self.clock() - match.asked_s < LEASE_AGE_MAX_S
 
     def _hear(self, request: str, match: _Match, hashes: Sequence[bytes]) -> bool:
         """Takes the answer if it comes within what is left of the budget. False: there is none to go by."""
@@ -283,6 +322,8 @@ class Matcher:
         if answer is None:
             return False
         match.answer, match.call = answer, None
+        if answer.leases:
+            match.end = match.first + self.question.hits(answer)
         self.counters.hits += answer.hits > 0
         self._judge(request, match, answer, hashes)
         return not match.waiting
@@ -296,6 +337,7 @@ class Matcher:
     def _release(self, match: _Match) -> None:
         """Gives the lease back. From `first` on nothing can be loaded then, and that stays known."""
         answer = match.answer
-        if answer is not None and answer.lease is not None:
+        if answer is not None and answer.leases:
             answer.release()
             match.answer = Lookup(answered=True)
+            match.end = match.first

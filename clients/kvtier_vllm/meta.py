@@ -19,10 +19,14 @@ class LoadOrder:
     """A load to follow, and to report once as finished."""
 
     request: str
-    part: PartRef | None
-    """None: it was refused; report it as failed."""
-    block_ids: tuple[int, ...]
-    """Where it goes. Empty if unknown: then all of the request's blocks count as failed."""
+    parts: tuple[PartRef | None, ...]
+    """One for each group. None: it was refused; the request is reported as failed, when the others are over.
+    Empty: all of it was."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """Where each goes."""
+    blocks_tell: bool = True
+    """A failure is told by its blocks, and what was loaded before them stays; else all of it counts as
+    failed. vLLM knows blocks of one group only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,24 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvtier import Client, Doorbell, KvtierError, Transfer
+from kvtier import Client, Doorbell, KvtierError, PartRef, Transfer
+from kvtier.joint import JOINT_LOOKUP
 
 from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.groups import Groups
+from kvtier_vllm.holding import BlockHolds, BlockPool
 from kvtier_vllm.link import Link
-from kvtier_vllm.matching import Grant, Matcher
+from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
+from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter
 from kvtier_vllm.storing import Storer, StoreState
+from kvtier_vllm.tables import Target, hashes_of, newly_allocated, targets_of
 
 BLOCKS_LOADED_MAX = 8_192
 """Of one request: what the daemon takes in one transfer by default. The rest is computed."""
@@ -39,10 +45,16 @@ Connect = Callable[[int], Link]
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    transfer: Transfer | None
+    transfers: tuple[Transfer | None, ...]
+    """One for each group; None: it was refused."""
     block_ids: frozenset[int]
-    hashes: Sequence[bytes]
+    hashes: tuple[tuple[int, Sequence[bytes]], ...]
+    """Of each group: its number, and what was loaded."""
     failed: bool = False
+
+    @property
+    def parts(self) -> list[PartRef]:
+        return [one.part for one in self.transfers if one is not None and one.part is not None]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +62,13 @@ class _Request:
     """One request that vLLM has not finished."""
 
     request: Any
-    stores: StoreState = field(default_factory=StoreState)
+    stores: StoreState
     preemptions: int = 0
     load: _Load | None = None
     may_load: bool = True
     """False from the submission of a load until its success is reported, so for ever after a failure."""
     matched_at: int = 0
-    """Blocks of the engine's own, when it was last asked about."""
+    """Units of the engine's own, when it was last asked about."""
 
 
 class SchedulerSide:
@@ -65,7 +77,7 @@ class SchedulerSide:
     def __init__(
         self,
         config: ConnectorConfig,
-        block_tokens: int,
+        groups: Groups,
         connect: Connect,
         log: logging.Logger,
         prefill: PrefillMeter | None = None,
@@ -73,14 +85,24 @@ class SchedulerSide:
         """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
         declared."""
         self._config = config
-        self._block_tokens = block_tokens
+        self._groups = groups
+        smallest = min(groups.shapes, key=lambda shape: shape.block_tokens)
+        self._longest = next((shape for shape in groups.shapes if not shape.window_blocks), smallest)
+        """The group that knows how long a prefix is."""
+        self._loaded_max = max(1, BLOCKS_LOADED_MAX * smallest.block_tokens // groups.unit_tokens)
+        """Units."""
         self._connect = connect
         self._log = log
         self._generation = 0
         self._link = connect(0)
-        self._matcher = Matcher(config.lookup_budget_ms / 1e3, config.pending_wait_s, config.pending_poll_s)
+        self._matcher = Matcher(
+            config.lookup_budget_ms / 1e3,
+            config.pending_wait_s,
+            config.pending_poll_s,
+            question=OneGroup() if groups.plain else SeveralGroups(groups),
+        )
         self._prefill = prefill
-        self._storer = Storer()
+        self._storer = Storer(groups)
         self._requests: dict[str, _Request] = {}
         self._unasked: dict[str, Any] = {}
         """Requests that vLLM has not asked about yet, in their order."""
@@ -91,11 +113,23 @@ class SchedulerSide:
         self._out = KvtierMetadata(step=1)
         self._stopped = False
         self._told = False
+        self._too_old = False
+        """The daemon cannot do what this model needs."""
 
     @property
     def link(self) -> Link:
         """The client in use."""
         return self._link
+
+    def hold_blocks_of(self, pool: BlockPool) -> None:
+        """The engine's blocks. From now on stores hold what they read, if that is needed."""
+        if self._groups.zeroed:
+            self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether the engine has to go on stepping, even without requests, to have its blocks back."""
+        return bool(self._storer.holds)
 
     # --- what vLLM asks
     # ------------------------------------------------------------------------------------------------------
@@ -113,42 +147,56 @@ class SchedulerSide:
         if client is None or not self._config.load or not tracked.may_load:
             self._matcher.drop(request.request_id)
             return 0
-        local, rest = divmod(num_computed_tokens, self._block_tokens)
+        unit_tokens = self._groups.unit_tokens
+        local, rest = divmod(num_computed_tokens, unit_tokens)
         if rest:
             return 0
         tracked.matched_at = local
-        total = min(self._loadable(request), local + BLOCKS_LOADED_MAX)
-        blocks = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
-        return None if blocks is None else blocks * self._block_tokens
+        total = min(self._loadable(request), local + self._loaded_max)
+        units = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
+        return None if units is None else units * unit_tokens
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """vLLM made room for what `match` promised, or (0) goes on without."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """vLLM made room for what `match` promised, or (0) goes on without. `tables`: the request's blocks,
+        by group."""
         tracked = self._track(request)
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
             self._give_back(grant)
             return
         tracked.may_load = False
-        count = num_external_tokens // self._block_tokens
-        first = tracked.matched_at
-        targets = tuple(block_ids[first : first + count])
-        if len(targets) != count or num_external_tokens % self._block_tokens or 0 in targets:
-            raise RuntimeError(f"{count} blocks to load, but {len(targets)} of {len(block_ids)} are for them")
-        transfer = self._submit_load(grant, targets, first)
-        tracked.load = _Load(transfer, frozenset(targets), request.block_hashes[first : first + count])
-        part = None if transfer is None else transfer.part
-        self._out.loads.append(LoadOrder(request.request_id, part, targets))
+        begin = tracked.matched_at * self._groups.unit_tokens
+        targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
+        transfers = tuple(self._submit_load(grant, target) for target in targets)
+        if grant is not None and len(targets) < len(grant.lookup.leases):
+            self._give_back(grant)  # what no load has taken
+        hashes = tuple((target.group, target.hashes_of(request.block_hashes)) for target in targets)
+        ids = tuple(target.block_ids for target in targets)
+        tracked.load = _Load(transfers, frozenset().union(*ids), hashes)
+        parts = tuple(None if transfer is None else transfer.part for transfer in transfers)
+        one_group = len(self._groups.shapes) == 1
+        self._out.loads.append(LoadOrder(request.request_id, parts, ids, blocks_tell=one_group))
+        if self._groups.let_go:
+            self._out.fence += self._storer.withdraw(itertools.chain(*ids))
 
     def promise_failed(self, request_id: str) -> None:
         """A load was promised to vLLM and could not be submitted: have it reported as failed."""
         if not any(order.request == request_id for order in self._out.loads):
-            self._out.loads.append(LoadOrder(request_id, None, ()))
+            self._out.loads.append(LoadOrder(request_id, (), ()))
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
         self._forget_preempted()
+        if self._groups.let_go:
+            self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
+        self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
         if self._stopped:
             return
+        if self._groups.zeroed and self._storer.holds is None:
+            raise UnsupportedConfiguration(
+                "this vLLM zeroes blocks that it takes from a request (layers are recurrent or differ in "
+                "precision), and lets connectors hold none: use vLLM 0.32"
+            )
         client = self._ready_client()
         self._out.revoke += self._storer.poll()
         self._take_in_loads()
@@ -161,6 +209,7 @@ class SchedulerSide:
                 tracked = self._requests.get(request_id)
                 if tracked is not None:
                     self._store_full_blocks(client, tracked, scheduled, output)
+            self._store_states(client, output)
         if not self._told:
             self._tell_why_nothing_hits(client)
 
@@ -191,7 +240,8 @@ class SchedulerSide:
             load, tracked_or_none.load = tracked_or_none.load, None
             if not load.failed:
                 tracked_or_none.may_load = True
-                self._storer.known.add(load.hashes)
+                for group, hashes in load.hashes:
+                    self._storer.known[group].add(hashes)
 
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
@@ -202,8 +252,7 @@ class SchedulerSide:
             return False
         if tracked.load is not None:
             # vLLM keeps the blocks until the load is reported as finished.
-            if tracked.load.transfer is not None and tracked.load.transfer.part is not None:
-                self._out.revoke.append(tracked.load.transfer.part)
+            self._out.revoke += tracked.load.parts
             return False
         self._out.revoke += self._storer.poll()
         self._touch(tracked)
@@ -243,7 +292,7 @@ class SchedulerSide:
     def _track(self, request: Any) -> _Request:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = _Request(request, preemptions=request.num_preemptions)
+            tracked = _Request(request, self._storer.new_state(), preemptions=request.num_preemptions)
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -255,21 +304,36 @@ class SchedulerSide:
         if epoch != self._epoch:
             self._epoch = epoch
             self._start_over()
-        return client
+            self._too_old = not self._groups.plain and JOINT_LOOKUP not in client.status.features
+            if self._too_old:
+                self._log.warning(
+                    "kvtier: this model has several KV cache groups or a sliding window, and kvtierd %s "
+                    "cannot look them up together: upgrade it; until then nothing is stored or loaded",
+                    client.status.daemon_version,
+                )
+        return None if self._too_old else client
 
     def _start_over(self) -> None:
         self._matcher.drop_all()
         self._storer.start_over()
         for tracked in self._requests.values():
-            tracked.stores.next_block = tracked.stores.failures = 0
+            tracked.stores.next_block = [0] * len(self._groups.shapes)
+            tracked.stores.failures = 0
 
-    def _submit_load(self, grant: Grant | None, targets: Sequence[int], first: int) -> Transfer | None:
+    def _submit_load(self, grant: Grant | None, target: Target) -> Transfer | None:
         client = self._link.client
         if grant is None or client is None:
             return None
+        lookup, group = grant.lookup, target.group
+        # The block of the request with which the lookup began, and that with which the lease does.
+        start = grant.first * self._groups.unit_tokens // target.block_tokens
+        if lookup.groups:
+            lookup = lookup.groups[group]
+            start += 0 if lookup.lease is None else lookup.lease.first
+        doorbell = Doorbell(LOAD_DOORBELL, self._step)
         try:
             return client.load(
-                grant.lookup, targets, first=first - grant.first, doorbell=Doorbell(LOAD_DOORBELL, self._step)
+                lookup, target.block_ids, group=group, first=target.first - start, doorbell=doorbell
             )
         except KvtierError as error:
             self._log.warning("kvtier: a load was refused: %s", error)
@@ -280,9 +344,14 @@ class SchedulerSide:
         """Stores of one prefix in several steps leave its head older than its tail, and a prefix that hits in
         the engine's own cache is not heard of at all: say that the whole of it is in use."""
         client = self._ready_client()
-        blocks = tracked.stores.next_block
-        if client is not None and self._config.store and blocks:
-            client.touch(tracked.request.block_hashes[:blocks])
+        blocks = tracked.stores.next_block[self._longest.group]
+        if client is None or not self._config.store or not blocks:
+            return
+        hashes = tracked.request.block_hashes[: blocks * self._longest.hash_stride]
+        if self._groups.plain:
+            client.touch(hashes)
+        else:
+            client.touch_groups(hashes, self._groups.queries)
 
     def _give_back(self, grant: Grant | None) -> None:
         if grant is not None:
@@ -292,12 +361,11 @@ class SchedulerSide:
         """Loads that the daemon refused after they were submitted: no worker will ever start them."""
         for tracked in self._requests.values():
             load = tracked.load
-            if load is None or load.transfer is None or load.failed:
+            if load is None or load.failed:
                 continue
-            part = load.transfer.part
-            if part is not None and load.transfer.ended and not load.transfer.outcome.done:
+            if any(one is not None and one.ended and not one.outcome.done for one in load.transfers):
                 load.failed = True
-                self._out.revoke.append(part)
+                self._out.revoke += load.parts
 
     def _forget_preempted(self) -> None:
         for tracked in self._requests.values():
@@ -306,24 +374,66 @@ class SchedulerSide:
                 self._out.fence += self._storer.forget_open(tracked.stores)
 
     def _store_full_blocks(self, client: Client, tracked: _Request, scheduled: int, output: Any) -> None:
-        request = tracked.request
-        full = min((request.num_computed_tokens + scheduled) // self._block_tokens, len(request.block_hashes))
-        if full <= tracked.stores.next_block or not self._storer.has_room:
-            return
-        table = output.kv_connector_block_state.get_block_ids(request.request_id)
-        if table is None or len(table[0]) < full or 0 in table[0][:full]:
-            return
-        order = self._storer.submit(
-            client, request.request_id, tracked.stores, request.block_hashes, table[0][:full], self._step
-        )
-        if order is not None:
-            self._out.stores.append(order)
+        request, table = tracked.request, None
+        computed, known = request.num_computed_tokens + scheduled, len(request.block_hashes)
+        for shape in self._groups.shapes:
+            full = min(computed // shape.block_tokens, known // shape.hash_stride)
+            if shape.handed_off or full <= tracked.stores.next_block[shape.group]:
+                continue
+            if not self._storer.has_room:
+                return
+            if table is None:
+                table = output.kv_connector_block_state.get_block_ids(request.request_id)
+                if table is None:
+                    return
+            blocks = table[shape.group][:full]
+            if len(blocks) < full or (not shape.window_blocks and 0 in blocks):
+                continue
+            order = self._storer.submit(
+                client,
+                request.request_id,
+                tracked.stores,
+                hashes_of(shape, request.block_hashes),
+                blocks,
+                self._step,
+                shape.group,
+            )
+            if order is not None:
+                self._out.stores.append(order)
+
+    def _store_states(self, client: Client, output: Any) -> None:
+        """Recurrent layers' states at block ends, which vLLM hands off as it computes them."""
+        handed_off = getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
+        for request_id, states in handed_off.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            hashes = tracked.request.block_hashes
+            for group, block_id, tokens in states:
+                shape = self._groups.shapes[group]
+                blocks, rest = divmod(tokens, shape.block_tokens)
+                if rest or blocks * shape.hash_stride > len(hashes) or not self._storer.has_room:
+                    continue
+                order = self._storer.submit_one(
+                    client,
+                    request_id,
+                    tracked.stores,
+                    group,
+                    hashes[blocks * shape.hash_stride - 1],
+                    blocks - 1,
+                    block_id,
+                    self._step,
+                )
+                if order is not None:
+                    self._out.stores.append(order)
 
     def _loadable(self, request: Any) -> int:
-        """Blocks that a load may fill. The last token is always computed, and never into a loaded block, as
+        """Units that a load may fill. The last token is always computed, and never into a loaded block, as
         with the engine's own hits."""
         tokens: int = request.num_tokens
-        return min((tokens - 1) // self._block_tokens, len(request.block_hashes))
+        return min(
+            (tokens - 1) // self._groups.unit_tokens, len(request.block_hashes) // self._groups.unit_hashes
+        )
 
     def _asked(self, request_id: str) -> None:
         self._unasked.pop(request_id, None)
@@ -335,9 +445,14 @@ class SchedulerSide:
         for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
             if request_id not in self._prefetched:
                 self._prefetched.add(request_id)
-                blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
-                if blocks:
-                    client.start_prefetch(request.block_hashes[:blocks])
+                units = min(self._loadable(request), self._loaded_max)
+                hashes = request.block_hashes[: units * self._groups.unit_hashes]
+                if not units:
+                    continue
+                if self._groups.plain:
+                    client.start_prefetch(hashes)
+                else:
+                    client.start_prefetch_groups(hashes, self._groups.queries)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""

@@ -7,13 +7,15 @@ that cannot be exported, a mirror in host memory (`mirroring`).
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvtier import Client, Group, KvtierError
+from kvtier import Client, Group, KvtierError, Plane
 from kvtier.memory import Memory
 
 from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
@@ -122,7 +124,9 @@ class GpuSharing(Sharing):
         client.ring_on(self._gpu.stream(), STORE_DOORBELL, step)
 
 
-def share_gpu(memory: GpuKVMemory, group: Group, share: str, gpu: EngineGpu, log: logging.Logger) -> Sharing:
+def share_gpu(
+    memory: GpuKVMemory, groups: Sequence[Group], share: str, gpu: EngineGpu, log: logging.Logger
+) -> Sharing:
     """`share` as in the configuration. Raises NotShareable, with what to change."""
     from kvtier.cuda import NotExportableError
 
@@ -131,13 +135,35 @@ def share_gpu(memory: GpuKVMemory, group: Group, share: str, gpu: EngineGpu, log
     device_memory = memory.device_memory
     try:
         if share == "mirror" or not _exportable(device_memory, share, log):
-            return MirrorSharing(device_memory, group, gpu, log)
+            return MirrorSharing(device_memory, covering(groups), gpu, log)
         return GpuSharing(device_memory, gpu)
     except NotExportableError as error:
         message = f'the KV cache cannot be shared: {error}; or set "share": "mirror", which is slower'
         raise NotShareable(message) from error
     except KvtierError as error:
         raise NotShareable(f"the KV cache cannot be shared: {error}") from error
+
+
+def covering(groups: Sequence[Group]) -> Group:
+    """A group that has of each block all bytes that it has in some group: a block's own group uses some of
+    them, and nobody the rest. Raises NotShareable if blocks of one number share bytes with others."""
+    fragments: dict[tuple[int, int], int] = {}
+    for group in groups:
+        for plane in group.planes:
+            place = plane.base_offset, plane.block_stride_bytes
+            fragments[place] = max(fragments.get(place, 0), plane.fragment_bytes)
+    planes = tuple(
+        Plane(fragment_bytes=fragment_bytes, base_offset=base_offset, block_stride_bytes=stride_bytes)
+        for (base_offset, stride_bytes), fragment_bytes in sorted(fragments.items())
+    )
+    if len({stride_bytes for _, stride_bytes in fragments}) > 1 or any(
+        one.base_offset + one.fragment_bytes > other.base_offset for one, other in itertools.pairwise(planes)
+    ):
+        raise NotShareable(
+            "the KV cache has groups whose blocks overlap in part, which cannot be mirrored in host memory; "
+            "use memory that can be exported"
+        )
+    return dataclasses.replace(groups[0], planes=planes)
 
 
 def _exportable(memory: DeviceMemory, share: str, log: logging.Logger) -> bool:

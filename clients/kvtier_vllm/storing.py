@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer, TransferState
 
+from kvtier_vllm.groups import Groups
+from kvtier_vllm.holding import BlockHolds
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
 
 KNOWN_MAX = 65_536
-"""Hashes remembered as stored, some 10 MB."""
+"""Hashes remembered as stored, of all groups together: some 10 MB."""
 KNOWN_S = 60.0
 """After it a block that is still in use is submitted again: the daemon may have evicted it, and learns that
 it is wanted."""
@@ -29,8 +31,9 @@ FAILURES_MAX = 3
 class KnownBlocks:
     """Hashes that the daemon held not long ago. Advisory: it spares submissions."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], most: int = KNOWN_MAX) -> None:
         self._clock = clock
+        self._most = most
         self._until_s: OrderedDict[bytes, float] = OrderedDict()
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -42,7 +45,7 @@ class KnownBlocks:
         for block_hash in hashes:
             self._until_s[block_hash] = until_s
             self._until_s.move_to_end(block_hash)
-        while len(self._until_s) > KNOWN_MAX:
+        while len(self._until_s) > self._most:
             self._until_s.popitem(last=False)
 
     def clear(self) -> None:
@@ -54,8 +57,8 @@ class KnownBlocks:
 class StoreState:
     """One request, as far as its stores go."""
 
-    next_block: int = 0
-    """Blocks below it were submitted, or need not be."""
+    next_block: list[int]
+    """Of each group: blocks below it were submitted, or need not be."""
     failures: int = 0
     open: dict[int, PartRef] = field(default_factory=dict)
     """By ticket: parts that may still read the request's blocks, as far as the scheduler knows."""
@@ -65,9 +68,13 @@ class StoreState:
 class _Store:
     transfer: Transfer
     request: StoreState
+    group: int
     hashes: list[bytes]
     indexes: list[int]
     """Block of the request for each hash."""
+    sources: tuple[int, ...]
+    given_up: bool = False
+    """Its request has lost blocks that it reads: it is not to succeed."""
 
 
 @dataclass(slots=True)
@@ -77,22 +84,41 @@ class StoreCounters:
     blocks: int = 0
     transfers: int = 0
     refused: int = 0
+    withdrawn: int = 0
+    """Because vLLM gave blocks of theirs to others."""
 
 
 class Storer:
-    """Submits stores, one per request and step at most, and keeps account of them."""
+    """Submits stores, one per request, group and step at most, and keeps account of them.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.known = KnownBlocks(clock)
+    What a store reads must stay as it is until its part is over. Blocks of full attention stay with their
+    request; for those that leave it while it runs there are two ways: `withdraw` ends stores whose blocks are
+    given to others, before anything is written there; with `holds` vLLM does not give them to others at all.
+    """
+
+    def __init__(
+        self, groups: Groups, holds: BlockHolds | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        most = KNOWN_MAX // len(groups.shapes)
+        self.known = tuple(KnownBlocks(clock, most) for _ in groups.shapes)
+        """By group."""
         self.counters = StoreCounters()
+        self.holds = holds
+        self._groups = groups
         self._clock = clock
         self._stores: dict[int, _Store] = {}
+        self._readers: dict[int, int] = {}
+        """Ticket of the store that reads a block which may leave its request."""
         self._paused_until_s = 0.0
 
     @property
     def has_room(self) -> bool:
         """Whether `submit` is worth calling now."""
         return len(self._stores) < TRANSFERS_MAX and self._clock() >= self._paused_until_s
+
+    def new_state(self) -> StoreState:
+        """Of a request that has stored nothing."""
+        return StoreState([0] * len(self.known))
 
     def submit(
         self,
@@ -102,29 +128,77 @@ class Storer:
         hashes: Sequence[bytes],
         block_ids: Sequence[int],
         step: int,
+        group: int = 0,
     ) -> StoreOrder | None:
-        """Submits what is new among the first `len(block_ids)` blocks of a request. They are full, and
-        computed when the store doorbell says `step`. None if there is nothing for the workers to follow."""
+        """Submits what is new among the first `len(block_ids)` blocks of a request in a group; 0 is a block
+        that it has no more. They are full, and computed when the store doorbell says `step`. None if there is
+        nothing for the workers to follow."""
         if request.failures > FAILURES_MAX:
-            request.next_block = len(block_ids)
+            request.next_block[group] = len(block_ids)
             return None
-        first, end = request.next_block, min(len(block_ids), request.next_block + BLOCKS_MAX)
-        indexes = [index for index in range(first, end) if hashes[index] not in self.known]
-        request.next_block = end
+        first = request.next_block[group]
+        end = min(len(block_ids), first + BLOCKS_MAX)
+        known = self.known[group]
+        indexes = [index for index in range(first, end) if hashes[index] not in known]
+        if self._groups.shapes[group].window_blocks:
+            indexes = [index for index in indexes if block_ids[index]]
+        request.next_block[group] = end
         if not indexes:
             return None
-        sources = tuple(block_ids[index] for index in indexes)
-        transfer = client.store(
-            [hashes[index] for index in indexes], sources, doorbell=Doorbell(STORE_DOORBELL, step)
+        return self._submit(
+            client,
+            name,
+            request,
+            group,
+            [hashes[index] for index in indexes],
+            indexes,
+            tuple(block_ids[index] for index in indexes),
+            step,
         )
+
+    def submit_one(
+        self,
+        client: Client,
+        name: str,
+        request: StoreState,
+        group: int,
+        block_hash: bytes,
+        index: int,
+        block_id: int,
+        step: int,
+    ) -> StoreOrder | None:
+        """Submits one block, if it is new: likewise."""
+        if request.failures > FAILURES_MAX or block_hash in self.known[group]:
+            return None
+        return self._submit(client, name, request, group, [block_hash], [index], (block_id,), step)
+
+    def _submit(
+        self,
+        client: Client,
+        name: str,
+        request: StoreState,
+        group: int,
+        hashes: list[bytes],
+        indexes: list[int],
+        sources: tuple[int, ...],
+        step: int,
+    ) -> StoreOrder | None:
+        if self.holds is not None and not self.holds.has_room(len(sources)):
+            request.next_block[group] = min(request.next_block[group], indexes[0])
+            return None
+        transfer = client.store(hashes, sources, group=group, doorbell=Doorbell(STORE_DOORBELL, step))
         self.counters.transfers += 1
-        store = _Store(transfer, request, [hashes[index] for index in indexes], indexes)
+        store = _Store(transfer, request, group, hashes, indexes, sources)
         part = transfer.part
         if part is None:  # refused at once
             self._failed(store, 0)
             return None
         self._stores[part.ticket] = store
         request.open[part.ticket] = part
+        if self.holds is not None:
+            self.holds.hold(part.ticket, sources)
+        elif self._groups.shapes[group].window_blocks:
+            self._readers.update(dict.fromkeys(sources, part.ticket))
         return StoreOrder(name, part, sources)
 
     def poll(self) -> list[PartRef]:
@@ -136,6 +210,7 @@ class Storer:
             if outcome.state is TransferState.ACTIVE:
                 continue
             del self._stores[ticket]
+            self._read_no_more(ticket, store, fenced=outcome.fenced)
             if outcome.fenced:
                 store.request.open.pop(ticket, None)
             if not outcome.done and store.transfer.part is not None:
@@ -143,27 +218,74 @@ class Storer:
             self._account(store)
         return failed
 
+    def withdraw(self, block_ids: Iterable[int]) -> list[PartRef]:
+        """vLLM has given these blocks to somebody: returns the parts that may still read them. They are over
+        before anything is written there, and what they have read is never served."""
+        readers = self._readers
+        parts: list[PartRef] = []
+        for ticket in {readers[block] for block in block_ids if block in readers}:
+            store = self._stores[ticket]
+            request, group = store.request, store.group
+            part = request.open.pop(ticket, None)
+            if part is not None:
+                parts.append(part)
+            # What the request has left of it is tried again.
+            request.next_block[group] = min(request.next_block[group], store.indexes[0])
+            self._disown(ticket, store)
+            self.counters.withdrawn += 1
+        return parts
+
+    def overdue(self, step: int, *, everything: bool = False) -> list[PartRef]:
+        """Parts that have held blocks for too long: to be withdrawn in this step. Lets go of those that were
+        in an earlier one. Once per step. `everything`: no part may hold blocks any more."""
+        if self.holds is None:
+            return []
+        tickets = self.holds.overdue(step, everything=everything)
+        stores = [self._stores[ticket] for ticket in tickets if ticket in self._stores]
+        return [store.transfer.part for store in stores if store.transfer.part is not None]
+
     def forget_open(self, request: StoreState) -> list[PartRef]:
-        """The request loses its blocks: returns the parts that may still read them. What becomes of those
-        stores is no longer held against it, and it starts over."""
+        """The request loses its blocks: returns the parts that may still read them and must not. What becomes
+        of those stores is no longer held against it, and it starts over."""
         parts = list(request.open.values())
         request.open.clear()
-        request.next_block = 0
+        request.next_block = [0] * len(self.known)
         for part in parts:
             store = self._stores.get(part.ticket)
             if store is not None:
-                store.request = StoreState()
-        return parts
+                self._disown(part.ticket, store)
+        return [] if self.holds is not None else parts
 
     def start_over(self) -> None:
         """Another daemon, or the same after a restart: nothing is known of what it holds."""
-        self.known.clear()
+        for known in self.known:
+            known.clear()
         self._paused_until_s = 0.0
+
+    def _disown(self, ticket: int, store: _Store) -> None:
+        store.request = self.new_state()
+        store.given_up = True
+        for block in store.sources:
+            if self._readers.get(block) == ticket:
+                del self._readers[block]
+
+    def _read_no_more(self, ticket: int, store: _Store, *, fenced: bool) -> None:
+        """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
+        if self.holds is not None:
+            if fenced:
+                self.holds.release(ticket)
+            else:
+                self.holds.end(ticket)
+        elif self._readers:
+            for block in store.sources:
+                if self._readers.get(block) == ticket:
+                    del self._readers[block]
 
     def _account(self, store: _Store) -> None:
         outcome, results = store.transfer.outcome, store.transfer.results
         if results is None or len(results) != len(store.hashes):
-            self._failed(store, 0)
+            if not store.given_up:
+                self._failed(store, 0)
             return
         good: list[bytes] = []
         first_bad: int | None = None
@@ -173,15 +295,16 @@ class Storer:
                 good.append(block_hash)
             elif result is not StoreResult.PENDING and first_bad is None:
                 first_bad = position
-        self.known.add(good)
+        self.known[store.group].add(good)
         self.counters.blocks += len(good)
-        if first_bad is not None:
+        if first_bad is not None and not store.given_up:
             self._failed(store, first_bad)
 
     def _failed(self, store: _Store, position: int) -> None:
         """What was not stored is tried again with its request's next blocks: without it they are of no
         use."""
         self.counters.refused += 1
-        store.request.failures += 1
-        store.request.next_block = min(store.request.next_block, store.indexes[position])
+        request, group = store.request, store.group
+        request.failures += 1
+        request.next_block[group] = min(request.next_block[group], store.indexes[position])
         self._paused_until_s = self._clock() + PAUSE_S

@@ -41,7 +41,11 @@ Connect = Callable[[int, tuple[Group, ...], Memory], Link]
 @dataclass(slots=True, eq=False)
 class _Load:
     order: LoadOrder
-    part: Part | None
+    left: list[Part] = field(default_factory=list)
+    """Parts that are not over."""
+    failed: bool = False
+    """Some of it has not landed, and will not: the rest is of no use."""
+    bad_blocks: set[int] = field(default_factory=set)
     in_vain: bool = False
     """The engine has given the memory back that it goes to."""
 
@@ -109,14 +113,14 @@ class WorkerSide:
         """Shares the KV cache, in the background. Raises NotShareable."""
         if self._gpu is not None:
             memory = GpuKVMemory(kv_caches)
-            group = _group(describe(kv_caches, kv_cache_config, memory))
-            self._sharing = share_gpu(memory, group, self._config.share, self._gpu, self._log)
+            groups = _groups(describe(kv_caches, kv_cache_config, memory))
+            self._sharing = share_gpu(memory, groups, self._config.share, self._gpu, self._log)
         elif self._host_memory is not None:
-            group = _group(describe(kv_caches, kv_cache_config, self._host_memory))
+            groups = _groups(describe(kv_caches, kv_cache_config, self._host_memory))
             self._sharing = HostSharing(self._host_memory)
         else:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")
-        self._groups = (group,)
+        self._groups = groups
         self._attach()
 
     def sleep(self) -> None:
@@ -190,10 +194,15 @@ class WorkerSide:
         self._new_loads, self._new_stores = [], []
         client, now_s = self._client, self._clock()
         for load in meta.loads:
-            target = None if load.part is None else Part(client, load.part, load.block_ids, now_s)
-            self._loads.append(_Load(load, target, in_vain=self._asleep))
-            if target is not None:
-                self._new_loads.append(target)
+            order = _Load(load, failed=not load.parts, in_vain=self._asleep)
+            for part, block_ids in zip(load.parts, load.block_ids, strict=True):
+                if part is None:
+                    order.failed = True
+                    order.bad_blocks.update(block_ids)
+                else:
+                    order.left.append(Part(client, part, block_ids, now_s))
+            self._loads.append(order)
+            self._new_loads += order.left
         for store in meta.stores:
             source = Part(client, store.part, store.block_ids, now_s)
             self._stores.setdefault(store.request, []).append(source)
@@ -277,7 +286,7 @@ class WorkerSide:
         wanted = {ref.ticket for ref in refs}
         if not wanted:
             return
-        parts = [load.part for load in self._loads if load.part is not None]
+        parts = [part for load in self._loads for part in load.left]
         parts += [part for parts in self._stores.values() for part in parts]
         for part in parts:
             if part.ref.ticket in wanted:
@@ -292,19 +301,24 @@ class WorkerSide:
         return over
 
     def _load_over(self, load: _Load, now_s: float, results: Results) -> bool:
-        landing = Landing.FAILED
-        if load.part is not None:
-            landing = self._landing(load.part, now_s)
+        for part in list(load.left):
+            if load.failed:
+                part.revoke()
+            landing = self._landing(part, now_s)
             if landing is Landing.PENDING:
-                return False
+                continue
+            load.left.remove(part)
             if self._sharing is not None:
-                self._sharing.over(load.part)
-            if load.in_vain:
-                landing = Landing.FAILED
+                self._sharing.over(part)
+            if landing is Landing.FAILED or load.in_vain:
+                load.failed = True
+                load.bad_blocks.update(part.block_ids)
+        if load.left:
+            return False
         results.received.add(load.order.request)
-        if landing is Landing.FAILED:
-            if load.order.block_ids:
-                results.bad_blocks.update(load.order.block_ids)
+        if load.failed:
+            if load.order.blocks_tell and load.bad_blocks:
+                results.bad_blocks.update(load.bad_blocks)
             else:
                 results.failed.add(load.order.request)
         return True
@@ -327,17 +341,22 @@ class WorkerSide:
         return late and part.revoke().over
 
 
-def _group(layout: GroupLayout) -> Group:
-    return Group(
-        block_tokens=layout.block_tokens,
-        num_blocks=layout.num_blocks,
-        planes=tuple(
-            Plane(
-                fragment_bytes=plane.fragment_bytes,
-                base_offset=plane.base_offset,
-                block_stride_bytes=plane.block_stride_bytes,
-                description=plane.description,
-            )
-            for plane in layout.planes
-        ),
+def _groups(layouts: Iterable[GroupLayout]) -> tuple[Group, ...]:
+    return tuple(
+        Group(
+            block_tokens=layout.shape.block_tokens,
+            num_blocks=layout.num_blocks,
+            kind=layout.shape.kind,
+            window_tokens=layout.shape.window_tokens,
+            planes=tuple(
+                Plane(
+                    fragment_bytes=plane.fragment_bytes,
+                    base_offset=plane.base_offset,
+                    block_stride_bytes=plane.block_stride_bytes,
+                    description=plane.description,
+                )
+                for plane in layout.planes
+            ),
+        )
+        for layout in layouts
     )

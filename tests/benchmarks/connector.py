@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from kvtier import Client
 from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.groups import Groups
 from kvtier_vllm.meta import STORE_DOORBELL
 from kvtier_vllm.scheduler import SchedulerSide
 
@@ -81,7 +82,7 @@ class Steps:
         """A request that nobody has computed before, let in."""
         name = f"running/{next(self._numbers)}"
         started = request(name, hashes_of(name, BLOCKS))
-        self._side.allocated(started, range(1, BLOCKS + 1), 0)
+        self._side.allocated(started, (range(1, BLOCKS + 1),), 0)
         return started
 
     def step(self) -> None:
@@ -94,7 +95,9 @@ class Steps:
             if tokens is not None and len(let_in) < NEW:
                 let_in.append(waiting)
         for one in let_in:
-            self._side.allocated(one, range(1, BLOCKS + 1), 0)  # let in; its blocks are the engine's by now
+            self._side.allocated(
+                one, (range(1, BLOCKS + 1),), 0
+            )  # let in; its blocks are the engine's by now
         scheduled = {running.request_id: TOKENS for running in self._running}
         tables = {running.request_id: (range(1_024, 1_024 + BLOCKS),) for running in self._running}
         state = SimpleNamespace(get_block_ids=tables.get)
@@ -124,7 +127,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with rig(num_blocks=NUM_BLOCKS, planes=1, fragment_bytes=4_096, pool_size="258MiB") as running:
         link: Any = ReadyLink(running.client)
-        side = SchedulerSide(ConnectorConfig(), TOKENS, lambda _: link, logging.getLogger("bench"))
+        side = SchedulerSide(
+            ConnectorConfig(), Groups.one(TOKENS), lambda _: link, logging.getLogger("bench")
+        )
         steps = Steps(side, running.client)
         taken = np.empty(WARM_UP + STEPS)
         for index in range(len(taken)):

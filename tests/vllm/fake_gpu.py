@@ -136,7 +136,7 @@ class LaggingEngine(MiniEngine):
         if meta is not None and meta.loads:
             self._lag(self._gpu.stream())
         for order in meta.loads if meta is not None else ():
-            for block in order.block_ids:
+            for block in order.block_ids[0]:
                 for layer in range(LAYERS):
                     self._enqueue(layer, block, np.zeros_like(self.pages[layer][block]))
 

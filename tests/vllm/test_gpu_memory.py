@@ -109,7 +109,7 @@ def test_planes_lead_to_every_block_of_every_layer(
         caches = allocate(kv_cache_config, layout)
     memory = GpuKVMemory(caches)
     assert memory.size_bytes == BLOCKS * LAYERS * PAGE_BYTES
-    found = describe(caches, kv_cache_config, memory)
+    [found] = describe(caches, kv_cache_config, memory)
     [(address, _)] = made
     for number, plane in enumerate(found.planes):
         for block in range(BLOCKS):
@@ -129,7 +129,7 @@ def test_several_allocations_are_one_run_of_offsets(gpu: FakeEngineGpu) -> None:
     assert memory.size_bytes == 2 * whole
     assert memory.device_memory.range_bytes == (whole, whole)
     layer = BLOCKS * PAGE_BYTES
-    planes = describe(mixed, config(False), memory).planes
+    planes = describe(mixed, config(False), memory)[0].planes
     assert [plane.base_offset for plane in planes] == [0, whole + layer, 2 * layer]
     with pytest.raises(NotShareable, match="lies outside"):
         GpuKVMemory(first).offset_of("elsewhere", second[names[0]])

@@ -6,12 +6,16 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvtier import Group, GroupKind, Plane
+from kvtier_vllm.groups import UnsupportedLayout
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
-from kvtier_vllm.layout import UnsupportedLayout, describe
+from kvtier_vllm.layout import describe
+from kvtier_vllm.sharing import covering
 
 pytestmark = pytest.mark.vllm
 
@@ -70,8 +74,12 @@ def test_planes_lead_to_every_block_of_every_layer(
 ) -> None:
     kv_cache_config = config(across_layers)
     caches = allocate(kv_cache_config, layout, memory)
-    found = describe(caches, kv_cache_config, memory)
-    assert (found.num_blocks, found.block_tokens, found.block_bytes) == (BLOCKS, TOKENS, LAYERS * PAGE_BYTES)
+    [found] = describe(caches, kv_cache_config, memory)
+    assert (found.num_blocks, found.shape.block_tokens, found.block_bytes) == (
+        BLOCKS,
+        TOKENS,
+        LAYERS * PAGE_BYTES,
+    )
     # Written through torch, read through a mapping of the descriptor alone, as the daemon has it.
     for number, plane in enumerate(found.planes):
         for block in range(BLOCKS):
@@ -90,7 +98,7 @@ def test_planes_lead_to_every_block_of_every_layer(
 def test_what_another_process_writes_is_what_the_engine_reads(memory: SharedKVMemory) -> None:
     kv_cache_config = config(across_layers=False)
     caches = allocate(kv_cache_config, "LBHNC", memory)
-    plane = describe(caches, kv_cache_config, memory).planes[1]
+    plane = describe(caches, kv_cache_config, memory)[0].planes[1]
     offset = plane.base_offset + 3 * plane.block_stride_bytes
     os.pwrite(memory.fileno(), b"\x3f\x3f" * (plane.fragment_bytes // 2), offset)
     cache = caches[plane.layer]
@@ -155,7 +163,7 @@ def test_layers_that_reuse_a_cache_are_stored_once(memory: SharedKVMemory) -> No
     names = kv_cache_config.kv_cache_groups[0].layer_names
     caches["model.layers.9.self_attn.attn"] = caches[names[0]]
     names.append("model.layers.9.self_attn.attn")
-    assert [plane.layer for plane in describe(caches, kv_cache_config, memory).planes] == names[:LAYERS]
+    assert [plane.layer for plane in describe(caches, kv_cache_config, memory)[0].planes] == names[:LAYERS]
 
 
 def test_kernel_blocks_smaller_than_a_block_make_whole_blocks(memory: SharedKVMemory) -> None:
@@ -164,10 +172,10 @@ def test_kernel_blocks_smaller_than_a_block_make_whole_blocks(memory: SharedKVMe
     halves = {
         name: cache.view(BLOCKS * 2, HEADS, TOKENS // 2, 2 * HEAD_SIZE) for name, cache in caches.items()
     }
-    found = describe(halves, kv_cache_config, memory)
+    [found] = describe(halves, kv_cache_config, memory)
     assert [plane.fragment_bytes for plane in found.planes] == [PAGE_BYTES] * LAYERS
     assert [plane.block_stride_bytes for plane in found.planes] == [PAGE_BYTES] * LAYERS
-    assert found.planes[0].description != describe(caches, kv_cache_config, memory).planes[0].description
+    assert found.planes[0].description != describe(caches, kv_cache_config, memory)[0].planes[0].description
 
 
 def test_blocks_torn_apart_inside_a_layer_are_refused(memory: SharedKVMemory) -> None:
@@ -198,33 +206,102 @@ def test_a_first_dimension_that_is_not_blocks_is_refused(memory: SharedKVMemory)
         describe(swapped, kv_cache_config, memory)
 
 
-def test_other_kinds_of_cache_are_refused_by_name(memory: SharedKVMemory) -> None:
+def window_spec(**changes: Any) -> Any:
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    window = SlidingWindowSpec(
-        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16, sliding_window=64
-    )
-    caches = allocate(config(across_layers=False), "LBHNC", memory)
-    with pytest.raises(UnsupportedLayout, match="SlidingWindowSpec"):
-        describe(caches, config(across_layers=False, groups=[window]), memory)
-    with pytest.raises(UnsupportedLayout, match="2 KV cache groups"):
-        describe(caches, config(across_layers=False, groups=[spec(), window]), memory)
-    with pytest.raises(UnsupportedLayout, match="later tokens"):
-        describe(caches, config(across_layers=False, groups=[spec(non_causal=True)]), memory)
+    options = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "sliding_window": 64}
+    return SlidingWindowSpec(**options | {"dtype": torch.bfloat16} | changes)
 
 
-def test_blocks_that_are_zeroed_before_anybody_hears_of_it_are_refused(memory: SharedKVMemory) -> None:
+def state_spec(**changes: Any) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import MambaSpec
 
-    names = config(False).kv_cache_groups[0].layer_names
-    specs = dict.fromkeys(names, spec()) | {names[1]: spec(dtype=torch.float16)}
-    mixed = config(False, [UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs)])
-    assert mixed.needs_kv_cache_zeroing
-    caches = allocate(config(False), "LBHNC", memory)
-    with pytest.raises(UnsupportedLayout, match="one KV cache dtype for all layers"):
-        describe(caches, mixed, memory)
+    options: dict[str, Any] = {
+        "block_size": TOKENS,
+        "shapes": ((64,), (8, 16)),
+        "dtypes": (torch.bfloat16, torch.float32),
+        "page_size_padded": PAGE_BYTES,
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**options | changes)
+
+
+def test_groups_may_lie_over_each_other(memory: SharedKVMemory) -> None:
+    import torch
+
+    both = config(across_layers=False, groups=[spec(), window_spec()])
+    caches = allocate(config(across_layers=False), "LBHNC", memory)
+    full, window = describe(caches, both, memory)
+    assert (full.shape.kind, full.shape.window_blocks) == (GroupKind.FULL_ATTENTION, 0)
+    assert (window.shape.kind, window.shape.window_tokens) == (GroupKind.SLIDING_WINDOW, 64)
+    assert window.shape.window_blocks == 4
+    assert [plane.base_offset for plane in full.planes] == [plane.base_offset for plane in window.planes]
+    assert [plane.description for plane in full.planes] == [plane.description for plane in window.planes]
+    states = config(across_layers=False, groups=[spec(), state_spec()])
+    pages = {name: cache.view(torch.int8).view(BLOCKS, -1) for name, cache in caches.items()}
+    content = {name: page[:, : 128 + 512] for name, page in pages.items()}
+    _, state = describe(content, states, memory)
+    assert state.block_bytes == LAYERS * (128 + 512)
+    assert {plane.block_stride_bytes for plane in state.planes} == {PAGE_BYTES}
+    assert "MAMBA2 states bfloat16[64] float32[8, 16]" in state.planes[0].description
+    other = config(across_layers=False, groups=[spec(), state_spec(shapes=((64,), (16, 8)))])
+    assert describe(content, other, memory)[1].planes[0].description != state.planes[0].description
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: spec(non_causal=True), "later tokens"),
+        (lambda: spec(tokens_per_state=4), "packs several tokens"),
+        (lambda: window_spec(sliding_window=1), "window of 1 tokens"),
+        (lambda: window_spec(extra_retained_tokens=3), "draft models"),
+        (lambda: state_spec(mamba_cache_mode="none"), "mamba_cache_mode='none'"),
+        (lambda: state_spec(num_speculative_blocks=1), "speculative decoding"),
+    ],
+)
+def test_other_kinds_of_cache_are_refused_by_name(
+    memory: SharedKVMemory, other: Callable[[], Any], named: str
+) -> None:
+    caches = allocate(config(across_layers=False), "LBHNC", memory)
+    with pytest.raises(UnsupportedLayout, match=named):
+        describe(caches, config(across_layers=False, groups=[spec(), other()]), memory)
+
+
+def test_subclasses_and_draft_models_groups_are_refused_by_name(memory: SharedKVMemory) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import RSWASpec
+
+    caches = allocate(config(across_layers=False), "LBHNC", memory)
+    reference = RSWASpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16, rswa_window=64
+    )
+    with pytest.raises(UnsupportedLayout, match="RSWASpec"):
+        describe(caches, config(across_layers=False, groups=[reference]), memory)
+    drafts = config(across_layers=False)
+    drafts.kv_cache_groups[0].is_eagle_group = True
+    with pytest.raises(UnsupportedLayout, match="draft model's"):
+        describe(caches, drafts, memory)
+
+
+def test_blocks_overlap_in_part_and_cannot_be_mirrored(memory: SharedKVMemory) -> None:
+    def group(*planes: tuple[int, int, int]) -> Group:
+        return Group(
+            block_tokens=16,
+            num_blocks=4,
+            planes=tuple(
+                Plane(fragment_bytes=size, base_offset=base, block_stride_bytes=stride)
+                for size, base, stride in planes
+            ),
+        )
+
+    found = covering([group((64, 0, 128), (64, 512, 128)), group((96, 0, 128))])
+    places = [(plane.fragment_bytes, plane.base_offset) for plane in found.planes]
+    assert places == [(96, 0), (64, 512)]
+    for other in (group((64, 32, 128)), group((64, 0, 256))):
+        with pytest.raises(NotShareable, match="mirrored"):
+            covering([group((64, 0, 128)), other])
 
 
 def test_layers_of_different_geometry_have_different_descriptions() -> None:
@@ -233,7 +310,7 @@ def test_layers_of_different_geometry_have_different_descriptions() -> None:
         kv_cache_config = config(across_layers)
         caches = allocate(kv_cache_config, layout, memory)
         memory.close()
-        return describe(caches, kv_cache_config, memory).planes[0].description
+        return describe(caches, kv_cache_config, memory)[0].planes[0].description
 
     assert description("LBHNC", False) != description("LBNHC", False)
     # Where blocks lie may differ; the bytes of one do not.

@@ -1,0 +1,190 @@
+"""The KV cache groups of an engine: what a lookup needs of each, and how its blocks come and go.
+
+Layers of one group share a block table. A model that mixes full attention, sliding windows and recurrent
+layers has several groups, whose blocks lie over each other in one memory: a block id is of one group at a
+time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvtier import GroupKind, GroupQuery
+
+from kvtier_vllm.kv_memory import NotShareable
+
+# First release in which a load of several groups can fail without ending the engine.
+HYBRID_VLLM = (0, 30)
+
+
+class UnsupportedLayout(NotShareable):
+    """The KV cache has a shape that this version does not understand."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One group."""
+
+    group: int
+    """vLLM's number of it, and the daemon's."""
+    block_tokens: int
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window_tokens: int = 0
+    window_blocks: int = 0
+    """A prefix needs its last so many blocks; 0: all of them."""
+    hash_stride: int = 1
+    """Of the request's block hashes: a block's is the last of so many."""
+    handed_off: bool = False
+    """vLLM says which block holds which state; its block table does not."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups of an engine."""
+
+    shapes: tuple[GroupShape, ...]
+    hash_tokens: int
+    """Tokens of one of the request's block hashes."""
+    zeroed: bool = False
+    """vLLM zeroes blocks before it says that it has taken them from a request."""
+
+    @classmethod
+    def one(cls, block_tokens: int) -> Groups:
+        """Full attention in all layers."""
+        return cls((GroupShape(0, block_tokens),), block_tokens)
+
+    @cached_property
+    def plain(self) -> bool:
+        """One group, of which a prefix needs all."""
+        return len(self.shapes) == 1 and not self.shapes[0].window_blocks
+
+    @cached_property
+    def unit_tokens(self) -> int:
+        """What is matched and loaded has a multiple of so many tokens."""
+        return math.lcm(*(shape.block_tokens for shape in self.shapes))
+
+    @cached_property
+    def unit_hashes(self) -> int:
+        """Hashes of one unit."""
+        return self.unit_tokens // self.hash_tokens
+
+    @cached_property
+    def queries(self) -> tuple[GroupQuery, ...]:
+        """A lookup's, one for each group."""
+        return tuple(GroupQuery(shape.group, shape.window_blocks, shape.hash_stride) for shape in self.shapes)
+
+    @cached_property
+    def let_go(self) -> tuple[GroupShape, ...]:
+        """Those whose blocks leave a request while it runs."""
+        return tuple(shape for shape in self.shapes if shape.window_blocks)
+
+
+def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
+    """The groups of a KVCacheConfig. Raises UnsupportedLayout for what is not understood, by name."""
+    found = kv_cache_config.kv_cache_groups
+    if not found:
+        raise UnsupportedLayout("the engine has no KV cache")
+    shapes = [shape_of(index, group) for index, group in enumerate(found)]
+    zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    if len(shapes) == 1:
+        return Groups(tuple(shapes), shapes[0].block_tokens, zeroed)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    for shape in shapes:
+        if shape.block_tokens % hash_tokens:
+            raise UnsupportedLayout(
+                f"KV cache group {shape.group} has blocks of {shape.block_tokens} tokens, which are not made "
+                f"of the {hash_tokens} tokens of a block hash"
+            )
+    return Groups(
+        tuple(
+            GroupShape(
+                shape.group,
+                shape.block_tokens,
+                shape.kind,
+                shape.window_tokens,
+                shape.window_blocks,
+                shape.block_tokens // hash_tokens,
+                shape.handed_off,
+            )
+            for shape in shapes
+        ),
+        hash_tokens,
+        zeroed,
+    )
+
+
+def shape_of(index: int, group: Any) -> GroupShape:
+    """Of one KVCacheGroupSpec, as if hashes were of its own blocks. Raises UnsupportedLayout."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    if (
+        not getattr(group, "enable_kv_transfer", True)
+        or getattr(group, "is_eagle_group", False)
+        or getattr(group, "host_resident", False)
+    ):
+        raise UnsupportedLayout(
+            f"KV cache group {index} is a draft model's, lies in host memory, or takes no part in transfers: "
+            "not supported"
+        )
+    spec = group.kv_cache_spec
+    specs = [spec]
+    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
+        specs = list(spec.kv_cache_specs.values())
+    shapes = {_shape_of_layer(index, one) for one in specs}
+    if any(one.block_size != spec.block_size for one in specs):
+        raise UnsupportedLayout("layers of one KV cache group have different block sizes")
+    if len(shapes) != 1:
+        raise UnsupportedLayout(f"the layers of KV cache group {index} need different parts of a prefix")
+    return shapes.pop()
+
+
+def _shape_of_layer(index: int, spec: Any) -> GroupShape:
+    from vllm.v1 import kv_cache_interface as interface
+
+    # Exact types: subclasses keep other state in a block (hidden states, ring buffers, sinks).
+    kind = type(spec)
+    if kind is interface.MambaSpec:
+        return _state_of(index, spec)
+    if kind not in (
+        interface.FullAttentionSpec,
+        interface.MLAAttentionSpec,
+        interface.SlidingWindowSpec,
+        interface.ChunkedLocalAttentionSpec,
+    ):
+        raise UnsupportedLayout(f"KV cache of type {kind.__name__} is not supported by this version")
+    if getattr(spec, "non_causal", False) or getattr(spec, "tokens_per_state", 1) != 1:
+        raise UnsupportedLayout("KV that depends on later tokens or packs several tokens is not supported")
+    tokens = spec.block_size
+    if kind is interface.SlidingWindowSpec:
+        if getattr(spec, "extra_retained_tokens", 0):
+            raise UnsupportedLayout("a sliding window that is kept longer for draft models is not supported")
+        # The next token sees one token less of what is there.
+        return _window(index, tokens, spec.sliding_window, spec.sliding_window - 1)
+    if kind is interface.ChunkedLocalAttentionSpec:
+        # It needs what its chunk has so far. To ask for a whole chunk's blocks costs a hit now and then.
+        return _window(index, tokens, spec.attention_chunk_size, spec.attention_chunk_size)
+    return GroupShape(index, tokens)
+
+
+def _window(index: int, block_tokens: int, window_tokens: int, needed_tokens: int) -> GroupShape:
+    if needed_tokens < 1:
+        raise UnsupportedLayout(f"a window of {window_tokens} tokens is not supported")
+    blocks = -(-needed_tokens // block_tokens)
+    return GroupShape(index, block_tokens, GroupKind.SLIDING_WINDOW, window_tokens, blocks)
+
+
+def _state_of(index: int, spec: Any) -> GroupShape:
+    mode = spec.mamba_cache_mode
+    if mode not in ("align", "all"):
+        raise UnsupportedLayout(
+            f"recurrent layers keep no states of prefixes (mamba_cache_mode={mode!r}); start the engine with "
+            "--enable-prefix-caching, and --mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedLayout("speculative decoding with recurrent layers is not supported")
+    return GroupShape(index, spec.block_size, GroupKind.MAMBA, window_blocks=1, handed_off=mode == "align")
