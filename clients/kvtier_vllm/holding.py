@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-FRACTION_MAX = 0.25
-"""Of the engine's blocks, held at once."""
+FRACTION_MAX = 0.5
+"""Of the engine's blocks, held at once. Most of them are their request's as well, and cost nothing more."""
 
 
 class BlockPool(Protocol):

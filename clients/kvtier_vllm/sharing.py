@@ -8,14 +8,13 @@ that cannot be exported, a mirror in host memory (`mirroring`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvtier import Client, Group, KvtierError, Plane
+from kvtier import Client, Group, KvtierError
 from kvtier.memory import Memory
 
 from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
@@ -146,24 +145,23 @@ def share_gpu(
 
 def covering(groups: Sequence[Group]) -> Group:
     """A group that has of each block all bytes that it has in some group: a block's own group uses some of
-    them, and nobody the rest. Raises NotShareable if blocks of one number share bytes with others."""
-    fragments: dict[tuple[int, int], int] = {}
-    for group in groups:
-        for plane in group.planes:
-            place = plane.base_offset, plane.block_stride_bytes
-            fragments[place] = max(fragments.get(place, 0), plane.fragment_bytes)
-    planes = tuple(
-        Plane(fragment_bytes=fragment_bytes, base_offset=base_offset, block_stride_bytes=stride_bytes)
-        for (base_offset, stride_bytes), fragment_bytes in sorted(fragments.items())
-    )
-    if len({stride_bytes for _, stride_bytes in fragments}) > 1 or any(
-        one.base_offset + one.fragment_bytes > other.base_offset for one, other in itertools.pairwise(planes)
-    ):
-        raise NotShareable(
-            "the KV cache has groups whose blocks overlap in part, which cannot be mirrored in host memory; "
-            "use memory that can be exported"
-        )
-    return dataclasses.replace(groups[0], planes=planes)
+    them, and nobody the rest. Raises NotShareable if the groups' blocks are not equally far apart."""
+    planes = sorted((plane for group in groups for plane in group.planes), key=lambda one: one.base_offset)
+    covered = [planes[0]]
+    for plane in planes[1:]:
+        last = covered[-1]
+        end = last.base_offset + last.fragment_bytes
+        if plane.block_stride_bytes != last.block_stride_bytes:
+            raise NotShareable(
+                "the KV cache has groups whose blocks are not equally far apart, which cannot be mirrored in "
+                "host memory; use memory that can be exported"
+            )
+        if plane.base_offset < end:
+            end = max(end, plane.base_offset + plane.fragment_bytes)
+            covered[-1] = dataclasses.replace(last, fragment_bytes=end - last.base_offset)
+        else:
+            covered.append(plane)
+    return dataclasses.replace(groups[0], planes=tuple(covered))
 
 
 def _exportable(memory: DeviceMemory, share: str, log: logging.Logger) -> bool:

@@ -107,8 +107,9 @@ class Storer:
         self._groups = groups
         self._clock = clock
         self._stores: dict[int, _Store] = {}
-        self._readers: dict[int, int] = {}
-        """Ticket of the store that reads a block which may leave its request."""
+        self._readers: dict[int, list[int]] = {}
+        """Tickets of the stores that read a block which may leave its request. Several do if requests share
+        it."""
         self._paused_until_s = 0.0
 
     @property
@@ -198,7 +199,8 @@ class Storer:
         if self.holds is not None:
             self.holds.hold(part.ticket, sources)
         elif self._groups.shapes[group].window_blocks:
-            self._readers.update(dict.fromkeys(sources, part.ticket))
+            for block in sources:
+                self._readers.setdefault(block, []).append(part.ticket)
         return StoreOrder(name, part, sources)
 
     def poll(self) -> list[PartRef]:
@@ -223,7 +225,7 @@ class Storer:
         before anything is written there, and what they have read is never served."""
         readers = self._readers
         parts: list[PartRef] = []
-        for ticket in {readers[block] for block in block_ids if block in readers}:
+        for ticket in {ticket for block in block_ids for ticket in readers.get(block, ())}:
             store = self._stores[ticket]
             request, group = store.request, store.group
             part = request.open.pop(ticket, None)
@@ -265,9 +267,7 @@ class Storer:
     def _disown(self, ticket: int, store: _Store) -> None:
         store.request = self.new_state()
         store.given_up = True
-        for block in store.sources:
-            if self._readers.get(block) == ticket:
-                del self._readers[block]
+        self._forget_reader(ticket, store)
 
     def _read_no_more(self, ticket: int, store: _Store, *, fenced: bool) -> None:
         """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
@@ -276,9 +276,15 @@ class Storer:
                 self.holds.release(ticket)
             else:
                 self.holds.end(ticket)
-        elif self._readers:
-            for block in store.sources:
-                if self._readers.get(block) == ticket:
+        else:
+            self._forget_reader(ticket, store)
+
+    def _forget_reader(self, ticket: int, store: _Store) -> None:
+        for block in store.sources if self._readers else ():
+            tickets = self._readers.get(block, [])
+            if ticket in tickets:
+                tickets.remove(ticket)
+                if not tickets:
                     del self._readers[block]
 
     def _account(self, store: _Store) -> None:

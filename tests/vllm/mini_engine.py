@@ -89,7 +89,8 @@ def output_of(tokens: Sequence[int], count: int) -> list[int]:
 class MiniEngine:
     """One engine in this process. Step it; every step checks all KV that it relies on."""
 
-    def __init__(self, config: Any, blocks: int = 64) -> None:
+    def __init__(self, config: Any, blocks: int = 64, kv_cache_config: Any = None) -> None:
+        """`kv_cache_config`: by default one group of full attention."""
         import torch
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -100,8 +101,10 @@ class MiniEngine:
         from vllm.v1.structured_output import StructuredOutputManager
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        kv_cache_config = _kv_cache_config(blocks)
+        kv_cache_config = kv_cache_config or _kv_cache_config(blocks)
+        block_tokens, hash_tokens = self._block_sizes(kv_cache_config, config)
         config.cache_config.num_gpu_blocks = blocks
+        self.blocks = blocks
         self.worker: Any = None
         self.finished: dict[str, list[int]] = {}
         """Output tokens by request."""
@@ -109,7 +112,7 @@ class MiniEngine:
         """Tokens that a request began with, computed by nobody here."""
         self.preemptions = 0
         self.idle = False
-        self._hasher = get_request_block_hasher(TOKENS, sha256)
+        self._hasher = get_request_block_hasher(hash_tokens, sha256)
         init_none_hash(sha256)
         context = None
         if config.kv_transfer_config is not None:
@@ -124,15 +127,20 @@ class MiniEngine:
         self.pages = [
             tensor.view(torch.int8).numpy().view(np.uint64) for tensor in dict(caches).values()
         ]  # [blocks, heads, tokens, words]
+        self.layers = dict(zip(dict(caches), self.pages, strict=True))
         if self.worker is not None:
             self.worker.register_kv_caches(dict(caches))
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=TOKENS,
-            hash_block_size=TOKENS,
+            block_size=block_tokens,
+            hash_block_size=hash_tokens,
         )
+
+    def _block_sizes(self, kv_cache_config: Any, config: Any) -> tuple[int, int]:
+        """Tokens of what is scheduled at once, and of a block hash."""
+        return TOKENS, TOKENS
 
     @property
     def connector(self) -> Any:
@@ -162,6 +170,7 @@ class MiniEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         self.idle = not output.num_scheduled_tokens
         meta, worker = output.kv_connector_metadata, self.worker
+        self._zero(output)
         self._prepare_blocks(meta)
         if worker is not None:
             worker.handle_preemptions(meta)
@@ -198,6 +207,12 @@ class MiniEngine:
         self.scheduler.shutdown()
         if self.worker is not None:
             self.worker.shutdown()
+
+    def _zero(self, output: Any) -> None:
+        """As vLLM's newer runner does, before the connector hears anything of the step."""
+        for block in output.new_block_ids_to_zero or ():
+            for pages in self.pages:
+                pages[block] = 0
 
     def _prepare_blocks(self, meta: Any) -> None:
         """What a model runner does with blocks before the connector hears of the step."""

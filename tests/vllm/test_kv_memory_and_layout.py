@@ -285,7 +285,7 @@ def test_subclasses_and_draft_models_groups_are_refused_by_name(memory: SharedKV
         describe(caches, drafts, memory)
 
 
-def test_blocks_overlap_in_part_and_cannot_be_mirrored(memory: SharedKVMemory) -> None:
+def test_a_mirror_has_all_bytes_that_a_block_has_in_some_group() -> None:
     def group(*planes: tuple[int, int, int]) -> Group:
         return Group(
             block_tokens=16,
@@ -296,12 +296,10 @@ def test_blocks_overlap_in_part_and_cannot_be_mirrored(memory: SharedKVMemory) -
             ),
         )
 
-    found = covering([group((64, 0, 128), (64, 512, 128)), group((96, 0, 128))])
-    places = [(plane.fragment_bytes, plane.base_offset) for plane in found.planes]
-    assert places == [(96, 0), (64, 512)]
-    for other in (group((64, 32, 128)), group((64, 0, 256))):
-        with pytest.raises(NotShareable, match="mirrored"):
-            covering([group((64, 0, 128)), other])
+    found = covering([group((64, 0, 128), (64, 512, 128)), group((96, 0, 128)), group((64, 40, 128))])
+    assert [(plane.fragment_bytes, plane.base_offset) for plane in found.planes] == [(104, 0), (64, 512)]
+    with pytest.raises(NotShareable, match="equally far apart"):
+        covering([group((64, 0, 128)), group((64, 0, 256))])
 
 
 def test_layers_of_different_geometry_have_different_descriptions() -> None:

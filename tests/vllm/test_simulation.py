@@ -86,7 +86,7 @@ def all_came_back(engine: MiniEngine) -> None:
     engine.run()
     wait_stored(engine)
     engine.step()  # what the daemon reported before the workers looked
-    assert engine.free_blocks == BLOCKS - 1
+    assert engine.free_blocks == engine.blocks - 1
     side, worker = engine.connector._scheduler, engine.worker._worker
     assert not side._requests
     matcher = side._matcher

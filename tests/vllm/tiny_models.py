@@ -1,0 +1,176 @@
+"""Small random models of other families than the tests' Llama, for real engines.
+
+As with `tools.tiny_llama` the weights are random but the models are not degenerate: the next token depends on
+the whole prefix, so a wrong KV block shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tools.tiny_llama import WEIGHT_GAIN
+
+HIDDEN, INTERMEDIATE, VOCAB = 256, 512, 1024
+Tensor = tuple[str, tuple[int, ...], float]
+"""Name, shape, and standard deviation; below 0: all of it is that, without its sign."""
+
+
+def _projection(name: str, rows: int, columns: int) -> Tensor:
+    return name, (rows, columns), WEIGHT_GAIN / math.sqrt(columns)
+
+
+def _norm(name: str, size: int, *, around_one: bool = False) -> Tensor:
+    """Of weight 1, which some models keep as the distance from 1."""
+    return name, (size,), 0.0 if around_one else -1.0
+
+
+def _mlp(at: str) -> Iterator[Tensor]:
+    yield _projection(at + "mlp.gate_proj.weight", INTERMEDIATE, HIDDEN)
+    yield _projection(at + "mlp.up_proj.weight", INTERMEDIATE, HIDDEN)
+    yield _projection(at + "mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model."""
+
+    config: dict[str, Any]
+    block_tokens: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield "model.embed_tokens.weight", (VOCAB, HIDDEN), 1.0
+        for layer in range(self.config["num_hidden_layers"]):
+            yield from self.layer(f"model.layers.{layer}.")
+        yield _norm("model.norm.weight", HIDDEN, around_one=self.around_one)
+        if not self.config["tie_word_embeddings"]:
+            yield _projection("lm_head.weight", VOCAB, HIDDEN)
+
+    @property
+    def around_one(self) -> bool:
+        return False
+
+    def layer(self, at: str) -> Iterator[Tensor]:
+        """With norms of queries and keys."""
+        yield _norm(at + "input_layernorm.weight", HIDDEN, around_one=self.around_one)
+        yield from self.attention(at + "self_attn.")
+        yield _norm(at + "post_attention_layernorm.weight", HIDDEN, around_one=self.around_one)
+        yield from _mlp(at)
+
+    def attention(self, at: str) -> Iterator[Tensor]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield _projection(at + "q_proj.weight", q, HIDDEN)
+        yield _projection(at + "k_proj.weight", kv, HIDDEN)
+        yield _projection(at + "v_proj.weight", kv, HIDDEN)
+        yield _projection(at + "o_proj.weight", HIDDEN, q)
+        yield _norm(at + "q_norm.weight", self.head_dim, around_one=self.around_one)
+        yield _norm(at + "k_norm.weight", self.head_dim, around_one=self.around_one)
+
+
+class Gemma(Family):
+    """Gemma 3: windows and full attention by turns."""
+
+    @property
+    def around_one(self) -> bool:
+        return True
+
+    def layer(self, at: str) -> Iterator[Tensor]:
+        yield from super().layer(at)
+        yield _norm(at + "pre_feedforward_layernorm.weight", HIDDEN, around_one=True)
+        yield _norm(at + "post_feedforward_layernorm.weight", HIDDEN, around_one=True)
+
+
+class DeepSeek(Family):
+    """DeepSeek-V2: one latent vector a token, no experts."""
+
+    def attention(self, at: str) -> Iterator[Tensor]:
+        config, heads = self.config, self.heads
+        rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+        latent, value = config["kv_lora_rank"], config["v_head_dim"]
+        yield _projection(at + "q_proj.weight", heads * (nope + rope), HIDDEN)
+        yield _projection(at + "kv_a_proj_with_mqa.weight", latent + rope, HIDDEN)
+        yield _norm(at + "kv_a_layernorm.weight", latent)
+        yield _projection(at + "kv_b_proj.weight", heads * (nope + value), latent)
+        yield _projection(at + "o_proj.weight", HIDDEN, heads * value)
+
+
+def _config(architecture: str, model_type: str, layers: int, **others: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | others
+
+
+WINDOW_TOKENS = 200
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family(_config("Qwen3ForCausalLM", "qwen3", 4)),
+    "gemma3": Gemma(
+        _config(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            6,
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=64,
+            sliding_window=WINDOW_TOKENS,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            tie_word_embeddings=True,
+        )
+    ),
+    "deepseek2": DeepSeek(
+        _config(
+            "DeepseekV2ForCausalLM",
+            "deepseek_v2",
+            4,
+            num_key_value_heads=4,
+            first_k_dense_replace=4,
+            n_routed_experts=None,
+            n_shared_experts=None,
+            kv_lora_rank=64,
+            q_lora_rank=None,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=32,
+            v_head_dim=32,
+            moe_layer_freq=1,
+        ),
+        block_tokens=16,
+    ),
+}
+
+
+def write(directory: Path, family: Family, seed: int = 0) -> Path:
+    """Writes config.json and model.safetensors. Returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.Generator(np.random.PCG64(seed))
+    tensors = {}
+    for name, size, deviation in family.tensors():
+        values = random.standard_normal(size, np.float32) * np.float32(deviation)
+        tensors[name] = (values if deviation >= 0 else np.full(size, -deviation)).astype(np.float16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(family.config, indent=2))
+    return directory
