@@ -43,7 +43,6 @@ class Family:
     """One model."""
 
     config: dict[str, Any]
-    block_tokens: int = 32
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
@@ -149,16 +148,16 @@ FAMILIES: dict[str, Family] = {
             4,
             num_key_value_heads=4,
             first_k_dense_replace=4,
-            n_routed_experts=None,
-            n_shared_experts=None,
-            kv_lora_rank=64,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=1,
+            kv_lora_rank=512,
             q_lora_rank=None,
             qk_nope_head_dim=32,
-            qk_rope_head_dim=32,
+            qk_rope_head_dim=64,
             v_head_dim=32,
             moe_layer_freq=1,
         ),
-        block_tokens=16,
     ),
 }
 
