@@ -76,11 +76,6 @@ class Groups:
         """A lookup's, one for each group."""
         return tuple(GroupQuery(shape.group, shape.window_blocks, shape.hash_stride) for shape in self.shapes)
 
-    @cached_property
-    def let_go(self) -> tuple[GroupShape, ...]:
-        """Those whose blocks leave a request while it runs."""
-        return tuple(shape for shape in self.shapes if shape.window_blocks)
-
 
 def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
     """The groups of a KVCacheConfig. Raises UnsupportedLayout for what is not understood, by name."""
@@ -88,6 +83,8 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
     if not found:
         raise UnsupportedLayout("the engine has no KV cache")
     shapes = [shape_of(index, group) for index, group in enumerate(found)]
+    if any(shape.kind is GroupKind.MAMBA for shape in shapes):
+        _refuse_states_elsewhere(vllm_config.cache_config)
     zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
     if len(shapes) == 1:
         return Groups(tuple(shapes), shapes[0].block_tokens, zeroed)
@@ -116,6 +113,12 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
         hash_tokens,
         zeroed,
     )
+
+
+def _refuse_states_elsewhere(cache_config: Any) -> None:
+    for name in ("use_replayssm", "use_kda_recoverssm"):
+        if getattr(cache_config, name, False):
+            raise UnsupportedLayout(f"{name} keeps part of a recurrent state outside its block: turn it off")
 
 
 def shape_of(index: int, group: Any) -> GroupShape:

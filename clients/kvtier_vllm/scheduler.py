@@ -176,7 +176,7 @@ class SchedulerSide:
         parts = tuple(None if transfer is None else transfer.part for transfer in transfers)
         one_group = len(self._groups.shapes) == 1
         self._out.loads.append(LoadOrder(request.request_id, parts, ids, blocks_tell=one_group))
-        if self._groups.let_go:
+        if self._storer.watches:
             self._out.fence += self._storer.withdraw(itertools.chain(*ids))
 
     def promise_failed(self, request_id: str) -> None:
@@ -187,7 +187,7 @@ class SchedulerSide:
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
         self._forget_preempted()
-        if self._groups.let_go:
+        if self._storer.watches:
             self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
         self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
         if self._stopped:

@@ -117,6 +117,11 @@ class Storer:
         """Whether `submit` is worth calling now."""
         return len(self._stores) < TRANSFERS_MAX and self._clock() >= self._paused_until_s
 
+    @property
+    def watches(self) -> bool:
+        """Whether `withdraw` is worth calling now."""
+        return bool(self._readers)
+
     def new_state(self) -> StoreState:
         """Of a request that has stored nothing."""
         return StoreState([0] * len(self.known))

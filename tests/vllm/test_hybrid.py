@@ -151,6 +151,33 @@ def test_two_engines_share_what_all_groups_have(make: Make) -> None:
     assert other.cached["others"] == 0, "groups are part of what blocks are"
 
 
+def test_an_engine_waits_for_what_another_is_storing_in_one_of_its_groups(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make((FULL, WINDOW), salt="in the making")
+    two = make((FULL, WINDOW), salt="in the making", pending_wait_s=60)
+    matcher = two.connector._scheduler._matcher
+    end_step = one.worker.wait_for_save
+
+    def meanwhile() -> None:
+        """One's step has computed and not ended; two is asked for the same."""
+        stores = list(storer(one)._stores.values())
+        if len(stores) == 2:
+            until(lambda: all(each.transfer.results is not None for each in stores), "both are accepted")
+            two.add("yours", prompt(100))
+            step_until(two, lambda: matcher.counters.polls > 1, "the other engine waits, and asks again")
+            assert "yours" not in two.cached
+        end_step()
+
+    monkeypatch.setattr(one.worker, "wait_for_save", meanwhile)
+    one.add("mine", prompt(100))
+    step_until(one, lambda: bool(storer(one)._stores), "it computes it all")
+    two.run()
+    assert two.cached["yours"] == 96
+    assert matcher.counters.waits == 1
+    all_came_back(two)
+
+
 def test_wrong_bytes_would_show(make: Make) -> None:
     """The negative control: of each kind, what is not loaded is missed."""
     for kinds in ((FULL, WINDOW), (FULL, STATE)):

@@ -8,11 +8,12 @@ import mmap
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvtier import Group, GroupKind, Plane
-from kvtier_vllm.groups import UnsupportedLayout
+from kvtier_vllm.groups import UnsupportedLayout, groups_of
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import describe
 from kvtier_vllm.sharing import covering
@@ -283,6 +284,13 @@ def test_subclasses_and_draft_models_groups_are_refused_by_name(memory: SharedKV
     drafts.kv_cache_groups[0].is_eagle_group = True
     with pytest.raises(UnsupportedLayout, match="draft model's"):
         describe(caches, drafts, memory)
+
+
+def test_states_that_lie_elsewhere_in_part_are_refused() -> None:
+    states = config(across_layers=False, groups=[spec(), state_spec()])
+    engine = SimpleNamespace(cache_config=SimpleNamespace(use_replayssm=True))
+    with pytest.raises(UnsupportedLayout, match="use_replayssm"):
+        groups_of(states, engine)
 
 
 def test_a_mirror_has_all_bytes_that_a_block_has_in_some_group() -> None:
