@@ -139,7 +139,7 @@ def test_an_aborted_load_writes_nothing_afterwards(
         rig.host.freeze_workers()
     request = rig.engine.call("add", prompt=tokens, max_tokens=4, logprobs=1)["request"]
     wanted = "STARTED" if started else "ARMED"
-    step_until(rig, f"[load.part.state().name for load in worker._loads] == ['{wanted}']")
+    step_until(rig, f"[part.state().name for load in worker._loads for part in load.left] == ['{wanted}']")
     held = rig.engine.call("abort", requests=[request])["free_blocks"]
     assert held < 255
     assert rig.engine.drain() == ALL_FREE

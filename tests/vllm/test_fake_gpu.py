@@ -341,7 +341,7 @@ def test_what_was_loaded_into_memory_that_is_gone_is_computed(machine: Machine, 
 
     until(loads, "a load is under way")
     [load] = rank._loads
-    until(lambda: load.part.state() is PartState.DONE, "it has landed")
+    until(lambda: load.left[0].state() is PartState.DONE, "it has landed")
     machine.gpu.synchronize()
     engine.worker.unregister_kv_caches()
     start = min(pages.ctypes.data for pages in engine.pages)
