@@ -333,11 +333,14 @@ class SchedulerSide:
         """While all slots of the engine are taken vLLM asks about no request: has what the next ones need
         promoted meanwhile. The answers are of no interest."""
         for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
-            if request_id not in self._prefetched:
-                self._prefetched.add(request_id)
-                blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
-                if blocks:
-                    client.start_prefetch(request.block_hashes[:blocks])
+            if request_id in self._prefetched:
+                continue
+            blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
+            known = client.known_run(request.block_hashes, 0, blocks)
+            if known == 0:
+                continue  # nothing yet: another engine may be storing it
+            self._prefetched.add(request_id)
+            client.start_prefetch(request.block_hashes[: blocks if known is None else known])
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
@@ -359,14 +362,14 @@ class SchedulerSide:
         counters = self._matcher.counters
         if counters.hits:
             self._told = True
-        elif client is not None and counters.lookups >= LOOKUPS_WITHOUT_HIT:
+        elif client is not None and counters.lookups + counters.local >= LOOKUPS_WITHOUT_HIT:
             self._told = True
             status, stored = client.status, self._storer.counters
             self._log.warning(
                 "kvtier: none of %d lookups found a block. Namespace %s holds blocks of engines with the "
                 "same model, weights, dtype, layout and hash scheme only; this engine stored %d blocks, %d "
                 "stores were refused. Last error: %s",
-                counters.lookups,
+                counters.lookups + counters.local,
                 status.namespace_digest[:16],
                 stored.blocks,
                 stored.refused,
