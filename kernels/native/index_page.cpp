@@ -47,8 +47,14 @@ void IndexPage::add(const Place& place) {
     for (const std::size_t bucket : place.buckets) {
         std::size_t empty = 0, first = 0;
         for (std::size_t i = (bucket + 1) * kBucketWords; i-- > bucket * kBucketWords;)
-            if (words_.load(i) == 0) ++empty, first = i;
-        if (empty > room) room = empty, chosen = first;
+            if (words_.load(i) == 0) {
+                ++empty;
+                first = i;
+            }
+        if (empty > room) {
+            room = empty;
+            chosen = first;
+        }
     }
     if (room == 0)
         ++left_out_;

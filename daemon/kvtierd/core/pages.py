@@ -28,6 +28,7 @@ class Pages:
     def __init__(self, blocks: Blocks, disks: Disks) -> None:
         self._host = blocks
         self._tiers = (blocks, *(disk.blocks for disk in disks.all))
+        self.entries_per_tick = ENTRIES_PER_TICK
         self._open: dict[SpaceId, _Open] = {}
         self._filling: dict[SpaceId, _Open] = {}
 
@@ -53,7 +54,7 @@ class Pages:
 
     def tick(self) -> None:
         """Fills pages a little further."""
-        left = ENTRIES_PER_TICK
+        left = self.entries_per_tick
         for space, opened in list(self._filling.items()):
             while opened.filling and left > 0:
                 tier = opened.filling[-1]
