@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
 from kvtier_vllm.kv_memory import NotShareable
@@ -78,6 +79,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 refuse_sleep_mode(vllm_config, version_of(vllm.__version__))
             self._identity = _Identity(vllm_config, self._config)
             if role is KVConnectorRole.SCHEDULER:
+                if self._config.autostart:
+                    _autostart(self._config.socket)
                 _warn_of_failure_policy(transfer)
                 block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
                 self._scheduler = SchedulerSide(
@@ -345,6 +348,21 @@ class _Identity:
             )
         fields = dataclasses.asdict(self._derived) | {"generation": generation}
         return Namespace(**fields)
+
+
+def _autostart(socket: str) -> None:
+    """A failure costs hits, not the engine: a daemon that comes later is found."""
+    try:
+        started = autostart.ensure(socket)
+    except autostart.AutostartError as error:
+        log.warning("kvtier: %s", error)
+        return
+    if started is not None:
+        log.info(
+            "kvtier: started kvtierd (pid %d), which stays when this engine ends; log: %s",
+            started.pid,
+            started.log,
+        )
 
 
 def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
