@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -36,6 +37,7 @@ from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, version_of
 from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.stats import Increments, KvtierPromMetrics, KvtierStats
 from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._step_without_us = 0
         self._bad_blocks: set[int] = set()
+        self._increments = Increments()
         try:
             gpu = self._engine_gpu()
             if gpu is not None:
@@ -168,6 +171,27 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None:
             self._guard(lambda: side.results(connector_output), None)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler
+        if side is None:
+            return None
+        grown: dict[str, float] = self._guard(lambda: self._increments.of(side.totals()), {})
+        return KvtierStats(grown) if grown else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KvtierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -14,7 +14,7 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.daemon import until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import all_came_back, wait_ready, wait_stored
+from tests.vllm.test_simulation import BLOCKS, all_came_back, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -40,7 +40,7 @@ def test_an_engine_alone_starts_a_daemon_and_the_next_one_hits(
     cached = []
     try:
         for _ in range(2):
-            engine = MiniEngine(engine_config(model, config))
+            engine = MiniEngine(engine_config(model, config), BLOCKS)
             wait_ready(engine)
             engine.add("story", STORY)
             engine.run()
