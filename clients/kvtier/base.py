@@ -134,6 +134,11 @@ class ClientBase(ABC):
             return self._session.status(mode)
 
     @property
+    def namespace(self) -> Namespace:
+        """Whose blocks these are."""
+        return self._session.spec.namespace
+
+    @property
     def ready(self) -> bool:
         """Whether lookups, stores and loads work now."""
         with self._lock:
