@@ -1,4 +1,5 @@
 """Which of a waiting request's blocks the daemon holds: one lookup and one lease per request, remembered.
+None at all where the daemon's index page says already that there is nothing.
 
 vLLM asks about a waiting request in every step until it has room for it, for hundreds of steps if need be,
 and each time its own cache may hold a little more or less of the prefix.
@@ -54,6 +55,8 @@ class _Match:
     asked_step: int = 0
     lookups: int = 0
     given_up: bool = False
+    seen_local: bool = False
+    """The index page has said that there is nothing."""
     waiting: bool = False
     """The answer ended at a PENDING block, and is worth another lookup."""
     end_hash: bytes = b""
@@ -73,6 +76,11 @@ class Grant:
 class OneGroup:
     """How blocks are asked for that are all of one group."""
 
+    def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+        """How many of blocks `first` to `end` are worth a lookup, as the index page has it; None: it cannot
+        tell. Asks nobody."""
+        return client.known_run(hashes, first, end)
+
     def ask(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> LookupCall:
         """Begins a lookup of blocks `first` to `end`, with leases."""
         return client.start_lookup(hashes[first:end], lease=True)
@@ -91,6 +99,18 @@ class SeveralGroups(OneGroup):
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self._whole = next((shape for shape in groups.shapes if not shape.window_blocks), None)
+        """A group of which a prefix needs all, so that it tells how long one can be."""
+
+    def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+        """See OneGroup."""
+        whole, size = self._whole, self._groups.unit_hashes
+        if whole is None:
+            return None
+        stride = whole.hash_stride
+        own = hashes if stride == 1 else hashes[stride - 1 : end * size : stride]
+        blocks = client.known_run(own, first * size // stride, end * size // stride, group=whole.group)
+        return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
 
     def ask(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> LookupCall:
         """See OneGroup."""
@@ -115,6 +135,8 @@ class SeveralGroups(OneGroup):
 class MatchCounters:
     """Since the engine started."""
 
+    local: int = 0
+    """Requests for which the index page has said that there is nothing, without a lookup."""
     lookups: int = 0
     hits: int = 0
     """Answers with at least one block."""
@@ -179,6 +201,11 @@ class Matcher:
             return 0
         if match.call is None:
             covers = self._covers(match, client, local)
+            if not covers and (known := self.question.known(client, hashes, local, total)) is not None:
+                if known == 0:
+                    self._nothing(request, match)
+                    return 0
+                total = min(total, local + known)
             if not covers or match.waiting:
                 if not self._may_ask(request, match, again=covers):
                     return 0 if match.given_up else None
@@ -327,6 +354,14 @@ class Matcher:
         self.counters.hits += answer.hits > 0
         self._judge(request, match, answer, hashes)
         return not match.waiting
+
+    def _nothing(self, request: str, match: _Match) -> None:
+        """There is nothing to load now; it is asked anew when vLLM asks again."""
+        self.counters.local += not match.seen_local
+        match.seen_local = True
+        self._settle(request, match)
+        self._release(match)
+        match.answer = None
 
     def _give_up(self, request: str, match: _Match) -> None:
         """Nothing is loaded for this request."""

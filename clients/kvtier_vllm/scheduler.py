@@ -11,10 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvtier import Client, Doorbell, KvtierError, PartRef, Transfer
+from kvtier import Client, Doorbell, KvtierError, Transfer
 from kvtier.joint import JOINT_LOOKUP
 
 from kvtier_vllm.config import ConnectorConfig
@@ -25,8 +24,9 @@ from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter
-from kvtier_vllm.storing import Storer, StoreState
+from kvtier_vllm.storing import Storer
 from kvtier_vllm.tables import Target, hashes_of, newly_allocated, targets_of
+from kvtier_vllm.tracking import Load, LoadCounters, TrackedRequest
 
 BLOCKS_LOADED_MAX = 8_192
 """Of one request: what the daemon takes in one transfer by default. The rest is computed."""
@@ -41,34 +41,6 @@ PREFILL_TOKENS_PER_S_MAX = 1e9
 
 Connect = Callable[[int], Link]
 """Makes the client's link for a generation of the namespace."""
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    transfers: tuple[Transfer | None, ...]
-    """One for each group; None: it was refused."""
-    block_ids: frozenset[int]
-    hashes: tuple[tuple[int, Sequence[bytes]], ...]
-    """Of each group: its number, and what was loaded."""
-    failed: bool = False
-
-    @property
-    def parts(self) -> list[PartRef]:
-        return [one.part for one in self.transfers if one is not None and one.part is not None]
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One request that vLLM has not finished."""
-
-    request: Any
-    stores: StoreState
-    preemptions: int = 0
-    load: _Load | None = None
-    may_load: bool = True
-    """False from the submission of a load until its success is reported, so for ever after a failure."""
-    matched_at: int = 0
-    """Units of the engine's own, when it was last asked about."""
 
 
 class SchedulerSide:
@@ -103,7 +75,8 @@ class SchedulerSide:
         )
         self._prefill = prefill
         self._storer = Storer(groups)
-        self._requests: dict[str, _Request] = {}
+        self._loads = LoadCounters()
+        self._requests: dict[str, TrackedRequest] = {}
         self._unasked: dict[str, Any] = {}
         """Requests that vLLM has not asked about yet, in their order."""
         self._prefetched: set[str] = set()
@@ -172,7 +145,7 @@ class SchedulerSide:
             self._give_back(grant)  # what no load has taken
         hashes = tuple((target.group, target.hashes_of(request.block_hashes)) for target in targets)
         ids = tuple(target.block_ids for target in targets)
-        tracked.load = _Load(transfers, frozenset().union(*ids), hashes)
+        tracked.load = Load(transfers, frozenset().union(*ids), hashes, num_external_tokens, time.monotonic())
         parts = tuple(None if transfer is None else transfer.part for transfer in transfers)
         one_group = len(self._groups.shapes) == 1
         self._out.loads.append(LoadOrder(request.request_id, parts, ids, blocks_tell=one_group))
@@ -238,10 +211,33 @@ class SchedulerSide:
             if tracked_or_none is None or tracked_or_none.load is None:
                 continue
             load, tracked_or_none.load = tracked_or_none.load, None
+            self._loads.loads += 1
+            self._loads.failed += load.failed
+            self._loads.seconds += time.monotonic() - load.submitted_s
             if not load.failed:
+                self._loads.tokens += load.tokens
                 tracked_or_none.may_load = True
                 for group, hashes in load.hashes:
                     self._storer.known[group].add(hashes)
+
+    def totals(self) -> dict[str, float]:
+        """Since the engine started, by the names of `stats.COUNTERS`."""
+        matched, stored, loaded = self._matcher.counters, self._storer.counters, self._loads
+        return {
+            "lookups": matched.lookups + matched.polls,
+            "lookups_hit": matched.hits,
+            "lookups_unanswered": matched.given_up,
+            "requests_known_absent": matched.local,
+            "waits": matched.waits,
+            "waits_in_vain": matched.waits_in_vain,
+            "loads": loaded.loads,
+            "loads_failed": loaded.failed,
+            "loaded_tokens": loaded.tokens,
+            "load_seconds": loaded.seconds,
+            "stores": stored.transfers,
+            "stores_refused": stored.refused,
+            "stored_blocks": stored.blocks,
+        }
 
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
@@ -289,10 +285,10 @@ class SchedulerSide:
     # --- inside
     # ------------------------------------------------------------------------------------------------------
 
-    def _track(self, request: Any) -> _Request:
+    def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = _Request(request, self._storer.new_state(), preemptions=request.num_preemptions)
+            tracked = TrackedRequest(request, self._storer.new_state(), preemptions=request.num_preemptions)
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -340,7 +336,7 @@ class SchedulerSide:
             self._give_back(grant)
             return None
 
-    def _touch(self, tracked: _Request) -> None:
+    def _touch(self, tracked: TrackedRequest) -> None:
         """Stores of one prefix in several steps leave its head older than its tail, and a prefix that hits in
         the engine's own cache is not heard of at all: say that the whole of it is in use."""
         client = self._ready_client()
@@ -373,7 +369,9 @@ class SchedulerSide:
                 tracked.preemptions = tracked.request.num_preemptions
                 self._out.fence += self._storer.forget_open(tracked.stores)
 
-    def _store_full_blocks(self, client: Client, tracked: _Request, scheduled: int, output: Any) -> None:
+    def _store_full_blocks(
+        self, client: Client, tracked: TrackedRequest, scheduled: int, output: Any
+    ) -> None:
         request, table = tracked.request, None
         computed, known = request.num_computed_tokens + scheduled, len(request.block_hashes)
         for shape in self._groups.shapes:
@@ -443,16 +441,19 @@ class SchedulerSide:
         """While all slots of the engine are taken vLLM asks about no request: has what the next ones need
         promoted meanwhile. The answers are of no interest."""
         for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
-            if request_id not in self._prefetched:
-                self._prefetched.add(request_id)
-                units = min(self._loadable(request), self._loaded_max)
-                hashes = request.block_hashes[: units * self._groups.unit_hashes]
-                if not units:
-                    continue
-                if self._groups.plain:
-                    client.start_prefetch(hashes)
-                else:
-                    client.start_prefetch_groups(hashes, self._groups.queries)
+            if request_id in self._prefetched:
+                continue
+            units = min(self._loadable(request), self._loaded_max)
+            known = self._matcher.question.known(client, request.block_hashes, 0, units)
+            if known == 0:
+                continue  # nothing yet: another engine may be storing it
+            self._prefetched.add(request_id)
+            units = units if known is None else known
+            hashes = request.block_hashes[: units * self._groups.unit_hashes]
+            if self._groups.plain:
+                client.start_prefetch(hashes)
+            elif hashes:
+                client.start_prefetch_groups(hashes, self._groups.queries)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
@@ -474,14 +475,14 @@ class SchedulerSide:
         counters = self._matcher.counters
         if counters.hits:
             self._told = True
-        elif client is not None and counters.lookups >= LOOKUPS_WITHOUT_HIT:
+        elif client is not None and counters.lookups + counters.local >= LOOKUPS_WITHOUT_HIT:
             self._told = True
             status, stored = client.status, self._storer.counters
             self._log.warning(
                 "kvtier: none of %d lookups found a block. Namespace %s holds blocks of engines with the "
                 "same model, weights, dtype, layout and hash scheme only; this engine stored %d blocks, %d "
                 "stores were refused. Last error: %s",
-                counters.lookups,
+                counters.lookups + counters.local,
                 status.namespace_digest[:16],
                 stored.blocks,
                 stored.refused,

@@ -171,6 +171,11 @@ def _pool(snapshot: Snapshot) -> Iterator[Metric]:
 def _traffic(snapshot: Snapshot) -> Iterator[Metric]:
     counters = snapshot.core.counters
     yield _counter("kvtier_lookups", "Lookups answered.", counters.lookups)
+    yield _counter(
+        "kvtier_index_lookups",
+        "Lookups, all misses, that clients answered themselves from the index page.",
+        counters.index_lookups,
+    )
     yield _counter("kvtier_lookup_hashes", "Block hashes asked for in lookups.", counters.lookup_hashes)
     yield _by_tier("kvtier_lookup_hits", "Block hashes found readable by lookups.", counters.lookup_hits)
     yield _by_tier("kvtier_store_blocks", "Blocks stored and committed.", counters.stored_blocks)

@@ -1,11 +1,56 @@
 """The native core of kvtier. Use it through `kvtier_kernels`."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy
 import numpy.typing
 from typing_extensions import Buffer
 
+
+class IndexPage:
+    """
+    A set of block hashes in shared memory, which clients read while a BlockTable writes it (`BlockTable.publish`).
+    Advisory: a few hashes may be left out.
+    """
+
+    def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], boot_nonce: int, seed: int) -> None:
+        """
+        An empty page in a writable buffer of zeros, as long as `bytes_for` says. `seed` keys the hash function. Raises
+        ValueError for a buffer of another size, or not aligned to cache lines.
+        """
+
+    @staticmethod
+    def bytes_for(blocks: int) -> int:
+        """Bytes of a page with room for so many hashes."""
+
+    def complete(self) -> None:
+        """From now on clients believe that what is missing is not there."""
+
+    @property
+    def left_out(self) -> int:
+        """How many hashes found no place."""
+
+class IndexReader:
+    """A client's view of an index page. For any thread."""
+
+    def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], hash_bytes: int) -> None:
+        """
+        Raises ValueError if the buffer is no index page. `hash_bytes`: of one block hash, 1 to 32.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """False: what is missing may be there all the same."""
+
+    @property
+    def boot_nonce(self) -> int:
+        """Of the daemon that writes it."""
+
+    def run(self, hashes: Sequence[bytes], first: int, end: int) -> int:
+        """
+        How many of `hashes[first:end]` are there, up to the first that is not. ValueError for one of another length.
+        """
 
 NO_ENTRY: int = 4294967295
 
@@ -136,6 +181,21 @@ class BlockTable:
         """
         How many blocks have lived in each entry before this one (modulo 2^32).
         """
+
+    def publish(self, space: int, page: IndexPage) -> None:
+        """
+        From now on the page has the hash of every block that is made in a space, until the block is removed. Several
+        tables may have one page. ValueError if the space has a page in this table.
+        """
+
+    def publish_more(self, space: int, n: int) -> bool:
+        """
+        Looks at up to n more of the entries that the table had when the page came, and adds those of the space. True once
+        all are in the page.
+        """
+
+    def withdraw(self, space: int) -> None:
+        """Lets go of a space's page and leaves it as it is."""
 
     def count(self, space: int) -> int:
         """Number of blocks of a space, in whatever state."""

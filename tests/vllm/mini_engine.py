@@ -112,6 +112,8 @@ class MiniEngine:
         """Tokens that a request began with, computed by nobody here."""
         self.preemptions = 0
         self.idle = False
+        self.connector_stats: list[dict[str, Any]] = []
+        """What vLLM is given to log, step by step."""
         self._hasher = get_request_block_hasher(hash_tokens, sha256)
         init_none_hash(sha256)
         context = None
@@ -136,6 +138,7 @@ class MiniEngine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_tokens,
             hash_block_size=hash_tokens,
+            log_stats=True,
         )
 
     def _block_sizes(self, kv_cache_config: Any, config: Any) -> tuple[int, int]:
@@ -272,7 +275,9 @@ class MiniEngine:
             sampled_token_ids=[sampled[name] for name in names],
             kv_connector_output=connector_output,
         )
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
         for name, request in requests.items():
             if request.is_finished():
                 self.finished[name] = list(request.output_token_ids)

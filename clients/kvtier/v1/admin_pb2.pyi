@@ -773,6 +773,7 @@ class Counters(google.protobuf.message.Message):
     PROMOTED_BYTES_FIELD_NUMBER: builtins.int
     RECOMPUTE_BLOCKS_FIELD_NUMBER: builtins.int
     EVICTED_UNWRITTEN_BLOCKS_FIELD_NUMBER: builtins.int
+    INDEX_LOOKUPS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -795,6 +796,8 @@ class Counters(google.protobuf.message.Message):
     """Blocks that were there, and reported as misses because computing them was faster."""
     evicted_unwritten_blocks: builtins.int
     """Blocks evicted from the host before a disk had them, while there was a disk tier."""
+    index_lookups: builtins.int
+    """Of `lookups`: misses that clients saw in the index page, and did not ask about."""
     def __init__(
         self,
         *,
@@ -817,7 +820,8 @@ class Counters(google.protobuf.message.Message):
         promoted_bytes: builtins.int = ...,
         recompute_blocks: builtins.int = ...,
         evicted_unwritten_blocks: builtins.int = ...,
+        index_lookups: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
 
 global___Counters = Counters

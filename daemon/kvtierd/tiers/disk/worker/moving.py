@@ -23,7 +23,7 @@ from kvtierd.tiers.disk.worker.jobs import U32, U64, Job, Kind, Rows
 from kvtierd.tiers.disk.worker.persistence import Records, waiting
 from kvtierd.transfer.status import StatusPage, StatusWord
 
-WRITE_BYTES = 8 << 20
+WRITE_BYTES = 16 << 20
 """A batch of a write is as many slots as the disk is given at once, or so much if that is more: reads wait no
 longer for writes than that takes. At its end the disk runs idle for a moment, so it should not be smaller: in
 batches of 4 MiB, slots of 64 KiB took half as long again. A read is one batch: nothing goes before it."""

@@ -1,0 +1,54 @@
+"""What the scheduler's side remembers of each request that vLLM has not finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier import PartRef, Transfer
+
+from kvtier_vllm.storing import StoreState
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What was promised to vLLM."""
+
+    transfers: tuple[Transfer | None, ...]
+    """One for each group; None: it was refused."""
+    block_ids: frozenset[int]
+    hashes: tuple[tuple[int, Sequence[bytes]], ...]
+    """Of each group: its number, and what was loaded."""
+    tokens: int
+    submitted_s: float
+    failed: bool = False
+
+    @property
+    def parts(self) -> list[PartRef]:
+        return [one.part for one in self.transfers if one is not None and one.part is not None]
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """One request that vLLM has not finished."""
+
+    request: Any
+    stores: StoreState
+    preemptions: int = 0
+    load: Load | None = None
+    may_load: bool = True
+    """False from the submission of a load until its success is reported, so for ever after a failure."""
+    matched_at: int = 0
+    """Units of the engine's own, when it was last asked about."""
+
+
+@dataclass(slots=True)
+class LoadCounters:
+    """Since the engine started, of loads that have ended."""
+
+    loads: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    """From submission to report, summed."""
