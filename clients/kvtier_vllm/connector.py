@@ -21,17 +21,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
 from kvtier_vllm.groups import HYBRID_VLLM, groups_of
+from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
@@ -63,7 +62,7 @@ _Other = TypeVar("_Other")
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """One process's share of an engine's connection to kvtierd."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -169,7 +168,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             ):
                 return
         if num_external_tokens:
-            side.promise_failed(request.request_id)
+            side.promise_failed(request.request_id, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         side = self._scheduler

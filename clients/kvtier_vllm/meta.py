@@ -21,7 +21,7 @@ class LoadOrder:
     request: str
     parts: tuple[PartRef | None, ...]
     """One for each group. None: it was refused; the request is reported as failed, when the others are over.
-    Empty: all of it was."""
+    """
     block_ids: tuple[tuple[int, ...], ...]
     """Where each goes."""
     blocks_tell: bool = True

@@ -19,6 +19,7 @@ from kvtier.joint import JOINT_LOOKUP
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds, BlockPool
+from kvtier_vllm.hooks import block_table
 from kvtier_vllm.link import Link
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
@@ -152,10 +153,12 @@ class SchedulerSide:
         if self._storer.watches:
             self._out.fence += self._storer.withdraw(itertools.chain(*ids))
 
-    def promise_failed(self, request_id: str) -> None:
-        """A load was promised to vLLM and could not be submitted: have it reported as failed."""
+    def promise_failed(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
+        """A load into some of these blocks was promised to vLLM and could not be submitted: have it reported
+        as failed."""
         if not any(order.request == request_id for order in self._out.loads):
-            self._out.loads.append(LoadOrder(request_id, (), ()))
+            ids = tuple(tuple(block for block in table if block) for table in tables)
+            self._out.loads.append(LoadOrder(request_id, (None,) * len(ids), ids, blocks_tell=len(ids) == 1))
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
@@ -381,7 +384,7 @@ class SchedulerSide:
             if not self._storer.has_room:
                 return
             if table is None:
-                table = output.kv_connector_block_state.get_block_ids(request.request_id)
+                table = block_table(output, request.request_id)
                 if table is None:
                     return
             blocks = table[shape.group][:full]

@@ -194,7 +194,7 @@ class WorkerSide:
         self._new_loads, self._new_stores = [], []
         client, now_s = self._client, self._clock()
         for load in meta.loads:
-            order = _Load(load, failed=not load.parts, in_vain=self._asleep)
+            order = _Load(load, in_vain=self._asleep)
             for part, block_ids in zip(load.parts, load.block_ids, strict=True):
                 if part is None:
                     order.failed = True

@@ -14,12 +14,15 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.vllm import cpu_platform
 from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import Rig, kv_transfer_config, prompt, start_rig
 from tools import tiny_llama
 
 QUICK: dict[str, Any] = {"server__heartbeat_interval_s": "0.2", "workers__copy_deadline_s": "3"}
 STORY_TOKENS = 1000
+
+cpu_platform.ensure()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ counts as computed holds what it must. Steps take about a millisecond; nothing i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
@@ -224,12 +225,16 @@ class MiniEngine:
         from vllm.v1.outputs import KVConnectorOutput
 
         results = self.worker.get_transfer_results(output.finished_req_ids)
-        return KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-        )
+        told = {
+            "finished_sending": results.finished_sending,
+            "finished_recving": results.finished_recving,
+            "invalid_block_ids": self.worker.get_block_ids_with_load_errors(),
+        }
+        if "failed_recving" in {field.name for field in dataclasses.fields(KVConnectorOutput)}:
+            told["failed_recving"] = results.failed_recving
+        else:  # before 0.30 nobody asks
+            assert not results.failed_recving
+        return KVConnectorOutput(**told)
 
     def _forward(self, output: Any, requests: dict[str, Any]) -> dict[str, list[int]]:
         """Checks what the step relies on, writes what it computes, samples."""

@@ -1,0 +1,106 @@
+"""Every interface of vLLM's that the connector stands on and vLLM does not promise to keep: in which of the
+releases 0.29 to 0.33 each was seen, what it is for, and what is done without it.
+
+Everything else of vLLM's is reached through these. A release outside is refused, or gets a namespace of its
+own (see `namespace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+ALL = "0.29 to 0.33"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One of them."""
+
+    name: str
+    seen_in: str
+    use: str
+    without: str = "not supported"
+
+
+HOOKS = (
+    Hook("KVConnectorBase_V1, SupportsHMA", ALL, "the connector itself; hybrid models"),
+    Hook("KVConnectorMetadata (pickled)", ALL, "what the scheduler tells the workers in each step"),
+    Hook("get_num_new_matched_tokens → (None, _)", ALL, "a request whose answer is on its way"),
+    Hook("update_state_after_alloc called again with 0", ALL, "after an asynchronous load"),
+    Hook(
+        "SchedulerOutput.kv_connector_block_state",
+        ALL,
+        "block tables of running requests",
+        "0.29 has those of requests that got blocks in this step: a full block is stored with the next one",
+    ),
+    Hook("bind_connector_metadata before the forward pass", ALL, "the load doorbell, once blocks are zeroed"),
+    Hook("wait_for_save in every step", ALL, "the store doorbell"),
+    Hook("handle_preemptions before blocks are overwritten", ALL, "the fence of stores"),
+    Hook("get_block_ids_with_load_errors", ALL, "failed loads of one KV cache group"),
+    Hook(
+        "KVConnectorTransferResults, get_transfer_results",
+        "0.30 to 0.33",
+        "failed loads of several groups",
+        "get_finished, and hybrid models are refused",
+    ),
+    Hook(
+        "get_mem_pool_context",
+        "0.31 to 0.33",
+        "a CPU engine's KV cache is shared memory from the start",
+        "an engine on a CPU goes on without kvtier; on a GPU it is not needed",
+    ),
+    Hook("get_required_kvcache_layout", ALL, "`contiguous_blocks`"),
+    Hook(
+        "_cache_hit_source, CacheHitSource",
+        "0.32 to 0.33",
+        "vLLM's own metric of cached tokens by source",
+        "loaded tokens are counted without a source",
+    ),
+    Hook(
+        "supports_sleep_mode, unregister_kv_caches, restore_kv_caches",
+        "0.33",
+        "engines that sleep",
+        "sleep mode is refused",
+    ),
+    Hook("KVConnectorStats, KVConnectorPromMetrics", ALL, "the log line and vllm:kvtier_* metrics"),
+    Hook("reset_cache", ALL, "a new generation of the namespace"),
+    Hook("on_new_request", ALL, "prefetching for the queue"),
+    Hook("KVCacheConfig, KVCacheTensor, *Spec", ALL, "where the blocks of each group lie"),
+    Hook("vllm.v1.core.kv_cache_utils: block hashes", ALL, "the keys; NONE_HASH from a fixed seed"),
+)
+
+
+def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
+    """The block ids of a request that is scheduled in this step, group by group; None if they are not told."""
+    state = output.kv_connector_block_state
+    if hasattr(state, "get_block_ids"):
+        found: Sequence[Sequence[int]] | None = state.get_block_ids(request)
+        return found
+    of_step: dict[str, Sequence[Sequence[int]]] = state.block_ids  # 0.29
+    return of_step.get(request)
+
+
+if TYPE_CHECKING:
+    KVConnectorTransferResults = Any
+else:
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    except ImportError:
+
+        @dataclass
+        class KVConnectorTransferResults:
+            """As in 0.30."""
+
+            finished_sending: set[str] = field(default_factory=set)
+            finished_recving: set[str] = field(default_factory=set)
+            failed_recving: set[str] = field(default_factory=set)
+
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    CACHE_HIT_SOURCE: Any = CacheHitSource.HOST
+except ImportError:
+    CACHE_HIT_SOURCE = None

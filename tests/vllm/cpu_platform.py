@@ -1,0 +1,16 @@
+"""vLLM 0.33 exists as a CUDA build only: on a machine without a GPU it finds no platform, and its scheduler
+cannot be made. For tests that compute nothing it runs as if it were the CPU's build."""
+
+from __future__ import annotations
+
+
+def ensure() -> None:
+    """Before anything else of vLLM's is imported. Nothing where vLLM is not installed or knows its platform."""
+    try:
+        from vllm import platforms
+    except ImportError:
+        return
+    if platforms.current_platform.is_unspecified():
+        from vllm.platforms.cpu import CpuPlatform
+
+        platforms._current_platform = CpuPlatform()
