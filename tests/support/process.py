@@ -21,8 +21,8 @@ DEADLINE_S = 60.0
 
 
 def readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether there is something to read, or the other end is gone, within `timeout_s`. Unlike `select` it does
-    not mind large numbers: campaigns on GPUs keep a thousand pages of words open."""
+    """Whether there is something to read, or the other end is gone, within `timeout_s`. Unlike `select` it
+    does not mind large numbers: campaigns on GPUs keep a thousand pages of words open."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_s) * 1_000))
