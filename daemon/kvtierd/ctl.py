@@ -14,7 +14,7 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import settings
-from kvtierd.ctl_text import count, drained, explained, lines, scrub_line, scrubbed
+from kvtierd.ctl_text import count, drained, explained, lines, reloaded, scrub_line, scrubbed
 from kvtierd.rpc.errors import ERROR_METADATA
 
 TIMEOUT_S = 5.0
@@ -159,6 +159,22 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
 def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
     """Where it goes on."""
     return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ReloadResponse as JSON.")
+def reload(socket: Path | None, as_json: bool) -> None:
+    """Have the daemon read its configuration again, and take over what can change while it runs.
+
+    Exit status 75: some settings take a restart (`kvtierctl drain --for-restart`), the others are in force.
+    Exit status 69: the configuration cannot be used, and nothing has changed.
+    """
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Reload(admin_pb2.ReloadRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(reloaded(response)))
+    if response.needs_restart:
+        sys.exit(EXIT_NOT_YET)
 
 
 @main.command("explain")

@@ -138,9 +138,7 @@ class FakeWorker:
                 corrupt.append(i)
         if looked_at < len(seen):
             faults["check", "lanes busy"] += 1
-        self.outbox.append(
-            SlotsChecked(self.worker, check.check, looked_at, np.array(corrupt, np.uint32))
-        )
+        self.outbox.append(SlotsChecked(self.worker, check.check, looked_at, np.array(corrupt, np.uint32)))
 
     def _start(self, job: Job, random: Random, faults: Counter[tuple[str, str]], fault_rate: float) -> None:
         signals = job.post.signals

@@ -78,6 +78,65 @@ class StatusRequest(google.protobuf.message.Message):
 global___StatusRequest = StatusRequest
 
 @typing.final
+class ReloadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ReloadRequest = ReloadRequest
+
+@typing.final
+class ReloadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    APPLIED_FIELD_NUMBER: builtins.int
+    NEEDS_RESTART_FIELD_NUMBER: builtins.int
+    @property
+    def applied(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SettingChange]:
+        """In force from now on."""
+
+    @property
+    def needs_restart(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SettingChange]:
+        """Not in force before the daemon is started again: `before` still is."""
+
+    def __init__(
+        self,
+        *,
+        applied: collections.abc.Iterable[global___SettingChange] | None = ...,
+        needs_restart: collections.abc.Iterable[global___SettingChange] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["applied", b"applied", "needs_restart", b"needs_restart"]) -> None: ...
+
+global___ReloadResponse = ReloadResponse
+
+@typing.final
+class SettingChange(google.protobuf.message.Message):
+    """A setting that reads otherwise than what was in force."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """e.g. "disk.write_mode"."""
+    before: builtins.str
+    """As a configuration file would say it."""
+    after: builtins.str
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        before: builtins.str = ...,
+        after: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "before", b"before", "key", b"key"]) -> None: ...
+
+global___SettingChange = SettingChange
+
+@typing.final
 class ScrubRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -1,7 +1,7 @@
 """Load or recompute: whether bringing blocks to an engine beats computing them anew.
 
 Whatever is not known, or was not measured lately, counts as fast: what is told to be a miss is never measured
-again. """
+again."""
 
 from kvtierd.core.actions import Direction, DiskJobKind
 from kvtierd.core.books import Books
@@ -14,9 +14,13 @@ from kvtierd.core.stimuli import PartFinished
 class Admission:
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._on = books.disks.policy.recompute_if_faster and bool(books.disks)
         self._loads: dict[str, Rate] = {}
         """By the device whose worker copies; there are no more devices than the machine has."""
+
+    @property
+    def _on(self) -> bool:
+        disks = self._books.disks
+        return disks.policy.recompute_if_faster and bool(disks)
 
     def part_finished(self, part: Part, stimulus: PartFinished) -> None:
         """Learns from a load how fast its worker copies."""
@@ -38,9 +42,7 @@ class Admission:
             return False
         now_s, block_bytes = self._books.now_s, plan.domain.block_bytes
         read_s = max(
-            disk.rates[DiskJobKind.READ].seconds(
-                now_s, disk.bytes[DiskJobKind.READ] + count * block_bytes
-            )
+            disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count * block_bytes)
             for disk, count in of_disk
         )
         return read_s + self._load_s(plan, blocks) > self._compute_s(instance, plan, blocks)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from kvtierd.core.stimuli import (
     LookupBlocks,
     PartFinished,
     PrefetchBlocks,
+    Reconfigure,
     Recovered,
     RegisterMemory,
     RegisterWords,
@@ -134,6 +136,7 @@ class Machine:
             SlotsProven: self._slots_proven,
             Drain: self._drain,
             Resume: self._resume,
+            Reconfigure: self._reconfigure,
             Tick: self._tick,
         }
 
@@ -167,6 +170,13 @@ class Machine:
 
     def _resume(self, stimulus: Resume) -> None:
         self.books.draining = False
+
+    def _reconfigure(self, stimulus: Reconfigure) -> None:
+        rate = stimulus.sample_bytes_per_s
+        self._sampler.bytes_per_s = rate
+        blocks = self.books.blocks
+        blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
+        self._tier.reconfigure(stimulus.disks)
 
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()

@@ -17,12 +17,14 @@ from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Recovered
 from kvtierd.memory.pool_file import (
     Header,
+    Progress,
     default_extent_bytes,
     ensure_allocated,
     geometry_for,
     gib,
     make_pool,
     map_pool,
+    no_progress,
     open_locked,
     read_header,
     reason_to_remake,
@@ -96,15 +98,21 @@ class HostPool:
 
     @classmethod
     def open(
-        cls, path: Path | None, size_bytes: int, extent_bytes: int | None = None, *, lock_timeout_s: float
+        cls,
+        path: Path | None,
+        size_bytes: int,
+        extent_bytes: int | None = None,
+        *,
+        lock_timeout_s: float,
+        progress: Progress = no_progress,
     ) -> "HostPool":
         """Open the pool at `path`: recover what is there, or make a new one; None: a new one in a memfd.
 
         The file is at most `size_bytes`: a 2 MiB header and whole extents. `extent_bytes` None keeps that of
         the pool found, else chooses one. Blocks: for the lock up to `lock_timeout_s`, and about 0.8 CPU
-        seconds per GiB made. Raises PoolLocked, PoolTooLarge or PoolRefused, each naming the path and what to
-        do, and ValueError for sizes out of range; the pool found is unchanged then. A pool that cannot be
-        kept is remade: `start.cold_reason`.
+        seconds per GiB made, of which `progress` is told. Raises PoolLocked, PoolTooLarge or PoolRefused,
+        each naming the path and what to do, and ValueError for sizes out of range; the pool found is
+        unchanged then. A pool that cannot be kept is remade: `start.cold_reason`.
         """
         began_s = time.monotonic()
         wanted = geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes))
@@ -122,7 +130,7 @@ class HostPool:
             cold_reason = reason_to_remake(header, length, size_bytes, extent_bytes) or ""
             if isinstance(header, str) or cold_reason:
                 geometry = wanted
-                array = make_pool(fd, path, geometry)
+                array = make_pool(fd, path, geometry, progress)
             else:
                 geometry = header.geometry
                 ensure_allocated(fd, length)

@@ -91,9 +91,7 @@ def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits
     return TouchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
 
 
-def prefetch_of(
-    request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits
-) -> PrefetchBlocks:
+def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits) -> PrefetchBlocks:
     return PrefetchBlocks(caller.session, caller.epoch, *_query_of(request.queries, caller, limits))
 
 

@@ -14,8 +14,9 @@ from grpc_reflection.v1alpha import reflection
 from kvtier.v1 import admin_pb2, cache_pb2
 
 from kvtierd.cache import Cache
-from kvtierd.core.errors import Refusal
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import CoreLimits
+from kvtierd.reload import Reload
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.convert import Caller
 from kvtierd.rpc.draining import Draining
@@ -24,8 +25,9 @@ from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
-from kvtierd.rpc.status import AboutDaemon, status_response
+from kvtierd.rpc.status import AboutDaemon, reload_response, status_response
 from kvtierd.rpc.stream import Stream, StreamSettings
+from kvtierd.settings import ConfigError
 
 CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -63,12 +65,14 @@ class RpcServer:
         about: AboutDaemon,
         observe: Observe,
         stop: Callable[[], None],
+        reload: Reload,
     ) -> None:
         """`stop` begins the end of the daemon, as an operator's signal would."""
         self._cache = cache
         self._sessions = sessions
         self._about = about
         self._observe = observe
+        self._reload = reload
         self._calls = Calls(cache, limits)
         self._draining = Draining(cache, about, self._set_health, stop)
         self._bytes_max = settings.message_bytes_max
@@ -140,7 +144,19 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.ScrubRequest, self._bytes_max),
             response_serializer=admin_pb2.ScrubResponse.SerializeToString,
         )
-        admin = {"Status": status, "Drain": drain, "Resume": resume, "Explain": explain, "Scrub": scrub}
+        reload = grpc.unary_unary_rpc_method_handler(
+            self._reloading,
+            request_deserializer=decoder(admin_pb2.ReloadRequest, self._bytes_max),
+            response_serializer=admin_pb2.ReloadResponse.SerializeToString,
+        )
+        admin = {
+            "Status": status,
+            "Drain": drain,
+            "Resume": resume,
+            "Explain": explain,
+            "Scrub": scrub,
+            "Reload": reload,
+        }
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
@@ -203,6 +219,18 @@ class RpcServer:
         except Refusal as refusal:
             await abort(context, refusal)
         return admin_pb2.ScrubResponse(paths=paths)
+
+    async def _reloading(self, request: Any, context: Any) -> admin_pb2.ReloadResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        try:
+            found = self._reload()
+        except ConfigError as error:
+            refusal = Refusal(Reason.MALFORMED, f"{error}; nothing has changed", field=error.field)
+            await abort(context, refusal)
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return reload_response(found)
 
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> "grpc.RpcMethodHandler[Any, Any]":
         method = CACHE.methods_by_name[name]

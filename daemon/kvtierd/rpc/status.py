@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvtier.v1 import admin_pb2
 
 from kvtierd.cache import DiskSnapshot, Snapshot
+from kvtierd.reload import Change, Reloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +139,13 @@ def _disk(disk: DiskSnapshot) -> admin_pb2.DiskStatus:
         scrub_blocks=core.scrub_blocks,
         scrubbed_blocks=core.scrubbed_blocks,
     )
+
+
+def reload_response(found: Reloaded) -> admin_pb2.ReloadResponse:
+    return admin_pb2.ReloadResponse(
+        applied=map(_change, found.applied), needs_restart=map(_change, found.needs_restart)
+    )
+
+
+def _change(change: Change) -> admin_pb2.SettingChange:
+    return admin_pb2.SettingChange(key=change.key, before=change.before, after=change.after)

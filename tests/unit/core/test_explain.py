@@ -178,4 +178,3 @@ def test_nothing_changes_by_asking(host: Host, one: Instance) -> None:
     after = one.host.machine.books.blocks.table.dump()
     assert all((before[name] == after[name]).all() for name in before)
     assert one.host.machine.books.blocks.table.victims(0, 6).tolist() == order
-

@@ -224,9 +224,7 @@ class Raw:
     # --- copies
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        self.call(
-            "cuMemcpyAsync", c_uint64(destination), c_uint64(source), c_size_t(size), c_void_p(stream)
-        )
+        self.call("cuMemcpyAsync", c_uint64(destination), c_uint64(source), c_size_t(size), c_void_p(stream))
 
     def batch(self, copies: list[tuple[int, int, int]], order: int, stream: int, old: bool = False) -> int:
         """(destination, source, size) each; the code. `old`: in the form of 12.8."""

@@ -335,4 +335,3 @@ def test_the_last_release_ends_everything_in_the_context(raw: Raw, fake_cuda: Fa
     assert fake_cuda.hbm_used(contexts=True) == 0
     assert raw.code("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1)) == 709
     assert raw.code("cuDevicePrimaryCtxRelease_v2", 0) == 201
-
