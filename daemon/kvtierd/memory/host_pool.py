@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +31,15 @@ from kvtierd.memory.pool_file import (
     refuse_foreign,
 )
 from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, set_aside, writers_named
+from kvtierd.memory.replacing import replace_memory
 from kvtierd.memory.writers import WriterTable
 
 log = logging.getLogger(__name__)
+
+REPLACEMENTS_MAX = 64
+"""Tries, some seconds apart: a driver that has not let go of a huge page in minutes never will."""
+REPLACED_BYTES_MAX = 16 << 20
+"""In one go while the daemon serves: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,13 @@ class HostPool:
         self._writers = WriterTable(array, partial(writers_named, self.records))
         self._writers.set_owner(os.getpid())
         found = NOTHING_FOUND if cold_reason else recover(self.records, self._writers.gone)
-        self.recovered = found.recovered
         self._quarantined = found.recovered.quarantined
         self._quarantined_writers = found.quarantined_writers
-        self._writers.sweep(np.unique(found.quarantined_writers).tolist())
+        self._slot_bytes = {each.extent: each.slot_bytes for each in found.recovered.extents}
+        self._replacements_left = REPLACEMENTS_MAX
+        self._replace(None)
+        self.recovered = replace(found.recovered, quarantined=self._quarantined)
+        self._writers.sweep(np.unique(self._quarantined_writers).tolist())
         self.records.start_boot(self.boot_nonce)
         self.start = PoolStart(
             warm=not cold_reason,
@@ -162,6 +171,8 @@ class HostPool:
         """
         if not len(self._quarantined):
             return self._quarantined
+        if len(replaced := self._replace(REPLACED_BYTES_MAX)):
+            return replaced
         proven = free_proven(self.records, self._quarantined, self._quarantined_writers, self._writers.gone)
         slots = self._quarantined[proven]
         self._quarantined = self._quarantined[~proven]
@@ -173,6 +184,26 @@ class HostPool:
                 len(self._quarantined),
             )
         return slots
+
+    def _replace(self, bytes_max: int | None) -> Slots:
+        """Frees quarantined slots whose writers cannot be seen from here, by giving them other memory."""
+        foreign = np.flatnonzero(
+            np.isin(self._quarantined_writers, self._writers.foreign(self._quarantined_writers))
+        )
+        if not len(foreign) or not self._replacements_left:
+            return self._quarantined[:0]
+        self._replacements_left -= 1
+        slots = self._quarantined[foreign]
+        done = replace_memory(self.fd, self.geometry, self._slot_bytes, slots, bytes_max)
+        freed = np.ascontiguousarray(slots[done])
+        if len(freed):
+            self.records.free(freed)
+            keep = np.ones(len(self._quarantined), bool)
+            keep[foreign[done]] = False
+            self._quarantined = self._quarantined[keep]
+            self._quarantined_writers = self._quarantined_writers[keep]
+            log.info("%d slots have other memory: their writers cannot be seen from here", len(freed))
+        return freed
 
     @property
     def quarantined_slots(self) -> int:

@@ -83,7 +83,7 @@ def test_a_full_socket_blocks_nobody_and_what_matters_is_said_later(
         notifier.status("busy")
     notifier.ready("Serving")
     notifier.alive()
-    heard = []
+    heard: list[dict[str, str]] = []
     while "READY" not in (heard[-1] if heard else {}):
         assert len(heard) < 10_000
         heard.append(manager.heard())
