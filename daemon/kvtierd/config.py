@@ -47,6 +47,15 @@ class ServerConfig:
             "Unix group that may use the sockets besides their owner. Empty: the owner only.", s.text, "NAME"
         ),
     ] = ""
+    health_listen: Annotated[
+        str,
+        Doc(
+            "Where gRPC health checks are answered over TCP, and nothing else, for Kubernetes' probes; off: "
+            "on the socket only.",
+            s.address,
+            "HOST:PORT",
+        ),
+    ] = "off"
     message_bytes_max: Annotated[
         int, Doc("Bytes of one gRPC message; larger ones are refused.", s.size, "SIZE")
     ] = 4 << 20

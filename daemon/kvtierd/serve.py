@@ -264,7 +264,6 @@ class _Daemon:
                 clock=clock,
             )
             metrics_url = self._serve_metrics(metrics, cache, stack)
-            manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended)
             rpc = RpcServer(
                 cache,
                 sessions,
@@ -277,6 +276,7 @@ class _Daemon:
                 self._drained,
                 lambda: self._reload(cache, workers, sessions, manager),
             )
+            manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
             side = await self._listen(rpc, sessions, cache, stack)
             greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
             manager.ready()
@@ -346,6 +346,7 @@ class _Daemon:
             sessions_max=server.sessions_max,
             hello_deadline_s=server.hello_deadline_s,
             outgoing_max=server.outgoing_max,
+            health_listen=server.health_listen,
             heartbeat_interval_s=server.heartbeat_interval_s,
             leased_blocks_max=leased_bytes // PAGE_BYTES,
         )

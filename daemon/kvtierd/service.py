@@ -1,7 +1,7 @@
 """What a service manager hears while the daemon runs: one line of status, and that it is alive."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvtierd.cache import CPU, Snapshot
 from kvtierd.logs import logger
@@ -43,12 +43,18 @@ class ServiceManager:
     """Tells the manager about a daemon that serves, from its event loop, and only while all is watched."""
 
     def __init__(
-        self, notifier: Notifier, snapshot: Callable[[], Snapshot], unattended: Callable[[], list[str]]
+        self,
+        notifier: Notifier,
+        snapshot: Callable[[], Snapshot],
+        unattended: Callable[[], list[str]],
+        tell_live: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`unattended()` says which workers nobody looks after, each in a sentence; empty is well."""
+        """`unattended()` says which workers nobody looks after, each in a sentence; empty is well.
+        `tell_live` answers health checks."""
         self._notifier = notifier
         self._snapshot = snapshot
         self._unattended = unattended
+        self._tell_live = tell_live
         self._doubts: list[str] = []
         self._said = ""
 
@@ -72,6 +78,8 @@ class ServiceManager:
                 log.critical(
                     "workers are not looked after: the service manager is not told to go on", why=doubts
                 )
+            if bool(doubts) != bool(self._doubts):
+                await self._tell_live(not doubts)
             self._doubts = doubts
             if watchdog_s and not doubts:
                 self._notifier.alive()

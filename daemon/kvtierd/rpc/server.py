@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvtier.v1 import admin_pb2, cache_pb2
 
@@ -23,6 +23,7 @@ from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.errors import abort
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
+from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon, reload_response, status_response
@@ -49,6 +50,8 @@ class RpcSettings:
     hello_deadline_s: float
     outgoing_max: int
     heartbeat_interval_s: float
+    health_listen: str
+    """host:port, or "off"."""
     leased_blocks_max: int
     """Told to clients; the core decides by bytes."""
 
@@ -76,6 +79,8 @@ class RpcServer:
         self._calls = Calls(cache, limits)
         self._draining = Draining(cache, about, self._set_health, stop)
         self._bytes_max = settings.message_bytes_max
+        self._health_listen = settings.health_listen
+        self._health_server: HealthServer | None = None
         self._stream_settings = StreamSettings(
             hello_deadline_s=settings.hello_deadline_s,
             outgoing_max=settings.outgoing_max,
@@ -168,15 +173,21 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def bind(self, path: Path) -> None:
-        """Binds the socket file, which must not exist. Raises SocketError."""
+        """Binds the socket file, which must not exist, and the port for health checks if there is one. Raises
+        SocketError or ConfigError."""
         try:
             self._server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
             raise SocketError(f"{path} cannot be bound: {error}") from error
+        if self._health_listen != "off":
+            self._health_server = HealthServer(self._health_listen, self._health)
 
     async def start(self) -> None:
         await self._server.start()
         await self._set_health(True)
+        await self.set_live(True)
+        if self._health_server is not None:
+            await self._health_server.start()
 
     async def stopping(self) -> None:
         """Says in health checks that nothing new should come here; a drain can be taken back no more."""
@@ -185,12 +196,16 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Ends the server; calls that are still running have `grace_s`. End the sessions before."""
         await self._server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop()
 
     async def _set_health(self, serving: bool) -> None:
-        known = health_pb2.HealthCheckResponse
-        status = known.SERVING if serving else known.NOT_SERVING
         for name in ("", CACHE.full_name, ADMIN.full_name):
-            await self._health.set(name, status)
+            await self._health.set(name, status_of(serving))
+
+    async def set_live(self, live: bool) -> None:
+        """Says in health checks of the service "live" whether the daemon should be left alone."""
+        await self._health.set(LIVE, status_of(live))
 
     async def _attach(self, _: Any, context: Any) -> None:
         renew = self._cache.handle

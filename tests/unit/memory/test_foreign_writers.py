@@ -1,4 +1,4 @@
-"""Writers in other pid namespaces, as containers have: whether they are gone cannot be seen, nor need it be."""
+"""Writers in other pid namespaces, as containers have: nobody can see whether they are gone, or need to."""
 
 from __future__ import annotations
 
