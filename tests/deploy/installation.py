@@ -25,15 +25,20 @@ SOURCES = (
 OPT_PYTHON = Path("/opt/python")
 
 
-def build_wheel() -> Path:
-    """The wheel of the sources as they are; built once for each state of them."""
+def sources_digest() -> str:
+    """Differs whenever a wheel would."""
     digest = hashlib.sha256()
     for source in SOURCES:
         top = REPO / source
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so":
                 digest.update(f"{path.relative_to(REPO)}\0".encode() + path.read_bytes())
-    out = PLACE / "wheels" / digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
+
+
+def build_wheel() -> Path:
+    """The wheel of the sources as they are; built once for each state of them."""
+    out = PLACE / "wheels" / sources_digest()
     if not (found := list(out.glob("*.whl"))):
         command = [str(UV), "build", "--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable]
         command += ["--out-dir", str(out), "--config-setting", f"build-dir={PLACE / 'cmake'}"]

@@ -329,6 +329,7 @@ class Cache:
                     w.parts_active,
                     mapped_bytes=mapped.get(w.worker, 0),
                     registered_bytes=self._workers.registered_bytes(w.worker),
+                    remote_bytes=self._workers.remote_bytes(w.worker),
                 )
                 for w in self._workers.workers.values()
             ),

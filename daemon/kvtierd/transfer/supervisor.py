@@ -176,6 +176,11 @@ class Supervisor:
         process = self._lives.processes.get(worker)
         return 0 if process is None else process.status.registered_bytes()
 
+    def remote_bytes(self, worker: WorkerId) -> int:
+        """Bytes of the pool that seem to lie on another memory node than a worker's GPU."""
+        process = self._lives.processes.get(worker)
+        return 0 if process is None else process.status.remote_bytes()
+
     def pidfd_for(self, worker: WorkerId) -> int:
         """A pidfd of a live worker, for a client that waits for its end; the caller closes it. Refusal if it
         is lost."""

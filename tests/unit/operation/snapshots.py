@@ -71,6 +71,7 @@ def busy_snapshot() -> Snapshot:
     core = CoreStatus(
         leases=2,
         leased_blocks=17,
+        lease_oldest_s=12.5,
         transfers_active=4,
         blocks=BlockCounts(writing=5, ready=60, evicting=7, capacity=1000),
         used_bytes=8 << 20,
