@@ -201,14 +201,14 @@ class Leases:
             value=lease,
         )
 
-    def held_s(self, lease: Lease) -> float:
+    def _held_s(self, lease: Lease, now_s: float) -> float:
         """Since it was granted."""
-        return self._books.now_s - (lease.ends_at_s - self._books.limits.lease_lifetime_s)
+        return now_s - (lease.ends_at_s - self._books.limits.lease_lifetime_s)
 
-    def oldest_s(self) -> float:
+    def oldest_s(self, now_s: float) -> float:
         """Since the oldest lease was granted; 0 if there is none."""
         first = [next(iter(each.leases.values())) for each in self._books.names.values() if each.leases]
-        return max(map(self.held_s, first), default=0.0)
+        return max((self._held_s(lease, now_s) for lease in first), default=0.0)
 
     def consume(self, lease: Lease, first: int, end: int) -> None:
         """Ends a lease; its pins on [first, end) are the caller's from now on, the others drop."""
@@ -262,7 +262,7 @@ class Leases:
         instance = lease.instance
         self._books.step(lease, event)
         self._books.tally.ended_leases += 1
-        self._books.tally.lease_held_s += self.held_s(lease)
+        self._books.tally.lease_held_s += self._held_s(lease, self._books.now_s)
         del self._books.leases[lease.lease], instance.leases[lease.lease]
         instance.leased_blocks -= len(lease.entries)
         instance.leased_bytes -= len(lease.entries) * instance.plans[lease.group].domain.block_bytes

@@ -227,7 +227,7 @@ class Machine:
         return CoreStatus(
             leases=len(books.leases),
             leased_blocks=sum(instance.leased_blocks for instance in instances),
-            lease_oldest_s=self._leases.oldest_s(),
+            lease_oldest_s=self._leases.oldest_s(self._clock()),
             transfers_active=len(books.transfers),
             blocks=BlockCounts(table["writing"], table["ready"], table["evicting"], table["capacity"]),
             used_bytes=used_bytes,
