@@ -61,6 +61,12 @@ class AdminStub:
     Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
     """
 
+    ListNamespaces: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ListNamespacesRequest,
+        kvtier.v1.admin_pb2.ListNamespacesResponse,
+    ]
+    """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them."""
+
     Reload: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.ReloadRequest,
         kvtier.v1.admin_pb2.ReloadResponse,
@@ -111,6 +117,12 @@ class AdminAsyncStub:
     once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
     Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
     """
+
+    ListNamespaces: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ListNamespacesRequest,
+        kvtier.v1.admin_pb2.ListNamespacesResponse,
+    ]
+    """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them."""
 
     Reload: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.ReloadRequest,
@@ -172,6 +184,14 @@ class AdminServicer(metaclass=abc.ABCMeta):
         once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
         Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
         """
+
+    @abc.abstractmethod
+    def ListNamespaces(
+        self,
+        request: kvtier.v1.admin_pb2.ListNamespacesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ListNamespacesResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ListNamespacesResponse]]:
+        """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them."""
 
     @abc.abstractmethod
     def Reload(

@@ -22,7 +22,7 @@ from kvtierd.cache.snapshot import (
 from kvtierd.cache.waiters import Waiters
 from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained
+from kvtierd.core.explain import Explained, PlaceStatus
 from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.status import DiskStatus
@@ -281,6 +281,10 @@ class Cache:
         if self.poisoned.is_set():
             raise _stopping()
         return self._machine.explain(key, namespace, group)
+
+    def namespaces(self) -> tuple[PlaceStatus, ...]:
+        """What there is of each namespace."""
+        return self._machine.namespaces()
 
     @property
     def uptime_s(self) -> float:

@@ -13,7 +13,7 @@ from kvtierd.core.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.books import Books, Clock, wrong_epoch
 from kvtierd.core.entities import Instance
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained, explain
+from kvtierd.core.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.fencing import Fencing
 from kvtierd.core.ids import Epoch, SessionId, Ticket
 from kvtierd.core.instances import Instances
@@ -213,6 +213,10 @@ class Machine:
         """Why the block of a hash can be read or not, in each namespace whose hexadecimal digest begins with
         `namespace`. Takes milliseconds. Raises Refusal."""
         return explain(self.books, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
+
+    def namespaces(self) -> tuple[PlaceStatus, ...]:
+        """What there is of each namespace. Takes microseconds for each."""
+        return places(self.books)
 
     def status(self) -> CoreStatus:
         """A picture of everything, in time proportional to instances, workers and slot sizes, not to

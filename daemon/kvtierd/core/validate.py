@@ -73,8 +73,8 @@ def validate(machine: Machine) -> None:
 
 def _check_counters(tally: Tally) -> None:
     """Every hash that was asked for was a hit, or missed for one reason."""
-    reasons = (tally.missed_absent, tally.missed_pending, tally.missed_beyond, tally.missed_recompute)
-    reasons += (tally.missed_draining, tally.missed_not_ready)
+    reasons = [tally.missed_absent, tally.missed_pending, tally.missed_beyond, tally.missed_recompute]
+    reasons += [tally.missed_draining, tally.missed_not_ready]
     assert min(reasons) >= 0, reasons
     assert tally.lookup_hits + sum(reasons) == tally.lookup_hashes, (tally.lookup_hits, reasons)
 

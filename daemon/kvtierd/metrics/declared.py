@@ -98,6 +98,13 @@ DECLARED = (
     ),
     Declared(
         _G,
+        "kvtier_pool_fragmented_bytes",
+        (),
+        "Bytes of the host pool in free slots: no use to blocks of another size.",
+        "High in a pool that has no free extents: several models, one of them gone; extents follow in time.",
+    ),
+    Declared(
+        _G,
         "kvtier_blocks",
         ("state",),
         "Blocks in the host tier.",
@@ -300,7 +307,7 @@ DECLARED = (
     Declared(
         _G,
         "kvtier_instance_mapped_bytes",
-        ("instance",),
+        ("engine",),
         "Bytes of one engine's memory mapped by copy workers; of the 64 that have most.",
         "Whose GPU memory is held.",
     ),

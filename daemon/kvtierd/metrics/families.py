@@ -37,6 +37,8 @@ def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_pool_bytes", pool.capacity_bytes - core.used_bytes, "free")
     sheet.set("kvtier_pool_extents", core.extents - core.extents_free, "assigned")
     sheet.set("kvtier_pool_extents", core.extents_free, "free")
+    free_bytes = sum(size.free * size.slot_bytes for size in core.sizes)
+    sheet.set("kvtier_pool_fragmented_bytes", free_bytes)
     for size in core.sizes:
         name = str(size.slot_bytes)
         sheet.set("kvtier_slots", size.slots - size.free - size.withheld, name, "used")

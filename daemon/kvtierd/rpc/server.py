@@ -26,7 +26,7 @@ from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
 from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
-from kvtierd.rpc.status import AboutDaemon, reload_response, status_response
+from kvtierd.rpc.status import AboutDaemon, namespace_status, reload_response, status_response
 from kvtierd.rpc.stream import Stream, StreamSettings
 from kvtierd.settings import ConfigError
 
@@ -149,6 +149,11 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.ScrubRequest, self._bytes_max),
             response_serializer=admin_pb2.ScrubResponse.SerializeToString,
         )
+        namespaces = grpc.unary_unary_rpc_method_handler(
+            self._namespaces,
+            request_deserializer=decoder(admin_pb2.ListNamespacesRequest, self._bytes_max),
+            response_serializer=admin_pb2.ListNamespacesResponse.SerializeToString,
+        )
         reload = grpc.unary_unary_rpc_method_handler(
             self._reloading,
             request_deserializer=decoder(admin_pb2.ReloadRequest, self._bytes_max),
@@ -160,6 +165,7 @@ class RpcServer:
             "Resume": resume,
             "Explain": explain,
             "Scrub": scrub,
+            "ListNamespaces": namespaces,
             "Reload": reload,
         }
         self._server.add_generic_rpc_handlers(
@@ -215,6 +221,11 @@ class RpcServer:
         if isinstance(request, Undecodable):
             await abort(context, request.refusal)
         return status_response(self._about, self._cache.snapshot())
+
+    async def _namespaces(self, request: Any, context: Any) -> admin_pb2.ListNamespacesResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, self._cache.namespaces()))
 
     async def _explain(self, request: Any, context: Any) -> admin_pb2.ExplainResponse:
         if isinstance(request, Undecodable):
