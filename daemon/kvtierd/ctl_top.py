@@ -52,10 +52,9 @@ def _lines(before: Picture | None, now: Picture, period_s: float) -> Iterator[st
     hits = rate("lookup_hits") / asked if asked else 0.0
     yield f"Hits   {bar(hits)} {hits:4.0%} of {number(asked)} hashes/s in {number(rate('lookups'))} lookups/s"
     missed = {reason: rate(f"missed_{reason}") for reason in REASONS}
-    yield "Missed " + (
-        "  ".join(f"{reason.replace('_', ' ')} {number(each)}/s" for reason, each in missed.items() if each)
-        or "-"
-    )
+    most_first = sorted((each for each in missed.items() if each[1]), key=lambda each: -each[1])
+    text = "  ".join(f"{reason.replace('_', ' ')} {number(each)}/s" for reason, each in most_first)
+    yield f"Missed {text or '-'}"
     yield (
         f"Store  {human_size(rate('stored_bytes')):>9}/s  {number(rate('stored_blocks')):>6} blocks/s  "
         f"{number(rate('deduplicated_blocks'))}/s there already, {number(rate('throttled_blocks'))}/s no room"
@@ -144,7 +143,9 @@ def _disks(
 
 
 def number(value: float) -> str:
-    """0, 0.3, 12, 4.6k, 2.1M."""
+    """0, <0.1, 0.3, 12, 45.6k, 2.1M."""
+    if 0 < value < 0.1:
+        return "<0.1"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= factor:
             return f"{value / (1e3 if unit == 'k' else factor):.3g}{unit}"

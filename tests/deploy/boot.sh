@@ -36,5 +36,5 @@ mount --bind "$python" "$root/opt/python"
 mount --bind "$venv" "$root/opt/kvtier"
 mount --bind "$units" "$root/run/units"
 mount --bind "$folder/../exchange" "$root/run/exchange"
-exec chroot "$root" env -i container=kvtier-test SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+exec chroot "$root" env -i container=kvtier-test SYSTEMD_UNIT_PATH=/run/units:/etc/systemd/system PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     /lib/systemd/systemd --system --unit=basic.target --log-target=console --show-status=no

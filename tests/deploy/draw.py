@@ -2,6 +2,8 @@
 
     uv run --with matplotlib python tests/deploy/draw.py deploy/grafana/kvtier.json ANSWERS.json OUT.png
 
+    uv run --with matplotlib python tests/deploy/draw.py TEXT OUT.png
+
 ANSWERS: by panel id, a list of {"label", "values": [[time, value], ...]}. It is no Grafana: places, sizes,
 titles, units and stacking are the panels' own, and nothing else.
 """
@@ -117,10 +119,30 @@ def draw(dashboard: dict[str, Any], answers: dict[str, list[dict[str, Any]]], ou
     figure.savefig(out, dpi=80, facecolor=figure.get_facecolor())
 
 
+def draw_text(text: str, out: Path) -> None:
+    """A terminal with this text in it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = text.rstrip().splitlines()
+    figure = plt.figure(figsize=(80 * 0.1 + 0.3, len(lines) * 0.2 + 0.3), facecolor="#111217")
+    figure.text(
+        0.02, 0.97, "\n".join(lines), family="DejaVu Sans Mono", size=11.8, color="#d8d9da", va="top",
+        linespacing=1.3,
+    )  # fmt: skip
+    figure.savefig(out, dpi=100, facecolor=figure.get_facecolor())
+
+
 def finite(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
 if __name__ == "__main__":
-    dashboard_file, answers_file, out_file = map(Path, sys.argv[1:])
+    *sources, out_file = map(Path, sys.argv[1:])
+    if len(sources) == 1:
+        draw_text(sources[0].read_text(), out_file)
+        sys.exit()
+    dashboard_file, answers_file = sources
     draw(json.loads(dashboard_file.read_text()), json.loads(answers_file.read_text()), out_file)

@@ -21,8 +21,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 class Machine:
     """Booted when made; `power_off` ends every process in it."""
 
-    def __init__(self, venv: Path, *, drop_in: str = "", config: str) -> None:
-        """`venv`: an installation, seen at /opt/kvtier. `drop_in` goes beside the unit as it is shipped."""
+    def __init__(self, venv: Path, *, drop_in: str = "", config: str, shipped: bool = True) -> None:
+        """`venv`: an installation, seen at /opt/kvtier. `drop_in` goes beside the unit as it is shipped;
+        without `shipped` there is no unit yet, no user and no configuration."""
         self._home = Path(tempfile.mkdtemp(prefix="kvtier-machine-"))
         self.exchange = self._home / "exchange"
         units = self._home / "units"
@@ -31,7 +32,7 @@ class Machine:
             path.mkdir()
         for target in EMPTY_TARGETS:
             (units / target).write_text(f"[Unit]\nDescription={target}\nDefaultDependencies=no\n")
-        for source in (REPO / "deploy/systemd").iterdir():
+        for source in (REPO / "deploy/systemd").iterdir() if shipped else ():
             shutil.copy(source, units)
         extra = units / "kvtierd.service.d"
         extra.mkdir()
@@ -64,6 +65,8 @@ class Machine:
         try:
             self._until(lambda: self.pid1 is not None, "pid 1")
             self._until(lambda: self.run("systemctl", "is-active", "basic.target")[0] == 0, "systemd is up")
+            if not shipped:
+                return
             self.must("mkdir", "-p", "/etc/kvtier")
             self.must("cp", "/run/exchange/kvtierd.toml", "/etc/kvtier/kvtierd.toml")
             self.must("systemd-sysusers", "/run/units/kvtier.sysusers")

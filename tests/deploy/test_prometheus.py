@@ -246,6 +246,7 @@ def test_every_panel_has_data_of_a_daemon_under_load(
             started_s = time.time()
             prometheus.until(lambda: time.time() > started_s + 30, "there is something to see")
             draw(prometheus, dashboard)
+            draw_top(daemon)
             proved(f"All {len(targets)} queries of the dashboard have data of a real Prometheus.")
             rules = prometheus.ask("rules")["groups"]
             assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
@@ -291,18 +292,22 @@ def draw(prometheus: Prometheus, dashboard: dict[str, Any]) -> None:
         answers[str(panel["id"])] = series
     PLACE.mkdir(parents=True, exist_ok=True)
     (PLACE / "answers.json").write_text(json.dumps(answers))
-    command = [
-        str(UV),
-        "run",
-        "--quiet",
-        "--no-project",
-        "--isolated",
-        "--python",
-        sys.executable,
-        "--with",
-        "matplotlib",
-    ]
-    command += ["python", str(Path(__file__).with_name("draw.py")), str(DASHBOARD)]
-    picture = PLACE / "dashboard.png"
-    subprocess.run([*command, str(PLACE / "answers.json"), str(picture)], check=True, timeout=300)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    run_draw(DASHBOARD, PLACE / "answers.json", PLACE / "dashboard.png")
+
+
+def draw_top(daemon: Daemon) -> None:
+    """A picture of the second frame of `kvtierctl top`: build/deploy/top.png."""
+    command = [sys.executable, "-m", "kvtierd.ctl", "top", "--frames=2", f"--socket={daemon.socket}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    second = "kvtierd" + done.stdout.split("\nkvtierd")[1]
+    assert "every 2 s" in second
+    assert max(map(len, second.splitlines())) <= 80
+    (PLACE / "top.txt").write_text(second)
+    run_draw(PLACE / "top.txt", PLACE / "top.png")
+
+
+def run_draw(*files: Path) -> None:
+    command = [str(UV), "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
+    command += ["--with", "matplotlib", "python", str(Path(__file__).with_name("draw.py")), *map(str, files)]
+    subprocess.run(command, check=True, timeout=300)
+    assert files[-1].read_bytes().startswith(b"\x89PNG")

@@ -48,7 +48,7 @@ def test_rates_are_of_the_time_between_two_pictures(status: admin_pb2.StatusResp
     for part in (
         "kvtierd 1.2  serving  up 1 h 2 min  (every 2 s)",
         "Hits   ███████████████░░░░░  75% of 1000 hashes/s in 10 lookups/s",
-        "Missed absent 10/s  beyond 240/s\n",
+        "Missed beyond 240/s  absent 10/s\n",
         "Store     32 MiB/s      50 blocks/s",
         "Load       3 GiB/s",
         "3.5/s evicted",
@@ -93,6 +93,7 @@ def test_an_empty_daemon_has_a_frame_too() -> None:
     ("value", "text"),
     [
         (0, "0"),
+        (0.02, "<0.1"),
         (0.25, "0.2"),
         (9.94, "9.9"),
         (12.4, "12"),
