@@ -25,6 +25,7 @@ from kvtier.attach import (
     Steps,
     Work,
     attach,
+    open_index,
     register,
     unregister,
 )
@@ -304,6 +305,8 @@ class Client(ClientBase):
                 except NotRegisteredError as error:
                     retry_s = time.monotonic() + error.retry_s
                     self._report(error)
+            if self._session.wants_index:
+                await self._perform(open_index(self._session), streams)
             if self._session.memory.wants_registration:
                 wait_s = max(0.0, retry_s - time.monotonic())
             wait_s = min(wait_s, self._session.tick())
@@ -438,7 +441,7 @@ class Client(ClientBase):
                 self._session.receive(message)
                 self._wake_writer()
                 self._changed.set()
-                if self._session.ended is not None or self._session.memory.wants_registration:
+                if self._session.needs_attention:
                     self._wake.set()
             why = str(await stream.call.details()) or why
         except grpc.RpcError as error:

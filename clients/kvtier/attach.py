@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, Reason
+from kvtier.index import GROUPS_MAX
 from kvtier.memory import Export, StreamDoorbells, fd_of, on_device
 from kvtier.pending import HelloRecord
 from kvtier.session import Session
@@ -192,6 +193,21 @@ def _register_memory(
             yield Work(lambda: time.sleep(REGISTER_RETRY_S))
         else:
             return reply.response.memory_registered.registration_id
+
+
+def open_index(session: Session) -> Steps:
+    """The index pages of the instance's groups, as far as there are any: without, the daemon is asked."""
+    index = session.begin_index()
+    if index is None:
+        return  # the session has ended since somebody looked
+    try:
+        while len(index) < GROUPS_MAX:
+            request = side_pb2.SideRequest(open_index=side_pb2.OpenIndex(group=len(index)))
+            reply = _take((yield SideCall(request, (), OPEN_TIMEOUT_S)), "index_opened", fds=1)
+            index.add(reply.fds[0])
+    except KvtierError as error:
+        if error.reason is not Reason.UNKNOWN_GROUP:  # which comes after the last one
+            session.note(str(error))
 
 
 def unregister(session: Session) -> Steps:

@@ -1,5 +1,6 @@
 """One attachment: what the daemon's Welcome said, and what has changed since."""
 
+from kvtier.index import FEATURE, Index
 from kvtier.leases import Leases
 from kvtier.spec import AttachSpec
 from kvtier.transfers import PartWords, TransferRecord
@@ -26,6 +27,8 @@ class Attachment:
         """Those in flight, by ticket."""
         self.heartbeat_pending = False
         self._next_heartbeat_s = now_s + self.heartbeat_interval_s
+        self.index = Index(welcome.boot_nonce, spec.namespace.hash_bytes)
+        self._index_wanted = spec.role.submits and FEATURE in welcome.features
         self.registration: int | None = None
         """The daemon's number of the memory that is registered, as far as this client was told."""
         self._registered = not spec.role.holds_rank
@@ -54,6 +57,18 @@ class Attachment:
     def next_heartbeat_in_s(self, now_s: float) -> float:
         """Seconds until `heartbeat_due` must be asked again."""
         return max(0.0, self._next_heartbeat_s - now_s)
+
+    # --- index pages ---
+
+    @property
+    def wants_index(self) -> bool:
+        """Whether to ask for the index pages now: once, when the instance is ready, and with it its namespace
+        known."""
+        return self._index_wanted and self.instance.ready
+
+    def index_asked(self) -> None:
+        """Whatever came of it."""
+        self._index_wanted = False
 
     # --- registration ---
 

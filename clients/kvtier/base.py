@@ -134,6 +134,11 @@ class ClientBase(ABC):
             return self._session.status(mode)
 
     @property
+    def namespace(self) -> Namespace:
+        """Whose blocks these are."""
+        return self._session.spec.namespace
+
+    @property
     def ready(self) -> bool:
         """Whether lookups, stores and loads work now."""
         with self._lock:
@@ -164,6 +169,19 @@ class ClientBase(ABC):
             record = self._session.prefetch(group, joined, mode)
             self._wake_writer()
         return record
+
+    def known_run(
+        self, hashes: Sequence[bytes], first: int = 0, end: int | None = None, *, group: int = 0
+    ) -> int | None:
+        """How many of `hashes[first:end]` the daemon knows in some tier, up to the first that it does not.
+        Asks nobody: microseconds, from memory that the daemon keeps up to date. Advisory: 0 spares a lookup;
+        more says how many blocks are worth one. None: it cannot be told now; look up.
+
+        Raises ValueError for a hash of another length than the namespace's.
+        """
+        self._submitting()
+        with self._lock:
+            return self._session.known_run(group, hashes, first, len(hashes) if end is None else end)
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
         """Says how many tokens of a prompt the engine computes in a second, as measured lately: the daemon

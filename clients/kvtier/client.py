@@ -30,6 +30,7 @@ from kvtier.attach import (
     Steps,
     Work,
     attach,
+    open_index,
     register,
     unregister,
 )
@@ -325,6 +326,8 @@ class Client(ClientBase):
                 except NotRegisteredError as error:
                     retry_s = time.monotonic() + error.retry_s
                     self._report(error)
+            if self._session.wants_index:
+                self._perform(open_index(self._session), stream)
             if self._session.memory.wants_registration:
                 wait_s = max(0.0, retry_s - time.monotonic())
             with self._lock:
@@ -427,7 +430,7 @@ class Client(ClientBase):
                     self._session.receive(message)
                     self._wake_writer()
                     self._changed.notify_all()
-                    if self._session.ended is not None or self._session.memory.wants_registration:
+                    if self._session.needs_attention:
                         self._wake_session()
         except grpc.RpcError as error:
             why = explain_rpc_error(error)

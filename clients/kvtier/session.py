@@ -8,12 +8,13 @@ is held around every call.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
+from kvtier.index import Index
 from kvtier.lookups import Lease, Lookup, LookupMode, LookupRecord, answer_of, unanswered
 from kvtier.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
 from kvtier.rank_memory import RankMemory
@@ -39,6 +40,8 @@ PATIENCE_S = 0.02
 answers within a millisecond."""
 CARRY_OVER_S = 0.01
 """How often to look for what streams still write to a page of the past."""
+TOLD_MAX = 1_000_000_000
+"""Lookups, and hashes, that one heartbeat tells of; the daemon believes no more."""
 OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
@@ -88,6 +91,8 @@ class Session:
         self._daemon_pid = 0
         self._prefill_tokens_per_s = spec.prefill_tokens_per_s
         self._prefill_is_news = False
+        self._untold_lookups = self._untold_hashes = 0
+        """That the index answered: the daemon has not heard of them."""
 
     # --- what the shell does for the connection ---
 
@@ -102,6 +107,27 @@ class Session:
         self._send(record, hello=self.spec.hello(token, self._prefill_tokens_per_s))
         self._prefill_is_news = False
         return record
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the shell has something to do besides sending."""
+        return self.ended is not None or self.memory.wants_registration or self.wants_index
+
+    @property
+    def wants_index(self) -> bool:
+        """Whether the daemon's index pages are to be asked for."""
+        return self._attachment is not None and self._attachment.wants_index
+
+    def begin_index(self) -> Index | None:
+        """What the pages are put into; None without a session."""
+        if self._attachment is None:
+            return None
+        self._attachment.index_asked()
+        return self._attachment.index
+
+    def note(self, problem: str) -> None:
+        """Something did not work, and the session goes on without."""
+        self._last_error = problem
 
     @property
     def has_outgoing(self) -> bool:
@@ -242,6 +268,19 @@ class Session:
         if lease:
             self._send_releases()  # what was given back first, because leases are bounded
         return self._ask("lookup", group, hashes, mode, lease=lease)
+
+    def known_run(self, group: int, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+        """As `Index.known_run`; None also when the daemon would not answer now. No block is known: that
+        counts as a lookup."""
+        attachment = self._attachment
+        if attachment is None or self.state is not ClientState.READY:
+            return None
+        known = attachment.index.known_run(group, hashes, first, end)
+        if known == 0:
+            self.counters.lookups_local += 1
+            self._untold_lookups += 1
+            self._untold_hashes += max(0, min(end, len(hashes)) - first)
+        return known
 
     def prefetch(self, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
         """Has blocks promoted. The answer comes as for a lookup."""
@@ -407,7 +446,13 @@ class Session:
 
     def _heartbeat(self) -> cache_pb2.Heartbeat:
         news, self._prefill_is_news = self._prefill_is_news, False
-        return cache_pb2.Heartbeat(prefill_tokens_per_s=self._prefill_tokens_per_s if news else 0)
+        lookups, self._untold_lookups = self._untold_lookups, 0
+        hashes, self._untold_hashes = self._untold_hashes, 0
+        return cache_pb2.Heartbeat(
+            prefill_tokens_per_s=self._prefill_tokens_per_s if news else 0,
+            index_lookups=min(lookups, TOLD_MAX),
+            index_hashes=min(hashes, TOLD_MAX),
+        )
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Self
 
 from kvtier.errors import KvtierError, Reason
+from kvtier.index import FEATURE
 from kvtier.layout import Group, Namespace, check_layout, check_text
 from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
@@ -115,6 +116,7 @@ class AttachSpec:
         """The first message of the session stream. The rate is the one that is known by now."""
         return cache_pb2.Hello(
             protocol_versions=[PROTOCOL_VERSION],
+            features=[FEATURE],
             token=token,
             instance=self.instance,
             role=types_pb2.Role.ValueType(self.role.value),

@@ -32,6 +32,8 @@ class Counters:
     lookups: int = 0
     lookups_unanswered: int = 0
     """Counted as misses: no daemon, not ready, or no answer in time."""
+    lookups_local: int = 0
+    """Not among `lookups`: the daemon's index had none of the blocks, so it was not asked."""
     blocks_hit: int = 0
     stores: int = 0
     loads: int = 0

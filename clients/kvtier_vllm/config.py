@@ -20,6 +20,9 @@ class ConnectorConfig:
 
     socket: str = ""
     """The daemon's socket. Empty: KVTIER_SOCKET, else where kvtierd listens by default."""
+    autostart: bool = False
+    """Start a kvtierd with its default settings (and KVTIER_ variables) where none answers: to try kvtier
+    with nothing but this engine's own flag. It goes on when the engine ends."""
     tenant: str = ""
     """Blocks are never shared between tenants."""
     salt: str = ""

@@ -24,9 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
 from kvtier_vllm.kv_memory import NotShareable
@@ -35,6 +37,7 @@ from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, version_of
 from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.stats import Increments, KvtierPromMetrics, KvtierStats
 from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -72,12 +75,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._step_without_us = 0
         self._bad_blocks: set[int] = set()
+        self._increments = Increments()
         try:
             gpu = self._engine_gpu()
             if gpu is not None:
                 refuse_sleep_mode(vllm_config, version_of(vllm.__version__))
             self._identity = _Identity(vllm_config, self._config)
             if role is KVConnectorRole.SCHEDULER:
+                if self._config.autostart:
+                    _autostart(self._config.socket)
                 _warn_of_failure_policy(transfer)
                 block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
                 self._scheduler = SchedulerSide(
@@ -165,6 +171,27 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None:
             self._guard(lambda: side.results(connector_output), None)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler
+        if side is None:
+            return None
+        grown: dict[str, float] = self._guard(lambda: self._increments.of(side.totals()), {})
+        return KvtierStats(grown) if grown else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KvtierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -345,6 +372,21 @@ class _Identity:
             )
         fields = dataclasses.asdict(self._derived) | {"generation": generation}
         return Namespace(**fields)
+
+
+def _autostart(socket: str) -> None:
+    """A failure costs hits, not the engine: a daemon that comes later is found."""
+    try:
+        started = autostart.ensure(socket)
+    except autostart.AutostartError as error:
+        log.warning("kvtier: %s", error)
+        return
+    if started is not None:
+        log.info(
+            "kvtier: started kvtierd (pid %d), which stays when this engine ends; log: %s",
+            started.pid,
+            started.log,
+        )
 
 
 def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:

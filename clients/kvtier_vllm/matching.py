@@ -1,4 +1,5 @@
 """Which of a waiting request's blocks the daemon holds: one lookup and one lease per request, remembered.
+None at all where the daemon's index page says already that there is nothing.
 
 vLLM asks about a waiting request in every step until it has room for it, for hundreds of steps if need be,
 and each time its own cache may hold a little more or less of the prefix.
@@ -50,6 +51,8 @@ class _Match:
     asked_step: int = 0
     lookups: int = 0
     given_up: bool = False
+    seen_local: bool = False
+    """The index page has said that there is nothing."""
     waiting: bool = False
     """The answer ended at a PENDING block, and is worth another lookup."""
     end_hash: bytes = b""
@@ -76,6 +79,8 @@ class Grant:
 class MatchCounters:
     """Since the engine started."""
 
+    local: int = 0
+    """Requests for which the index page has said that there is nothing, without a lookup."""
     lookups: int = 0
     hits: int = 0
     """Answers with at least one block."""
@@ -139,6 +144,11 @@ class Matcher:
             return 0
         if match.call is None:
             covers = self._covers(match, client, local)
+            if not covers and (known := client.known_run(hashes, local, total)) is not None:
+                if known == 0:
+                    self._nothing(request, match)
+                    return 0
+                total = min(total, local + known)
             if not covers or match.waiting:
                 if not self._may_ask(request, match, again=covers):
                     return 0 if match.given_up else None
@@ -286,6 +296,14 @@ class Matcher:
         self.counters.hits += answer.hits > 0
         self._judge(request, match, answer, hashes)
         return not match.waiting
+
+    def _nothing(self, request: str, match: _Match) -> None:
+        """There is nothing to load now; it is asked anew when vLLM asks again."""
+        self.counters.local += not match.seen_local
+        match.seen_local = True
+        self._settle(request, match)
+        self._release(match)
+        match.answer = None
 
     def _give_up(self, request: str, match: _Match) -> None:
         """Nothing is loaded for this request."""

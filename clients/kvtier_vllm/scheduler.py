@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ class _Load:
     transfer: Transfer | None
     block_ids: frozenset[int]
     hashes: Sequence[bytes]
+    submitted_s: float
     failed: bool = False
 
 
@@ -57,6 +59,17 @@ class _Request:
     """False from the submission of a load until its success is reported, so for ever after a failure."""
     matched_at: int = 0
     """Blocks of the engine's own, when it was last asked about."""
+
+
+@dataclass(slots=True)
+class LoadCounters:
+    """Since the engine started, of loads that have ended."""
+
+    loads: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    """From submission to report, summed."""
 
 
 class SchedulerSide:
@@ -81,6 +94,7 @@ class SchedulerSide:
         self._matcher = Matcher(config.lookup_budget_ms / 1e3, config.pending_wait_s, config.pending_poll_s)
         self._prefill = prefill
         self._storer = Storer()
+        self._loads = LoadCounters()
         self._requests: dict[str, _Request] = {}
         self._unasked: dict[str, Any] = {}
         """Requests that vLLM has not asked about yet, in their order."""
@@ -135,7 +149,8 @@ class SchedulerSide:
         if len(targets) != count or num_external_tokens % self._block_tokens or 0 in targets:
             raise RuntimeError(f"{count} blocks to load, but {len(targets)} of {len(block_ids)} are for them")
         transfer = self._submit_load(grant, targets, first)
-        tracked.load = _Load(transfer, frozenset(targets), request.block_hashes[first : first + count])
+        hashes = request.block_hashes[first : first + count]
+        tracked.load = _Load(transfer, frozenset(targets), hashes, time.monotonic())
         part = None if transfer is None else transfer.part
         self._out.loads.append(LoadOrder(request.request_id, part, targets))
 
@@ -189,9 +204,32 @@ class SchedulerSide:
             if tracked_or_none is None or tracked_or_none.load is None:
                 continue
             load, tracked_or_none.load = tracked_or_none.load, None
+            self._loads.loads += 1
+            self._loads.failed += load.failed
+            self._loads.seconds += time.monotonic() - load.submitted_s
             if not load.failed:
+                self._loads.tokens += len(load.hashes) * self._block_tokens
                 tracked_or_none.may_load = True
                 self._storer.known.add(load.hashes)
+
+    def totals(self) -> dict[str, float]:
+        """Since the engine started, by the names of `stats.COUNTERS`."""
+        matched, stored, loaded = self._matcher.counters, self._storer.counters, self._loads
+        return {
+            "lookups": matched.lookups + matched.polls,
+            "lookups_hit": matched.hits,
+            "lookups_unanswered": matched.given_up,
+            "requests_known_absent": matched.local,
+            "waits": matched.waits,
+            "waits_in_vain": matched.waits_in_vain,
+            "loads": loaded.loads,
+            "loads_failed": loaded.failed,
+            "loaded_tokens": loaded.tokens,
+            "load_seconds": loaded.seconds,
+            "stores": stored.transfers,
+            "stores_refused": stored.refused,
+            "stored_blocks": stored.blocks,
+        }
 
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
@@ -333,11 +371,14 @@ class SchedulerSide:
         """While all slots of the engine are taken vLLM asks about no request: has what the next ones need
         promoted meanwhile. The answers are of no interest."""
         for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
-            if request_id not in self._prefetched:
-                self._prefetched.add(request_id)
-                blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
-                if blocks:
-                    client.start_prefetch(request.block_hashes[:blocks])
+            if request_id in self._prefetched:
+                continue
+            blocks = min(self._loadable(request), BLOCKS_LOADED_MAX)
+            known = client.known_run(request.block_hashes, 0, blocks)
+            if known == 0:
+                continue  # nothing yet: another engine may be storing it
+            self._prefetched.add(request_id)
+            client.start_prefetch(request.block_hashes[: blocks if known is None else known])
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
@@ -359,14 +400,14 @@ class SchedulerSide:
         counters = self._matcher.counters
         if counters.hits:
             self._told = True
-        elif client is not None and counters.lookups >= LOOKUPS_WITHOUT_HIT:
+        elif client is not None and counters.lookups + counters.local >= LOOKUPS_WITHOUT_HIT:
             self._told = True
             status, stored = client.status, self._storer.counters
             self._log.warning(
                 "kvtier: none of %d lookups found a block. Namespace %s holds blocks of engines with the "
                 "same model, weights, dtype, layout and hash scheme only; this engine stored %d blocks, %d "
                 "stores were refused. Last error: %s",
-                counters.lookups,
+                counters.lookups + counters.local,
                 status.namespace_digest[:16],
                 stored.blocks,
                 stored.refused,

@@ -1,11 +1,56 @@
 """The native core of kvtier. Use it through `kvtier_kernels`."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy
 import numpy.typing
 from typing_extensions import Buffer
 
+
+class IndexPage:
+    """
+    A set of block hashes in shared memory, which clients read while a BlockTable writes it (`BlockTable.publish`).
+    Advisory: a few hashes may be left out.
+    """
+
+    def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], boot_nonce: int, seed: int) -> None:
+        """
+        An empty page in a writable buffer of zeros, as long as `bytes_for` says. `seed` keys the hash function. Raises
+        ValueError for a buffer of another size, or not aligned to cache lines.
+        """
+
+    @staticmethod
+    def bytes_for(blocks: int) -> int:
+        """Bytes of a page with room for so many hashes."""
+
+    def complete(self) -> None:
+        """From now on clients believe that what is missing is not there."""
+
+    @property
+    def left_out(self) -> int:
+        """How many hashes found no place."""
+
+class IndexReader:
+    """A client's view of an index page. For any thread."""
+
+    def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], hash_bytes: int) -> None:
+        """
+        Raises ValueError if the buffer is no index page. `hash_bytes`: of one block hash, 1 to 32.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """False: what is missing may be there all the same."""
+
+    @property
+    def boot_nonce(self) -> int:
+        """Of the daemon that writes it."""
+
+    def run(self, hashes: Sequence[bytes], first: int, end: int) -> int:
+        """
+        How many of `hashes[first:end]` are there, up to the first that is not. ValueError for one of another length.
+        """
 
 NO_ENTRY: int = 4294967295
 
@@ -136,6 +181,21 @@ class BlockTable:
         """
         How many blocks have lived in each entry before this one (modulo 2^32).
         """
+
+    def publish(self, space: int, page: IndexPage) -> None:
+        """
+        From now on the page has the hash of every block that is made in a space, until the block is removed. Several
+        tables may have one page. ValueError if the space has a page in this table.
+        """
+
+    def publish_more(self, space: int, n: int) -> bool:
+        """
+        Looks at up to n more of the entries that the table had when the page came, and adds those of the space. True once
+        all are in the page.
+        """
+
+    def withdraw(self, space: int) -> None:
+        """Lets go of a space's page and leaves it as it is."""
 
     def count(self, space: int) -> int:
         """Number of blocks of a space, in whatever state."""
@@ -355,10 +415,11 @@ class PoolRecords:
         says that what was copied is what the checksum was made of, or has rotted since.
         """
 
-    def accept(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
+    def accept(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        After the source's data were read into these slots: as `match`, but 1 only if the data of the slot, which are all
-        read, have the source's data checksum, which becomes this slot's; 2 if they match and the data do not fit.
+        After the source's data were read into these slots: as `match`, but 1 only if `sums`, xxh3_64 of the data bytes
+        that are in each slot now, uint64 (n,), is the source's data checksum, which becomes this slot's; 2 if they match
+        and the data do not fit.
         """
 
     def data_bytes(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
@@ -528,20 +589,21 @@ class SlabIo:
         operations (fs.aio-max-nr) is used up.
         """
 
-    def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
+    def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64], data_bytes: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint64]]:
         """
         Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three
         are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.
         Rows are read in the order of the file, neighbours in it together, up to 1 MiB.
 
-        Returns 0 or an errno for each row, int32 of shape (n,). EIO also when less than asked for was there. A row's error
-        is its own: when several rows fail together, each is tried alone.
+        Returns 0 or an errno for each row, int32 of shape (n,), and xxh3_64 of the first `data_bytes[i]` bytes of each row,
+        uint64 (n,), 0 where it has an error; a row is summed as soon as it is there, while others are on their way. EIO also
+        when less than asked for was there. A row's error is its own: when several rows fail together, each is tried alone.
         """
 
     def write(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
         """
-        Writes from `memory` to the file, likewise; rows may not overlap in the file. What a row with an error has left
-        there is unknown. Nothing is flushed.
+        Writes from `memory` to the file, likewise; rows may not overlap in the file. Returns 0 or an errno for each row.
+        What a row with an error has left there is unknown. Nothing is flushed.
         """
 
     def close(self) -> None:

@@ -113,6 +113,8 @@ void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<con
     if (n == 0) return;
     // The only allocation: made before anything changes.
     std::size_t& in_space = spaces_.try_emplace(space, 0).first->second;
+    const Published* const published = published_of(space);
+    std::array<IndexPage::Place, kGroup> places;
     std::array<std::uint32_t, kGroup> tags;
     for (std::size_t start = 0; start < n; start += kGroup) {
         const std::size_t size = std::min(kGroup, n - start);
@@ -120,6 +122,10 @@ void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<con
         for (std::size_t i = 0; i < size; ++i) {
             tags[i] = key_hash_(space, keys + i * kHashBytes);
             index_.prefetch(tags[i]);
+            if (published != nullptr) {
+                places[i] = published->page->place(keys + i * kHashBytes);
+                published->page->prefetch(places[i]);
+            }
         }
         for (std::size_t i = 0; i < size; ++i) {
             const std::uint32_t candidate = index_.candidate(tags[i]);
@@ -134,6 +140,7 @@ void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<con
                 if (result == kCreated) {
                     id = create(space, domain, hash, tags[i], flags);
                     ++in_space;
+                    if (published != nullptr && id < published->seen) published->page->add(places[i]);
                 }
             }
             entries[start + i] = id;
@@ -255,6 +262,8 @@ void BlockTable::remove(Entries entries) {
     });
     for (const std::uint32_t id : entries) {
         Entry& entry = unstage(id);
+        if (const Published* const published = published_of(entry.space); published != nullptr && id < published->seen)
+            published->page->remove(published->page->place(entry.hash));
         index_.erase(key_hash_(entry.space, entry.hash), id);
         slot_map_.remove_chain(entry.first_record);
         const auto space = spaces_.find(entry.space);
@@ -403,6 +412,34 @@ void BlockTable::owners(std::span<const std::uint32_t> slots, std::uint32_t* out
         const std::uint32_t record = slot_map_.find(slots[i]);
         out[i] = record == 0 ? kNoEntry : slot_map_[record].entry;
     }
+}
+
+// --- pages for clients ---------------------------------------------------------------------------------------------------
+
+BlockTable::Published* BlockTable::published_of(std::uint32_t space) {
+    if (published_.empty()) return nullptr;
+    const auto found = published_.find(space);
+    return found == published_.end() ? nullptr : &found->second;
+}
+
+void BlockTable::publish(std::uint32_t space, std::shared_ptr<IndexPage> page) {
+    if (!published_.try_emplace(space, Published{std::move(page), 0}).second) refuse("space ", space, " has a page already");
+}
+
+bool BlockTable::publish_more(std::uint32_t space, std::size_t n) {
+    Published* const published = published_of(space);
+    if (published == nullptr) refuse("space ", space, " has no page");
+    if (published->seen == kAllSeen) return true;
+    const std::uint32_t end = published->seen + static_cast<std::uint32_t>(std::min<std::size_t>(n, used_ - published->seen));
+    for (std::uint32_t id = published->seen; id < end; ++id)
+        if (entries_[id].state != kAbsent && entries_[id].space == space)
+            published->page->add(published->page->place(entries_[id].hash));
+    published->seen = end == used_ ? kAllSeen : end;
+    return end == used_;
+}
+
+void BlockTable::withdraw(std::uint32_t space) {
+    if (published_.erase(space) == 0) refuse("space ", space, " has no page");
 }
 
 // --- the whole -----------------------------------------------------------------------------------------------------------

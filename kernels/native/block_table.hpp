@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "index_page.hpp"
 #include "key_hash.hpp"
 #include "key_index.hpp"
 #include "lazy_array.hpp"
@@ -95,6 +97,14 @@ class BlockTable {
     }
     std::vector<std::uint32_t> slots_of(const Entry& entry) const;
 
+    // From now on the page has the hashes of a space's blocks, in whatever state; of those that are there already as far as
+    // publish_more has come. Throws if the space has a page.
+    void publish(std::uint32_t space, std::shared_ptr<IndexPage> page);
+    // Looks at up to n more entries; whether all are done.
+    bool publish_more(std::uint32_t space, std::size_t n);
+    // The page is left as it is.
+    void withdraw(std::uint32_t space);
+
     std::size_t count(std::uint32_t space) const;
     std::vector<std::uint32_t> entries_of(std::uint32_t space) const;
     Stats stats() const;
@@ -108,6 +118,14 @@ class BlockTable {
         std::uint32_t linked;
         std::uint32_t live;
     };
+
+    // A space's page, and how far it is filled: entries from `seen` on are not in it yet.
+    struct Published {
+        std::shared_ptr<IndexPage> page;
+        std::uint32_t seen = 0;
+    };
+    static constexpr std::uint32_t kAllSeen = 0xffffffffu;
+    Published* published_of(std::uint32_t space);
 
     const Entry& live(Entries entries, std::size_t i) const;
     template <class Check>
@@ -141,6 +159,7 @@ class BlockTable {
     std::uint32_t free_ = kNoEntry;    // removed entries, last one first
     std::size_t states_[4] = {0, 0, 0, 0};
     std::unordered_map<std::uint32_t, std::size_t> spaces_;  // live blocks per space, where there are any
+    std::unordered_map<std::uint32_t, Published> published_;
 };
 
 const char* state_name(std::uint8_t state);

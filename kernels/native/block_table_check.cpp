@@ -37,6 +37,8 @@ std::string BlockTable::check() const {
     for (std::uint8_t state = kWriting; state <= kEvicting; ++state)
         if (by_state[state] != states_[state])
             return text(states_[state], " entries counted as ", state_name(state), "; there are ", by_state[state]);
+    for (const auto& [space, published] : published_)
+        if (published.seen != kAllSeen && published.seen > used_) return text("the page of space ", space, " is ahead of the table");
     if (by_space != spaces_) return "the counts per space do not match the entries";
     if (with_slots != slot_map_.count()) return text(slot_map_.count(), " slots owned; entries have ", with_slots);
     if (slot_map_.free_count() + slot_map_.count() != slot_map_.used()) return "slot records were lost";

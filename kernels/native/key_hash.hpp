@@ -25,12 +25,16 @@ class KeyHash {
 
     // 32 well-mixed bits of the key (space, hash).
     std::uint32_t operator()(std::uint32_t space, const std::uint8_t* hash) const {
+        return static_cast<std::uint32_t>(wide(space, hash) >> 32);
+    }
+
+    // 64 of them.
+    std::uint64_t wide(std::uint32_t space, const std::uint8_t* hash) const {
         std::uint64_t words[4];
         std::memcpy(words, hash, kHashBytes);
         const std::uint64_t low = fold(words[0] ^ secrets_[0], words[1] ^ secrets_[1]);
         const std::uint64_t high = fold(words[2] ^ secrets_[2], words[3] ^ secrets_[3]);
-        const std::uint64_t mixed = fold(low ^ secrets_[4] ^ space, high ^ secrets_[5]);
-        return static_cast<std::uint32_t>(mixed >> 32);
+        return fold(low ^ secrets_[4] ^ space, high ^ secrets_[5]);
     }
 
    private:

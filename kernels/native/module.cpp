@@ -4,7 +4,8 @@ NB_MODULE(_native, module) {
     module.doc() = "The native core of kvtier. Use it through `kvtier_kernels`.";
     // A daemon may exit with live tables; the operating system takes their memory back.
     nanobind::set_leak_warnings(false);
-    kvtier::register_block_table(module);
+    kvtier::register_index_page(module);
+    kvtier::register_block_table(module);  // takes IndexPage
     kvtier::register_checksum(module);
     kvtier::register_copy_plan(module);
     kvtier::register_device_plan(module);

@@ -342,19 +342,17 @@ void Records::adopt(std::span<const std::uint32_t> slots, const std::uint64_t* g
 }
 
 void Records::accept(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source,
-                     std::uint8_t* out) {
+                     const std::uint64_t* sums, std::uint8_t* out) {
     require_distinct(slots);
+    after_data();
     Place place;
-    std::uint64_t found[record_words], again[record_words];
+    std::uint64_t found[record_words];
     for (std::size_t i = 0; i < slots.size(); ++i) {
         out[i] = accepted_not;
         if (!match_one(slots[i], generations[i], source, i, place, found)) continue;
-        const std::uint64_t sum = xxh3_64(base_ + place.extent.slot_offset(place.slot), data_bytes_of(found));
-        after_data();
-        if (!match_one(slots[i], generations[i], source, i, place, again) || !std::equal(found, found + record_words, again)) continue;
-        out[i] = sum == found[record_data_checksum] ? accepted : accepted_other_data;
+        out[i] = sums[i] == found[record_data_checksum] ? accepted : accepted_other_data;
         if (out[i] != accepted) continue;
-        store(place.record + record_data_checksum, sum);
+        store(place.record + record_data_checksum, sums[i]);
         step();
     }
 }

@@ -88,8 +88,9 @@ public:
     void match(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out) const;
     // Where they match, the source's data checksum becomes this record's.
     void adopt(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out);
-    // Where they match and this slot's data, which are all read, have the source's checksum, it becomes this record's.
-    void accept(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out);
+    // Where they match and `sums`, of the data that are in this slot, are the source's checksum, it becomes this record's.
+    void accept(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source,
+                const std::uint64_t* sums, std::uint8_t* out);
 
     void data_bytes(std::span<const std::uint32_t> slots, std::uint64_t* out) const;
     void data_sums(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint64_t* sums,

@@ -7,12 +7,14 @@
 #include <vector>
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include "arrays.hpp"
 #include "block_table.hpp"
 #include "gil.hpp"
 #include "one_caller.hpp"
 #include "register.hpp"
+#include "shared_index_page.hpp"
 
 namespace kvtier {
 
@@ -324,6 +326,21 @@ void register_block_table(nb::module_& module) {
         .def("domains", &field<&T::Entry::domain>, "entries"_a, "Eviction domain of each entry.")
         .def("generations", &field<&T::Entry::generation>, "entries"_a,
              "How many blocks have lived in each entry before this one (modulo 2^32).")
+        .def("publish",
+             [](GuardedTable& guarded, std::uint32_t space, std::shared_ptr<SharedIndexPage> page) {
+                 Table(guarded)->publish(space, std::move(page));
+             },
+             "space"_a, "page"_a,
+             "From now on the page has the hash of every block that is made in a space, until the block is removed. Several\n"
+             "tables may have one page. ValueError if the space has a page in this table.")
+        .def("publish_more", [](GuardedTable& guarded, std::uint32_t space, std::size_t n) {
+                 return Table(guarded)->publish_more(space, n);
+             },
+             "space"_a, "n"_a,
+             "Looks at up to n more of the entries that the table had when the page came, and adds those of the space. True once\n"
+             "all are in the page.")
+        .def("withdraw", [](GuardedTable& guarded, std::uint32_t space) { Table(guarded)->withdraw(space); }, "space"_a,
+             "Lets go of a space's page and leaves it as it is.")
         .def("count", [](GuardedTable& guarded, std::uint32_t space) { return Table(guarded)->count(space); }, "space"_a,
              "Number of blocks of a space, in whatever state.")
         .def("entries_of", &entries_of, "space"_a,

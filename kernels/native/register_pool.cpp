@@ -109,17 +109,24 @@ class PoolRecords {
         return out;
     }
 
-    // match, adopt and accept.
-    template <auto compare>
-    Array<std::uint8_t> compared(U32 slots, U64 generations, PoolRecords& source, U32 source_slots, U64 source_generations) {
+    // match and adopt; with sums, accept.
+    template <auto compare, class... Sums>
+    Array<std::uint8_t> compared(U32 slots, U64 generations, PoolRecords& source, U32 source_slots, U64 source_generations,
+                                 Sums... sums_arg) {
         const In<std::uint32_t> places(slots, "slots"), others(source_slots, "source_slots");
         const In<std::uint64_t> expected(generations, "generations"), others_expected(source_generations, "source_generations");
+        const std::array<In<std::uint64_t>, sizeof...(Sums)> sums{In<std::uint64_t>(sums_arg, "sums")...};
         expected.require_rows(places.size(), "slots");
         others.require_rows(places.size(), "slots");
         others_expected.require_rows(places.size(), "slots");
+        for (const auto& column : sums) column.require_rows(places.size(), "slots");
         Array<std::uint8_t> out = make_array<std::uint8_t>(places.size());
         nb::gil_scoped_release release;
-        (records_.*compare)(places.span(), expected.data(), {source.records_, others.span(), others_expected.data()}, out.data);
+        const pool::Source rows{source.records_, others.span(), others_expected.data()};
+        if constexpr (sizeof...(Sums) == 1)
+            (records_.*compare)(places.span(), expected.data(), rows, sums[0].data(), out.data);
+        else
+            (records_.*compare)(places.span(), expected.data(), rows, out.data);
         return out;
     }
 
@@ -276,10 +283,11 @@ void register_pool(nb::module_& module) {
              arg("source_slots"), arg("source_generations"),
              "As `match`; where it is 1, the source's data checksum becomes this slot's. After a copy of the source's data, 1\n"
              "says that what was copied is what the checksum was made of, or has rotted since.")
-        .def("accept", &PoolRecords::compared<&pool::Records::accept>, arg("slots"), arg("generations"), arg("source"),
-             arg("source_slots"), arg("source_generations"),
-             "After the source's data were read into these slots: as `match`, but 1 only if the data of the slot, which are all\n"
-             "read, have the source's data checksum, which becomes this slot's; 2 if they match and the data do not fit.")
+        .def("accept", &PoolRecords::compared<&pool::Records::accept, U64>, arg("slots"), arg("generations"), arg("source"),
+             arg("source_slots"), arg("source_generations"), arg("sums"),
+             "After the source's data were read into these slots: as `match`, but 1 only if `sums`, xxh3_64 of the data bytes\n"
+             "that are in each slot now, uint64 (n,), is the source's data checksum, which becomes this slot's; 2 if they match\n"
+             "and the data do not fit.")
         .def("data_bytes", &PoolRecords::data_bytes, arg("slots"),
              "The data bytes that each slot's record tells, in whatever state, uint64 (n,); 0 if it was never opened. Raises\n"
              "ValueError if they are more than the slot's.")

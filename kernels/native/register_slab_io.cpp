@@ -34,21 +34,52 @@ void make(GuardedSlabIo* place, int fd, unsigned depth, SharedWords* progress, s
     }
 }
 
-template <Direction direction>
-Array<std::int32_t> transfer(GuardedSlabIo& guarded, ArrayArg<std::uint8_t> memory_arg, ArrayArg<std::uint64_t> memory_offsets,
-                             ArrayArg<std::uint64_t> file_offsets, ArrayArg<std::uint64_t> lengths) {
-    const In<std::uint8_t> memory(memory_arg, "memory", direction == Direction::read);
-    const In<std::uint64_t> places(memory_offsets, "memory_offsets"), offsets(file_offsets, "file_offsets"),
-        bytes(lengths, "lengths");
-    offsets.require_rows(places.rows(), "memory_offsets");
-    bytes.require_rows(places.rows(), "memory_offsets");
-    Array<std::int32_t> errors = make_array<std::int32_t>(places.rows());
+// The arguments that a read and a write have in common.
+struct Rows {
+    Rows(ArrayArg<std::uint8_t> memory_arg, bool writable, ArrayArg<std::uint64_t> memory_offsets,
+         ArrayArg<std::uint64_t> file_offsets, ArrayArg<std::uint64_t> lengths)
+        : memory(memory_arg, "memory", writable),
+          places(memory_offsets, "memory_offsets"),
+          offsets(file_offsets, "file_offsets"),
+          bytes(lengths, "lengths") {
+        offsets.require_rows(places.rows(), "memory_offsets");
+        bytes.require_rows(places.rows(), "memory_offsets");
+    }
+
+    slab::Request request() const {
+        return {reinterpret_cast<std::byte*>(memory.data()), memory.size(), places.span(), offsets.span(), bytes.span()};
+    }
+
+    In<std::uint8_t> memory;
+    In<std::uint64_t> places, offsets, bytes;
+};
+
+Array<std::int32_t> write(GuardedSlabIo& guarded, ArrayArg<std::uint8_t> memory, ArrayArg<std::uint64_t> memory_offsets,
+                          ArrayArg<std::uint64_t> file_offsets, ArrayArg<std::uint64_t> lengths) {
+    const Rows rows(memory, false, memory_offsets, file_offsets, lengths);
+    const Array<std::int32_t> errors = make_array<std::int32_t>(rows.places.rows());
     const GuardedSlabIo::Entered slab(guarded);
     const nb::gil_scoped_release release;
-    slab->transfer(direction,
-                   {reinterpret_cast<std::byte*>(memory.data()), memory.size(), places.span(), offsets.span(), bytes.span()},
-                   errors.data);
+    slab->transfer(Direction::write, rows.request(), errors.data);
     return errors;
+}
+
+nb::tuple read(GuardedSlabIo& guarded, ArrayArg<std::uint8_t> memory, ArrayArg<std::uint64_t> memory_offsets,
+               ArrayArg<std::uint64_t> file_offsets, ArrayArg<std::uint64_t> lengths, ArrayArg<std::uint64_t> data_bytes) {
+    const Rows rows(memory, true, memory_offsets, file_offsets, lengths);
+    const In<std::uint64_t> to_sum(data_bytes, "data_bytes");
+    to_sum.require_rows(rows.places.rows(), "memory_offsets");
+    const Array<std::int32_t> errors = make_array<std::int32_t>(rows.places.rows());
+    const Array<std::uint64_t> sums = make_array<std::uint64_t>(rows.places.rows());
+    {
+        const GuardedSlabIo::Entered slab(guarded);
+        const nb::gil_scoped_release release;
+        slab::Request request = rows.request();
+        request.data_bytes = to_sum.span();
+        request.sums = sums.data;
+        slab->transfer(Direction::read, request, errors.data);
+    }
+    return nb::make_tuple(errors.object, sums.object);
 }
 
 void close(GuardedSlabIo& guarded) {
@@ -74,15 +105,20 @@ void register_slab_io(nb::module_& module) {
              "O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of\n"
              "completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous\n"
              "operations (fs.aio-max-nr) is used up.")
-        .def("read", &transfer<Direction::read>, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a,
+        .def("read", &read, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a, "data_bytes"_a,
+             nb::sig("def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: "
+                     "numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: "
+                     "numpy.typing.NDArray[numpy.uint64], data_bytes: numpy.typing.NDArray[numpy.uint64]) -> "
+                     "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint64]]"),
              "Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three\n"
              "are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.\n"
              "Rows are read in the order of the file, neighbours in it together, up to 1 MiB.\n\n"
-             "Returns 0 or an errno for each row, int32 of shape (n,). EIO also when less than asked for was there. A row's error\n"
-             "is its own: when several rows fail together, each is tried alone.")
-        .def("write", &transfer<Direction::write>, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a,
-             "Writes from `memory` to the file, likewise; rows may not overlap in the file. What a row with an error has left\n"
-             "there is unknown. Nothing is flushed.")
+             "Returns 0 or an errno for each row, int32 of shape (n,), and xxh3_64 of the first `data_bytes[i]` bytes of each row,\n"
+             "uint64 (n,), 0 where it has an error; a row is summed as soon as it is there, while others are on their way. EIO also\n"
+             "when less than asked for was there. A row's error is its own: when several rows fail together, each is tried alone.")
+        .def("write", &write, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a,
+             "Writes from `memory` to the file, likewise; rows may not overlap in the file. Returns 0 or an errno for each row.\n"
+             "What a row with an error has left there is unknown. Nothing is flushed.")
         .def("close", &close, "Gives the context and the descriptor back; every later read or write raises ValueError.")
         .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"))
         .def("__exit__", [](GuardedSlabIo& self, nb::args) { close(self); },

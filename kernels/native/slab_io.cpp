@@ -11,6 +11,7 @@
 #include <numeric>
 #include <system_error>
 
+#include "checksum.hpp"
 #include "refuse.hpp"
 
 namespace kvtier::slab {
@@ -53,6 +54,8 @@ void check_rows(const Request& request) {
         if (memory > request.memory_bytes || bytes > request.memory_bytes - memory)
             refuse("memory_offsets[", i, "] is ", memory, " and lengths[", i, "] is ", bytes, ", but memory has ",
                    request.memory_bytes, " bytes");
+        if (request.sums != nullptr && request.data_bytes[i] > bytes)
+            refuse("data_bytes[", i, "] is ", request.data_bytes[i], ", but lengths[", i, "] is ", bytes);
         if (file > kFileBytesMax || bytes > kFileBytesMax - file)
             refuse("file_offsets[", i, "] is ", file, " and lengths[", i, "] is ", bytes, "; expected an end below 2^63");
     }
@@ -112,15 +115,17 @@ void SlabIo::transfer(Direction direction, const Request& request, std::int32_t*
     cut_into_pieces(direction, request);
     merge_pieces();
     std::fill_n(errors, request.lengths.size(), 0);
+    if (request.sums != nullptr) std::fill_n(request.sums, request.lengths.size(), 0);
     patience_ = kPausesMax;
     while (!operations_.empty()) {
         prepare(direction);
-        run(errors);
+        run(request, errors);
         // What did not succeed as a whole: piece by piece.
         operations_.clear();
         for (const Operation& again : again_) add_operation(again.first_piece, again.pieces, again.attempt);
         again_.clear();
     }
+    while (!landed_.empty()) sum_one(request);
 }
 
 void SlabIo::cut_into_pieces(Direction direction, const Request& request) {
@@ -130,8 +135,12 @@ void SlabIo::cut_into_pieces(Direction direction, const Request& request) {
     else
         check_disjoint("memory_offsets", request.memory_offsets, request.lengths, in_order(request.memory_offsets));
     pieces_.clear();
+    landed_.clear();
+    pieces_left_.assign(request.sums != nullptr ? order.size() : 0, 0);
+    landed_.reserve(pieces_left_.size());
     for (const std::size_t row : order) {
         const std::uint64_t length = request.lengths[row];
+        if (request.sums != nullptr) pieces_left_[row] = (length + operation_bytes_max - 1) / operation_bytes_max;
         for (std::uint64_t done = 0; done < length; done += operation_bytes_max)
             pieces_.push_back({request.file_offsets[row] + done, std::min(operation_bytes_max, length - done),
                                request.memory + request.memory_offsets[row] + done, row});
@@ -190,7 +199,7 @@ void SlabIo::prepare(Direction direction) {
     }
 }
 
-void SlabIo::run(std::int32_t* errors) {
+void SlabIo::run(const Request& request, std::int32_t* errors) {
     std::size_t next = 0, in_flight = 0;
     while (next < operations_.size() || in_flight > 0) {
         while (next < operations_.size() && in_flight < depth_) {
@@ -205,6 +214,8 @@ void SlabIo::run(std::int32_t* errors) {
                 break;  // no room in the kernel until something completes
         }
         if (in_flight > 0 && !reap(in_flight, errors)) return lose(errors);
+        // One at a time: the device has work meanwhile, and gets more before the next.
+        if (!landed_.empty()) sum_one(request);
     }
 }
 
@@ -228,9 +239,10 @@ std::size_t SlabIo::submit(std::size_t next, std::size_t room, std::size_t in_fl
     return 0;
 }
 
-// Waits for one completion at least. False if the kernel does not tell any more.
+// Waits for one completion at least, if there is nothing to sum. False if the kernel does not tell any more.
 bool SlabIo::reap(std::size_t& in_flight, std::int32_t* errors) {
-    const long found = syscall(SYS_io_getevents, context_, 1L, static_cast<long>(events_.size()), events_.data(), nullptr);
+    const long least = landed_.empty() ? 1 : 0;
+    const long found = syscall(SYS_io_getevents, context_, least, static_cast<long>(events_.size()), events_.data(), nullptr);
     if (found < 0) return errno == EINTR;
     for (long i = 0; i < found; ++i) finish(operations_[events_[i].data], events_[i].res, errors);
     in_flight -= static_cast<std::size_t>(found);
@@ -240,7 +252,7 @@ bool SlabIo::reap(std::size_t& in_flight, std::int32_t* errors) {
 
 void SlabIo::finish(Operation& operation, std::int64_t result, std::int32_t* errors) {
     operation.done = true;
-    if (result == static_cast<std::int64_t>(operation.bytes)) return;
+    if (result == static_cast<std::int64_t>(operation.bytes)) return land(operation);
     const auto code = static_cast<std::int32_t>(result < 0 ? -result : EIO);
     const bool passing = (code == EINTR || code == EAGAIN) && operation.attempt < kAttemptsMax;
     if (operation.pieces == 1 && !passing) {
@@ -251,6 +263,18 @@ void SlabIo::finish(Operation& operation, std::int64_t result, std::int32_t* err
     // One bad page does not fail its neighbours.
     for (std::size_t i = 0; i < operation.pieces; ++i)
         again_.push_back({operation.first_piece + i, 1, pieces_[operation.first_piece + i].bytes, operation.attempt + 1, false});
+}
+
+void SlabIo::land(const Operation& operation) {
+    if (pieces_left_.empty()) return;
+    for (std::size_t i = operation.first_piece; i < operation.first_piece + operation.pieces; ++i)
+        if (const std::size_t row = pieces_[i].row; --pieces_left_[row] == 0) landed_.push_back(row);
+}
+
+void SlabIo::sum_one(const Request& request) {
+    const std::size_t row = landed_.back();  // the one that has just come: the caches may still know it
+    landed_.pop_back();
+    request.sums[row] = xxh3_64(request.memory + request.memory_offsets[row], request.data_bytes[row]);
 }
 
 // The last resort: destroying the context waits for whatever is in flight.

@@ -26,6 +26,9 @@ struct Request {
     std::byte* memory;  // only read when writing to the file
     std::uint64_t memory_bytes;
     std::span<const std::uint64_t> memory_offsets, file_offsets, lengths;
+    // Of a read: how many bytes of each row to sum, and where to; 0 where the row has an error.
+    std::span<const std::uint64_t> data_bytes = {};
+    std::uint64_t* sums = nullptr;
 };
 
 // A word to which the time of each completion is stored, as nanoseconds of CLOCK_MONOTONIC.
@@ -68,10 +71,12 @@ class SlabIo {
     void merge_pieces();
     void add_operation(std::size_t first_piece, std::size_t pieces, unsigned attempt);
     void prepare(Direction direction);
-    void run(std::int32_t* errors);
+    void run(const Request& request, std::int32_t* errors);
     std::size_t submit(std::size_t next, std::size_t room, std::size_t in_flight, std::int32_t* errors);
     bool reap(std::size_t& in_flight, std::int32_t* errors);
     void finish(Operation& operation, std::int64_t result, std::int32_t* errors);
+    void land(const Operation& operation);
+    void sum_one(const Request& request);
     void lose(std::int32_t* errors);
 
     int fd_ = -1;
@@ -86,6 +91,8 @@ class SlabIo {
     std::vector<iocb> blocks_;
     std::vector<iocb*> block_pointers_;
     std::vector<io_event> events_;
+    std::vector<std::size_t> pieces_left_;  // of each row to sum
+    std::vector<std::size_t> landed_;       // rows that are there as a whole and not summed yet
     unsigned patience_ = 0;  // pauses left in this call for a kernel that has no room
 };
 

@@ -26,7 +26,7 @@ BENCHMARKS = {
     "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
     "disk": "a disk's worker against fio, at the same record size and depth",
     "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
-    "rpc": "lookups over gRPC, unary and stream, and behind a large lookup",
+    "rpc": "lookups: in the index page, over gRPC unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "transfers": "store to commit and load, end to end, through a real daemon",
 }
@@ -59,6 +59,8 @@ TARGETS = {
         Target("index_bytes_per_entry", at_most=100),
         Target("metadata_store_commit_blocks_per_s", at_least=500_000),
         Target("metadata_lookup_blocks_per_s", at_least=2_000_000),
+        Target("lookup_local_miss_p50_us", at_most=20),
+        Target("lookup_local_1024_p50_us", at_most=100),
         Target("lookup_grpc_stream_1024_p50_us", at_most=500),
         Target("lookup_one_behind_8192_p99_us", at_most=2_000),
         Target("restart_1m_s", at_most=1.0),
@@ -68,6 +70,7 @@ TARGETS = {
             for size in ("64k", "256k", "1m", "4m")
         ),
         Target("connector_step_64_waiting_ms", at_most=2.0),
+        Target("connector_step_64_misses_ms", at_most=2.0),
     )
 }
 

@@ -4,7 +4,8 @@
 
 The scheduler's half of the connector against a real daemon: in every step it is asked about each of 64
 requests that wait, of 128 blocks each, all of which the daemon holds, submits the stores of 16 running ones,
-and makes the step's metadata. In each step four requests are let in, and four new ones come.
+and makes the step's metadata. In each step four requests are let in, and four new ones come. `misses`: the
+same with requests of which the daemon holds nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def request(name: str, hashes: list[bytes]) -> Any:
 class Steps:
     """The calls that vLLM's scheduler makes, step after step."""
 
-    def __init__(self, side: SchedulerSide, client: Client) -> None:
-        self._side, self._client = side, client
+    def __init__(self, side: SchedulerSide, client: Client, hits: bool) -> None:
+        self._side, self._client, self._hits = side, client, hits
         self._numbers = itertools.count()
         self._prefixes = [hashes_of(f"prefix/{family}", BLOCKS) for family in range(FAMILIES)]
         for family, prefix in enumerate(self._prefixes):
@@ -75,7 +76,8 @@ class Steps:
 
     def _new(self) -> Any:
         number = next(self._numbers)
-        return request(f"waiting/{number}", self._prefixes[number % FAMILIES])
+        name = f"waiting/{number}"
+        return request(name, self._prefixes[number % FAMILIES] if self._hits else hashes_of(name, BLOCKS))
 
     def _start(self) -> Any:
         """A request that nobody has computed before, let in."""
@@ -118,14 +120,12 @@ class Steps:
                 self._running[index] = self._start()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The connector's cost in the scheduler.")
-    parser.add_argument("--json", action="store_true", help="only one JSON object")
-    arguments = parser.parse_args()
+def measure(hits: bool) -> np.ndarray:
+    """Milliseconds of each step."""
     with rig(num_blocks=NUM_BLOCKS, planes=1, fragment_bytes=4_096, pool_size="258MiB") as running:
         link: Any = ReadyLink(running.client)
         side = SchedulerSide(ConnectorConfig(), TOKENS, lambda _: link, logging.getLogger("bench"))
-        steps = Steps(side, running.client)
+        steps = Steps(side, running.client, hits)
         taken = np.empty(WARM_UP + STEPS)
         for index in range(len(taken)):
             start = time.perf_counter_ns()
@@ -133,15 +133,22 @@ def main() -> int:
             taken[index] = time.perf_counter_ns() - start
             steps.next()
             time.sleep(STEP_PAUSE_S)
-    if steps.promised < steps.asked / 2 or not steps.stores:
+    if hits != (steps.promised >= steps.asked / 2) or hits == (steps.promised == 0) or not steps.stores:
         raise RuntimeError(
             f"{steps.promised} hits of {steps.asked}, {steps.stores} stores: that is not what is measured"
         )
-    taken = taken[WARM_UP:] / 1e6
-    figures = {
-        "connector_step_64_waiting_ms": float(np.percentile(taken, 50)),
-        "connector_step_64_waiting_p99_ms": float(np.percentile(taken, 99)),
-    }
+    return taken[WARM_UP:] / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The connector's cost in the scheduler.")
+    parser.add_argument("--json", action="store_true", help="only one JSON object")
+    arguments = parser.parse_args()
+    figures = {}
+    for name, hits in (("waiting", True), ("misses", False)):
+        taken = measure(hits)
+        figures[f"connector_step_64_{name}_ms"] = float(np.percentile(taken, 50))
+        figures[f"connector_step_64_{name}_p99_ms"] = float(np.percentile(taken, 99))
     if not arguments.json:
         for name, value in figures.items():
             print(f"{name:<44} {value:>12,.3f}")

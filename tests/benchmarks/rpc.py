@@ -1,7 +1,9 @@
-"""Lookups over gRPC: unary and on the session stream, p50 and p99, and a small one behind a large one.
+"""Lookups: in the index page, over gRPC unary and on the session stream, p50 and p99, and a small one behind
+a large one.
 
     python -m tests.benchmarks.rpc [--json]
 
+`local` is the index page, which a client reads by itself (`miss`: 1,024 hashes, the first is not there);
 `stream` is what the client library does; `unary` is the public API through a bare stub. All hashes hit.
 """
 
@@ -11,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +28,7 @@ STORED = max(SIZES)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Lookups over gRPC.")
+    parser = argparse.ArgumentParser(description="Lookups, local and over gRPC.")
     parser.add_argument("--json", action="store_true", help="only one JSON object")
     parser.add_argument("--busy", type=Path, metavar="SOCKET", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -49,6 +52,7 @@ def measure(running: Rig) -> dict[str, float]:
             raise RuntimeError("a store failed")
     joined = b"".join(hashes)
     figures: dict[str, float] = {}
+    local(figures, running, hashes)
     for size in SIZES:
         wanted = joined[: size * 32]
         check_hits(running, wanted, size)
@@ -66,6 +70,23 @@ def measure(running: Rig) -> dict[str, float]:
             report(figures, f"lookup_grpc_unary_{size}", taken)
         behind(figures, running, unary, joined)
     return figures
+
+
+def local(figures: dict[str, float], running: Rig, hashes: list[bytes]) -> None:
+    """What the index page says."""
+    absent, known_run = hashes_of("absent", 1_024), running.client.known_run
+    give_up_s = time.monotonic() + DEADLINE_S
+    while known_run(hashes) != STORED:
+        if time.monotonic() > give_up_s:
+            raise RuntimeError("the index page does not come")
+        time.sleep(0.01)
+    if known_run(absent) != 0:
+        raise RuntimeError("what was never stored is known")
+    report(figures, "lookup_local_miss", microseconds(lambda: known_run(absent), CALLS[1]))
+    for size in SIZES:
+        wanted = hashes[:size]
+        taken = microseconds(lambda wanted=wanted: known_run(wanted), CALLS[size])  # type: ignore[misc]
+        report(figures, f"lookup_local_{size}", taken)
 
 
 def check_hits(running: Rig, wanted: bytes, size: int) -> None:

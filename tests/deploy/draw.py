@@ -127,7 +127,7 @@ def draw_text(text: str, out: Path) -> None:
     import matplotlib.pyplot as plt
 
     lines = text.rstrip().splitlines()
-    figure = plt.figure(figsize=(80 * 0.1 + 0.3, len(lines) * 0.2 + 0.3), facecolor="#111217")
+    figure = plt.figure(figsize=(80 * 0.1 + 0.3, len(lines) * 0.22 + 0.3), facecolor="#111217")
     figure.text(
         0.02, 0.97, "\n".join(lines), family="DejaVu Sans Mono", size=11.8, color="#d8d9da", va="top",
         linespacing=1.3,

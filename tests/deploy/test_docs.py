@@ -76,18 +76,3 @@ def test_what_is_not_run_here_is_run_where_it_says() -> None:
     overlays = {command.removeprefix(KUBECTL) for command in every if command.startswith(KUBECTL)}
     there = {"base", *(f"overlays/{path.name}" for path in (REPO / "deploy/kubernetes/overlays").iterdir())}
     assert overlays == there, "tests/deploy/test_kubernetes.py builds all of them"
-
-
-def test_links_lead_somewhere_and_pictures_are_there() -> None:
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_the_settings_that_change_live_are_those_of_the_program() -> None:
-    from kvtierd.reload import LIVE
-
-    page = (DOCS / "operate.md").read_text()
-    paragraph = page[page.index("Live: ") : page.index("A reload with")]
-    assert set(re.findall(r"`(\w+\.\w+)`", paragraph)) == set(LIVE)

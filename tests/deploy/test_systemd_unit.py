@@ -8,8 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kvtierd import config
-from kvtierd.reload import LIVE
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNIT = SYSTEMD / "kvtierd.service"
@@ -61,28 +59,3 @@ def test_it_exposes_little(here: Path) -> None:
     found = re.search(r"Overall exposure level for kvtierd.service: ([\d.]+)", done.stdout)
     assert found is not None
     assert float(found[1]) <= EXPOSURE_MAX
-
-
-def test_the_example_configuration_is_sound_with_every_line_that_is_commented_out(tmp_path: Path) -> None:
-    text = (SYSTEMD / "kvtierd.toml").read_text()
-    assert config.load(SYSTEMD / "kvtierd.toml", environ={}).config.server.group == "kvtier"
-    whole = re.sub(r"^# (\[\w+\]|\w+ = .*)$", r"\1", text, flags=re.MULTILINE)
-    assert whole != text
-    (tmp_path / "whole.toml").write_text(whole)
-    assert config.load(tmp_path / "whole.toml", environ={}).config.disk.paths
-
-
-def test_the_example_marks_the_settings_that_change_live() -> None:
-    section = ""
-    marked, given = set(), set()
-    lines = (SYSTEMD / "kvtierd.toml").read_text().splitlines()
-    for number, line in enumerate(lines):
-        plain = line.removeprefix("# ")
-        if found := re.fullmatch(r"\[(\w+)\]", plain):
-            section = found[1]
-        elif found := re.fullmatch(r"(\w+) = .*", plain):
-            key = f"{section}.{found[1]}"
-            given.add(key)
-            if lines[number - 1].startswith("# (live)"):
-                marked.add(key)
-    assert marked == given & set(LIVE)

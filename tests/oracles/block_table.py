@@ -41,6 +41,17 @@ class Block:
         return self.state == READY and self.pins == 0
 
 
+class IndexPage:
+    """The set that a page stands for, as counts."""
+
+    def __init__(self) -> None:
+        self.hashes: Counter[bytes] = Counter()
+        self.is_complete = False
+
+    def complete(self) -> None:
+        self.is_complete = True
+
+
 class BlockTable:
     def __init__(self, capacity: int, pool_pages: int, seed: int | None = None) -> None:
         if not 1 <= capacity <= 1 << 30:
@@ -56,6 +67,37 @@ class BlockTable:
         self.free: list[int] = []
         self.generation: Counter[int] = Counter()
         self.used = 0
+        self.pages: dict[int, tuple[IndexPage, int]] = {}
+        """By space: its page, and the first entry that is not in it yet."""
+
+    # --- pages for clients ---
+
+    def publish(self, space: int, page: IndexPage) -> None:
+        if space in self.pages:
+            raise ValueError(f"space {space} has a page already")
+        self.pages[space] = page, 0
+
+    def publish_more(self, space: int, n: int) -> bool:
+        if space not in self.pages:
+            raise ValueError(f"space {space} has no page")
+        page, seen = self.pages[space]
+        for entry in range(seen, min(self.used, seen + n)):
+            if entry in self.blocks and self.blocks[entry].space == space:
+                page.hashes[self.blocks[entry].hash] += 1
+        done = seen + n >= self.used
+        self.pages[space] = page, 1 << 62 if done else seen + n
+        return done
+
+    def withdraw(self, space: int) -> None:
+        if space not in self.pages:
+            raise ValueError(f"space {space} has no page")
+        del self.pages[space]
+
+    def _publish(self, entry: int, change: int) -> None:
+        block = self.blocks[entry]
+        page, seen = self.pages.get(block.space, (None, 0))
+        if page is not None and entry < seen:
+            page.hashes[block.hash] += change
 
     # --- keys ---
 
@@ -88,6 +130,7 @@ class BlockTable:
                     self.used += 1
                 self.blocks[entry] = Block(space, key, domain, flags)
                 self.keys[space, key] = entry
+                self._publish(entry, 1)
                 entries.append(entry)
                 created.append(1)
         return np.array(entries, np.uint32), np.array(created, np.uint8)
@@ -154,6 +197,7 @@ class BlockTable:
     def remove(self, entries: U32) -> None:
         self._all(entries, self._only(WRITING, EVICTING), lambda b: "has pins" if b.pins else "")
         for entry in entries.tolist():
+            self._publish(entry, -1)
             block = self.blocks.pop(entry)
             del self.keys[block.space, block.hash]
             for slot in block.slots:

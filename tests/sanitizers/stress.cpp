@@ -323,7 +323,7 @@ void checksums_between_pools() {
                     if (i == 1)
                         copies.records->adopt(slot, &generation, row, &result);
                     else
-                        copies.records->accept(slot, &generation, row, &result);
+                        copies.records->accept(slot, &generation, row, &sums[0], &result);
                     copies.records->commit(slot, &clock);
                     copies.records->data_sums(slot, &generation, &sum, &good);
                     require(good == 1, "the copy is READY");

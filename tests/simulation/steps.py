@@ -163,6 +163,7 @@ USES: dict[Callable[[World, Engine], None], float] = {
     uses.touch: 2,
     uses.prefetch: 2,
     uses.renew: 3,
+    uses.open_page: 1,
     uses.wait: 1,
     uses.explain: 2,
     ask_nonsense: 3,

@@ -55,6 +55,14 @@ def _hashes(world: World, engine: Engine, longest: int) -> tuple[int, list[bytes
     return group, engine.run(world.random.randrange(CHAINS), first, end)
 
 
+def open_page(world: World, engine: Engine) -> None:
+    """The scheduler asks for an index page, which is compared with the tables from then on."""
+    assert engine.scheduler is not None
+    refusal = world.open_page(engine.scheduler, world.random.randrange(len(engine.kind.sizes)))
+    assert refusal is None or refusal.reason in (Reason.INSTANCE_INCOMPLETE, Reason.EPOCH_ENDED), refusal
+    world.outcomes["index pages opened"] += refusal is None
+
+
 def lookup(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
     mode = world.random.choice((LookupMode.PREFIX, LookupMode.PREFIX, LookupMode.EXACT))

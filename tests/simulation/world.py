@@ -36,10 +36,11 @@ from kvtierd.core.actions import (
     SessionEnded,
     TransferEnd,
     TransferEnded,
+    WithdrawPage,
 )
 from kvtierd.core.disks import Disk
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import NO_ENTRY, PAGE_BYTES, DiskId, SessionId, WorkerId
+from kvtierd.core.ids import NO_ENTRY, PAGE_BYTES, DiskId, SessionId, SpaceId, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
@@ -49,6 +50,7 @@ from kvtierd.core.stimuli import (
     DiskJobFinished,
     EndSession,
     PartFinished,
+    PublishPage,
     SlotsChecked,
     Stimulus,
     Verify,
@@ -67,6 +69,7 @@ from tests.simulation.engine import (
     Pending,
     as_hashes,
 )
+from tests.simulation.page import FakePage
 from tests.simulation.pool import READY, WRITING, FakePool, Key, generation_of
 from tests.simulation.worker import FakeWorker, Told
 
@@ -151,6 +154,8 @@ class World:
             disk_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
             randomness=np.random.default_rng(self.random.getrandbits(32)),
         )
+        self.machine.books.pages.entries_per_tick = self.random.choice((1, 5, 1 << 17))
+        self.pages: dict[SpaceId, FakePage] = {}
         self.fault_rate = self.random.choice((0.0, 0.02, 0.1))
         self.draining = False
         self.engines: list[Engine] = []
@@ -239,6 +244,18 @@ class World:
             self._perform(action)
         self._check()
         return reply
+
+    def open_page(self, session: SessionId, group: int) -> Refusal | None:
+        """A scheduler wants to read an index page."""
+        try:
+            space, blocks = self.machine.page_wanted(session, group)
+        except Refusal as refusal:
+            return refusal
+        assert (blocks is None) == (space in self.pages)
+        if blocks is not None:
+            page = self.pages[space] = FakePage(blocks, plain=self.oracle)
+            self.do(PublishPage(session, group, page.page))
+        return None
 
     def try_(self, stimulus: Stimulus) -> Reply | Refusal:
         try:
@@ -388,6 +405,8 @@ class World:
                 worker = self._worker(action.worker)
                 if worker is not None:
                     worker.inbox.append(action)
+            case WithdrawPage():
+                del self.pages[action.space]
             case Notify():
                 self._notify(action)
 
@@ -447,6 +466,9 @@ class World:
         validate(self.machine)
         if not self.scanned:
             return  # the pool holds what nobody knows yet
+        tables = self.machine.books.blocks.spaces.tables
+        for space, page in self.pages.items():
+            page.check(space, tables)
         dump = self.machine.books.blocks.table.dump()
         told = np.zeros_like(self.pool.states)
         as_record = np.array([0, WRITING, READY, READY], np.uint8)[dump["states"]]
@@ -468,6 +490,7 @@ class World:
         assert (status.leases, status.transfers_active, status.instances) == (0, 0, ())
         assert (status.blocks.writing, status.blocks.evicting) == (0, 0)
         assert not self.machine.books.sessions
+        assert not self.pages
         assert not self.machine.books.parts
         assert not any(disk.jobs for disk in self.machine.books.disks.all)
 

@@ -109,6 +109,8 @@ class MiniEngine:
         """Tokens that a request began with, computed by nobody here."""
         self.preemptions = 0
         self.idle = False
+        self.connector_stats: list[dict[str, Any]] = []
+        """What vLLM is given to log, step by step."""
         self._hasher = get_request_block_hasher(TOKENS, sha256)
         init_none_hash(sha256)
         context = None
@@ -132,6 +134,7 @@ class MiniEngine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=TOKENS,
             hash_block_size=TOKENS,
+            log_stats=True,
         )
 
     @property
@@ -257,7 +260,9 @@ class MiniEngine:
             sampled_token_ids=[sampled[name] for name in names],
             kv_connector_output=connector_output,
         )
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
         for name, request in requests.items():
             if request.is_finished():
                 self.finished[name] = list(request.output_token_ids)

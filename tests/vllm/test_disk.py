@@ -208,7 +208,9 @@ def test_what_waits_in_the_queue_is_promoted_ahead_of_its_turn(
     step_until(engine, lambda: "long" in engine.cached, "the only slot is taken")
     asked, read = counters.lookups, disks.status.read_blocks
     engine.add("again", STORY)
-    step_until(engine, lambda: disks.status.read_blocks >= read + STORY_BLOCKS, "the story is promoted")
+    engine.step()
+    until(lambda: disks.status.read_blocks >= read + STORY_BLOCKS, "the story is promoted")
+    engine.step()
     assert (counters.lookups, "again" in engine.cached) == (asked, False), "it was not even its turn"
     engine.run()
     assert engine.cached["again"] == STORY_BLOCKS * TOKENS

@@ -910,6 +910,7 @@ class Counters(google.protobuf.message.Message):
     PROMOTED_BYTES_FIELD_NUMBER: builtins.int
     RECOMPUTE_BLOCKS_FIELD_NUMBER: builtins.int
     EVICTED_UNWRITTEN_BLOCKS_FIELD_NUMBER: builtins.int
+    INDEX_LOOKUPS_FIELD_NUMBER: builtins.int
     MISSED_ABSENT_FIELD_NUMBER: builtins.int
     MISSED_PENDING_FIELD_NUMBER: builtins.int
     MISSED_BEYOND_FIELD_NUMBER: builtins.int
@@ -938,6 +939,8 @@ class Counters(google.protobuf.message.Message):
     """Blocks that were there, and reported as misses because computing them was faster."""
     evicted_unwritten_blocks: builtins.int
     """Blocks evicted from the host before a disk had them, while there was a disk tier."""
+    index_lookups: builtins.int
+    """Of `lookups`: misses that clients saw in the index page, and did not ask about."""
     missed_absent: builtins.int
     """Hashes of lookups that were no hits, by why; with the hits they come to `lookup_hashes`. Not there."""
     missed_pending: builtins.int
@@ -971,6 +974,7 @@ class Counters(google.protobuf.message.Message):
         promoted_bytes: builtins.int = ...,
         recompute_blocks: builtins.int = ...,
         evicted_unwritten_blocks: builtins.int = ...,
+        index_lookups: builtins.int = ...,
         missed_absent: builtins.int = ...,
         missed_pending: builtins.int = ...,
         missed_beyond: builtins.int = ...,
@@ -978,6 +982,6 @@ class Counters(google.protobuf.message.Message):
         missed_draining: builtins.int = ...,
         missed_not_ready: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
 
 global___Counters = Counters

@@ -238,7 +238,7 @@ class Hello(google.protobuf.message.Message):
 
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Optional abilities the client can use; the intersection comes back in Welcome."""
+        """Optional abilities the client can use; the intersection comes back in Welcome. "index-page": see OpenIndex."""
 
     @property
     def namespace(self) -> kvtier.v1.types_pb2.Namespace: ...
@@ -361,14 +361,23 @@ class Heartbeat(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    INDEX_LOOKUPS_FIELD_NUMBER: builtins.int
+    INDEX_HASHES_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
     """As in Hello, as measured lately; 0: nothing new."""
+    index_lookups: builtins.int
+    """Lookups since the last heartbeat for which the index page had none of the blocks, so that the daemon was not
+    asked, and their hashes; at most a billion each.
+    """
+    index_hashes: builtins.int
     def __init__(
         self,
         *,
         prefill_tokens_per_s: builtins.float = ...,
+        index_lookups: builtins.int = ...,
+        index_hashes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index_hashes", b"index_hashes", "index_lookups", b"index_lookups", "prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 

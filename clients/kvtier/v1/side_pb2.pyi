@@ -25,6 +25,7 @@ class SideRequest(google.protobuf.message.Message):
     REGISTER_MEMORY_FIELD_NUMBER: builtins.int
     UNREGISTER_MEMORY_FIELD_NUMBER: builtins.int
     ADD_CHUNKS_FIELD_NUMBER: builtins.int
+    OPEN_INDEX_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Repeated in the reply. One request at a time."""
     @property
@@ -37,6 +38,8 @@ class SideRequest(google.protobuf.message.Message):
     def unregister_memory(self) -> global___UnregisterMemory: ...
     @property
     def add_chunks(self) -> global___AddChunks: ...
+    @property
+    def open_index(self) -> global___OpenIndex: ...
     def __init__(
         self,
         *,
@@ -46,10 +49,11 @@ class SideRequest(google.protobuf.message.Message):
         register_memory: global___RegisterMemory | None = ...,
         unregister_memory: global___UnregisterMemory | None = ...,
         add_chunks: global___AddChunks | None = ...,
+        open_index: global___OpenIndex | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "open", b"open", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "id", b"id", "open", b"open", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "register_words", "register_memory", "unregister_memory", "add_chunks"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "open", b"open", "open_index", b"open_index", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "id", b"id", "open", b"open", "open_index", b"open_index", "register_memory", b"register_memory", "register_words", b"register_words", "unregister_memory", b"unregister_memory"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open", "register_words", "register_memory", "unregister_memory", "add_chunks", "open_index"] | None: ...
 
 global___SideRequest = SideRequest
 
@@ -64,6 +68,7 @@ class SideResponse(google.protobuf.message.Message):
     MEMORY_UNREGISTERED_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     CHUNKS_ADDED_FIELD_NUMBER: builtins.int
+    INDEX_OPENED_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Zero for events."""
     @property
@@ -78,6 +83,8 @@ class SideResponse(google.protobuf.message.Message):
     def error(self) -> kvtier.v1.types_pb2.Error: ...
     @property
     def chunks_added(self) -> global___ChunksAdded: ...
+    @property
+    def index_opened(self) -> global___IndexOpened: ...
     def __init__(
         self,
         *,
@@ -88,10 +95,11 @@ class SideResponse(google.protobuf.message.Message):
         memory_unregistered: global___MemoryUnregistered | None = ...,
         error: kvtier.v1.types_pb2.Error | None = ...,
         chunks_added: global___ChunksAdded | None = ...,
+        index_opened: global___IndexOpened | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "chunks_added", b"chunks_added", "error", b"error", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "chunks_added", b"chunks_added", "error", b"error", "id", b"id", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["opened", "words_registered", "memory_registered", "memory_unregistered", "error", "chunks_added"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "chunks_added", b"chunks_added", "error", b"error", "index_opened", b"index_opened", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "chunks_added", b"chunks_added", "error", b"error", "id", b"id", "index_opened", b"index_opened", "memory_registered", b"memory_registered", "memory_unregistered", b"memory_unregistered", "opened", b"opened", "words_registered", b"words_registered"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["opened", "words_registered", "memory_registered", "memory_unregistered", "error", "chunks_added", "index_opened"] | None: ...
 
 global___SideResponse = SideResponse
 
@@ -418,3 +426,40 @@ class MemoryUnregistered(google.protobuf.message.Message):
     ) -> None: ...
 
 global___MemoryUnregistered = MemoryUnregistered
+
+@typing.final
+class OpenIndex(google.protobuf.message.Message):
+    """The index page of one group: which blocks of the instance's namespace the daemon knows, in whatever tier. For the
+    session that schedules, once the instance is ready. Only of a daemon whose Welcome names the feature "index-page".
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group"]) -> None: ...
+
+global___OpenIndex = OpenIndex
+
+@typing.final
+class IndexOpened(google.protobuf.message.Message):
+    """One descriptor: a memfd, to be mapped whole and read-only. It is kept up to date as long as the session lives.
+
+    8-byte words, native order. Page of 4,096 bytes: magic "KVTINDX1", boot nonce, seed, number of buckets (a power of
+    two), complete (not 0: what is missing here is a miss); then the buckets, each of eight words `tag << 8 | count`, 0
+    for none. What a hash's bucket and tag are is written in kernels/native/index_page.hpp. Advisory: a block that is
+    missing may be there all the same, seldom; one that is there is to be looked up.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___IndexOpened = IndexOpened

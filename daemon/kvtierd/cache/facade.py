@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvtierd.cache.disks import Disk, Disks
 from kvtierd.cache.mappings import Mappings
+from kvtierd.cache.pages import Pages
 from kvtierd.cache.perform import Performer
 from kvtierd.cache.snapshot import (
     CopyTotals,
@@ -90,8 +91,15 @@ class Cache:
         self._started_at_s = clock()
         self._writers: dict[WorkerId, int] = {}
         self.disks = Disks(disks, workers, pool.boot_nonce, self.post)
+        self.pages = Pages(machine, self.handle, pool.boot_nonce)
         self._performer = Performer(
-            pool, workers, self.disks, self._writers, self._notify, round(limits.gate_deadline_s * 1000)
+            pool,
+            workers,
+            self.disks,
+            self._writers,
+            self._notify,
+            round(limits.gate_deadline_s * 1000),
+            self.pages.withdraw,
         )
         self._sessions: dict[SessionId, _Session] = {}
         self._waiters = Waiters()

@@ -21,8 +21,9 @@ from kvtierd.core.actions import (
     QuarantineSlots,
     ReleaseSession,
     RevokePart,
+    WithdrawPage,
 )
-from kvtierd.core.ids import DiskId, WorkerId
+from kvtierd.core.ids import DiskId, SpaceId, WorkerId
 from kvtierd.memory import HostPool
 from kvtierd.tiers.disk.image import WRITER
 from kvtierd.transfer.supervisor import Supervisor
@@ -40,14 +41,17 @@ class Performer:
         writers: Mapping[WorkerId, int],
         notify: Callable[[Notify], None],
         gate_deadline_ms: int,
+        withdraw_page: Callable[[SpaceId], None],
     ) -> None:
-        """`writers`: the pool's writer id of every worker that was ever live."""
+        """`writers`: the pool's writer id of every worker that was ever live. `withdraw_page` closes an index
+        page."""
         self._pool = pool
         self._workers = workers
         self._disks = disks
         self._writers = writers
         self._notify = notify
         self._gate_deadline_ms = gate_deadline_ms
+        self._withdraw_page = withdraw_page
 
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -76,6 +80,8 @@ class Performer:
                 self._workers.revoke(action.worker, action.part)
             case ReleaseSession():
                 self._workers.release_session(action.worker, action.session)
+            case WithdrawPage():
+                self._withdraw_page(action.space)
             case AssignExtent():
                 self._records(action.disk).format_extent(action.extent, action.slot_bytes)
             case _:

@@ -21,6 +21,7 @@ from kvtierd.core.ids import (
     RegistrationId,
     SessionId,
     Slots,
+    SpaceId,
     Ticket,
     TransferNumber,
     WorkerId,
@@ -201,6 +202,13 @@ class Notify:
     event: TransferEnded | InstanceView | SessionEnded
 
 
+@dataclass(frozen=True, slots=True)
+class WithdrawPage:
+    """Nobody uses a space any more: its index page may go."""
+
+    space: SpaceId
+
+
 Action = (
     AssignExtent
     | OpenSlots
@@ -212,6 +220,7 @@ Action = (
     | PostDiskJob
     | RevokePart
     | ReleaseSession
+    | WithdrawPage
     | Notify
 )
 

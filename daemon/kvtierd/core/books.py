@@ -10,6 +10,7 @@ from kvtierd.core.disks import Disks
 from kvtierd.core.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.pages import Pages
 from kvtierd.core.room import Room
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.status import Tally
@@ -30,6 +31,7 @@ class Books:
     disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
     """Of each disk: an empty table of its own, and where its slots lie."""
     disks: Disks = field(init=False)
+    pages: Pages = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
     room: Room = field(init=False)
@@ -61,6 +63,7 @@ class Books:
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
         self.room = Room(self.blocks, self.tally)
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
+        self.pages = Pages(self.blocks, self.disks)
 
     def begin(self, now_s: float) -> None:
         """Starts a stimulus: time, and an empty list of actions."""
@@ -133,7 +136,8 @@ class Books:
         for session in instance.sessions:
             del self.sessions[session]
         for plan in instance.plans:
-            self.blocks.spaces.leave(plan.space)
+            if self.blocks.spaces.leave(plan.space):
+                self.pages.retire(plan.space)
             plan.domain.users -= 1
             self.blocks.domains.forget_idle(plan.domain)
 

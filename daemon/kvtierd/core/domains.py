@@ -111,11 +111,13 @@ class Spaces:
             self._issued += 1
         return space
 
-    def leave(self, space: SpaceId) -> None:
-        """An instance does not use it any more; its blocks stay."""
+    def leave(self, space: SpaceId) -> bool:
+        """An instance does not use it any more; its blocks stay. Whether it was the last one."""
         self.users[space] -= 1
-        if self.users[space] == 0:
-            del self.users[space]
+        if self.users[space]:
+            return False
+        del self.users[space]
+        return True
 
     def _sweep(self) -> None:
         """Forgets spaces that nobody uses and that have no blocks left; the rest are bounded by the

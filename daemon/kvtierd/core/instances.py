@@ -265,6 +265,10 @@ class Instances:
             session.instance.alive_at_s = self._books.now_s
             if stimulus.prefill_tokens_per_s:
                 session.instance.prefill_tokens_per_s = stimulus.prefill_tokens_per_s
+            tally = self._books.tally
+            tally.lookups += stimulus.index_lookups
+            tally.index_lookups += stimulus.index_lookups
+            tally.lookup_hashes += stimulus.index_hashes
 
     def end_session(self, stimulus: EndSession) -> None:
         """Ends the epoch. Nothing for a session that is unknown, or whose epoch has ended before."""

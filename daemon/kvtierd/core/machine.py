@@ -11,11 +11,11 @@ import numpy as np
 from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
 from kvtierd.core.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.books import Books, Clock, wrong_epoch
-from kvtierd.core.entities import Instance
+from kvtierd.core.entities import GroupPlan, Instance
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.fencing import Fencing
-from kvtierd.core.ids import Epoch, SessionId, Ticket
+from kvtierd.core.ids import Epoch, SessionId, SpaceId, Ticket
 from kvtierd.core.instances import Instances
 from kvtierd.core.leases import Leases
 from kvtierd.core.recovery import recover
@@ -35,6 +35,7 @@ from kvtierd.core.stimuli import (
     LookupBlocks,
     PartFinished,
     PrefetchBlocks,
+    PublishPage,
     Reconfigure,
     Recovered,
     RegisterMemory,
@@ -123,6 +124,7 @@ class Machine:
             SubmitLoad: self._transfers.submit_load,
             ReleaseLeases: self._leases.release,
             CancelTransfers: self._transfers.cancel_tickets,
+            PublishPage: self._publish_page,
             PartFinished: self._fencing.part_finished,
             SlotsChecked: self._sampler.checked,
             DiskJobFinished: self._tier.job_finished,
@@ -183,6 +185,32 @@ class Machine:
         self._transfers.cancel_overdue()
         self._sampler.tick()
         self._tier.tick()
+        self.books.pages.tick()
+
+    # --- index pages ---
+
+    def _publish_page(self, stimulus: PublishPage) -> None:
+        space = self._indexed(stimulus.session, stimulus.group).space
+        assert space not in self.books.pages, "a space has one page"
+        self.books.pages.publish(space, stimulus.page)
+
+    def _indexed(self, session: SessionId, group: int) -> GroupPlan:
+        found = self.books.session(session)
+        if not found.schedules:
+            raise Refusal(
+                Reason.ROLE,
+                "only the instance's scheduler session reads index pages",
+                field="session",
+                value=session,
+            )
+        if not found.instance.plans:
+            raise Refusal(
+                Reason.INSTANCE_INCOMPLETE,
+                "the namespace is known once all ranks have attached: wait until the instance is ready",
+                field="session",
+                value=session,
+            )
+        return self.books.plan(found.instance, group)
 
     # --- questions; they change nothing ---
 
@@ -208,6 +236,13 @@ class Machine:
                 value=ticket,
             )
         return ended
+
+    def page_wanted(self, session: SessionId, group: int) -> tuple[SpaceId, int | None]:
+        """The space whose index page an instance's scheduler may read; and for how many blocks the page
+        should have room, None if there is one already. Refusal ROLE, INSTANCE_INCOMPLETE or
+        UNKNOWN_GROUP."""
+        plan, pages = self._indexed(session, group), self.books.pages
+        return plan.space, None if plan.space in pages else pages.blocks_max(plan)
 
     def explain(self, key: bytes, namespace: str = "", group: int | None = None) -> Explained:
         """Why the block of a hash can be read or not, in each namespace whose hexadecimal digest begins with

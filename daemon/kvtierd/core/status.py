@@ -11,6 +11,8 @@ class Tally:
     """Counters since the start; they only grow. Updated per batch."""
 
     lookups: int = 0
+    index_lookups: int = 0
+    """Of them: clients saw in the index page that there was nothing, and did not ask."""
     lookup_hashes: int = 0
     lookup_hits: int = 0
     missed_absent: int = 0

@@ -23,6 +23,7 @@ from kvtierd.core.ids import (
     Ticket,
     WorkerId,
 )
+from kvtierd.core.table import IndexPage
 
 
 class Role(IntFlag):
@@ -112,6 +113,9 @@ class RenewSession:
     session: SessionId
     prefill_tokens_per_s: float = 0.0
     """As measured by the engine; 0: nothing new."""
+    index_lookups: int = 0
+    index_hashes: int = 0
+    """Lookups that the index page has spared since the last heartbeat, all misses, and their hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +199,16 @@ class CancelTransfers:
     session: SessionId
     epoch: Epoch
     tickets: tuple[Ticket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPage:
+    """An empty index page for one group of the instance for which a session schedules, as
+    `Machine.page_wanted` asked for it."""
+
+    session: SessionId
+    group: int
+    page: IndexPage
 
 
 class Outcome(IntEnum):
@@ -371,6 +385,7 @@ Stimulus = (
     | SubmitLoad
     | ReleaseLeases
     | CancelTransfers
+    | PublishPage
     | PartFinished
     | SlotsChecked
     | DiskJobFinished

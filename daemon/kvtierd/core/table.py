@@ -40,6 +40,15 @@ class BlockFlag(IntEnum):
     lately. Whoever asks is told that it is not there."""
 
 
+class IndexPage(Protocol):
+    """A set of block hashes that clients read by themselves; tables fill it, each page with blocks of one
+    space."""
+
+    def complete(self) -> None:
+        """From now on clients believe that what is missing is not there."""
+        ...
+
+
 class BlockTable(Protocol):
     """Metadata of all blocks of one tier, in arrays; one writer."""
 
@@ -128,6 +137,20 @@ class BlockTable(Protocol):
     def domains(self, entries: Entries) -> npt.NDArray[np.uint16]: ...
 
     def generations(self, entries: Entries) -> U32: ...
+
+    def publish(self, space: int, page: Any) -> None:
+        """From now on the page, an IndexPage of the table's own kind, has the hash of every block that is
+        made in the space, until the block is removed."""
+        ...
+
+    def publish_more(self, space: int, n: int) -> bool:
+        """Adds those blocks of the space that are among the next n entries the table had already. True once
+        all are in the page."""
+        ...
+
+    def withdraw(self, space: int) -> None:
+        """Lets go of a space's page, and leaves it as it is."""
+        ...
 
     def count(self, space: int) -> int: ...
 

@@ -2,5 +2,6 @@
 
 from kvtierd.memory.errors import PoolError, PoolLocked, PoolRefused, PoolTooLarge
 from kvtierd.memory.host_pool import HostPool, PoolStart
+from kvtierd.memory.index_page import SharedPage
 
-__all__ = ["HostPool", "PoolError", "PoolLocked", "PoolRefused", "PoolStart", "PoolTooLarge"]
+__all__ = ["HostPool", "PoolError", "PoolLocked", "PoolRefused", "PoolStart", "PoolTooLarge", "SharedPage"]

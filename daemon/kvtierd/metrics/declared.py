@@ -175,6 +175,13 @@ DECLARED = (
     ),
     Declared(
         _C,
+        "kvtier_index_lookups",
+        (),
+        "Lookups, all misses, that clients answered themselves from the index page.",
+        "Of all lookups, those that cost the front nothing.",
+    ),
+    Declared(
+        _C,
         "kvtier_lookup_hashes",
         (),
         "Block hashes asked for in lookups.",

@@ -60,6 +60,7 @@ def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
 def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
     counters = snapshot.core.counters
     sheet.set("kvtier_lookups", counters.lookups)
+    sheet.set("kvtier_index_lookups", counters.index_lookups)
     sheet.set("kvtier_lookup_hashes", counters.lookup_hashes)
     sheet.set("kvtier_lookup_hits", counters.lookup_hits, TIER)
     for reason in ("absent", "pending", "beyond", "recompute", "draining", "not_ready"):

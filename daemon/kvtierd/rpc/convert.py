@@ -40,6 +40,8 @@ from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
 TICKET_MAX = 2**56 - 1
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
 """What an engine can be believed to compute; the core divides by it."""
+INDEX_TOLD_MAX = 1_000_000_000
+"""Lookups, and hashes, that one heartbeat may tell of."""
 WAIT_TIMEOUT_MS_MAX = 60_000
 WAIT_TICKETS_MAX = 256
 """So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
@@ -143,7 +145,18 @@ def prefetch_reply(stimulus: PrefetchBlocks, reply: PrefetchReply) -> cache_pb2.
 
 def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession:
     """Raises Refusal MALFORMED; the session is not renewed then."""
-    return RenewSession(session, prefill_rate(heartbeat.prefill_tokens_per_s))
+    for field in ("index_lookups", "index_hashes"):
+        value: int = getattr(heartbeat, field)
+        if value > INDEX_TOLD_MAX:
+            raise Refusal(
+                Reason.MALFORMED, f"at most {INDEX_TOLD_MAX} in one heartbeat", field=field, value=value
+            )
+    return RenewSession(
+        session,
+        prefill_rate(heartbeat.prefill_tokens_per_s),
+        heartbeat.index_lookups,
+        heartbeat.index_hashes,
+    )
 
 
 def prefill_rate(tokens_per_s: float) -> float:

@@ -242,6 +242,9 @@ class _Connection:
         if body == "add_chunks":
             chunks = await self._add_chunks(request.add_chunks, fds)
             return side_pb2.SideResponse(chunks_added=side_pb2.ChunksAdded(chunks=chunks))
+        if body == "open_index":
+            reply_fds.append(self._cache.pages.open(self._session.id, request.open_index.group))
+            return side_pb2.SideResponse(index_opened=side_pb2.IndexOpened())
         if body == "unregister_memory":
             registration = RegistrationId(request.unregister_memory.registration_id)
             await self._cache.mappings.unregister_memory(self._session.id, registration)

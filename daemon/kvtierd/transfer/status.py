@@ -47,7 +47,7 @@ _CULPRITS = {
     # It holds up the other GPUs' workers.
     StatusWord.REGISTERING: "it has been registering the pool with the driver",
 } | {
-    io: "the disk has done nothing of what a thread waits for"
+    io: "the disk has not answered one of its threads"
     for io in StatusWord
     if StatusWord.IO_0 <= io <= StatusWord.IO_7
 }

@@ -32,7 +32,7 @@ class Front:
             events=lambda _: None,
         )
         tier = Disks(self.disks, workers, self.pool.boot_nonce, lambda _: None)
-        self._performer = Performer(self.pool, workers, tier, {}, lambda _: None, 1)
+        self._performer = Performer(self.pool, workers, tier, {}, lambda _: None, 1, lambda _: None)
         for disk in self.disks:
             disk.image.recover(self.pool.boot_nonce)
 

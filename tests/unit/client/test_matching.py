@@ -61,6 +61,8 @@ class World:
         """What the daemon holds, and for which request."""
         self.asked_s: dict[str, list[float]] = {}
         self.deaf = False
+        self.index: set[bytes] | None = None
+        """What the index page has; None: there is none."""
         self.epoch = 7
         self._lease_ids = itertools.count(1)
         self._asking = ""
@@ -101,6 +103,11 @@ class World:
         self.peer.welcome(epoch=self.epoch)
 
     # --- the client, as the matcher sees it ---
+
+    def known_run(self, wanted: Sequence[bytes], first: int, end: int) -> int | None:
+        if self.index is None:
+            return None
+        return next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
 
     def start_lookup(self, wanted: Sequence[bytes], *, lease: bool) -> Any:
         record = self.peer.session.lookup(0, b"".join(wanted), LookupMode.PREFIX, lease=lease)
@@ -151,6 +158,41 @@ def test_a_request_waits_for_blocks_on_their_way_and_gets_them(world: World) -> 
     assert world.run("r", 0.1) == BLOCKS
     assert len(world.leases) == 1
     assert (world.matcher.counters.waits, world.matcher.counters.waits_in_vain) == (1, 0)
+
+
+def test_what_the_index_does_not_know_is_not_asked_for(world: World) -> None:
+    prompt = world.prompt("r")
+    world.index = set()
+    for _ in range(3):
+        assert world.match("r") == 0
+        world.step()
+    assert world.asked_s == {}
+    assert (world.matcher.counters.lookups, world.matcher.counters.local) == (0, 1)
+    world.index |= set(prompt[:5])
+    for block in prompt[5:]:
+        world.states[block] = MISS
+    assert world.run("r", 0.1) == 5
+    assert len(world.asked_s["r"]) == 1
+    assert len(world.leases) == 1
+
+
+def test_a_lease_outlives_what_the_index_says_later(world: World) -> None:
+    prompt = world.prompt("r")
+    world.index = set(prompt)
+    assert world.run("r", 0.1) == BLOCKS
+    world.index = set()
+    assert world.match("r", 3) == BLOCKS - 3
+    assert world.match("r") == BLOCKS, "it is held"
+    world.lost()
+    world.back()
+    assert world.match("r") == 0
+    assert world.leases == {}
+
+
+def test_of_what_the_index_knows_no_more_is_asked_for(world: World) -> None:
+    prompt = world.prompt("r")
+    world.index = set(prompt[:7])
+    assert world.run("r", 0.1) == 7, "the daemon would have told more"
 
 
 def test_it_does_not_wait_for_what_is_missing(world: World) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from mmap import mmap
 from typing import Any
 
 import kvtier_kernels
@@ -50,6 +51,38 @@ class Tables(RuleBasedStateMachine):
         super().__init__()
         self.native = kvtier_kernels.BlockTable(CAPACITY, POOL_PAGES, seed=7)
         self.model = oracle.BlockTable(CAPACITY, POOL_PAGES)
+        self.pages: dict[int, tuple[kvtier_kernels.IndexReader, oracle.IndexPage]] = {}
+        """What clients see of each space that is published, and what they should."""
+
+    @rule(space=spaces)
+    def publish(self, space: int) -> None:
+        memory = mmap(-1, kvtier_kernels.IndexPage.bytes_for(CAPACITY))
+        native, model = kvtier_kernels.IndexPage(memory, 1, space), oracle.IndexPage()
+        known = space in self.pages
+        if known:
+            with pytest.raises(ValueError, match=f"space {space} has a page already"):
+                self.native.publish(space, native)
+        else:
+            self.native.publish(space, native)
+            self.model.publish(space, model)
+            self.pages[space] = kvtier_kernels.IndexReader(memory, 32), model
+
+    @rule(space=spaces, n=st.integers(0, 5))
+    def publish_more(self, space: int, n: int) -> None:
+        self.both("publish_more", space, n)
+
+    @rule(space=spaces)
+    def withdraw(self, space: int) -> None:
+        self.both("withdraw", space)
+        self.pages.pop(space, None)
+
+    @invariant()
+    def pages_have_what_the_space_has(self) -> None:
+        for reader, model in self.pages.values():
+            found = [key for key in KEYS if reader.run([key], 0, 1)]
+            assert found == [key for key in KEYS if model.hashes[key]]
+            run = next((i for i, key in enumerate(KEYS) if key not in found), len(KEYS))
+            assert reader.run(KEYS, 0, 100) == run
 
     def both(self, name: str, *arguments: Any) -> Any:
         """Calls a method of both tables: they agree in the result, or both refuse and stay as they were."""

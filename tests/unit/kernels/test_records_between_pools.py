@@ -88,6 +88,21 @@ class Pool:
         return base + PAGE + (slot * PAGE - base - extent.data_offset) // extent.stride * 128
 
 
+def ask(
+    here: Pool, method: str, slots: U32, generations: U64, there: PoolRecords, others: U32, expected: U64
+) -> U8:
+    """What `here` says; to `accept` are given the sums of what is in the slots, as far as that are slots."""
+    rows = slots, generations, there, others, expected
+    if method != "accept":
+        found: U8 = getattr(here.records, method)(*rows)
+        return found
+    sums = np.zeros(len(slots), np.uint64)
+    for i, slot in enumerate(slots.astype(int).tolist()):
+        if (slot + 2) * PAGE <= len(here.bytes):
+            sums[i] = sum_data(here.bytes, slots[i : i + 1], SLOT_BYTES)[0]
+    return here.records.accept(*rows, sums)
+
+
 @dataclass
 class Pair:
     """Blocks READY in one pool (`there`), being written in another (`here`) with slots of another size."""
@@ -111,9 +126,8 @@ class Pair:
         return pair
 
     def call(self, method: str) -> list[int]:
-        found: U8 = getattr(self.here.records, method)(
-            self.slots, self.generations, self.there.records, self.source_slots, self.source_generations
-        )
+        rows = self.slots, self.generations, self.there.records, self.source_slots, self.source_generations
+        found = ask(self.here, method, *rows)
         assert found.dtype == np.uint8
         return [int(result) for result in found]
 
@@ -253,9 +267,8 @@ def test_a_row_that_names_too_many_data_bytes_is_never_read() -> None:
     at = here.record_offset(int(here.slots[0])) + 72
     here.bytes[at : at + 4] = np.frombuffer(SLOT_BYTES.to_bytes(4, "little"), np.uint8)
     for method in METHODS:
-        found = getattr(here.records, method)(
-            here.slots[:1], generations, there.records, there.slots[:1], source_generations
-        )
+        rows = here.slots[:1], generations, there.records, there.slots[:1], source_generations
+        found = ask(here, method, *rows)
         assert found.tolist() == [0]
     with pytest.raises(
         ValueError, match=rf"slot {here.slots[0]}: expected at most 100 data bytes, found 5000"
@@ -282,6 +295,13 @@ def test_arrays_of_other_lengths_are_refused(method: str, missing: str) -> None:
     with pytest.raises(ValueError, match=f"{missing} has 2 rows; expected 3, one for each of slots"):
         pair.call(method)
     assert np.array_equal(pair.here.bytes, before)
+
+
+def test_accept_wants_a_sum_for_each_slot() -> None:
+    pair = Pair.of(3)
+    rows = pair.slots, pair.generations, pair.there.records, pair.source_slots, pair.source_generations
+    with pytest.raises(ValueError, match="sums has 2 rows; expected 3, one for each of slots"):
+        pair.here.records.accept(*rows, u64(1, 2))
 
 
 def test_one_pool_may_be_both_sides() -> None:

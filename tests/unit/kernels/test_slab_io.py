@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvtier_kernels import PAGE_BYTES, SharedWords, SlabIo
+from kvtier_kernels import PAGE_BYTES, SharedWords, SlabIo, xxh3_64
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -41,6 +42,19 @@ def memory_of(count: int) -> U8:
     memory = np.frombuffer(mmap(-1, count * PAGE_BYTES), np.uint8)
     memory.view(np.uint64)[:] = np.random.default_rng(count).integers(0, 1 << 63, count * PAGE_BYTES // 8)
     return memory
+
+
+def read(io: SlabIo, memory: U8, in_memory: U64, in_file: U64, lengths: U64) -> npt.NDArray[np.int32]:
+    """The errors. The sums, each of another part of its row, are those of what is in memory then."""
+    data_bytes = lengths - np.arange(len(lengths), dtype=np.uint64) * np.uint64(7) % np.uint64(PAGE_BYTES)
+    errors, sums = io.read(memory, in_memory, in_file, lengths, data_bytes)
+    assert sums.dtype == np.uint64
+    assert sums.shape == lengths.shape
+    for error, found, at, size in zip(
+        errors, sums.tolist(), in_memory.tolist(), data_bytes.tolist(), strict=True
+    ):
+        assert found == (0 if error else xxh3_64(memory[at : at + size]))
+    return errors
 
 
 class Slab:
@@ -107,7 +121,7 @@ def test_slots_go_to_their_places_and_come_back(
         assert np.array_equal(slab.bytes(), slab.expected)
         back = memory_of(len(memory) // PAGE_BYTES + 1)
         behind = back[len(memory) :].copy()
-        assert not io.read(back, in_memory, in_file, lengths).any()
+        assert not read(io, back, in_memory, in_file, lengths).any()
     assert np.array_equal(back[: len(memory)], memory)
     assert np.array_equal(back[len(memory) :], behind)
 
@@ -120,7 +134,7 @@ def test_slots_longer_than_an_operation_are_whole(slab: Slab) -> None:
         slab.expected[20 * PAGE_BYTES : 680 * PAGE_BYTES] = np.roll(memory, -60 * PAGE_BYTES)
         assert np.array_equal(slab.bytes(), slab.expected)
         memory[:] = 0
-        assert not io.read(memory, pages(0, 600), where, lengths).any()
+        assert not read(io, memory, pages(0, 600), where, lengths).any()
     assert np.array_equal(memory, slab.expected[20 * PAGE_BYTES : 680 * PAGE_BYTES])
 
 
@@ -128,8 +142,8 @@ def test_many_more_rows_than_fit_in_flight_all_arrive(slab: Slab) -> None:
     every_other = np.arange(0, FILE_PAGES, 2, dtype=np.uint64) * np.uint64(PAGE_BYTES)
     memory = memory_of(FILE_PAGES)
     with SlabIo(slab.fd, 3) as io:
-        assert not io.read(
-            memory, every_other[::-1].copy(), every_other, np.full_like(every_other, 4096)
+        assert not read(
+            io, memory, every_other[::-1].copy(), every_other, np.full_like(every_other, 4096)
         ).any()
     found = memory.reshape(FILE_PAGES, PAGE_BYTES)[::2]
     assert np.array_equal(found[::-1], slab.expected.reshape(FILE_PAGES, PAGE_BYTES)[::2])
@@ -138,14 +152,14 @@ def test_many_more_rows_than_fit_in_flight_all_arrive(slab: Slab) -> None:
 def test_a_page_may_be_read_to_several_places(slab: Slab) -> None:
     memory = memory_of(4)
     with SlabIo(slab.fd, 8) as io:
-        assert not io.read(memory, pages(0, 1, 2), pages(7, 6, 6), pages(1, 1, 2)).any()
+        assert not read(io, memory, pages(0, 1, 2), pages(7, 6, 6), pages(1, 1, 2)).any()
     expected = slab.expected.reshape(-1, PAGE_BYTES)
     assert np.array_equal(memory.reshape(-1, PAGE_BYTES), expected[[7, 6, 6, 7]])
 
 
 def test_a_batch_of_nothing_is_nothing(slab: Slab) -> None:
     with SlabIo(slab.fd, 1) as io:
-        errors = io.read(memory_of(1), u64(), u64(), u64())
+        errors = read(io, memory_of(1), u64(), u64(), u64())
     assert errors.shape == (0,)
     assert errors.dtype == np.int32
 
@@ -158,8 +172,8 @@ def test_what_lies_beyond_the_end_fails_alone(slab: Slab) -> None:
     memory = memory_of(12)
     end = FILE_PAGES - 5
     with SlabIo(slab.fd, 4) as io:
-        errors = io.read(
-            memory, pages(0, 2, 4, 8, 10), pages(end, end + 2, end + 4, end + 6, 3), pages(2, 2, 2, 2, 2)
+        errors = read(
+            io, memory, pages(0, 2, 4, 8, 10), pages(end, end + 2, end + 4, end + 6, 3), pages(2, 2, 2, 2, 2)
         )
     assert errors.tolist() == [0, 0, errno.EIO, errno.EIO, 0]
     assert np.array_equal(memory[: 4 * PAGE_BYTES], slab.expected[end * PAGE_BYTES :][: 4 * PAGE_BYTES])
@@ -168,8 +182,8 @@ def test_what_lies_beyond_the_end_fails_alone(slab: Slab) -> None:
 
 def test_one_missing_piece_fails_a_long_slot(slab: Slab) -> None:
     with SlabIo(slab.fd, 4) as io:
-        errors = io.read(
-            memory_of(FILE_PAGES + 2), pages(0, FILE_PAGES + 1), pages(0, 1), pages(FILE_PAGES + 1, 1)
+        errors = read(
+            io, memory_of(FILE_PAGES + 2), pages(0, FILE_PAGES + 1), pages(0, 1), pages(FILE_PAGES + 1, 1)
         )
     assert errors.tolist() == [errno.EIO, 0]
 
@@ -181,7 +195,8 @@ def test_a_descriptor_for_the_other_direction_is_an_error_of_each_row(
     fd = slab.open(flags)
     try:
         with SlabIo(fd, 4) as io:
-            errors = getattr(io, method)(memory_of(4), pages(0, 1, 2), pages(0, 1, 9), pages(1, 1, 2))
+            rows = memory_of(4), pages(0, 1, 2), pages(0, 1, 9), pages(1, 1, 2)
+            errors = read(io, *rows) if method == "read" else io.write(*rows)
     finally:
         os.close(fd)
     assert errors.tolist() == [errno.EBADF] * 3
@@ -267,9 +282,24 @@ def test_a_refusal_names_argument_index_and_value_and_moves_nothing(
     memory = memory_of(4)
     before = memory.copy()
     with SlabIo(slab.fd, 4) as io, pytest.raises(ValueError, match=re.escape(message)):
-        getattr(io, method)(memory, at, where, lengths)
+        getattr(io, method)(memory, at, where, lengths, *([pages(1, 1)] if method == "read" else []))
     assert np.array_equal(memory, before)
     assert np.array_equal(slab.bytes(), slab.expected)
+
+
+@pytest.mark.parametrize(
+    ("data_bytes", "message"),
+    [
+        (u64(4096, 4097), "data_bytes[1] is 4097, but lengths[1] is 4096"),
+        (u64(4096), "data_bytes has 1 rows; expected 2, one for each of memory_offsets"),
+    ],
+)
+def test_what_is_not_read_is_not_summed(slab: Slab, data_bytes: U64, message: str) -> None:
+    memory = memory_of(4)
+    before = memory.copy()
+    with SlabIo(slab.fd, 4) as io, pytest.raises(ValueError, match=re.escape(message)):
+        io.read(memory, pages(0, 1), pages(0, 1), pages(1, 1), data_bytes)
+    assert np.array_equal(memory, before)
 
 
 def test_rows_that_would_overwrite_each_other_are_refused(slab: Slab) -> None:
@@ -281,7 +311,7 @@ def test_rows_that_would_overwrite_each_other_are_refused(slab: Slab) -> None:
             io.write(memory, pages(0, 4), pages(7, 5), pages(2, 3))
         message = "memory_offsets[0] is 8192, inside what row 1 covers: 12288 bytes from 0"
         with pytest.raises(ValueError, match=re.escape(message)):
-            io.read(memory, pages(2, 0), pages(7, 5), pages(2, 3))
+            read(io, memory, pages(2, 0), pages(7, 5), pages(2, 3))
         assert not io.write(memory, pages(2, 0), pages(7, 5), pages(2, 2)).any()
     slab.expected[5 * PAGE_BYTES : 9 * PAGE_BYTES] = memory[: 4 * PAGE_BYTES]
     assert np.array_equal(memory, before)
@@ -292,10 +322,10 @@ def test_memory_must_begin_at_a_page_and_be_writable_for_a_read(slab: Slab) -> N
     memory = memory_of(3)
     with SlabIo(slab.fd, 4) as io:
         with pytest.raises(ValueError, match="memory does not begin at a page"):
-            io.read(memory[8:], pages(0), pages(0), pages(1))
+            read(io, memory[8:], pages(0), pages(0), pages(1))
         memory.flags.writeable = False
         with pytest.raises(ValueError, match=r"memory of type .* is not a C-contiguous writable buffer"):
-            io.read(memory, pages(0), pages(0), pages(1))
+            read(io, memory, pages(0), pages(0), pages(1))
         with pytest.raises(ValueError, match="memory has elements of format"):
             io.write(memory.view(np.uint64), pages(0), pages(0), pages(1))
 
@@ -338,7 +368,7 @@ def test_it_keeps_its_file_and_gives_all_back_when_it_is_closed(slab: Slab) -> N
     other = os.open("/dev/null", os.O_RDONLY)
     assert other == fd
     memory = memory_of(1)
-    assert io.read(memory, pages(0), pages(3), pages(1)).tolist() == [0]
+    assert read(io, memory, pages(0), pages(3), pages(1)).tolist() == [0]
     assert np.array_equal(memory, slab.expected[3 * PAGE_BYTES : 4 * PAGE_BYTES])
     os.close(other)
     assert contexts() == before + 1
@@ -346,9 +376,9 @@ def test_it_keeps_its_file_and_gives_all_back_when_it_is_closed(slab: Slab) -> N
     io.close()
     assert contexts() == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    for method in (io.read, io.write):
+    for call in (partial(io.read, data_bytes=pages(1)), io.write):
         with pytest.raises(ValueError, match="this SlabIo is closed"):
-            method(memory, pages(0), pages(3), pages(1))
+            call(memory, pages(0), pages(3), pages(1))
 
 
 def test_a_forgotten_one_gives_all_back_too(slab: Slab) -> None:
@@ -362,7 +392,7 @@ def test_completions_leave_their_time_in_the_word(slab: Slab) -> None:
     io = SlabIo(slab.fd, 4, SharedWords(words, 3), 1)
     assert words.tolist() == [0, 0, 0]
     start_ns = time.monotonic_ns()
-    io.read(memory_of(2), pages(0, 1), pages(3, 9), pages(1, 1))
+    read(io, memory_of(2), pages(0, 1), pages(3, 9), pages(1, 1))
     first_ns = int(words[1])
     assert start_ns <= first_ns <= time.monotonic_ns()
     io.write(memory_of(1), pages(0), pages(3), pages(1))
@@ -383,7 +413,7 @@ def test_a_call_holds_on_until_its_operations_end_and_nobody_else_comes_in() -> 
     results: list[int] = []
     with SlabIo(reader, 1) as io:
         thread = threading.Thread(
-            target=lambda: results.extend(io.read(memory, pages(0), pages(0), pages(1)).tolist())
+            target=lambda: results.extend(read(io, memory, pages(0), pages(0), pages(1)).tolist())
         )
         thread.start()
         refusal = ""
@@ -406,7 +436,7 @@ def test_a_call_holds_on_until_its_operations_end_and_nobody_else_comes_in() -> 
         assert memory.tobytes() == page
 
         os.write(writer, page[:100])
-        assert io.read(memory, pages(0), pages(0), pages(1)).tolist() == [errno.EIO]
+        assert read(io, memory, pages(0), pages(0), pages(1)).tolist() == [errno.EIO]
     os.close(reader)
     os.close(writer)
 
@@ -427,7 +457,7 @@ def test_signals_do_not_end_a_call_early(slab: Slab) -> None:
         with SlabIo(slab.fd, 2) as io:
             while seen < 100 and time.monotonic() < deadline:
                 memory[:] = 0
-                assert not io.read(memory, rows, rows[::-1].copy(), np.full_like(rows, PAGE_BYTES)).any()
+                assert not read(io, memory, rows, rows[::-1].copy(), np.full_like(rows, PAGE_BYTES)).any()
                 back = memory.reshape(FILE_PAGES, PAGE_BYTES)[::-1]
                 assert np.array_equal(back, slab.expected.reshape(FILE_PAGES, PAGE_BYTES))
     finally:

@@ -128,6 +128,7 @@ def busy_snapshot() -> Snapshot:
             promoted_bytes=39 << 10,
             recompute_blocks=40,
             evicted_unwritten_blocks=14,
+            index_lookups=15,
             corrupt_on_disk=15,
         ),
         draining=False,

@@ -127,6 +127,7 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_promoted_bytes_total{}", 39 << 10),
         ("kvtier_recompute_blocks_total{}", 40),
         ("kvtier_evicted_unwritten_blocks_total{}", 14),
+        ("kvtier_index_lookups_total{}", 15),
         ("kvtier_copy_bytes_total{direction=store}", 51),
         ("kvtier_copy_seconds_total{direction=load}", 0.62),
         ("kvtier_parts_total{direction=store,outcome=failed}", 1),

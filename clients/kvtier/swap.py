@@ -1,0 +1,356 @@
+"""Swap space for engines that preempt by swapping: blocks go to the host and come back, bit for bit.
+
+    space = SwapSpace(client, blocks=4_096)
+    if space.can_swap_out(blocks_of(group)) is CanSwap.OK:
+        swapped = space.swap_out({"a": [7, 8, 9], "b": [7, 8, 12]})     # 7 and 8 are shared by a fork
+        ...                                                             # until space.poll(swapped) is OUT
+    if space.can_swap_in(swapped, free_blocks=30, all_blocks=64) is CanSwap.OK:
+        tables = space.swap_in(swapped, new_blocks)                     # {"a": [...], "b": [...]}
+        ...                                                             # until space.poll(swapped) is IN
+
+The blocks are private: their keys are random, so nobody else ever finds them, and a lease keeps them on the
+host. Everything happens to a group of sequences as a whole or not at all. What the daemon loses (it was
+killed without a persistent pool, say) is LOST, as `poll` tells: the engine computes it anew. Nothing here
+waits.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.client import Client, LookupCall, Transfer
+from kvtier.errors import KvtierError, Reason
+from kvtier.lookups import Lookup, LookupMode
+from kvtier.session import Doorbell
+from kvtier.transfers import TransferState
+
+WATERMARK = 0.01
+"""Part of an engine's blocks that a group which is swapped in has to leave free."""
+RENEW_S = 120.0
+"""An older lease is exchanged for a new one: the daemon ends leases some time."""
+ANSWER_DEADLINE_S = 5.0
+"""A lookup unanswered for so long is asked again."""
+SWAPPED_MAX = 4_096
+"""Groups that are out at once; each holds a lease."""
+
+
+class CanSwap(Enum):
+    """Whether a group of sequences can be swapped now."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+    """It does not fit even if it were alone."""
+
+
+class SwapState(Enum):
+    """Of one group of sequences."""
+
+    GOING_OUT = "going out"
+    """Its blocks are being read: they stay the engine's."""
+    OUT = "out"
+    """It is on the host; its blocks are free to be used again."""
+    COMING_IN = "coming in"
+    """Its new blocks are being written."""
+    IN = "in"
+    """It is in its new blocks, and no longer on the host."""
+    KEPT = "kept"
+    """It could not go out: it still is where it was, and nothing of it is on the host."""
+    LOST = "lost"
+    """The host does not have it any more: it has to be computed anew."""
+
+
+ENDED = (SwapState.IN, SwapState.KEPT, SwapState.LOST)
+
+
+@dataclass(slots=True, eq=False)
+class Swapped:
+    """One group of sequences; `SwapSpace` keeps it up to date."""
+
+    sequences: dict[str, list[int]]
+    """Swap blocks of each, in order. Numbers mean something within the space only."""
+    block_map: dict[int, int]
+    """Swap-out map: swap block of each device block, as it was submitted."""
+    keys: dict[int, bytes] = field(repr=False)
+    """By swap block: its key, which nobody else has."""
+    counts: Counter[int]
+    """How many of the sequences share a swap block."""
+    state: SwapState = SwapState.GOING_OUT
+    error: KvtierError | None = None
+    """Why it was kept or lost, or why the last attempt to bring it in has failed (it is OUT again then)."""
+    targets: dict[int, int] = field(default_factory=dict)
+    """Swap-in map: device block of each swap block, from `swap_in` on."""
+    _transfer: Transfer | None = None
+    _lease: Lookup | None = None
+    """Of the blocks `_leased`, in this order."""
+    _leased: tuple[int, ...] = ()
+    _leased_s: float = 0.0
+    _call: LookupCall | None = None
+    _called: tuple[int, ...] = ()
+    _called_s: float = 0.0
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Its swap blocks, each once."""
+        return tuple(self.counts)
+
+
+class SwapSpace:
+    """Room on the host for so many private blocks of one KV cache group. One caller at a time."""
+
+    def __init__(
+        self,
+        client: Client,
+        blocks: int,
+        *,
+        watermark: float = WATERMARK,
+        group: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`client` submits for the whole instance. `blocks`: no more than the daemon leases to one instance,
+        a quarter of its pool by default. Raises KvtierError for bounds that make no sense."""
+        if blocks < 1:
+            raise KvtierError(Reason.MALFORMED, "at least one", field="blocks", value=blocks)
+        if not 0 <= watermark < 1:
+            raise KvtierError(Reason.MALFORMED, "from 0 to less than 1", field="watermark", value=watermark)
+        self._client = client
+        self._group = group
+        self._watermark = watermark
+        self._clock = clock
+        self._all = blocks
+        self._free = list(range(blocks - 1, -1, -1))
+        self._swapped: dict[Swapped, None] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        """Swap blocks that hold nothing."""
+        return len(self._free)
+
+    # --- out ---
+
+    def can_swap_out(self, device_blocks: Collection[int]) -> CanSwap:
+        """Whether the host has room for these blocks; one that is named twice counts once."""
+        wanted = len(set(device_blocks))
+        if wanted > self._all:
+            return CanSwap.NEVER
+        room = wanted <= len(self._free) and len(self._swapped) < SWAPPED_MAX and self._client.ready
+        return CanSwap.OK if room else CanSwap.LATER
+
+    def swap_out(
+        self, sequences: Mapping[str, Sequence[int]], *, doorbell: Doorbell | None = None
+    ) -> Swapped:
+        """Sends a group of sequences to the host; device blocks that several of them have are sent once.
+
+        Until `poll` says OUT or KEPT the blocks must not change. With `doorbell` nothing is read before it
+        has rung. Raises KvtierError, and changes nothing, for sequences without blocks, or if `can_swap_out`
+        does not say OK.
+        """
+        device_blocks = list(dict.fromkeys(block for blocks in sequences.values() for block in blocks))
+        if not device_blocks:
+            raise KvtierError(Reason.MALFORMED, "a group has at least one block", field="sequences", value=0)
+        if (can := self.can_swap_out(device_blocks)) is not CanSwap.OK:
+            raise KvtierError(
+                Reason.QUEUE_FULL,
+                f"{len(device_blocks)} blocks cannot be swapped out: {can.value}",
+                field="sequences",
+                value=f"{len(self._free)} of {self._all} blocks are free",
+            )
+        block_map = {block: self._free.pop() for block in device_blocks}
+        tables = {name: [block_map[block] for block in blocks] for name, blocks in sequences.items()}
+        hash_bytes = self._client.namespace.hash_bytes
+        swapped = Swapped(
+            sequences=tables,
+            block_map=block_map,
+            keys={block: os.urandom(hash_bytes) for block in block_map.values()},
+            counts=Counter(block for blocks in tables.values() for block in set(blocks)),
+        )
+        swapped._transfer = self._client.store(
+            [swapped.keys[block] for block in block_map.values()],
+            list(block_map),
+            group=self._group,
+            doorbell=doorbell,
+        )
+        self._swapped[swapped] = None
+        return swapped
+
+    # --- in ---
+
+    def can_swap_in(
+        self, swapped: Swapped, *, free_blocks: int, all_blocks: int, lookahead: int = 0
+    ) -> CanSwap:
+        """Whether an engine with so many device blocks, so many of them free, has room for a group and
+        `lookahead` more blocks, above the watermark."""
+        wanted = len(swapped.counts) + lookahead
+        if swapped.state is SwapState.LOST or wanted > all_blocks:
+            return CanSwap.NEVER
+        enough = free_blocks - wanted >= int(self._watermark * all_blocks)
+        return CanSwap.OK if enough and swapped.state is SwapState.OUT else CanSwap.LATER
+
+    def swap_in(self, swapped: Swapped, device_blocks: Sequence[int]) -> dict[str, list[int]]:
+        """Brings a group that is OUT back, to these device blocks, one for each of `swapped.blocks`; returns
+        the block table of each sequence.
+
+        Until `poll` says IN, OUT (it may be tried again) or LOST the blocks belong to the transfer; unless it
+        is IN, what is in them is unknown. Raises KvtierError, and changes nothing, for another state or other
+        counts.
+        """
+        if swapped.state is not SwapState.OUT:
+            raise KvtierError(
+                Reason.MALFORMED, "only what is out can come in", field="swapped", value=swapped.state.value
+            )
+        if len(set(device_blocks)) != len(swapped.counts) or len(device_blocks) != len(swapped.counts):
+            raise KvtierError(
+                Reason.COUNT_MISMATCH,
+                f"the group has {len(swapped.counts)} blocks: name as many, each once",
+                field="device_blocks",
+                value=len(device_blocks),
+            )
+        swapped.targets = dict(zip(swapped.blocks, device_blocks, strict=True))
+        swapped.state, swapped.error, swapped._transfer = SwapState.COMING_IN, None, None
+        self.poll(swapped)
+        return {
+            name: [swapped.targets[block] for block in table] for name, table in swapped.sequences.items()
+        }
+
+    # --- while it is out ---
+
+    def drop(self, swapped: Swapped, sequence: str) -> None:
+        """One sequence of a group that is OUT has ended: blocks that no other has are free again. With the
+        last one the group is gone, and IN."""
+        if swapped.state is not SwapState.OUT:
+            raise KvtierError(
+                Reason.MALFORMED, "only of what is out", field="swapped", value=swapped.state.value
+            )
+        for block in set(swapped.sequences.pop(sequence)):
+            swapped.counts[block] -= 1
+            if not swapped.counts[block]:
+                del swapped.counts[block], swapped.keys[block]
+                self._free.append(block)
+        if not swapped.sequences:
+            self._end(swapped, SwapState.IN)
+
+    def discard(self, swapped: Swapped) -> None:
+        """Forgets a group that is OUT, and all of its sequences."""
+        for sequence in list(swapped.sequences):
+            self.drop(swapped, sequence)
+
+    def tick(self) -> None:
+        """`poll` for every group: to be called every few seconds at least while any is out, so that leases
+        are renewed."""
+        for swapped in list(self._swapped):
+            self.poll(swapped)
+
+    def poll(self, swapped: Swapped) -> SwapState:
+        """How a group stands now. Never waits."""
+        match swapped.state:
+            case SwapState.GOING_OUT:
+                self._go_out(swapped)
+            case SwapState.OUT:
+                if self._needs_lease(swapped):
+                    self._hold(swapped)
+            case SwapState.COMING_IN:
+                self._come_in(swapped)
+        return swapped.state
+
+    # --- inside ---
+
+    def _go_out(self, swapped: Swapped) -> None:
+        assert swapped._transfer is not None
+        outcome = swapped._transfer.outcome
+        if outcome.state is TransferState.ACTIVE or not outcome.fenced:
+            return
+        if not outcome.done or not all(outcome.succeeded) or len(outcome.succeeded) != len(swapped.keys):
+            self._end(swapped, SwapState.KEPT, outcome.error)
+        elif self._hold(swapped):
+            swapped.state, swapped._transfer = SwapState.OUT, None
+
+    def _come_in(self, swapped: Swapped) -> None:
+        if swapped._transfer is None:
+            if self._needs_lease(swapped) and not self._hold(swapped):
+                return
+            assert swapped._lease is not None
+            targets = [swapped.targets[block] for block in swapped._leased]
+            swapped._transfer = self._client.load(swapped._lease, targets, group=self._group, keep_lease=True)
+        outcome = swapped._transfer.outcome
+        if outcome.state is TransferState.ACTIVE or not outcome.fenced:
+            return
+        swapped._transfer = None
+        if outcome.done:
+            self._end(swapped, SwapState.IN)
+            return
+        # A block that is not what it was is a miss from now on: the next lookup finds that it is lost.
+        swapped.state, swapped.error = SwapState.OUT, outcome.error
+        self._release(swapped)
+
+    def _needs_lease(self, swapped: Swapped) -> bool:
+        lease = swapped._lease.lease if swapped._lease is not None else None
+        return (
+            lease is None
+            or lease.epoch != self._client.epoch
+            or swapped._leased != swapped.blocks
+            or (swapped.state is SwapState.OUT and self._clock() - swapped._leased_s > RENEW_S)
+        )
+
+    def _hold(self, swapped: Swapped) -> bool:
+        """Has all of a group's blocks leased anew. False: the answer is on its way, or cannot be had now, or
+        the group has ended."""
+        now_s = self._clock()
+        if swapped._call is None:
+            if not self._client.ready:
+                error = KvtierError(Reason.NOT_ATTACHED, "the daemon does not answer: try again later")
+                self._unanswered(swapped, error)
+                return False
+            # First the old one, on the same stream: leases are bounded, and blocks that lose one are the most
+            # recent of all.
+            self._release(swapped)
+            swapped._called, swapped._called_s = swapped.blocks, now_s
+            keys = [swapped.keys[block] for block in swapped._called]
+            swapped._call = self._client.start_lookup(
+                keys, group=self._group, mode=LookupMode.EXACT, lease=True
+            )
+        answer = swapped._call.poll()
+        if answer is None:
+            if now_s - swapped._called_s <= ANSWER_DEADLINE_S:
+                return False
+            answer = swapped._call.abandon()
+        swapped._call = None
+        if not answer.answered:
+            self._unanswered(swapped, answer.error)
+            return False
+        if swapped._called != swapped.blocks:  # a sequence has ended meanwhile: asked again
+            answer.release()
+            return False
+        if answer.hits < len(swapped._called) or answer.lease is None:
+            answer.release()
+            lost = SwapState.KEPT if swapped.state is SwapState.GOING_OUT else SwapState.LOST
+            self._end(swapped, lost, answer.error)
+            return False
+        swapped._lease, swapped._leased, swapped._leased_s = answer, swapped._called, now_s
+        return True
+
+    def _unanswered(self, swapped: Swapped, error: KvtierError | None) -> None:
+        """The daemon does not say whether it has the blocks: nobody waits for it."""
+        if swapped.state is SwapState.GOING_OUT:
+            self._end(swapped, SwapState.KEPT, error)
+        elif swapped.state is SwapState.COMING_IN:
+            swapped.state, swapped.error = SwapState.OUT, error
+
+    def _release(self, swapped: Swapped) -> None:
+        lease, swapped._lease = swapped._lease, None
+        if lease is not None:
+            lease.release()
+
+    def _end(self, swapped: Swapped, state: SwapState, error: KvtierError | None = None) -> None:
+        """Nothing of it is on the host any more, or will be found there."""
+        swapped.state, swapped.error = state, error
+        if swapped._call is not None:
+            swapped._call.abandon().release()
+            swapped._call = None
+        self._release(swapped)
+        self._free.extend(swapped.counts)
+        swapped.counts.clear()
+        swapped.keys.clear()
+        del self._swapped[swapped]

@@ -1,0 +1,102 @@
+"""What vLLM shows of the connector: its log line and its Prometheus metrics. All of it comes from the
+scheduler's side, as increments since the last step; a transfer is one for all ranks.
+
+Experimental interfaces of vLLM's: KVConnectorStats, KVConnectorPromMetrics (0.29 to 0.33).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+PREFIX = "vllm:kvtier_"
+
+COUNTERS = {
+    "lookups": "Lookups sent to kvtierd for waiting requests.",
+    "lookups_hit": "Of them, those that found a block.",
+    "lookups_unanswered": "Of them, those given up because kvtierd did not answer in time.",
+    "requests_known_absent": "Requests for which kvtierd's index page had nothing, so that it was not asked.",
+    "waits": "Requests that waited for blocks on their way from a disk or another engine.",
+    "waits_in_vain": "Of them, those that got less than they waited for.",
+    "loads": "Loads of cached blocks that have ended.",
+    "loads_failed": "Of them, those that failed: their tokens were computed.",
+    "loaded_tokens": "Tokens of prompts that were loaded instead of computed.",
+    "load_seconds": "From the submission of each load to its report, summed.",
+    "stores": "Stores submitted.",
+    "stores_refused": "Stores that were refused or failed, wholly or in part.",
+    "stored_blocks": "Blocks that kvtierd holds because of this engine's stores, or held already.",
+}
+"""By name: of the increments, and of the metrics after `PREFIX`."""
+
+
+@dataclass
+class KvtierStats(KVConnectorStats):
+    """`data`: increments by the names of `COUNTERS`; what is missing has not changed."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KvtierStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log: what happened in its interval, with the mean time of a load in milliseconds."""
+        told: dict[str, int | float] = {
+            name.replace("_", " "): value
+            for name in COUNTERS
+            if name != "load_seconds" and (value := self.data.get(name, 0))
+        }
+        if loads := self.data.get("loads"):
+            told["mean load ms"] = round(self.data.get("load_seconds", 0.0) / loads * 1e3, 1)
+        return told
+
+
+class KvtierPromMetrics(KVConnectorPromMetrics):
+    """One counter for each of `COUNTERS`, with the engine's labels. Lives in the API server's process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+        make = metric_types[Counter]
+        self._counters = {
+            name: make(name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+        self._of_engine = {
+            engine: {name: counter.labels(*values) for name, counter in self._counters.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Counts increments; names that a newer connector has and this one has not are left out."""
+        counters = self._of_engine[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in counters and value > 0:
+                counters[name].inc(value)
+
+
+class Increments:
+    """Remembers totals, and tells what they have grown by."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def of(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Since the last call; only what has changed."""
+        grown = {name: value - self._told.get(name, 0) for name, value in totals.items()}
+        self._told = dict(totals)
+        return {name: value for name, value in grown.items() if value}

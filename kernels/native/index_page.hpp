@@ -1,0 +1,119 @@
+// What clients may know of a space's blocks without asking: a set of block hashes in memory that the daemon writes and clients
+// map read-only. Advisory: a hash that is missing may be there, one that is found is to be asked for.
+//
+// A page of header, then buckets of eight words, one cache line each. A word is `tag << 8 | count`: the upper 56 bits of the
+// hash's keyed 64-bit hash, and how many blocks (of several tiers, or of one tag) it stands for. A hash lies in one of two
+// buckets, the emptier one when it came: so hardly any is ever full. Where both are, it is left out. Words change one at a
+// time; nothing moves.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "key_hash.hpp"
+
+namespace kvtier {
+
+constexpr std::uint64_t kIndexMagic = 0x3158444e4954564bu;  // "KVTINDX1"
+constexpr std::size_t kIndexHeaderBytes = 4096;
+constexpr std::size_t kBucketWords = 8;
+constexpr std::size_t kBucketBytes = kBucketWords * sizeof(std::uint64_t);
+constexpr std::size_t kIndexBucketsMax = std::size_t{1} << 24;  // a gigabyte of words
+
+enum IndexHeader : std::size_t { index_magic, index_boot_nonce, index_seed, index_buckets, index_complete };
+
+// The words and where a hash belongs among them.
+class IndexWords {
+   public:
+    // Which words a hash may lie in, and what the upper 56 bits of its word are.
+    struct Place {
+        std::size_t buckets[2];  // which may be one
+        std::uint64_t tag;
+    };
+
+    IndexWords(std::byte* memory, std::size_t buckets, std::uint64_t seed)
+        : header_(reinterpret_cast<std::uint64_t*>(memory)),
+          words_(reinterpret_cast<std::uint64_t*>(memory + kIndexHeaderBytes)),
+          mask_(buckets - 1),
+          key_hash_(seed) {}
+
+    Place place(const std::uint8_t* hash) const {
+        const std::uint64_t mixed = key_hash_.wide(0, hash);
+        return {{mixed & mask_, (mixed >> 32) & mask_}, mixed >> 8};
+    }
+    void prefetch(const Place& place) const {
+        for (const std::size_t bucket : place.buckets) __builtin_prefetch(&words_[bucket * kBucketWords]);
+    }
+    std::uint64_t load(std::size_t word) const { return at(words_, word).load(std::memory_order_relaxed); }
+    void store(std::size_t word, std::uint64_t value) { at(words_, word).store(value, std::memory_order_relaxed); }
+
+    // Calls visit(index, word) for each word of the two buckets until it returns true; whether it did.
+    template <class Visit>
+    bool any(const Place& place, Visit visit) const {
+        for (const std::size_t bucket : place.buckets)
+            for (std::size_t i = bucket * kBucketWords; i < (bucket + 1) * kBucketWords; ++i)
+                if (visit(i, load(i))) return true;
+        return false;
+    }
+    bool has(const Place& place) const {
+        return any(place, [&](std::size_t, std::uint64_t word) { return word >> 8 == place.tag && (word & 0xff) != 0; });
+    }
+
+    std::uint64_t header(IndexHeader field) const { return at(header_, field).load(std::memory_order_acquire); }
+    void set_header(IndexHeader field, std::uint64_t value) { at(header_, field).store(value, std::memory_order_release); }
+    std::size_t buckets() const { return mask_ + 1; }
+
+   private:
+    static std::atomic_ref<std::uint64_t> at(std::uint64_t* words, std::size_t i) {
+        return std::atomic_ref<std::uint64_t>(words[i]);
+    }
+
+    std::uint64_t* header_;
+    std::uint64_t* words_;
+    std::size_t mask_;
+    KeyHash key_hash_;
+};
+
+// The daemon's side. One writer.
+class IndexPage {
+   public:
+    using Place = IndexWords::Place;
+
+    // Bytes of a page that has room for so many hashes at half its words.
+    static std::size_t bytes_for(std::uint64_t blocks);
+
+    // Takes memory of zeros. Throws if it is no header and a power of two of buckets, or not aligned to cache lines.
+    IndexPage(std::byte* memory, std::size_t bytes, std::uint64_t boot_nonce, std::uint64_t seed);
+
+    Place place(const std::uint8_t* hash) const { return words_.place(hash); }
+    void prefetch(const Place& place) const { words_.prefetch(place); }
+    void add(const Place& place);
+    void remove(const Place& place);
+    // From now on clients believe what is missing.
+    void complete() { words_.set_header(index_complete, 1); }
+
+    std::uint64_t left_out() const { return left_out_; }
+
+   private:
+    IndexWords words_;
+    std::uint64_t left_out_ = 0;
+};
+
+// A client's side. For any thread.
+class IndexReader {
+   public:
+    // Throws if the memory is not such a page.
+    IndexReader(const std::byte* memory, std::size_t bytes);
+
+    bool complete() const { return words_.header(index_complete) != 0; }
+    std::uint64_t boot_nonce() const { return words_.header(index_boot_nonce); }
+    IndexWords::Place place(const std::uint8_t* hash) const { return words_.place(hash); }
+    void prefetch(const IndexWords::Place& place) const { words_.prefetch(place); }
+    bool has(const IndexWords::Place& place) const { return words_.has(place); }
+
+   private:
+    IndexWords words_;  // only read
+};
+
+}  // namespace kvtier

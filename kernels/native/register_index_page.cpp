@@ -1,0 +1,79 @@
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "register.hpp"
+#include "shared_index_page.hpp"
+
+namespace kvtier {
+
+namespace {
+
+// Hashes looked for together.
+constexpr std::size_t kGroup = 16;
+
+class Reader {
+   public:
+    Reader(BufferArg buffer, std::size_t hash_bytes)
+        : buffer_(buffer.object, "buffer", false), reader_(buffer_.data(), buffer_.bytes()), hash_bytes_(hash_bytes) {
+        if (hash_bytes == 0 || hash_bytes > kHashBytes) refuse("hash_bytes is ", hash_bytes, "; expected 1 to ", kHashBytes);
+    }
+
+    bool complete() const { return reader_.complete(); }
+    std::uint64_t boot_nonce() const { return reader_.boot_nonce(); }
+
+    // Of any sequence of bytes objects.
+    std::size_t run(nb::sequence hashes, std::size_t first, std::size_t end) const {
+        const nb::object fast = nb::steal(PySequence_Fast(hashes.ptr(), "hashes is no sequence"));
+        if (!fast.is_valid()) throw nb::python_error();
+        const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr()));
+        end = std::min(end, count);
+        std::array<std::uint8_t, kHashBytes> key{};
+        std::array<IndexWords::Place, kGroup> places;
+        for (std::size_t start = first, size = 1; start < end; start += size, size = std::min(kGroup, end - start)) {
+            // The first one is by itself: it is the one that is missing most often.
+            for (std::size_t i = 0; i < size; ++i) {
+                PyObject* const hash = PySequence_Fast_GET_ITEM(fast.ptr(), static_cast<Py_ssize_t>(start + i));
+                if (!PyBytes_Check(hash) || static_cast<std::size_t>(PyBytes_GET_SIZE(hash)) != hash_bytes_)
+                    refuse("hashes[", start + i, "] is no bytes object of ", hash_bytes_, " bytes");
+                std::memcpy(key.data(), PyBytes_AS_STRING(hash), hash_bytes_);
+                places[i] = reader_.place(key.data());
+                reader_.prefetch(places[i]);
+            }
+            for (std::size_t i = 0; i < size; ++i)
+                if (!reader_.has(places[i])) return start + i - first;
+        }
+        return end > first ? end - first : 0;
+    }
+
+   private:
+    Buffer buffer_;
+    IndexReader reader_;
+    std::size_t hash_bytes_;
+};
+
+}  // namespace
+
+void register_index_page(nb::module_& module) {
+    using namespace nb::literals;
+    nb::class_<SharedIndexPage>(
+        module, "IndexPage",
+        "A set of block hashes in shared memory, which clients read while a BlockTable writes it (`BlockTable.publish`).\n"
+        "Advisory: a few hashes may be left out.")
+        .def(nb::init<BufferArg, std::uint64_t, std::uint64_t>(), "buffer"_a, "boot_nonce"_a, "seed"_a,
+             "An empty page in a writable buffer of zeros, as long as `bytes_for` says. `seed` keys the hash function. Raises\n"
+             "ValueError for a buffer of another size, or not aligned to cache lines.")
+        .def_static("bytes_for", &SharedIndexPage::bytes_for, "blocks"_a, "Bytes of a page with room for so many hashes.")
+        .def("complete", &SharedIndexPage::complete, "From now on clients believe that what is missing is not there.")
+        .def_prop_ro("left_out", &SharedIndexPage::left_out, "How many hashes found no place.");
+    nb::class_<Reader>(module, "IndexReader", "A client's view of an index page. For any thread.")
+        .def(nb::init<BufferArg, std::size_t>(), "buffer"_a, "hash_bytes"_a,
+             "Raises ValueError if the buffer is no index page. `hash_bytes`: of one block hash, 1 to 32.")
+        .def_prop_ro("complete", &Reader::complete, "False: what is missing may be there all the same.")
+        .def_prop_ro("boot_nonce", &Reader::boot_nonce, "Of the daemon that writes it.")
+        .def("run", &Reader::run, "hashes"_a, "first"_a, "end"_a,
+             nb::sig("def run(self, hashes: collections.abc.Sequence[bytes], first: int, end: int) -> int"),
+             "How many of `hashes[first:end]` are there, up to the first that is not. ValueError for one of another length.");
+}
+
+}  // namespace kvtier

@@ -1,0 +1,122 @@
+"""An index page's memory: written by its daemon alone; and what becomes of hashes it has no room for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+from kvtier_kernels import BlockTable, IndexPage, IndexReader
+from kvtierd.memory import SharedPage
+
+HASHES = np.random.default_rng(3).integers(0, 256, (2_000, 32), np.uint8)
+KEYS = [row.tobytes() for row in HASHES]
+SMALLEST = IndexPage.bytes_for(0)
+WORDS = (SMALLEST - 4096) // 8
+
+
+def known(reader: IndexReader, keys: list[bytes]) -> int:
+    """How many of the keys are there, each by itself."""
+    return sum(reader.run([key], 0, 1) for key in keys)
+
+
+def test_clients_can_read_a_page_and_nothing_else() -> None:
+    page = SharedPage(100, boot_nonce=7)
+    fd = page.dup()
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, page.size_bytes)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+        for size in (0, 2 * page.size_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        reader = IndexReader(mmap.mmap(fd, page.size_bytes, prot=mmap.PROT_READ), 32)
+        assert (reader.boot_nonce, reader.complete) == (7, False)
+        table = BlockTable(8, 64)
+        table.publish(1, page.native)
+        table.insert(1, 0, HASHES[:3].copy())
+        page.native.complete()
+        assert reader.complete
+        assert reader.run(KEYS, 0, 8) == 0, "what the table had before is looked at first"
+        assert table.publish_more(1, 8)
+        assert reader.run(KEYS, 0, 8) == 3
+        assert reader.run(KEYS, 1, 2) == 1
+        assert reader.run(KEYS, 3, 8) == reader.run(KEYS, 5, 5) == reader.run([], 0, 8) == 0
+    finally:
+        os.close(fd)
+        page.close()
+
+
+def test_what_finds_no_room_is_missing_and_nothing_else_is_found() -> None:
+    memory = mmap.mmap(-1, SMALLEST)
+    page, table = IndexPage(memory, 1, 5), BlockTable(len(KEYS), 64)
+    table.publish(0, page)
+    assert table.publish_more(0, 1)
+    reader = IndexReader(memory, 32)
+    table.insert(0, 0, HASHES[:1_000].copy())
+    assert 0 < page.left_out < 1_000
+    assert WORDS * 0.9 < known(reader, KEYS[:1_000]) == 1_000 - page.left_out
+    assert known(reader, KEYS[1_000:]) == 0
+    entries, _ = table.lookup(0, HASHES[:1_000].copy())
+    table.remove(entries)
+    assert known(reader, KEYS) == 0
+    assert not np.frombuffer(memory, np.uint8)[4096:].any()
+
+
+def test_half_full_hardly_anything_is_left_out() -> None:
+    memory = mmap.mmap(-1, IndexPage.bytes_for(len(KEYS)))
+    page, table = IndexPage(memory, 1, 5), BlockTable(len(KEYS), 64)
+    table.publish(0, page)
+    table.publish_more(0, 1)
+    table.insert(0, 0, HASHES.copy())
+    assert page.left_out == 0
+    assert IndexReader(memory, 32).run(KEYS, 0, len(KEYS)) == len(KEYS)
+
+
+def test_a_block_of_several_tiers_is_known_until_the_last_of_them_forgets_it() -> None:
+    memory = mmap.mmap(-1, SMALLEST)
+    page, reader = IndexPage(memory, 1, 5), IndexReader(memory, 32)
+    tables = [BlockTable(4, 64) for _ in range(300)]
+    for table in tables:
+        table.publish(0, page)
+        table.publish_more(0, 1)
+    one = HASHES[:1].copy()
+    for table in tables[:3]:
+        table.insert(0, 0, one)
+    for table in tables[:3]:
+        assert known(reader, KEYS[:1])
+        table.remove(np.zeros(1, np.uint32))
+    assert not known(reader, KEYS[:1])
+    for table in tables:  # more than the page can count: known for ever, and looked up in vain
+        table.insert(0, 0, one)
+    for table in tables:
+        table.remove(np.zeros(1, np.uint32))
+    assert known(reader, KEYS[:1])
+
+
+def test_short_hashes_are_padded_as_the_table_has_them() -> None:
+    memory = mmap.mmap(-1, SMALLEST)
+    page, table = IndexPage(memory, 1, 5), BlockTable(4, 64)
+    table.publish(0, page)
+    table.publish_more(0, 1)
+    padded = np.zeros((1, 32), np.uint8)
+    padded[0, :8] = 9
+    table.insert(0, 0, padded)
+    assert IndexReader(memory, 8).run([b"\x09" * 8], 0, 1) == 1
+    with pytest.raises(ValueError, match=r"hashes\[0\] is no bytes object of 8 bytes"):
+        IndexReader(memory, 8).run([b"\x09" * 9], 0, 1)
+
+
+def test_what_is_no_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory is no index page"):
+        IndexReader(mmap.mmap(-1, SMALLEST), 32)
+    for size in (1, 4096, SMALLEST + 1, SMALLEST + 64):
+        with pytest.raises(ValueError, match=f"memory has {size} bytes; expected a header"):
+            IndexReader(mmap.mmap(-1, size), 32)
+    memory = mmap.mmap(-1, SMALLEST)
+    IndexPage(memory, 1, 5)
+    memory[24] = 1  # fewer buckets than there are
+    with pytest.raises(ValueError, match="the page says"):
+        IndexReader(memory, 32)
