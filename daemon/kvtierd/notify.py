@@ -30,6 +30,8 @@ class Notifier:
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Takes the protocol's variables out of `environ`: no worker is to speak for the daemon."""
         address, watchdog_us, watchdog_pid = (environ.pop(name, "") for name in VARIABLES)
+        if environ.get("SYSTEMD_EXEC_PID", str(os.getpid())) != str(os.getpid()):
+            address = ""  # it is not we who were started as a service: an engine has started us
         self.watchdog_s = None
         self._socket: socket.socket | None = None
         self._unsent: dict[str, str] = {}

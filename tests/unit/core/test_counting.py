@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kvtierd.core.stimuli import Drain, LookupMode, ReleaseLeases, Tick
+from kvtierd.core.stimuli import Drain, LookupMode, ReleaseLeases, RenewSession, Tick
 
 from tests.unit.core.host import Host
 
@@ -48,6 +48,13 @@ class TestMisses:
         one.store(3)
         one.lookup(1, 2, 3, 4, mode=LookupMode.EXACT)
         assert misses(host) == {"absent": 2, "pending": 1}
+
+    def test_what_clients_saw_in_the_index_page_was_absent(self, host: Host) -> None:
+        one = host.instance()
+        host.do(RenewSession(one.scheduler, index_lookups=3, index_hashes=10))
+        assert misses(host) == {"absent": 3, "beyond": 7}
+        host.do(RenewSession(one.scheduler, index_lookups=5, index_hashes=2))
+        assert misses(host) == {"absent": 5, "beyond": 7}
 
     def test_while_it_drains_everything_misses_for_that_reason(self, host: Host) -> None:
         one = host.instance()

@@ -124,6 +124,11 @@ def test_the_watchdog_is_taken_only_if_it_is_meant_for_this_process(
     assert notifier.watchdog_s == watchdog_s
 
 
+def test_a_daemon_that_a_service_has_started_does_not_speak_for_it(make: Callable[..., Notifier]) -> None:
+    assert not make(NOTIFY_SOCKET="@kvtier-test", SYSTEMD_EXEC_PID="1").is_heard
+    assert make(NOTIFY_SOCKET="@kvtier-test", SYSTEMD_EXEC_PID=str(os.getpid())).is_heard
+
+
 def test_no_child_inherits_the_protocol() -> None:
     environ = {"NOTIFY_SOCKET": "@kvtier-test", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2", "HOME": "/"}
     Notifier(environ).close()
