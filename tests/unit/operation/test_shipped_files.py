@@ -11,6 +11,8 @@ from kvtierd import config
 from kvtierd.metrics import DECLARED, Kind
 from kvtierd.reload import LIVE
 
+from tools import configure_page
+
 REPO = Path(__file__).resolve().parents[3]
 SYSTEMD = REPO / "deploy" / "systemd"
 RULES = REPO / "deploy" / "prometheus"
@@ -63,6 +65,10 @@ def test_the_documentation_names_the_settings_that_change_live() -> None:
     page = (DOCS / "operate.md").read_text()
     paragraph = page[page.index("Live: ") : page.index("A reload with")]
     assert set(re.findall(r"`(\w+\.\w+)`", paragraph)) == set(LIVE)
+
+
+def test_the_page_of_settings_is_what_the_program_declares() -> None:
+    assert (DOCS / "configure.md").read_text() == configure_page.page(), "python -m tools.configure_page"
 
 
 def test_links_lead_somewhere_and_pictures_are_there() -> None:
