@@ -83,7 +83,6 @@ class ServiceManager:
             self._doubts = doubts
             if watchdog_s and not doubts:
                 self._notifier.alive()
-            line = status_line(self._snapshot())
-            if line != self._said:
+            if self._notifier.is_heard and (line := status_line(self._snapshot())) != self._said:
                 self._said = line
                 self._notifier.status(line)

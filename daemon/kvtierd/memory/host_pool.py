@@ -36,11 +36,6 @@ from kvtierd.memory.writers import WriterTable
 
 log = logging.getLogger(__name__)
 
-REPLACEMENTS_MAX = 64
-"""Tries, some seconds apart: a driver that has not let go of a huge page in minutes never will."""
-REPLACED_BYTES_MAX = 16 << 20
-"""In one go while the daemon serves: some milliseconds."""
-
 
 @dataclass(frozen=True, slots=True)
 class PoolStart:
@@ -89,9 +84,7 @@ class HostPool:
         found = NOTHING_FOUND if cold_reason else recover(self.records, self._writers.gone)
         self._quarantined = found.recovered.quarantined
         self._quarantined_writers = found.quarantined_writers
-        self._slot_bytes = {each.extent: each.slot_bytes for each in found.recovered.extents}
-        self._replacements_left = REPLACEMENTS_MAX
-        self._replace(None)
+        self._replace_foreign(found.recovered)
         self.recovered = replace(found.recovered, quarantined=self._quarantined)
         self._writers.sweep(np.unique(self._quarantined_writers).tolist())
         self.records.start_boot(self.boot_nonce)
@@ -171,8 +164,6 @@ class HostPool:
         """
         if not len(self._quarantined):
             return self._quarantined
-        if len(replaced := self._replace(REPLACED_BYTES_MAX)):
-            return replaced
         proven = free_proven(self.records, self._quarantined, self._quarantined_writers, self._writers.gone)
         slots = self._quarantined[proven]
         self._quarantined = self._quarantined[~proven]
@@ -185,25 +176,31 @@ class HostPool:
             )
         return slots
 
-    def _replace(self, bytes_max: int | None) -> Slots:
-        """Frees quarantined slots whose writers cannot be seen from here, by giving them other memory."""
+    def _replace_foreign(self, recovered: Recovered) -> None:
+        """Frees quarantined slots whose writers cannot be seen from here, by giving them other memory.
+
+        Only before there is any worker of ours: one that has registered the old memory with a GPU's driver
+        would go on using that.
+        """
         foreign = np.flatnonzero(
             np.isin(self._quarantined_writers, self._writers.foreign(self._quarantined_writers))
         )
-        if not len(foreign) or not self._replacements_left:
-            return self._quarantined[:0]
-        self._replacements_left -= 1
+        if not len(foreign):
+            return
+        slot_bytes = {each.extent: each.slot_bytes for each in recovered.extents}
         slots = self._quarantined[foreign]
-        done = replace_memory(self.fd, self.geometry, self._slot_bytes, slots, bytes_max)
-        freed = np.ascontiguousarray(slots[done])
-        if len(freed):
-            self.records.free(freed)
-            keep = np.ones(len(self._quarantined), bool)
-            keep[foreign[done]] = False
-            self._quarantined = self._quarantined[keep]
-            self._quarantined_writers = self._quarantined_writers[keep]
-            log.info("%d slots have other memory: their writers cannot be seen from here", len(freed))
-        return freed
+        done = replace_memory(self.fd, self.geometry, slot_bytes, slots)
+        if done.any():
+            self.records.free(np.ascontiguousarray(slots[done]))
+        left = np.ones(len(self._quarantined), bool)
+        left[foreign[done]] = False
+        self._quarantined = self._quarantined[left]
+        self._quarantined_writers = self._quarantined_writers[left]
+        log.info(
+            "%d slots of writers that cannot be seen from here have other memory, %d have not",
+            np.count_nonzero(done),
+            np.count_nonzero(~done),
+        )
 
     @property
     def quarantined_slots(self) -> int:

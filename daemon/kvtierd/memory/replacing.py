@@ -19,27 +19,19 @@ from kvtierd.core.slots import PoolGeometry, pages_up
 
 
 def replace_memory(
-    fd: int,
-    geometry: PoolGeometry,
-    slot_bytes_of_extent: dict[int, int],
-    slots: Slots,
-    bytes_max: int | None = None,
+    fd: int, geometry: PoolGeometry, slot_bytes_of_extent: dict[int, int], slots: Slots
 ) -> npt.NDArray[np.bool_]:
     """Gives slots other memory, all zero, and says which have it: of those nothing can land there any more.
 
     False for a slot on a huge page that it shares with others, and that is pinned or of hugetlbfs: the kernel
-    then clears it where it is. False, too, beyond `bytes_max`, and when memory runs out.
-    `slot_bytes_of_extent`: of every extent in use.
+    then clears it where it is; the next start tries again. False, too, when memory runs out.
+    `slot_bytes_of_extent`: of every extent in use. Nobody may have registered the memory with a driver since.
     """
     replaced = np.zeros(len(slots), bool)
-    spent = 0
     for position, slot in enumerate(slots.tolist()):
         offset = slot * PAGE_BYTES
         extent = (offset - geometry.first_extent_offset) // geometry.extent_bytes
         length = pages_up(slot_bytes_of_extent[extent])
-        spent += length
-        if bytes_max is not None and spent > bytes_max:
-            break
         try:
             replaced[position] = _cut_out(fd, offset, length)
             os.posix_fallocate(fd, offset, length)
