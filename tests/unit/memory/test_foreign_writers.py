@@ -28,10 +28,8 @@ def opened(path: Path) -> Iterator[HostPool]:
         yield pool
 
 
-@pytest.fixture
-def filled(shm_dir: Path) -> Path:
+def fill(path: Path) -> None:
     """A pool with a few blocks."""
-    path = shm_dir / "pool"
     with opened(path) as pool:
         pool.records.format_extent(0, PAGE_BYTES)
         slots = pool.geometry.slots_of(0, PAGE_BYTES)[:KEPT]
@@ -40,6 +38,12 @@ def filled(shm_dir: Path) -> Path:
         for slot in slots.tolist():
             pool.array[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] = 0x11
         pool.records.commit(slots, u64(*range(KEPT)))
+
+
+@pytest.fixture
+def filled(shm_dir: Path) -> Path:
+    path = shm_dir / "pool"
+    fill(path)
     return path
 
 
