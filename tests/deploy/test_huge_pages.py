@@ -1,4 +1,4 @@
-"""Slots of a killed container on huge pages: out of use while a device holds the page, free at the next start."""
+"""Slots of killed containers on huge pages: not used while a device holds the page, free at a later start."""
 
 from __future__ import annotations
 
