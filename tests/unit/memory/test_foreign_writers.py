@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -130,6 +131,19 @@ def test_a_copy_that_a_device_ends_later_lands_in_nobodys_memory(filled: Path) -
             pool.array[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] = 0x77
         assert container.read_pages() == b"\xaa" * (COUNT * PAGE_BYTES), "the device has the old pages still"
     container.close()
+
+
+def test_a_start_that_was_killed_between_cutting_out_and_putting_in_is_made_good(
+    filled: Path, container: Container
+) -> None:
+    container.kill()
+    with filled.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        first = 2 * MIB + MIB - COUNT * PAGE_BYTES  # some of the first extent's slots, whichever
+        pages.madvise(mmap.MADV_REMOVE, first, COUNT * PAGE_BYTES)
+        assert os.fstat(file.fileno()).st_blocks * 512 < len(pages)
+    with opened(filled) as pool:
+        assert (pool.start.recovered_blocks, pool.quarantined_slots) == (KEPT, 0)
+        assert os.fstat(pool.fd).st_blocks * 512 >= len(pool.array)
 
 
 def test_writers_of_other_namespaces_use_up_no_ids(filled: Path) -> None:
