@@ -76,6 +76,11 @@ def build_image() -> Image:
     name = f"localhost/kvtier:{digest}"
     STORAGE.mkdir(parents=True, exist_ok=True)
     if name not in _buildah("images", "--format", "{{.Name}}:{{.Tag}}"):
+        unmount_images()
+        _buildah("rm", "--all")
+        for old in _buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
+            if old.startswith("localhost/kvtier:"):
+                _buildah("rmi", old)
         base = _base()
         trusted = os.environ.get("PIP_CERT") or ssl.get_default_verify_paths().cafile or ""
         pip = STORAGE / "pip.conf"
@@ -87,7 +92,18 @@ def build_image() -> Image:
     working = f"kvtier-{digest}"
     if working not in _buildah("containers", "--format", "{{.ContainerName}}"):
         _buildah("from", "--name", working, name)
-    root = Path(_buildah("mount", working).strip())
+    root = Path(_buildah("mount", working).strip())  # `unmount_images` when it is not needed any more
     about = json.loads(_buildah("inspect", "--type", "image", name))["OCIv1"]["config"]
     environment = dict(each.split("=", 1) for each in about["Env"])
     return Image(root, environment, about["User"], about["Entrypoint"] + about["Cmd"])
+
+
+def unmount_images() -> None:
+    """The roots of images are folders no more; what was built stays."""
+    _buildah("umount", "--all")
+    # It counts who has mounted, and keeps a mount of its own.
+    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for place in sorted(
+        (each for each in mounted if Path(each).is_relative_to(STORAGE)), key=len, reverse=True
+    ):
+        subprocess.run(["umount", place], check=True, timeout=60)

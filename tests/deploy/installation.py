@@ -40,6 +40,8 @@ def build_wheel() -> Path:
     """The wheel of the sources as they are; built once for each state of them."""
     out = PLACE / "wheels" / sources_digest()
     if not (found := list(out.glob("*.whl"))):
+        for old in ("wheels", "installations"):
+            shutil.rmtree(PLACE / old, ignore_errors=True)
         command = [str(UV), "build", "--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable]
         command += ["--out-dir", str(out), "--config-setting", f"build-dir={PLACE / 'cmake'}"]
         subprocess.run(command, cwd=REPO, timeout=BUILD_TIMEOUT_S, check=True)

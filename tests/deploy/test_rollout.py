@@ -24,7 +24,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
-from tests.deploy.image import Image, build_image
+from tests.deploy.image import Image, build_image, unmount_images
 from tests.deploy.installation import REPO
 from tests.support.plain_client import BLOCKS, PlainClient, block_hashes
 from tests.support.process import until
@@ -37,8 +37,9 @@ COUNT = 4 * BLOCKS
 
 
 @pytest.fixture(scope="session")
-def image(as_root: None) -> Image:
-    return build_image()
+def image(as_root: None) -> Iterator[Image]:
+    yield build_image()
+    unmount_images()
 
 
 def free_port() -> int:
