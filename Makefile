@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-gpu test-faults test-faults-short test-faults-long clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-gpu test-deploy test-faults test-faults-short test-faults-long clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ test-fake-gpu: setup ## the GPU data plane on a double of the CUDA driver, 200 k
 
 test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check every byte, measure (tests/gpu/README.md)
 	@$(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) tests/gpu/run.py $(GPU_FLAGS)
+
+test-deploy: setup-light ## as an operator would: systemd, containers, Kubernetes, Prometheus, packages; as root, on Debian
+	@$(PY) -m tools.check deploy
 
 test-faults: setup ## the fault suite at full length (an hour and more): counts, the last line is JSON
 	@$(PY) -m tools.faults long

@@ -62,10 +62,15 @@ class Outcome:
 
 
 def pytest_stage(
-    name: str, marks: str, proves: str, deadline_s: int, least: dict[str, int] | None = None
+    name: str,
+    marks: str,
+    proves: str,
+    deadline_s: int,
+    least: dict[str, int] | None = None,
+    folder: str = "tests",
 ) -> Stage:
-    """A stage that runs the tests that `marks` selects; none selected is a failure."""
-    command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", "tests"]
+    """A stage that runs the tests of `folder` that `marks` selects; none selected is a failure."""
+    command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", folder]
     return Stage(name, command, proves, deadline_s, is_pytest=True, least=least or {})
 
 
@@ -112,13 +117,13 @@ REST = [
     ),
     pytest_stage(
         "tests",
-        "not vllm and not faults and not gpu and not fake_gpu",
+        "not vllm and not faults and not gpu and not fake_gpu and not deploy",
         "The unit, contract, simulation and integration tests pass.",
         deadline_s=1_500,
     ),
     pytest_stage(
         "tests-faults",
-        "faults and not vllm and not gpu and not fake_gpu",
+        "faults and not vllm and not gpu and not fake_gpu and not deploy",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
         deadline_s=1_200,
         least=fault_counts.IN_MAKE_TEST,
@@ -131,9 +136,19 @@ REST = [
     ),
     *FAKE_GPU,
 ]
+DEPLOY = [
+    pytest_stage(
+        "tests-deploy",
+        "deploy",
+        "An operator's way: packages, units, manifests, metrics and commands of the documentation work.",
+        deadline_s=3_600,
+        folder="tests/deploy",  # others want what this machine need not have: an engine, for example
+    ),
+]
 FORMS = {
     "all": LINT + REST,
     "lint": LINT,
+    "deploy": DEPLOY,
     "fake-gpu": [
         replace(stage, deadline_s=1_800, least=fault_counts.FAKE_GPU)
         if stage.name == "tests-fake-gpu-faults"

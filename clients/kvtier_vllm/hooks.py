@@ -73,7 +73,7 @@ HOOKS = (
 
 
 def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
-    """The block ids of a request that is scheduled in this step, group by group; None if they are not told."""
+    """The block ids of a request that is scheduled in this step, group by group; None if it is not told."""
     state = output.kv_connector_block_state
     if hasattr(state, "get_block_ids"):
         found: Sequence[Sequence[int]] | None = state.get_block_ids(request)

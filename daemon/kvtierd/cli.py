@@ -36,10 +36,13 @@ def _configurable(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _given(flags: dict[str, str | None]) -> dict[str, object]:
+    return {name.replace("__", "."): value for name, value in flags.items() if value is not None}
+
+
 def _load(config_file: Path | None, flags: dict[str, str | None]) -> configuration.Loaded:
-    given = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     try:
-        return configuration.load(config_file, given)
+        return configuration.load(config_file, _given(flags))
     except settings.ConfigError as error:
         _fail(error, EXIT_CONFIG)
 
@@ -60,6 +63,7 @@ def main() -> None:
 def serve(config_file: Path | None, **flags: str | None) -> None:
     """Run the daemon in the foreground. SIGTERM drains and stops it; a second one stops it at once."""
     loaded = _load(config_file, flags)
+    given = _given(flags)
     # Imported late: `kvtierd config` and `--help` need neither gRPC nor the native core.
     from kvtierd import serve as root
     from kvtierd.memory import PoolError
@@ -68,7 +72,7 @@ def serve(config_file: Path | None, **flags: str | None) -> None:
 
     logs.configure(loaded.config.log.level, loaded.config.log.format)
     try:
-        sys.exit(root.run(loaded.config))
+        sys.exit(root.run(loaded.config, lambda: configuration.load(config_file, given).config))
     except settings.ConfigError as error:
         _fail(error, EXIT_CONFIG)
     except (PoolError, SocketError, WorkerStartError) as error:

@@ -47,6 +47,15 @@ class ServerConfig:
             "Unix group that may use the sockets besides their owner. Empty: the owner only.", s.text, "NAME"
         ),
     ] = ""
+    health_listen: Annotated[
+        str,
+        Doc(
+            "Where gRPC health checks are answered over TCP, and nothing else, for Kubernetes' probes; off: "
+            "on the socket only.",
+            s.address,
+            "HOST:PORT",
+        ),
+    ] = "off"
     message_bytes_max: Annotated[
         int, Doc("Bytes of one gRPC message; larger ones are refused.", s.size, "SIZE")
     ] = 4 << 20
@@ -368,11 +377,12 @@ def show(loaded: Loaded) -> str:
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         value = getattr(getattr(loaded.config, item.section), item.name)
         source = loaded.given[item.key].source if item.key in loaded.given else "default"
-        lines += [f"# {item.sentence} ({source})", f"{item.name} = {_toml(item, value)}"]
+        lines += [f"# {item.sentence} ({source})", f"{item.name} = {as_toml(item, value)}"]
     return "\n".join(lines) + "\n"
 
 
-def _toml(item: s.Setting, value: Any) -> str:
+def as_toml(item: s.Setting, value: Any) -> str:
+    """A value as a configuration file would say it."""
     if item.parse is s.size:
         return json.dumps(s.format_size(value)) if value else "0"
     if isinstance(value, bool):

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -14,7 +14,11 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import settings
-from kvtierd.ctl_text import count, drained, explained, lines, scrub_line, scrubbed
+from kvtierd.ctl_host import completion, doctor
+from kvtierd.ctl_lists import engines as list_engines
+from kvtierd.ctl_lists import namespaces as list_namespaces
+from kvtierd.ctl_text import count, drained, explained, lines, reloaded, scrub_line, scrubbed
+from kvtierd.ctl_top import Picture, frame
 from kvtierd.rpc.errors import ERROR_METADATA
 
 TIMEOUT_S = 5.0
@@ -32,7 +36,16 @@ SCRUB_POLL_S = 0.2
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvtier", prog_name="kvtierctl")
 def main() -> None:
-    """Look at a running kvtierd."""
+    """Look at a running kvtierd, and at the host it is to run on.
+
+    Exit status: 0 well; 1 something is wrong with what was looked at (doctor, scrub); 2 the command line is
+    wrong; 69 no daemon answers, or it has refused; 75 not done, try again; 78 the configuration cannot be
+    used; 130 interrupted.
+    """
+
+
+main.add_command(doctor)
+main.add_command(completion)
 
 
 _socket_option = click.option(
@@ -48,6 +61,64 @@ def status(socket: Path | None, as_json: bool) -> None:
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
     click.echo(to_json(response) if as_json else "\n".join(lines(response)))
+
+
+@main.command()
+@_socket_option
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two frames.",
+)
+@click.option("--frames", type=click.IntRange(1), help="How many to show; default: until Ctrl-C.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print each kvtier.v1.StatusResponse as a line of JSON."
+)
+def top(socket: Path | None, interval_s: float, frames: int | None, as_json: bool) -> None:
+    """Show what happens now: rates, engines, workers and disks, in 80 columns; Ctrl-C ends it."""
+    path = socket or _configured_socket()
+    before: Picture | None = None
+    shown = 0
+    with suppress(KeyboardInterrupt):
+        while True:
+            with _admin(path) as admin:
+                answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+            now = Picture(answer, time.monotonic())
+            if as_json:
+                click.echo(json.dumps(_plain(answer)))
+            else:
+                click.clear()  # nothing where nobody watches
+                click.echo("\n".join(frame(before, now, interval_s)))
+            before = now
+            shown += 1
+            if shown == frames:
+                return
+            time.sleep(interval_s)
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of kvtier.v1.InstanceStatus.")
+def engines(socket: Path | None, as_json: bool) -> None:
+    """List the engines that are attached, their processes, and what they hold."""
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json_list(response.instances) if as_json else "\n".join(list_engines(response)))
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
+def namespaces(socket: Path | None, as_json: bool) -> None:
+    """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
+    with _admin(socket or _configured_socket()) as admin:
+        request = admin_pb2.ListNamespacesRequest()
+        response = admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(list_namespaces(response.namespaces)))
 
 
 @main.command()
@@ -159,6 +230,22 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
 def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
     """Where it goes on."""
     return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ReloadResponse as JSON.")
+def reload(socket: Path | None, as_json: bool) -> None:
+    """Have the daemon read its configuration again, and take over what can change while it runs.
+
+    Exit status 75: some settings take a restart (`kvtierctl drain --for-restart`), the others are in force.
+    Exit status 69: the configuration cannot be used, and nothing has changed.
+    """
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Reload(admin_pb2.ReloadRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(reloaded(response)))
+    if response.needs_restart:
+        sys.exit(EXIT_NOT_YET)
 
 
 @main.command("explain")

@@ -259,6 +259,16 @@ def drained(progress: admin_pb2.DrainProgress) -> Iterator[str]:
             yield "somebody has resumed it meanwhile: it takes stores and loads again"
 
 
+def reloaded(response: admin_pb2.ReloadResponse) -> Iterator[str]:
+    """What a reload came to, for people."""
+    for change in response.applied:
+        yield f"{change.key}: {change.before} -> {change.after}"
+    for change in response.needs_restart:
+        yield f"{change.key}: stays {change.before}; {change.after} takes a restart (drain --for-restart)"
+    if not response.applied and not response.needs_restart:
+        yield "nothing has changed"
+
+
 def count(number: int, what: str) -> str:
     """1 block, 2,000 blocks."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

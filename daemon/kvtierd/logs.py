@@ -148,4 +148,9 @@ def configure(level: str, style: str, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Of everything under `kvtierd`: debug, info, warning or error."""
     logging.getLogger("kvtierd").setLevel(level.upper())

@@ -1,15 +1,11 @@
 """The composition root: builds the daemon from a configuration, runs it, takes it down in order."""
 
 import asyncio
-import contextlib
 import grp
-import importlib.metadata
 import os
 import resource
-import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -20,20 +16,26 @@ import uvloop
 from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
+from kvtierd import logs
 from kvtierd.cache import Cache, Disk
 from kvtierd.config import Config
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES, DiskId
 from kvtierd.core.machine import Machine
 from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.stimuli import Reconfigure
+from kvtierd.greeting import command_line, greet, version
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
+from kvtierd.notify import Notifier
+from kvtierd.reload import Reloaded, compare
 from kvtierd.rpc.server import RpcServer, RpcSettings
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.side import Channel, SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
+from kvtierd.service import EXTENSION_S, ServiceManager
 from kvtierd.settings import ConfigError, human_size
 from kvtierd.steady import SteadyClock
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
@@ -49,10 +51,13 @@ from kvtierd.transfer.supervisor import (
 EXIT_INTERNAL = 70
 """An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
 EPOCH_BITS = 20
+PROGRESS_PERIOD_S = 1.0
 DRAIN_POLL_S = 0.05
 SILENCE_CHECK_S = 0.5
 STREAMS_GRACE_S = 2.0
 WORKERS_GRACE_S = 5.0
+END_S = 30.0
+"""More than all that follows the transfers takes: streams, copy workers, those of them that are killed."""
 SIDE_QUEUE_PACKETS_MAX = 64
 SIDE_QUEUE_BYTES_MAX = 1 << 20
 DESCRIPTORS_OF_OUR_OWN = 256
@@ -62,26 +67,13 @@ DESCRIPTORS_PER_DISK = 8
 """Its image, and its worker's channel and pidfd, twice while one worker replaces another."""
 DESCRIPTORS_PER_SESSION = 4
 """Its two connections, its pidfd, and one on its way to a copy worker."""
-VLLM_FLAG = (
-    '--kv-transfer-config \'{"kv_connector":"KvtierConnector",'
-    '"kv_connector_module_path":"kvtier_vllm.connector","kv_role":"kv_both",'
-    '"kv_load_failure_policy":"recompute"}\''
-)
-
 log = logger(__name__)
 
 
-def version() -> str:
-    return importlib.metadata.version("kvtier")
-
-
-def command_line() -> str:
-    """What this process was started with, as a person would type it."""
-    return shlex.join(["kvtierd", *sys.argv[1:]])
-
-
-def run(config: Config) -> int:
+def run(config: Config, read_again: Callable[[], Config]) -> int:
     """Serves until SIGTERM, SIGINT or an internal error; returns the exit status.
+
+    `read_again()` reads the configuration as it is now, for a reload; it may raise ConfigError.
 
     Raises ConfigError, SocketError, PoolError or WorkerStartError if it cannot start, and leaves nothing.
     """
@@ -94,18 +86,21 @@ def run(config: Config) -> int:
         + config.server.sessions_max * DESCRIPTORS_PER_SESSION
     )
     with ExitStack() as stack:
+        notifier = Notifier()
+        stack.callback(notifier.close)
+        notifier.starting("Opening the pool", EXTENSION_S)
         gid = group_id(config.server.group)
         server = config.server
         sockets = OwnedSockets(server.socket_path, server.side_socket_path, server.lock_path, gid)
         stack.callback(sockets.release)
-        pool = open_pool(config)
+        pool = open_pool(config, notifier)
         stack.callback(pool.close)
         disks = []
         for disk in open_disks(config):
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(config, sockets, pool, disks, gid).run())
+            return runner.run(_Daemon(config, read_again, notifier, sockets, pool, disks, gid).run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -140,8 +135,16 @@ def group_id(name: str) -> int | None:
         ) from None
 
 
-def open_pool(config: Config) -> HostPool:
+def open_pool(config: Config, notifier: Notifier) -> HostPool:
     """Raises ConfigError or PoolError."""
+    told_s = 0.0
+
+    def progress(done: int, of: int) -> None:
+        nonlocal told_s
+        if (now_s := time.monotonic()) - told_s >= PROGRESS_PERIOD_S:
+            told_s = now_s
+            notifier.starting(f"Making the pool: {human_size(done)} of {human_size(of)}", EXTENSION_S)
+
     path = config.pool.file
     if path is not None:
         make_private_directory(path.parent)
@@ -152,6 +155,7 @@ def open_pool(config: Config) -> HostPool:
             config.pool.size,
             config.pool.extent_size or None,
             lock_timeout_s=config.pool.lock_timeout_s,
+            progress=progress,
         )
     except ValueError as error:
         raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
@@ -191,9 +195,18 @@ class _Daemon:
     """One run of the daemon on an event loop."""
 
     def __init__(
-        self, config: Config, sockets: OwnedSockets, pool: HostPool, disks: list[Disk], gid: int | None
+        self,
+        config: Config,
+        read_again: Callable[[], Config],
+        notifier: Notifier,
+        sockets: OwnedSockets,
+        pool: HostPool,
+        disks: list[Disk],
+        gid: int | None,
     ) -> None:
         self._config = config
+        self._read_again = read_again
+        self._notifier = notifier
         self._sockets = sockets
         self._pool = pool
         self._disks = disks
@@ -237,7 +250,11 @@ class _Daemon:
             )
             cache.handle(self._pool.recovered)
             stack.push_async_callback(workers.stop, 0)
+            self._notifier.starting("Starting the copy workers", EXTENSION_S)
             await workers.start()
+            if self._disks:
+                starting_s = config.disk.start_deadline_s + EXTENSION_S
+                self._notifier.starting("Reading what the disks hold", starting_s)
             await self._wait_for_disks(workers, cache)
             sessions = Sessions(
                 cache,
@@ -257,15 +274,20 @@ class _Daemon:
                 ),
                 metrics.observe_rpc,
                 self._drained,
+                lambda: self._reload(cache, workers, sessions, manager),
             )
+            manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
             side = await self._listen(rpc, sessions, cache, stack)
-            self._greet(metrics_url, cache)
+            greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
+            manager.ready()
             background = [
                 asyncio.create_task(cache.run_ticks(), name="ticks"),
                 asyncio.create_task(self._end_silent(sessions), name="silence"),
+                asyncio.create_task(manager.run(), name="service manager"),
             ]
             try:
                 await self._until_told(cache, background)
+                self._notifier.stopping("Stopping", self._config.server.drain_s + END_S)
                 await self._wind_down(cache, sessions, rpc, side)
             finally:
                 for task in background:
@@ -324,6 +346,7 @@ class _Daemon:
             sessions_max=server.sessions_max,
             hello_deadline_s=server.hello_deadline_s,
             outgoing_max=server.outgoing_max,
+            health_listen=server.health_listen,
             heartbeat_interval_s=server.heartbeat_interval_s,
             leased_blocks_max=leased_bytes // PAGE_BYTES,
         )
@@ -352,50 +375,35 @@ class _Daemon:
         await rpc.start()
         return side
 
-    def _greet(self, metrics_url: str, cache: Cache) -> None:
-        config, start = self._config, self._pool.start
-        how = (
-            f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
-            if start.warm
-            else f"cold: {start.cold_reason}"
-        )
-        lines = (
-            f"kvtierd {version()} is serving, pid {os.getpid()}",
-            f"  socket   {self._sockets.grpc_path}",
-            f"  pool     {config.pool.file or 'anonymous memory'}, "
-            f"{human_size(self._pool.geometry.capacity_bytes)}",
-            f"  start    {how} ({start.seconds:.2f} s)",
-            *(f"  disk     {line}" for line in self._disk_lines(cache)),
-            f"  metrics  {metrics_url or 'off'}",
-            f"  vLLM     {VLLM_FLAG}",
-        )
-        with contextlib.suppress(OSError):  # nobody reads it
-            print("\n".join(lines), flush=True)
-        log.info(
-            "serving",
-            version=version(),
-            pid=os.getpid(),
-            socket=self._sockets.grpc_path,
-            pool=config.pool.file or "",
-            pool_bytes=self._pool.geometry.capacity_bytes,
-            start="warm" if start.warm else "cold",
-            metrics=metrics_url,
-        )
-
-    @staticmethod
-    def _disk_lines(cache: Cache) -> Iterator[str]:
-        for disk in cache.snapshot().disks:
-            if disk.state == "starting":
-                how = "starting: it joins as soon as it is ready"
-            elif disk.state != "live":
-                how = f"off: {disk.why}"
-            elif disk.cold_reason:
-                how = f"cold: {disk.cold_reason}"
-            else:
-                how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
-            yield f"{disk.path}, {human_size(disk.capacity_bytes)}, {how}"
-
     # --- running and stopping ---
+
+    def _reload(
+        self, cache: Cache, workers: Supervisor, sessions: Sessions, manager: ServiceManager
+    ) -> Reloaded:
+        """As `Reload`."""
+        self._notifier.reloading()
+        try:
+            found = compare(self._config, self._read_again())
+            config = found.config
+            if found.applied:
+                rate = config.integrity.sample_bytes_per_s
+                cache.handle(Reconfigure(rate, config.disk.to_core()))
+                sessions.silence_s = config.server.session_silence_s
+                logs.set_level(config.log.level)
+                workers.set_log_level(config.log.level)
+                self._config = config
+        finally:
+            manager.ready()
+        for change in found.applied:
+            log.info("a setting has changed", key=change.key, before=change.before, after=change.after)
+        for change in found.needs_restart:
+            log.warning(
+                "a setting takes a restart to change (kvtierctl drain --for-restart)",
+                key=change.key,
+                in_force=change.before,
+                configured=change.after,
+            )
+        return found
 
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():

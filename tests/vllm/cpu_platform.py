@@ -5,7 +5,8 @@ from __future__ import annotations
 
 
 def ensure() -> None:
-    """Before anything else of vLLM's is imported. Nothing where vLLM is not installed or knows its platform."""
+    """Before anything else of vLLM's is imported. Does nothing where vLLM is not installed, or knows its
+    platform."""
     try:
         from vllm import platforms
     except ImportError:

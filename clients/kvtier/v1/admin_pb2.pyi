@@ -78,6 +78,143 @@ class StatusRequest(google.protobuf.message.Message):
 global___StatusRequest = StatusRequest
 
 @typing.final
+class ListNamespacesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListNamespacesRequest = ListNamespacesRequest
+
+@typing.final
+class ListNamespacesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceStatus]:
+        """The latest first."""
+
+    def __init__(
+        self,
+        *,
+        namespaces: collections.abc.Iterable[global___NamespaceStatus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces"]) -> None: ...
+
+global___ListNamespacesResponse = ListNamespacesResponse
+
+@typing.final
+class NamespaceStatus(google.protobuf.message.Message):
+    """One group of one namespace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_DIGEST_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    HASH_BYTES_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: builtins.int
+    INSTANCES_FIELD_NUMBER: builtins.int
+    namespace_digest: builtins.str
+    model: builtins.str
+    """Empty, like what follows up to `block_bytes`, if only an earlier daemon has met an engine of the namespace."""
+    group: builtins.int
+    world_size: builtins.int
+    hash_bytes: builtins.int
+    block_tokens: builtins.int
+    block_bytes: builtins.int
+    """Of a whole block, all shards together, if every rank's is as large as that of rank 0."""
+    host_blocks: builtins.int
+    """In the host tier, and on disks; blocks that both have count in both."""
+    disk_blocks: builtins.int
+    @property
+    def instances(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Engines that use it now."""
+
+    def __init__(
+        self,
+        *,
+        namespace_digest: builtins.str = ...,
+        model: builtins.str = ...,
+        group: builtins.int = ...,
+        world_size: builtins.int = ...,
+        hash_bytes: builtins.int = ...,
+        block_tokens: builtins.int = ...,
+        block_bytes: builtins.int = ...,
+        host_blocks: builtins.int = ...,
+        disk_blocks: builtins.int = ...,
+        instances: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "disk_blocks", b"disk_blocks", "group", b"group", "hash_bytes", b"hash_bytes", "host_blocks", b"host_blocks", "instances", b"instances", "model", b"model", "namespace_digest", b"namespace_digest", "world_size", b"world_size"]) -> None: ...
+
+global___NamespaceStatus = NamespaceStatus
+
+@typing.final
+class ReloadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ReloadRequest = ReloadRequest
+
+@typing.final
+class ReloadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    APPLIED_FIELD_NUMBER: builtins.int
+    NEEDS_RESTART_FIELD_NUMBER: builtins.int
+    @property
+    def applied(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SettingChange]:
+        """In force from now on."""
+
+    @property
+    def needs_restart(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SettingChange]:
+        """Not in force before the daemon is started again: `before` still is."""
+
+    def __init__(
+        self,
+        *,
+        applied: collections.abc.Iterable[global___SettingChange] | None = ...,
+        needs_restart: collections.abc.Iterable[global___SettingChange] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["applied", b"applied", "needs_restart", b"needs_restart"]) -> None: ...
+
+global___ReloadResponse = ReloadResponse
+
+@typing.final
+class SettingChange(google.protobuf.message.Message):
+    """A setting that reads otherwise than what was in force."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """e.g. "disk.write_mode"."""
+    before: builtins.str
+    """As a configuration file would say it."""
+    after: builtins.str
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        before: builtins.str = ...,
+        after: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "before", b"before", "key", b"key"]) -> None: ...
+
+global___SettingChange = SettingChange
+
+@typing.final
 class ScrubRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -774,6 +911,12 @@ class Counters(google.protobuf.message.Message):
     RECOMPUTE_BLOCKS_FIELD_NUMBER: builtins.int
     EVICTED_UNWRITTEN_BLOCKS_FIELD_NUMBER: builtins.int
     INDEX_LOOKUPS_FIELD_NUMBER: builtins.int
+    MISSED_ABSENT_FIELD_NUMBER: builtins.int
+    MISSED_PENDING_FIELD_NUMBER: builtins.int
+    MISSED_BEYOND_FIELD_NUMBER: builtins.int
+    MISSED_RECOMPUTE_FIELD_NUMBER: builtins.int
+    MISSED_DRAINING_FIELD_NUMBER: builtins.int
+    MISSED_NOT_READY_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -798,6 +941,17 @@ class Counters(google.protobuf.message.Message):
     """Blocks evicted from the host before a disk had them, while there was a disk tier."""
     index_lookups: builtins.int
     """Of `lookups`: misses that clients saw in the index page, and did not ask about."""
+    missed_absent: builtins.int
+    """Hashes of lookups that were no hits, by why; with the hits they come to `lookup_hashes`. Not there."""
+    missed_pending: builtins.int
+    """Being stored or promoted."""
+    missed_beyond: builtins.int
+    """Behind the first that was no hit, of a prefix."""
+    missed_recompute: builtins.int
+    """There, and computing them is faster."""
+    missed_draining: builtins.int
+    missed_not_ready: builtins.int
+    """Ranks of the engine were missing."""
     def __init__(
         self,
         *,
@@ -821,7 +975,13 @@ class Counters(google.protobuf.message.Message):
         recompute_blocks: builtins.int = ...,
         evicted_unwritten_blocks: builtins.int = ...,
         index_lookups: builtins.int = ...,
+        missed_absent: builtins.int = ...,
+        missed_pending: builtins.int = ...,
+        missed_beyond: builtins.int = ...,
+        missed_recompute: builtins.int = ...,
+        missed_draining: builtins.int = ...,
+        missed_not_ready: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
 
 global___Counters = Counters

@@ -59,6 +59,16 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ScrubResponse.FromString,
                 _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/kvtier.v1.Admin/ListNamespaces',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ListNamespacesResponse.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/kvtier.v1.Admin/Reload',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -107,6 +117,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNamespaces(self, request, context):
+        """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that
+        can change while it runs. Refused with REASON_MALFORMED, and nothing has changed, if it cannot be used.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -134,6 +159,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Scrub,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ScrubRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ScrubResponse.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +306,60 @@ class Admin(object):
             '/kvtier.v1.Admin/Scrub',
             kvtier_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ScrubResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/ListNamespaces',
+            kvtier_dot_v1_dot_admin__pb2.ListNamespacesRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Reload',
+            kvtier_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,20 @@ class AdminStub:
     Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
     """
 
+    ListNamespaces: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ListNamespacesRequest,
+        kvtier.v1.admin_pb2.ListNamespacesResponse,
+    ]
+    """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them."""
+
+    Reload: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ReloadRequest,
+        kvtier.v1.admin_pb2.ReloadResponse,
+    ]
+    """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that
+    can change while it runs. Refused with REASON_MALFORMED, and nothing has changed, if it cannot be used.
+    """
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatusRequest,
@@ -102,6 +116,20 @@ class AdminAsyncStub:
     """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
     once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
     Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
+    """
+
+    ListNamespaces: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ListNamespacesRequest,
+        kvtier.v1.admin_pb2.ListNamespacesResponse,
+    ]
+    """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them."""
+
+    Reload: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ReloadRequest,
+        kvtier.v1.admin_pb2.ReloadResponse,
+    ]
+    """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that
+    can change while it runs. Refused with REASON_MALFORMED, and nothing has changed, if it cannot be used.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -155,6 +183,24 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
         once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
         Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
+        """
+
+    @abc.abstractmethod
+    def ListNamespaces(
+        self,
+        request: kvtier.v1.admin_pb2.ListNamespacesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ListNamespacesResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ListNamespacesResponse]]:
+        """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them."""
+
+    @abc.abstractmethod
+    def Reload(
+        self,
+        request: kvtier.v1.admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ReloadResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ReloadResponse]]:
+        """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that
+        can change while it runs. Refused with REASON_MALFORMED, and nothing has changed, if it cannot be used.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -23,7 +23,7 @@ from kvtierd.cache.snapshot import (
 from kvtierd.cache.waiters import Waiters
 from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained
+from kvtierd.core.explain import Explained, PlaceStatus
 from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.status import DiskStatus
@@ -290,6 +290,10 @@ class Cache:
             raise _stopping()
         return self._machine.explain(key, namespace, group)
 
+    def namespaces(self) -> tuple[PlaceStatus, ...]:
+        """What there is of each namespace."""
+        return self._machine.namespaces()
+
     @property
     def uptime_s(self) -> float:
         return self._clock() - self._started_at_s
@@ -337,6 +341,7 @@ class Cache:
                     w.parts_active,
                     mapped_bytes=mapped.get(w.worker, 0),
                     registered_bytes=self._workers.registered_bytes(w.worker),
+                    remote_bytes=self._workers.remote_bytes(w.worker),
                 )
                 for w in self._workers.workers.values()
             ),

@@ -45,6 +45,8 @@ class WorkerSnapshot:
     """Of engines' memory, until it has let go of it."""
     registered_bytes: int
     """Of the pool, with a GPU's driver."""
+    remote_bytes: int
+    """Of the pool, that seem to lie on another memory node than the GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,13 @@ from kvtierd.core.stimuli import PartFinished
 class Admission:
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._on = books.disks.policy.recompute_if_faster and bool(books.disks)
         self._loads: dict[str, Rate] = {}
         """By the device whose worker copies; there are no more devices than the machine has."""
+
+    @property
+    def _on(self) -> bool:
+        disks = self._books.disks
+        return disks.policy.recompute_if_faster and bool(disks)
 
     def part_finished(self, part: Part, stimulus: PartFinished) -> None:
         """Learns from a load how fast its worker copies."""

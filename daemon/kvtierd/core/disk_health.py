@@ -6,7 +6,7 @@ from kvtierd.core.disk_jobs import DiskJobs
 from kvtierd.core.disks import LATE, Disk
 from kvtierd.core.domains import Domain
 from kvtierd.core.entities import DiskJob, Worker
-from kvtierd.core.stimuli import DiskJobFinished
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
 from kvtierd.core.transitions import DiskJobState, DiskState, Event
 
 PROBE_HORIZON = 4_096
@@ -16,8 +16,11 @@ PROBE_HORIZON = 4_096
 class DiskHealth:
     def __init__(self, books: Books, jobs: DiskJobs) -> None:
         self._books = books
-        self._policy = books.disks.policy
         self._jobs = jobs
+
+    @property
+    def _policy(self) -> CoreDisks:
+        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     # --- workers ---
 

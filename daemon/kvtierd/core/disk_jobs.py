@@ -11,7 +11,7 @@ from kvtierd.core.disks import CLEAN, JOB_SLOTS_MAX, LATE, QUEUED, READS_MAX, WR
 from kvtierd.core.domains import Domain
 from kvtierd.core.entities import DiskJob, Worker
 from kvtierd.core.ids import DiskJobId, Entries, Hashes, Rank, Slots, SpaceId, TransferNumber
-from kvtierd.core.stimuli import DiskJobFinished
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
 from kvtierd.core.table import U32
 from kvtierd.core.transitions import DiskJobState, Event
 
@@ -24,7 +24,10 @@ class DiskJobs:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._host = books.blocks
-        self._policy = books.disks.policy
+
+    @property
+    def _policy(self) -> CoreDisks:
+        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     def blocks_per_job(self, domain: Domain) -> int:
         """One at least."""

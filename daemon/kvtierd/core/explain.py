@@ -163,6 +163,36 @@ def _is_there(books: Books, space: SpaceId, row: Hashes) -> bool:
     return _state(books, space, row) in (_WRITING, _READY) or _is_on_disk(books, space, row)
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceStatus:
+    """One group of one namespace, and how much of it there is."""
+
+    place: Place
+    host_blocks: int
+    disk_blocks: int
+    instances: tuple[str, ...]
+    """That use it now."""
+
+
+def places(books: Books) -> tuple[PlaceStatus, ...]:
+    """The latest namespaces that are used or have blocks, the latest first."""
+    users: dict[SpaceId, list[str]] = {}
+    for instance in books.instances.values():
+        if not instance.over:
+            for plan in instance.plans:
+                users.setdefault(plan.space, []).append(instance.name)
+    host, *disks = books.blocks.spaces.tables
+    return tuple(
+        PlaceStatus(
+            place,
+            host.count(space),
+            sum(disk.count(space) for disk in disks),
+            tuple(sorted(users.get(space, ()))),
+        )
+        for place, space in _places(books)
+    )
+
+
 def _places(books: Books) -> Iterator[tuple[Place, SpaceId]]:
     spaces = books.blocks.spaces
     for (digest, group), space in list(spaces.ids.items())[: -SPACES_MAX - 1 : -1]:

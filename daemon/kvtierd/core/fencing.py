@@ -122,6 +122,13 @@ class Fencing:
             books.step(transfer, Event.FAIL)
             books.tally.failed_transfers += 1
             end, error = TransferEnd.FAILED, transfer.cause
+        took_s = books.now_s - (transfer.deadline_s - books.limits.transfer_deadline_s)
+        if transfer.direction is Direction.STORE:
+            books.tally.store_transfers += 1
+            books.tally.store_transfer_s += took_s
+        else:
+            books.tally.load_transfers += 1
+            books.tally.load_transfer_s += took_s
         if not instance.over:
             ended = TransferEnded(transfer.transfer, transfer.ticket, end, succeeded, error)
             self._remember(instance, ended)

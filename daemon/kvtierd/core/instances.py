@@ -269,6 +269,9 @@ class Instances:
             tally.lookups += stimulus.index_lookups
             tally.index_lookups += stimulus.index_lookups
             tally.lookup_hashes += stimulus.index_hashes
+            absent = min(stimulus.index_lookups, stimulus.index_hashes)  # the first of each prefix
+            tally.missed_absent += absent
+            tally.missed_beyond += stimulus.index_hashes - absent
 
     def end_session(self, stimulus: EndSession) -> None:
         """Ends the epoch. Nothing for a session that is unknown, or whose epoch has ended before."""

@@ -45,6 +45,10 @@ class Leases:
             instance.alive_at_s = books.now_s
             tally.lookups += 1
             tally.lookup_hashes += len(hashes)
+            if books.draining:
+                tally.missed_draining += len(hashes)
+            else:
+                tally.missed_not_ready += len(hashes)
             return LookupReply(0, np.zeros(_told(stimulus), np.uint8), None, None)
         plan = books.plan(instance, stimulus.group)
         instance.alive_at_s = books.now_s
@@ -52,6 +56,8 @@ class Leases:
         tally.lookup_hashes += len(hashes)
         found, states = self._find(plan, hashes, stimulus.mode)
         if self._tier is not None and self._tier.recompute(instance, plan, len(found)):
+            tally.missed_recompute += len(found)
+            self._count_misses(stimulus.mode, len(hashes) - len(found), states)
             return LookupReply(0, np.zeros_like(states[: _told(stimulus)]), None, None)
         hits = len(found)
         tally.lookup_hits += hits
@@ -73,7 +79,23 @@ class Leases:
                 states = promotion.beyond(
                     instance, plan, hashes, stimulus.mode, found, states, held=lease is not None
                 )
+        self._count_misses(stimulus.mode, len(hashes) - hits, states)
         return LookupReply(hits, states, None if lease is None else lease.lease, refused)
+
+    def _count_misses(self, mode: LookupMode, misses: int, states: U8) -> None:
+        """Of a lookup, by what is told of them."""
+        tally = self._books.tally
+        if mode is LookupMode.PREFIX:
+            if misses:
+                if states[-1] == PENDING:
+                    tally.missed_pending += 1
+                else:
+                    tally.missed_absent += 1
+                tally.missed_beyond += misses - 1
+        else:
+            pending = int(np.count_nonzero(states == PENDING))
+            tally.missed_pending += pending
+            tally.missed_absent += misses - pending
 
     def prefetch(self, stimulus: PrefetchBlocks) -> PrefetchReply:
         """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
@@ -195,6 +217,15 @@ class Leases:
             value=lease,
         )
 
+    def _held_s(self, lease: Lease, now_s: float) -> float:
+        """Since it was granted."""
+        return now_s - (lease.ends_at_s - self._books.limits.lease_lifetime_s)
+
+    def oldest_s(self, now_s: float) -> float:
+        """Since the oldest lease was granted; 0 if there is none."""
+        first = [next(iter(each.leases.values())) for each in self._books.names.values() if each.leases]
+        return max((self._held_s(lease, now_s) for lease in first), default=0.0)
+
     def consume(self, lease: Lease, first: int, end: int) -> None:
         """Ends a lease; its pins on [first, end) are the caller's from now on, the others drop."""
         self._forget(lease, Event.LOAD)
@@ -246,6 +277,8 @@ class Leases:
     def _forget(self, lease: Lease, event: Event) -> None:
         instance = lease.instance
         self._books.step(lease, event)
+        self._books.tally.ended_leases += 1
+        self._books.tally.lease_held_s += self._held_s(lease, self._books.now_s)
         del self._books.leases[lease.lease], instance.leases[lease.lease]
         instance.leased_blocks -= len(lease.entries)
         instance.leased_bytes -= len(lease.entries) * instance.plans[lease.group].domain.block_bytes

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvtierd.core.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.books import Books, Clock, wrong_epoch
 from kvtierd.core.entities import GroupPlan, Instance
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained, explain
+from kvtierd.core.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.fencing import Fencing
 from kvtierd.core.ids import Epoch, SessionId, SpaceId, Ticket
 from kvtierd.core.instances import Instances
@@ -38,6 +39,7 @@ from kvtierd.core.stimuli import (
     PrefetchBlocks,
     PrefetchGroups,
     PublishPage,
+    Reconfigure,
     Recovered,
     RegisterMemory,
     RegisterWords,
@@ -144,6 +146,7 @@ class Machine:
             SlotsProven: self._slots_proven,
             Drain: self._drain,
             Resume: self._resume,
+            Reconfigure: self._reconfigure,
             Tick: self._tick,
         }
 
@@ -177,6 +180,13 @@ class Machine:
 
     def _resume(self, stimulus: Resume) -> None:
         self.books.draining = False
+
+    def _reconfigure(self, stimulus: Reconfigure) -> None:
+        rate = stimulus.sample_bytes_per_s
+        self._sampler.bytes_per_s = rate
+        blocks = self.books.blocks
+        blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
+        self._tier.reconfigure(stimulus.disks)
 
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()
@@ -247,6 +257,10 @@ class Machine:
         `namespace`. Takes milliseconds. Raises Refusal."""
         return explain(self.books, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
 
+    def namespaces(self) -> tuple[PlaceStatus, ...]:
+        """What there is of each namespace. Takes microseconds for each."""
+        return places(self.books)
+
     def status(self) -> CoreStatus:
         """A picture of everything, in time proportional to instances, workers and slot sizes, not to
         blocks."""
@@ -260,6 +274,7 @@ class Machine:
         return CoreStatus(
             leases=len(books.leases),
             leased_blocks=sum(instance.leased_blocks for instance in instances),
+            lease_oldest_s=self._leases.oldest_s(self._clock()),
             transfers_active=len(books.transfers),
             blocks=BlockCounts(table["writing"], table["ready"], table["evicting"], table["capacity"]),
             used_bytes=used_bytes,

@@ -13,7 +13,7 @@ import numpy as np
 from kvtierd.core.actions import AssignExtent
 from kvtierd.core.blocks import READY, STAMPS_PER_S, Blocks, owned
 from kvtierd.core.domains import Domain
-from kvtierd.core.ids import NO_ENTRY
+from kvtierd.core.ids import NO_ENTRY, Entries
 from kvtierd.core.status import DiskTally, Tally
 
 CLEARLY_OLDER = 1.25
@@ -107,11 +107,17 @@ class Room:
         victims = self._table.victims(domain.domain, wanted)
         if len(victims) == 0:
             return False
+        self._count(victims)
         self._blocks.evict(domain, victims)
-        self._tally.evicted_blocks += len(victims)
         if domain.blocks == 0:
             self._blocks.domains.forget_idle(domain)
         return True
+
+    def _count(self, entries: Entries) -> None:
+        """They are about to be evicted."""
+        ages = self._blocks.now - self._blocks.used_at[entries].astype(np.int64)
+        self._tally.evicted_blocks += len(entries)
+        self._tally.evicted_age_s += int(ages.sum()) / STAMPS_PER_S
 
     # --- extents of other sizes ---
 
@@ -146,8 +152,8 @@ class Room:
         for number in np.unique(domains).tolist():
             domain = self._blocks.domains.by_id[number]
             chosen = entries[domains == number]
+            self._count(chosen)
             self._blocks.evict(domain, chosen)
-            self._tally.evicted_blocks += len(chosen)
             if domain.blocks == 0:
                 self._blocks.domains.forget_idle(domain)
         return True

@@ -33,7 +33,7 @@ class Sampler:
     def __init__(self, books: Books, bytes_per_s: int, randomness: np.random.Generator) -> None:
         self._books = books
         self._blocks = books.blocks
-        self._rate = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._random = randomness
         self._credit_bytes = 0.0
         """May be read now; below zero after a slot that was larger."""
@@ -45,7 +45,7 @@ class Sampler:
         books = self._books
         since_s = 0.0 if self._earned_at_s is None else max(0.0, books.now_s - self._earned_at_s)
         self._earned_at_s = books.now_s
-        self._credit_bytes = min(self._credit_bytes + self._rate * since_s, self._rate * SAVED_S)
+        self._credit_bytes = min(self._credit_bytes + self.bytes_per_s * since_s, self.bytes_per_s * SAVED_S)
         if books.check is not None or books.draining or self._credit_bytes <= 0:
             return
         worker = self._worker()

@@ -15,6 +15,17 @@ class Tally:
     """Of them: clients saw in the index page that there was nothing, and did not ask."""
     lookup_hashes: int = 0
     lookup_hits: int = 0
+    missed_absent: int = 0
+    """Hashes of lookups that were no hits, by why; with the hits they come to `lookup_hashes`. Not there."""
+    missed_pending: int = 0
+    """Being stored or promoted."""
+    missed_beyond: int = 0
+    """Behind the first that was no hit, of a prefix."""
+    missed_recompute: int = 0
+    """There, and computing them is faster."""
+    missed_draining: int = 0
+    missed_not_ready: int = 0
+    """Ranks of the instance were missing."""
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_blocks: int = 0
@@ -23,11 +34,21 @@ class Tally:
     """Submitted to be stored, but there already or being written."""
     throttled_blocks: int = 0
     evicted_blocks: int = 0
+    evicted_age_s: float = 0.0
+    """Of the evicted, all together: since each was last used."""
     reclaimed_extents: int = 0
     """Taken from one slot size for another."""
+    store_transfers: int = 0
+    """That have ended, whichever way; and how long all of them took, from being accepted to their end."""
+    store_transfer_s: float = 0.0
+    load_transfers: int = 0
+    load_transfer_s: float = 0.0
     done_transfers: int = 0
     failed_transfers: int = 0
     cancelled_transfers: int = 0
+    ended_leases: int = 0
+    """However they ended; and how long all of them were held."""
+    lease_held_s: float = 0.0
     expired_leases: int = 0
     refused_leases: int = 0
     corrupt_on_load: int = 0
@@ -68,6 +89,7 @@ class DiskTally:
     """Promoted; what was only checked is not counted."""
     read_bytes: int = 0
     evicted_blocks: int = 0
+    evicted_age_s: float = 0.0
     reclaimed_extents: int = 0
     """Taken from one slot size for another."""
     errors: int = 0
@@ -169,6 +191,8 @@ class DiskStatus:
 class CoreStatus:
     leases: int
     leased_blocks: int
+    lease_oldest_s: float
+    """Since the oldest lease was granted; 0 if there is none."""
     transfers_active: int
     blocks: BlockCounts
     used_bytes: int

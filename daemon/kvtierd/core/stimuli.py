@@ -398,6 +398,15 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Go on with another policy. Bounds that clients were told, and whatever memory was laid out for, stay as
+    they were at the start: of `disks` the queues and the size of a job are not taken over."""
+
+    sample_bytes_per_s: int
+    disks: "CoreDisks"
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: leases and transfers past their deadlines end. Sent every 100 ms or so."""
 
@@ -433,6 +442,7 @@ Stimulus = (
     | SlotsProven
     | Drain
     | Resume
+    | Reconfigure
     | Tick
 )
 

@@ -1,5 +1,7 @@
 """The disk tier as the rest of the core sees it: what it is told, and what it does as time passes."""
 
+from dataclasses import replace
+
 from kvtierd.core.admission import Admission
 from kvtierd.core.books import Books
 from kvtierd.core.disk_health import DiskHealth
@@ -10,7 +12,7 @@ from kvtierd.core.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, Part,
 from kvtierd.core.ids import Entries
 from kvtierd.core.promotion import Promotion
 from kvtierd.core.scrub import Scrubs
-from kvtierd.core.stimuli import DiskJobFinished, DiskRecovered, PartFinished, StartScrub
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PartFinished, StartScrub
 from kvtierd.core.writing import Writing
 
 
@@ -42,6 +44,17 @@ class DiskTier:
         """A lookup has hit blocks; the head of a sequence first."""
         if self._disks:
             self._writing.found(domain, entries)
+
+    def reconfigure(self, policy: CoreDisks) -> None:
+        """As `Reconfigure` says."""
+        now = self._disks.policy
+        self._disks.policy = replace(
+            policy,
+            write_queue_bytes=now.write_queue_bytes,
+            read_queue_bytes=now.read_queue_bytes,
+            job_bytes=now.job_bytes,
+        )
+        self._writing.policy_changed()
 
     def part_finished(self, part: Part, stimulus: PartFinished) -> None:
         """A copy worker has ended a part."""

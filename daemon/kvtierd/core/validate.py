@@ -16,6 +16,7 @@ from kvtierd.core.entities import Instance, Transfer
 from kvtierd.core.ids import SpaceId
 from kvtierd.core.leases import EXPIRED_KEPT
 from kvtierd.core.machine import Machine
+from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import Verify
 from kvtierd.core.table import BlockFlag, BlockState
 from kvtierd.core.transitions import (
@@ -37,6 +38,7 @@ OPEN_PARTS = (PartState.POSTED, PartState.LOST)
 def validate(machine: Machine) -> None:
     """AssertionError, naming what is wrong, if the machine's state breaks an invariant."""
     books = machine.books
+    _check_counters(books.tally)
     books.blocks.table.check()
     dump = books.blocks.table.dump()
     _check_pins(books, dump)
@@ -67,6 +69,14 @@ def validate(machine: Machine) -> None:
 
 
 # --- blocks ---
+
+
+def _check_counters(tally: Tally) -> None:
+    """Every hash that was asked for was a hit, or missed for one reason."""
+    reasons = [tally.missed_absent, tally.missed_pending, tally.missed_beyond, tally.missed_recompute]
+    reasons += [tally.missed_draining, tally.missed_not_ready]
+    assert min(reasons) >= 0, reasons
+    assert tally.lookup_hits + sum(reasons) == tally.lookup_hashes, (tally.lookup_hits, reasons)
 
 
 def _check_pins(books: Books, dump: Dump) -> None:

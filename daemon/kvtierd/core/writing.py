@@ -14,7 +14,7 @@ from kvtierd.core.domains import Domain
 from kvtierd.core.entities import DiskJob
 from kvtierd.core.ids import Entries
 from kvtierd.core.rates import Pace
-from kvtierd.core.stimuli import WriteMode
+from kvtierd.core.stimuli import CoreDisks, WriteMode
 from kvtierd.core.table import BlockFlag
 
 REUSED = int(BlockFlag.REUSED)
@@ -35,7 +35,6 @@ class Writing:
         self._books = books
         self._host = books.blocks
         self._disks = books.disks
-        self._policy = books.disks.policy
         self._jobs = jobs
         self._paces: dict[Domain, tuple[Pace, Pace]] = {}
         """How fast blocks of each domain come, and how fast they go."""
@@ -47,6 +46,10 @@ class Writing:
         """May be written, beyond what is on its way."""
         self._opened_bytes = 0
         """Of the host, when the credit was counted last."""
+
+    @property
+    def _policy(self) -> CoreDisks:
+        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     # --- at once ---
 
@@ -71,6 +74,10 @@ class Writing:
         entries = self._dirty(entries)
         if len(entries) and (self._books.draining or not self._write(domain, entries, head_first=True)):
             self._left = True
+
+    def policy_changed(self) -> None:
+        """From now on other blocks are to be written than before: all are looked at again."""
+        self._left = True
 
     # --- ahead of evictions ---
 

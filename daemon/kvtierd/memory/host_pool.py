@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +17,21 @@ from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Recovered
 from kvtierd.memory.pool_file import (
     Header,
+    Progress,
     default_extent_bytes,
     ensure_allocated,
     geometry_for,
     gib,
     make_pool,
     map_pool,
+    no_progress,
     open_locked,
     read_header,
     reason_to_remake,
     refuse_foreign,
 )
 from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, set_aside, writers_named
+from kvtierd.memory.replacing import replace_memory
 from kvtierd.memory.writers import WriterTable
 
 log = logging.getLogger(__name__)
@@ -79,10 +82,11 @@ class HostPool:
         self._writers = WriterTable(array, partial(writers_named, self.records))
         self._writers.set_owner(os.getpid())
         found = NOTHING_FOUND if cold_reason else recover(self.records, self._writers.gone)
-        self.recovered = found.recovered
         self._quarantined = found.recovered.quarantined
         self._quarantined_writers = found.quarantined_writers
-        self._writers.sweep(np.unique(found.quarantined_writers).tolist())
+        self._replace_foreign(found.recovered)
+        self.recovered = replace(found.recovered, quarantined=self._quarantined)
+        self._writers.sweep(np.unique(self._quarantined_writers).tolist())
         self.records.start_boot(self.boot_nonce)
         self.start = PoolStart(
             warm=not cold_reason,
@@ -96,15 +100,21 @@ class HostPool:
 
     @classmethod
     def open(
-        cls, path: Path | None, size_bytes: int, extent_bytes: int | None = None, *, lock_timeout_s: float
+        cls,
+        path: Path | None,
+        size_bytes: int,
+        extent_bytes: int | None = None,
+        *,
+        lock_timeout_s: float,
+        progress: Progress = no_progress,
     ) -> "HostPool":
         """Open the pool at `path`: recover what is there, or make a new one; None: a new one in a memfd.
 
         The file is at most `size_bytes`: a 2 MiB header and whole extents. `extent_bytes` None keeps that of
         the pool found, else chooses one. Blocks: for the lock up to `lock_timeout_s`, and about 0.8 CPU
-        seconds per GiB made. Raises PoolLocked, PoolTooLarge or PoolRefused, each naming the path and what to
-        do, and ValueError for sizes out of range; the pool found is unchanged then. A pool that cannot be
-        kept is remade: `start.cold_reason`.
+        seconds per GiB made, of which `progress` is told. Raises PoolLocked, PoolTooLarge or PoolRefused,
+        each naming the path and what to do, and ValueError for sizes out of range; the pool found is
+        unchanged then. A pool that cannot be kept is remade: `start.cold_reason`.
         """
         began_s = time.monotonic()
         wanted = geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes))
@@ -122,7 +132,7 @@ class HostPool:
             cold_reason = reason_to_remake(header, length, size_bytes, extent_bytes) or ""
             if isinstance(header, str) or cold_reason:
                 geometry = wanted
-                array = make_pool(fd, path, geometry)
+                array = make_pool(fd, path, geometry, progress)
             else:
                 geometry = header.geometry
                 ensure_allocated(fd, length)
@@ -165,6 +175,32 @@ class HostPool:
                 len(self._quarantined),
             )
         return slots
+
+    def _replace_foreign(self, recovered: Recovered) -> None:
+        """Frees quarantined slots whose writers cannot be seen from here, by giving them other memory.
+
+        Only before there is any worker of ours: one that has registered the old memory with a GPU's driver
+        would go on using that.
+        """
+        foreign = np.flatnonzero(
+            np.isin(self._quarantined_writers, self._writers.foreign(self._quarantined_writers))
+        )
+        if not len(foreign):
+            return
+        slot_bytes = {each.extent: each.slot_bytes for each in recovered.extents}
+        slots = self._quarantined[foreign]
+        done = replace_memory(self.fd, self.geometry, slot_bytes, slots)
+        if done.any():
+            self.records.free(np.ascontiguousarray(slots[done]))
+        left = np.ones(len(self._quarantined), bool)
+        left[foreign[done]] = False
+        self._quarantined = self._quarantined[left]
+        self._quarantined_writers = self._quarantined_writers[left]
+        log.info(
+            "%d slots of writers that cannot be seen from here have other memory, %d have not",
+            np.count_nonzero(done),
+            np.count_nonzero(~done),
+        )
 
     @property
     def quarantined_slots(self) -> int:

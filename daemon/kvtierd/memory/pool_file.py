@@ -9,6 +9,7 @@ import os
 import stat
 import struct
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,14 @@ LOCK_POLL_S = 0.02
 POPULATE_CHUNK_BYTES = 64 << 20
 """About 50 ms of allocating and clearing."""
 POPULATE_THREADS_MAX = 8
+
+
+Progress = Callable[[int, int], None]
+"""Told, in the caller's thread, how many bytes are populated, and of how many."""
+
+
+def no_progress(done: int, of: int) -> None:
+    """For callers whom nobody asks."""
 
 
 def gib(size: int) -> str:
@@ -269,7 +278,9 @@ def reason_to_remake(
 # --- making it ----------------------------------------------------------------------------------------------
 
 
-def make_pool(fd: int, path: Path | None, geometry: PoolGeometry) -> npt.NDArray[np.uint8]:
+def make_pool(
+    fd: int, path: Path | None, geometry: PoolGeometry, progress: Progress = no_progress
+) -> npt.NDArray[np.uint8]:
     """Make the file a new, empty pool, all of its memory allocated, and map it. `path` is None for a memfd.
 
     Whenever it is interrupted, the file is recognised as half made. Raises PoolTooLarge, with nothing changed
@@ -285,7 +296,7 @@ def make_pool(fd: int, path: Path | None, geometry: PoolGeometry) -> npt.NDArray
             header[: len(MAGIC)] = MAGIC_MAKING
         os.ftruncate(fd, length)
         pool = map_pool(fd, length)
-        populate_all(pool)
+        populate_all(pool, progress)
         ensure_allocated(fd, length)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT, errno.EFBIG):
@@ -338,7 +349,7 @@ def _available_memory() -> int:
     raise OSError("/proc/meminfo has no MemAvailable")
 
 
-def populate_all(pool: npt.NDArray[np.uint8]) -> None:
+def populate_all(pool: npt.NDArray[np.uint8], progress: Progress = no_progress) -> None:
     """Have every page of the pool in memory and mapped, several chunks at a time.
 
     Safe beside readers and writers of the pool. Where the kernel cannot (before 5.14), it does nothing.
@@ -351,8 +362,9 @@ def populate_all(pool: npt.NDArray[np.uint8]) -> None:
     threads = min(POPULATE_THREADS_MAX, os.cpu_count() or 1)
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="pool-populate") as executor:
-            for _ in executor.map(one, range(0, len(pool), POPULATE_CHUNK_BYTES)):
-                pass
+            offsets = range(0, len(pool), POPULATE_CHUNK_BYTES)
+            for offset, _ in zip(offsets, executor.map(one, offsets), strict=True):
+                progress(min(offset + POPULATE_CHUNK_BYTES, len(pool)), len(pool))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -87,12 +87,24 @@ class WriterTable:
         name = _read(self._entries, writer) if OWNER < writer < self.capacity else None
         return self._kernel_rebooted if name is None else proved_gone(name)
 
+    def foreign(self, writers: npt.NDArray[np.uint16]) -> list[int]:
+        """Those of `writers` whose processes this one could not see: of other pid namespaces, or unknown."""
+        found = []
+        for writer in np.unique(writers).tolist():
+            name = _read(self._entries, writer) if OWNER < writer < self.capacity else None
+            if name is None or name.namespace != pid_namespace():
+                found.append(writer)
+        return found
+
     def sweep(self, named: Iterable[int]) -> None:
-        """Forget writers that are gone, but those that slots in WRITING still name."""
+        """Forget writers that are gone, but those that slots in WRITING still name. Right after the pool's
+        lock was taken: a process of another pid namespace has given it up, and is as good as gone."""
         kept = {OWNER, *named}
         for writer in np.flatnonzero(self._entries["pid"]).tolist():
             name = _read(self._entries, writer)
-            if writer not in kept and (name is None or proved_gone(name)):
+            if writer in kept:
+                continue
+            if name is None or name.namespace != pid_namespace() or proved_gone(name):
                 self._entries["pid"][writer] = 0
                 self._entries["checksum"][writer] = 0
 

@@ -9,23 +9,26 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvtier.v1 import admin_pb2, cache_pb2
 
 from kvtierd.cache import Cache
-from kvtierd.core.errors import Refusal
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import CoreLimits
+from kvtierd.reload import Reload
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.errors import abort
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
+from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
-from kvtierd.rpc.status import AboutDaemon, status_response
+from kvtierd.rpc.status import AboutDaemon, namespace_status, reload_response, status_response
 from kvtierd.rpc.stream import Stream, StreamSettings
+from kvtierd.settings import ConfigError
 
 CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -47,6 +50,8 @@ class RpcSettings:
     hello_deadline_s: float
     outgoing_max: int
     heartbeat_interval_s: float
+    health_listen: str
+    """host:port, or "off"."""
     leased_blocks_max: int
     """Told to clients; the core decides by bytes."""
 
@@ -63,15 +68,19 @@ class RpcServer:
         about: AboutDaemon,
         observe: Observe,
         stop: Callable[[], None],
+        reload: Reload,
     ) -> None:
         """`stop` begins the end of the daemon, as an operator's signal would."""
         self._cache = cache
         self._sessions = sessions
         self._about = about
         self._observe = observe
+        self._reload = reload
         self._calls = Calls(cache, limits)
         self._draining = Draining(cache, about, self._set_health, stop)
         self._bytes_max = settings.message_bytes_max
+        self._health_listen = settings.health_listen
+        self._health_server: HealthServer | None = None
         self._stream_settings = StreamSettings(
             hello_deadline_s=settings.hello_deadline_s,
             outgoing_max=settings.outgoing_max,
@@ -140,7 +149,25 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.ScrubRequest, self._bytes_max),
             response_serializer=admin_pb2.ScrubResponse.SerializeToString,
         )
-        admin = {"Status": status, "Drain": drain, "Resume": resume, "Explain": explain, "Scrub": scrub}
+        namespaces = grpc.unary_unary_rpc_method_handler(
+            self._namespaces,
+            request_deserializer=decoder(admin_pb2.ListNamespacesRequest, self._bytes_max),
+            response_serializer=admin_pb2.ListNamespacesResponse.SerializeToString,
+        )
+        reload = grpc.unary_unary_rpc_method_handler(
+            self._reloading,
+            request_deserializer=decoder(admin_pb2.ReloadRequest, self._bytes_max),
+            response_serializer=admin_pb2.ReloadResponse.SerializeToString,
+        )
+        admin = {
+            "Status": status,
+            "Drain": drain,
+            "Resume": resume,
+            "Explain": explain,
+            "Scrub": scrub,
+            "ListNamespaces": namespaces,
+            "Reload": reload,
+        }
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
@@ -152,15 +179,21 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def bind(self, path: Path) -> None:
-        """Binds the socket file, which must not exist. Raises SocketError."""
+        """Binds the socket file, which must not exist, and the port for health checks if there is one. Raises
+        SocketError or ConfigError."""
         try:
             self._server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
             raise SocketError(f"{path} cannot be bound: {error}") from error
+        if self._health_listen != "off":
+            self._health_server = HealthServer(self._health_listen, self._health)
 
     async def start(self) -> None:
         await self._server.start()
         await self._set_health(True)
+        await self.set_live(True)
+        if self._health_server is not None:
+            await self._health_server.start()
 
     async def stopping(self) -> None:
         """Says in health checks that nothing new should come here; a drain can be taken back no more."""
@@ -169,12 +202,16 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Ends the server; calls that are still running have `grace_s`. End the sessions before."""
         await self._server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop()
 
     async def _set_health(self, serving: bool) -> None:
-        known = health_pb2.HealthCheckResponse
-        status = known.SERVING if serving else known.NOT_SERVING
         for name in ("", CACHE.full_name, ADMIN.full_name):
-            await self._health.set(name, status)
+            await self._health.set(name, status_of(serving))
+
+    async def set_live(self, live: bool) -> None:
+        """Says in health checks of the service "live" whether the daemon should be left alone."""
+        await self._health.set(LIVE, status_of(live))
 
     async def _attach(self, _: Any, context: Any) -> None:
         renew = self._cache.handle
@@ -184,6 +221,11 @@ class RpcServer:
         if isinstance(request, Undecodable):
             await abort(context, request.refusal)
         return status_response(self._about, self._cache.snapshot())
+
+    async def _namespaces(self, request: Any, context: Any) -> admin_pb2.ListNamespacesResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, self._cache.namespaces()))
 
     async def _explain(self, request: Any, context: Any) -> admin_pb2.ExplainResponse:
         if isinstance(request, Undecodable):
@@ -203,6 +245,18 @@ class RpcServer:
         except Refusal as refusal:
             await abort(context, refusal)
         return admin_pb2.ScrubResponse(paths=paths)
+
+    async def _reloading(self, request: Any, context: Any) -> admin_pb2.ReloadResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        try:
+            found = self._reload()
+        except ConfigError as error:
+            refusal = Refusal(Reason.MALFORMED, f"{error}; nothing has changed", field=error.field)
+            await abort(context, refusal)
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return reload_response(found)
 
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> "grpc.RpcMethodHandler[Any, Any]":
         method = CACHE.methods_by_name[name]

@@ -78,7 +78,7 @@ class Sessions:
         self._cache = cache
         self._sessions_max = sessions_max
         self._hello_deadline_s = hello_deadline_s
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._clock = clock
         self._by_token: dict[bytes, Session] = {}
         self._ids = itertools.count(1)
@@ -173,8 +173,8 @@ class Sessions:
                     session,
                     Refusal(Reason.DEADLINE, f"no Hello within {self._hello_deadline_s:g} s of connecting"),
                 )
-            elif now - session.heard_at_s > self._silence_s:
-                self.end(session, Refusal(Reason.DEADLINE, f"silent for {self._silence_s:g} s"))
+            elif now - session.heard_at_s > self.silence_s:
+                self.end(session, Refusal(Reason.DEADLINE, f"silent for {self.silence_s:g} s"))
 
     @property
     def boot_nonce(self) -> int:

@@ -1,6 +1,7 @@
 """The side socket: who is calling, descriptors, and the end of a session the moment its process is gone."""
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -131,7 +132,14 @@ def pidfd_of(connection: socket.socket, pid: int) -> int:
     """A pidfd of the process that connected, not inheritable. OSError if it is gone."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:
+    except OSError as error:
+        if pid == 0 and error.errno != errno.ENOPROTOOPT:
+            raise
+        if pid == 0:
+            raise PermissionError(
+                "a process of another pid namespace (a container) connected, and kernels before 6.5 cannot "
+                "name it: upgrade the kernel, or run kvtierd in the host's pid namespace (hostPID)"
+            ) from None
         return os.pidfd_open(pid)  # kernels before 6.5; the peer is alive as long as its end is open
 
 

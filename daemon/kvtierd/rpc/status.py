@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from kvtier.v1 import admin_pb2
 
 from kvtierd.cache import DiskSnapshot, Snapshot
+from kvtierd.core.explain import PlaceStatus
+from kvtierd.reload import Change, Reloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +140,32 @@ def _disk(disk: DiskSnapshot) -> admin_pb2.DiskStatus:
         scrub_blocks=core.scrub_blocks,
         scrubbed_blocks=core.scrubbed_blocks,
     )
+
+
+def reload_response(found: Reloaded) -> admin_pb2.ReloadResponse:
+    return admin_pb2.ReloadResponse(
+        applied=map(_change, found.applied), needs_restart=map(_change, found.needs_restart)
+    )
+
+
+def _change(change: Change) -> admin_pb2.SettingChange:
+    return admin_pb2.SettingChange(key=change.key, before=change.before, after=change.after)
+
+
+def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:
+    place, about = each.place, each.place.about
+    message = admin_pb2.NamespaceStatus(
+        namespace_digest=place.namespace.hex(),
+        group=place.group,
+        host_blocks=each.host_blocks,
+        disk_blocks=each.disk_blocks,
+        instances=each.instances,
+    )
+    if about is not None:
+        group = about.groups[place.group]
+        message.model = about.model
+        message.world_size = about.world_size
+        message.hash_bytes = about.hash_bytes
+        message.block_tokens = group.block_tokens
+        message.block_bytes = group.slot_bytes * about.world_size
+    return message

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import WorkerId
@@ -29,6 +30,8 @@ _log = logger(__name__)
 
 EXIT_GRACE_S = 0.25
 """For a worker that has closed its channel to be gone, before it is killed."""
+WATCH_SILENCE_MAX_S = 5.0
+"""Between two rounds of the watch, which are 20 in that time."""
 
 
 class Lifecycle:
@@ -70,6 +73,8 @@ class Lifecycle:
         """What the log says already of devices that cannot be used, and of workers that do not come up."""
         self._changed = asyncio.Event()
         self._stopping = False
+        self._seen_dead: set[WorkerId] = set()
+        """Whose processes had ended, unnoticed, when `unattended` was last asked."""
 
     async def start(self) -> None:
         """As `Supervisor.start`."""
@@ -340,6 +345,30 @@ class Lifecycle:
         except (OSError, ValueError) as error:
             _log.error("a worker cannot be started", device=device, error=str(error))
             self._schedule_respawn(device, self.devices.next_delay_s(device))
+
+    def unattended(self) -> list[str]:
+        """As `Supervisor.unattended`."""
+        found = []
+        silent_s = self._loop.time() - self.watch.looked_at_s
+        if silent_s > WATCH_SILENCE_MAX_S:
+            found.append(f"no worker has been looked at for {silent_s:.0f} s")
+        for device in self.devices.permanent:
+            if self.devices.worker(device) is None and device not in self._respawn_timers:
+                found.append(f"{device} has no worker, and none is to be started")
+        dead = {
+            worker
+            for worker, process in self.processes.items()
+            if self.workers[worker].state is not WorkerState.EXITED and process.ended() is not None
+        }
+        # One that has just ended will be noticed in a moment.
+        for worker in sorted(dead & self._seen_dead):
+            found.append(f"the end of the worker of {self.workers[worker].device} was not noticed")
+        self._seen_dead = dead
+        return [] if self._stopping else found
+
+    def set_log_level(self, level: str) -> None:
+        """As `Supervisor.set_log_level`."""
+        self._options = replace(self._options, log_level=level)
 
     def _watch_round(self) -> None:
         self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)

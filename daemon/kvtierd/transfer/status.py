@@ -4,7 +4,8 @@ Words: for each lane, the monotonic nanoseconds at which it entered the native c
 of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; how many
 bytes of the pool are registered with its GPU's driver, and since when it registers more of it. For each
 thread of a disk's worker, the monotonic nanoseconds at which it began to wait for the disk, or at which the
-disk has last done anything of what it waits for; 0 when it does not wait.
+disk has last done anything of what it waits for; 0 when it does not wait. How many bytes of the pool lie on
+another memory node than its GPU.
 """
 
 import mmap
@@ -36,6 +37,7 @@ class StatusWord(IntEnum):
     IO_5 = 10
     IO_6 = 11
     IO_7 = 12
+    REMOTE_BYTES = 13
 
 
 _CULPRITS = {
@@ -44,7 +46,11 @@ _CULPRITS = {
     StatusWord.HEARTBEAT: "its main thread has not come round",
     # It holds up the other GPUs' workers.
     StatusWord.REGISTERING: "it has been registering the pool with the driver",
-} | {io: "the disk has not answered one of its threads" for io in StatusWord if io >= StatusWord.IO_0}
+} | {
+    io: "the disk has not answered one of its threads"
+    for io in StatusWord
+    if StatusWord.IO_0 <= io <= StatusWord.IO_7
+}
 
 
 def io_word(thread: int) -> StatusWord:
@@ -80,6 +86,13 @@ class StatusPage:
     def registered_bytes(self) -> int:
         """Bytes of the pool that are registered with the driver of the worker's GPU."""
         return self.words.load(StatusWord.REGISTERED_BYTES)
+
+    def set_remote_bytes(self, count: int) -> None:
+        self.words.store(StatusWord.REMOTE_BYTES, count)
+
+    def remote_bytes(self) -> int:
+        """Bytes of the pool that seem to lie on another memory node than the worker's GPU."""
+        return self.words.load(StatusWord.REMOTE_BYTES)
 
     def read(self) -> tuple[int, ...]:
         """The words' values, in the order of StatusWord."""

@@ -155,6 +155,17 @@ class Supervisor:
         handle = self.devices.worker(device)
         return handle.worker if handle is not None and handle.state is WorkerState.LIVE else None
 
+    def unattended(self) -> list[str]:
+        """Workers that nobody looks after, each in a sentence: it should never be, and no worker's own doing.
+
+        Asked again and again, seconds apart; a worker that is late, lost or being replaced is looked after.
+        """
+        return self._lives.unattended()
+
+    def set_log_level(self, level: str) -> None:
+        """Of workers that are started from now on."""
+        self._lives.set_log_level(level)
+
     @property
     def respawns(self) -> Mapping[str, int]:
         """By device: workers started in place of lost ones."""
@@ -164,6 +175,11 @@ class Supervisor:
         """Bytes of the pool that a worker has registered with its GPU's driver."""
         process = self._lives.processes.get(worker)
         return 0 if process is None else process.status.registered_bytes()
+
+    def remote_bytes(self, worker: WorkerId) -> int:
+        """Bytes of the pool that seem to lie on another memory node than a worker's GPU."""
+        process = self._lives.processes.get(worker)
+        return 0 if process is None else process.status.remote_bytes()
 
     def pidfd_for(self, worker: WorkerId) -> int:
         """A pidfd of a live worker, for a client that waits for its end; the caller closes it. Refusal if it

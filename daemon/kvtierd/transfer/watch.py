@@ -28,6 +28,11 @@ class Watch:
         self._last_s = loop_s
         self.now_s += self._elapsed_s
 
+    @property
+    def looked_at_s(self) -> float:
+        """When the last round was, in the event loop's time."""
+        return self._last_s
+
     def forget(self, handle: WorkerHandle) -> None:
         self._stalls.pop(handle, None)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostDiskJob
 from kvtierd.core.slots import PoolGeometry
-from kvtierd.core.stimuli import Drain, Outcome, Tick, WriteMode
+from kvtierd.core.stimuli import CoreDisks, Drain, Outcome, Reconfigure, Tick, WriteMode
 from kvtierd.core.table import BlockFlag
 
 from tests.unit.core.disk import SLAB, WRITE, DiskHost, flagged
@@ -382,3 +382,30 @@ def test_without_disks_there_is_no_disk_tier(host: Host) -> None:
     assert host.machine.status().disks == ()
     assert host.counters.evicted_unwritten_blocks == 0
     assert SLAB.extents == 4
+
+
+class TestAnotherPolicyWhileItRuns:
+    def test_through_writes_what_was_stored_before_it(self, make_disk_host: Make) -> None:
+        disk_host = make_disk_host(mode=WriteMode.BACK)
+        one = disk_host.instance()
+        one.stored(*range(4))
+        assert disk_host.disk.jobs == []
+        disk_host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH)))
+        ticks(disk_host, 0.1)
+        disk_host.disk.finish_all()
+        assert disk_host.disk.holds(one, *range(4)) == list(range(4))
+        one.stored(4)
+        disk_host.disk.finish_all()
+        assert disk_host.disk.holds(one, 4) == [4]
+
+    def test_back_stops_writing_at_once(self, make_disk_host: Make) -> None:
+        host = make_disk_host()
+        host.do(Reconfigure(0, CoreDisks()))
+        host.instance().stored(*range(4))
+        assert host.disk.jobs == []
+
+    def test_queues_stay_as_they_were_at_the_start(self, make_disk_host: Make) -> None:
+        host = make_disk_host(policy={"write_queue_bytes": 8192})
+        host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH)))
+        host.instance().stored(*range(5))
+        assert host.disk.status.writing_bytes <= 8192

@@ -15,10 +15,12 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.sampling import SLOTS_MAX, expected_detection_s
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
+    CoreDisks,
     CoreIntegrity,
     CoreLimits,
     Drain,
     Outcome,
+    Reconfigure,
     ReleaseLeases,
     SlotsChecked,
     Tick,
@@ -132,6 +134,18 @@ class TestSampling:
         checked(host, check)
         [check] = tick(host)
         assert len(check.slots) <= 10, "a second's worth is made up for, no more"
+
+    def test_the_rate_can_be_changed_while_it_runs(self, make: Make) -> None:
+        host = make(CoreIntegrity(sample_bytes_per_s=0))
+        host.instance().stored(*range(13))
+        assert tick(host) == tick(host) == []
+        host.do(Reconfigure(1 << 30, CoreDisks()))
+        [check] = tick(host)
+        assert len(check.slots) == 13
+        assert host.machine.status().integrity.sample_bytes_per_s == 1 << 30
+        checked(host, check)
+        host.do(Reconfigure(0, CoreDisks()))
+        assert tick(host, 60) == tick(host, 60) == []
 
     def test_a_slot_larger_than_the_rate_is_paid_for_afterwards(self, make: Make) -> None:
         host = make(CoreIntegrity(sample_bytes_per_s=100))

@@ -4,10 +4,12 @@ import asyncio
 import dataclasses
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kvtierd.cache import Snapshot
-from kvtierd.metrics import Metrics, MetricsServer, families
+from kvtierd.metrics import DECLARED, Metrics, MetricsServer, families
+from kvtierd.metrics.declared import as_markdown
 from kvtierd.settings import ConfigError
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,6 +45,26 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_discarded_slots{}", 44),
         ("kvtier_lookups_total{}", 21),
         ("kvtier_lookup_hits_total{tier=host}", 100),
+        ("kvtier_lookup_misses_total{reason=absent}", 110),
+        ("kvtier_lookup_misses_total{reason=pending}", 60),
+        ("kvtier_lookup_misses_total{reason=beyond}", 50),
+        ("kvtier_lookup_misses_total{reason=recompute}", 40),
+        ("kvtier_lookup_misses_total{reason=draining}", 22),
+        ("kvtier_lookup_misses_total{reason=not_ready}", 18),
+        ("kvtier_slots{slot_bytes=4096,state=used}", 375),
+        ("kvtier_slots{slot_bytes=4096,state=free}", 120),
+        ("kvtier_slots{slot_bytes=4096,state=withheld}", 5),
+        ("kvtier_slots{slot_bytes=65536,state=free}", 15),
+        ("kvtier_pool_fragmented_bytes{}", 120 * 4096 + 15 * 65536),
+        ("kvtier_evicted_age_seconds_sum{tier=host}", 290.5),
+        ("kvtier_evicted_age_seconds_count{tier=host}", 29),
+        ("kvtier_transfer_seconds_sum{direction=store}", 5.6),
+        ("kvtier_transfer_seconds_count{direction=load}", 40),
+        ("kvtier_lease_oldest_seconds{}", 12.5),
+        ("kvtier_lease_held_seconds_sum{}", 72.5),
+        ("kvtier_lease_held_seconds_count{}", 36),
+        ("kvtier_instance_mapped_bytes{engine=engine-0}", 3 << 20),
+        (f"kvtier_pool_remote_bytes{{device={GPU}}}", 4 << 20),
         ("kvtier_store_blocks_total{tier=host}", 23),
         ("kvtier_store_bytes_total{tier=host}", 24 << 10),
         ("kvtier_load_bytes_total{tier=host}", 26 << 10),
@@ -113,6 +135,27 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
 )
 def test_every_figure_has_its_name(sample: str, value: float) -> None:
     assert samples(busy_snapshot())[sample] == value
+
+
+def test_hits_and_misses_come_to_what_was_asked_for() -> None:
+    found = samples(busy_snapshot())
+    misses = sum(value for name, value in found.items() if name.startswith("kvtier_lookup_misses_total"))
+    assert misses + found["kvtier_lookup_hits_total{tier=host}"] == found["kvtier_lookup_hashes_total{}"]
+
+
+def test_every_metric_is_declared_and_every_declared_one_is_there() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, "1.2")
+    loop = asyncio.new_event_loop()
+    metrics.watch(busy_snapshot, loop)
+    loop.close()
+    shown = {family.name for family in registry.collect() if family.name.startswith("kvtier_")}
+    assert shown == {declared.name for declared in DECLARED}
+
+
+def test_the_documentation_has_the_list_as_it_is() -> None:
+    page = Path(__file__).parents[3] / "docs" / "metrics.md"
+    assert as_markdown() in page.read_text(), "python -m kvtierd.metrics prints the list"
 
 
 def test_what_is_not_so_is_not_shown() -> None:

@@ -195,7 +195,11 @@ class PoolRegistration:
         """The areas that are not registered when their turn comes, those on a memory node first."""
         order = list(range(len(self.areas)))
         if node is not None and len(numa.nodes()) > 1:
-            order.sort(key=lambda index: self._node_of(index) != node)
+            remote = [self._node_of(index) != node for index in order]
+            order.sort(key=remote.__getitem__)
+            self._status.set_remote_bytes(
+                sum(length for (_, length), far in zip(self.areas, remote, strict=True) if far)
+            )
         return (self.areas[index] for index in order if not self._registered[index])
 
     def _node_of(self, index: int) -> int | None:

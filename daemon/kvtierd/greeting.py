@@ -1,0 +1,76 @@
+"""What `kvtierd serve` says when it is ready, on its standard output and in its log."""
+
+import contextlib
+import importlib.metadata
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtierd.cache import Snapshot
+from kvtierd.config import Config
+from kvtierd.logs import logger
+from kvtierd.memory import PoolStart
+from kvtierd.settings import human_size
+
+VLLM_FLAG = (
+    '--kv-transfer-config \'{"kv_connector":"KvtierConnector",'
+    '"kv_connector_module_path":"kvtier_vllm.connector","kv_role":"kv_both",'
+    '"kv_load_failure_policy":"recompute"}\''
+)
+
+log = logger(__name__)
+
+
+def version() -> str:
+    return importlib.metadata.version("kvtier")
+
+
+def command_line() -> str:
+    """What this process was started with, as a person would type it."""
+    return shlex.join(["kvtierd", *sys.argv[1:]])
+
+
+def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snapshot: Snapshot) -> None:
+    """Says where the daemon is, what it found, and what to give to vLLM."""
+    how = (
+        f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
+        if start.warm
+        else f"cold: {start.cold_reason}"
+    )
+    capacity_bytes = snapshot.pool.capacity_bytes
+    lines = (
+        f"kvtierd {version()} is serving, pid {os.getpid()}",
+        f"  socket   {socket}",
+        f"  pool     {config.pool.file or 'anonymous memory'}, {human_size(capacity_bytes)}",
+        f"  start    {how} ({start.seconds:.2f} s)",
+        *(f"  disk     {line}" for line in _disk_lines(snapshot)),
+        f"  metrics  {metrics_url or 'off'}",
+        f"  vLLM     {VLLM_FLAG}",
+    )
+    with contextlib.suppress(OSError):  # nobody reads it
+        print("\n".join(lines), flush=True)
+    log.info(
+        "serving",
+        version=version(),
+        pid=os.getpid(),
+        socket=socket,
+        pool=config.pool.file or "",
+        pool_bytes=capacity_bytes,
+        start="warm" if start.warm else "cold",
+        metrics=metrics_url,
+    )
+
+
+def _disk_lines(snapshot: Snapshot) -> Iterator[str]:
+    for disk in snapshot.disks:
+        if disk.state == "starting":
+            how = "starting: it joins as soon as it is ready"
+        elif disk.state != "live":
+            how = f"off: {disk.why}"
+        elif disk.cold_reason:
+            how = f"cold: {disk.cold_reason}"
+        else:
+            how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
+        yield f"{disk.path}, {human_size(disk.capacity_bytes)}, {how}"

@@ -1,0 +1,620 @@
+"""Every metric of the daemon: its name, its labels, what it says, and what it is looked at for.
+
+Label values are a closed set: states, reasons, directions; this host's devices and disks; and, of one metric,
+the engines attached. docs/metrics.md is made of this list: `python -m kvtierd.metrics`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    """Its samples end in `_total`."""
+    SUMMARY = "summary"
+    """Its samples end in `_sum` and `_count`."""
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One metric."""
+
+    kind: Kind
+    name: str
+    labels: tuple[str, ...]
+    text: str
+    """What it says."""
+    use: str
+    """What it is looked at for, or what a value means."""
+
+
+_G, _C, _S, _H = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY, Kind.HISTOGRAM
+
+DECLARED = (
+    Declared(
+        _G,
+        "kvtier_build_info",
+        ("version",),
+        "1, with the daemon's version.",
+        "Which hosts have been upgraded.",
+    ),
+    Declared(
+        _G,
+        "kvtier_uptime_seconds",
+        (),
+        "Since the daemon started.",
+        "A value that keeps falling back: the daemon is being restarted again and again.",
+    ),
+    Declared(
+        _G,
+        "kvtier_draining",
+        (),
+        "1 while nothing new is accepted.",
+        "1 for long: somebody has drained it and forgotten it (kvtierctl resume).",
+    ),
+    Declared(
+        _G,
+        "kvtier_snapshot_fresh",
+        (),
+        "0 if the event loop did not answer this scrape.",
+        "0: every other figure is old, and the daemon hangs or is stopped.",
+    ),
+    Declared(
+        _H,
+        "kvtier_event_loop_lag_seconds",
+        (),
+        "How late the event loop was at each tick of 100 ms.",
+        "Lookups wait as long; high for long: the front's core is overloaded.",
+    ),
+    Declared(
+        _H,
+        "kvtier_rpc_seconds",
+        ("rpc",),
+        "Time from a decoded request to its reply, by call; Wait and Attach are left out.",
+        "What schedulers wait for in the daemon itself.",
+    ),
+    Declared(
+        _G,
+        "kvtier_pool_bytes",
+        ("state",),
+        "Bytes of the host pool, by whether they are in slots that hold a block.",
+        "Full is healthy: what matters then is how old blocks are when they are evicted.",
+    ),
+    Declared(
+        _G,
+        "kvtier_pool_extents",
+        ("state",),
+        "Extents of the host pool, by whether they are assigned to a slot size.",
+        "None free and a new model: it takes extents from others, one by one.",
+    ),
+    Declared(
+        _G,
+        "kvtier_slots",
+        ("slot_bytes", "state"),
+        "Slots, by their size and whether they are used, free, or withheld (quarantined, corrupt).",
+        "Fragmentation: free slots of one size are of no use to blocks of another.",
+    ),
+    Declared(
+        _G,
+        "kvtier_pool_fragmented_bytes",
+        (),
+        "Bytes of the host pool in free slots: no use to blocks of another size.",
+        "High in a pool that has no free extents: several models, one of them gone; extents follow in time.",
+    ),
+    Declared(
+        _G,
+        "kvtier_blocks",
+        ("state",),
+        "Blocks in the host tier.",
+        "Writing for long: stores that do not end.",
+    ),
+    Declared(
+        _G,
+        "kvtier_blocks_max",
+        (),
+        "Blocks the block table has room for.",
+        "Nearly as many blocks as this: blocks are smaller than a page of the pool.",
+    ),
+    Declared(
+        _G,
+        "kvtier_start_warm",
+        (),
+        "1 if the daemon started on a pool it could use.",
+        "0 after a restart: its log says why the cache was lost.",
+    ),
+    Declared(
+        _G,
+        "kvtier_recovered_blocks",
+        (),
+        "Blocks found in the pool at start.",
+        "Whether an upgrade kept the cache.",
+    ),
+    Declared(
+        _G,
+        "kvtier_recovered_bytes",
+        (),
+        "Their bytes.",
+        "Likewise.",
+    ),
+    Declared(
+        _G,
+        "kvtier_recovery_seconds",
+        (),
+        "Time it took to open the pool.",
+        "How long a restart takes.",
+    ),
+    Declared(
+        _G,
+        "kvtier_quarantined_slots",
+        (),
+        "Slots whose writer from before the start is not proved gone.",
+        "More than 0 for minutes: a process of the predecessor hangs in the kernel.",
+    ),
+    Declared(
+        _G,
+        "kvtier_corrupt_slots",
+        (),
+        "Slots set aside because they have failed a check; they come back with a cold start.",
+        "Rising: memory that fails; look at the host's ECC errors.",
+    ),
+    Declared(
+        _G,
+        "kvtier_discarded_slots",
+        (),
+        "Slots refused at start: bad checksum, missing shards.",
+        "What a crash has cost.",
+    ),
+    Declared(
+        _C,
+        "kvtier_lookups",
+        (),
+        "Lookups answered.",
+        "Load of the front.",
+    ),
+    Declared(
+        _C,
+        "kvtier_index_lookups",
+        (),
+        "Lookups, all misses, that clients answered themselves from the index page.",
+        "Of all lookups, those that cost the front nothing.",
+    ),
+    Declared(
+        _C,
+        "kvtier_lookup_hashes",
+        (),
+        "Block hashes asked for in lookups.",
+        "The other half of every hit rate.",
+    ),
+    Declared(
+        _C,
+        "kvtier_lookup_hits",
+        ("tier",),
+        "Block hashes found readable by lookups.",
+        "The hit rate, of hashes asked for.",
+    ),
+    Declared(
+        _C,
+        "kvtier_lookup_misses",
+        ("reason",),
+        "Block hashes that were no hits: absent, pending (being stored or promoted), beyond (behind the "
+        "first of a prefix that was none), recompute (there, but computing is faster), draining, "
+        "not_ready (ranks missing).",
+        "Why the hit rate is what it is; kvtierctl explain says it of one block.",
+    ),
+    Declared(
+        _C,
+        "kvtier_store_blocks",
+        ("tier",),
+        "Blocks stored and committed.",
+        "How much the engines write.",
+    ),
+    Declared(
+        _C,
+        "kvtier_store_bytes",
+        ("tier",),
+        "Bytes of blocks stored and committed.",
+        "Likewise.",
+    ),
+    Declared(
+        _C,
+        "kvtier_load_blocks",
+        ("tier",),
+        "Blocks loaded into engines.",
+        "What the cache saves: each is a block of a prompt that nobody computed.",
+    ),
+    Declared(
+        _C,
+        "kvtier_load_bytes",
+        ("tier",),
+        "Bytes of blocks loaded into engines.",
+        "Likewise.",
+    ),
+    Declared(
+        _C,
+        "kvtier_store_deduplicated_blocks",
+        (),
+        "Blocks not stored: there already.",
+        "Prefixes that engines share.",
+    ),
+    Declared(
+        _C,
+        "kvtier_store_throttled_blocks",
+        (),
+        "Blocks not stored: no room.",
+        "Rising: everything is held by leases and transfers; the pool is too small, or an engine keeps "
+        "leases.",
+    ),
+    Declared(
+        _C,
+        "kvtier_evicted_blocks",
+        ("tier",),
+        "Blocks dropped to make room.",
+        "Together with their age: whether the pool is large enough.",
+    ),
+    Declared(
+        _S,
+        "kvtier_evicted_age_seconds",
+        ("tier",),
+        "How long evicted blocks had not been used.",
+        "The mean is how long the cache remembers; shorter than the time between two uses of a prefix: "
+        "enlarge the pool, or add a disk.",
+    ),
+    Declared(
+        _C,
+        "kvtier_extents_reclaimed",
+        (),
+        "Extents taken from one slot size for another.",
+        "Rising for long: two models fight for the pool.",
+    ),
+    Declared(
+        _C,
+        "kvtier_transfers",
+        ("state",),
+        "Transfers that ended, by how.",
+        "Failed ones are misses to engines; the log says why.",
+    ),
+    Declared(
+        _S,
+        "kvtier_transfer_seconds",
+        ("direction",),
+        "From a store or load being accepted to its end, engines' steps included.",
+        "Less the copying itself: what transfers wait for engines, and in queues.",
+    ),
+    Declared(
+        _G,
+        "kvtier_transfers_active",
+        (),
+        "Transfers not terminal yet.",
+        "Rising without end: copies do not end.",
+    ),
+    Declared(
+        _C,
+        "kvtier_integrity_failures",
+        ("tier", "found_by"),
+        "Blocks whose record or checksum did not match, by when that was found: before a load, before the "
+        "first load after a restart, by sampling, or when a disk read them. Never served after that.",
+        "Anything above 0 is failing hardware, or a bug.",
+    ),
+    Declared(
+        _C,
+        "kvtier_sampled_bytes",
+        (),
+        "Bytes of the host pool that sampling has compared.",
+        "Whether rot would be found.",
+    ),
+    Declared(
+        _G,
+        "kvtier_instances",
+        ("state",),
+        "Engine instances: all ranks registered, some missing, or ended and not unmapped yet.",
+        "Incomplete for long: a rank of an engine has not come up.",
+    ),
+    Declared(
+        _G,
+        "kvtier_instance_mapped_bytes",
+        ("engine",),
+        "Bytes of one engine's memory mapped by copy workers; of the 64 that have most.",
+        "Whose GPU memory is held.",
+    ),
+    Declared(
+        _G,
+        "kvtier_sessions",
+        (),
+        "Sessions attached.",
+        "Near server.sessions_max: more are refused.",
+    ),
+    Declared(
+        _G,
+        "kvtier_client_mapped_bytes",
+        (),
+        "Bytes of engines' memory mapped by copy workers.",
+        "More than 0 without engines: something is not let go.",
+    ),
+    Declared(
+        _G,
+        "kvtier_leases",
+        (),
+        "Leases held by clients.",
+        "Near limits.leases_max: an engine does not release.",
+    ),
+    Declared(
+        _G,
+        "kvtier_leased_blocks",
+        (),
+        "Blocks held by leases.",
+        "What cannot be evicted.",
+    ),
+    Declared(
+        _G,
+        "kvtier_lease_oldest_seconds",
+        (),
+        "Since the oldest lease was granted; 0 if there is none.",
+        "Longer than requests wait: an engine does not release.",
+    ),
+    Declared(
+        _S,
+        "kvtier_lease_held_seconds",
+        (),
+        "How long leases were held, of those that ended.",
+        "The mean is how long requests wait between lookup and load.",
+    ),
+    Declared(
+        _C,
+        "kvtier_leases_expired",
+        (),
+        "Leases that ran out.",
+        "Engines that hang, or queues longer than limits.lease_lifetime_s.",
+    ),
+    Declared(
+        _C,
+        "kvtier_leases_refused",
+        (),
+        "Leases that blocks hit for and a limit refused.",
+        "Rising: limits.leased_fraction_max is too small for the prompts.",
+    ),
+    Declared(
+        _C,
+        "kvtier_epochs_ended",
+        (),
+        "Engine instances that ended.",
+        "Engines that come and go.",
+    ),
+    Declared(
+        _G,
+        "kvtier_worker_live",
+        ("device",),
+        "1 for a device whose copy worker is live, 0 for one that needs one; absent for GPUs not in use.",
+        "0 for longer than a few seconds: nothing is copied from or to the device.",
+    ),
+    Declared(
+        _C,
+        "kvtier_worker_respawns",
+        ("device",),
+        "Copy workers replaced.",
+        "Rising: driver errors, or copies that hang; the log says which.",
+    ),
+    Declared(
+        _G,
+        "kvtier_device_mapped_bytes",
+        ("device",),
+        "Bytes of engines' memory mapped by the device's copy worker.",
+        "Which GPU memory is held.",
+    ),
+    Declared(
+        _G,
+        "kvtier_pool_registered_bytes",
+        ("device",),
+        "Bytes of the host pool registered with the GPU's driver.",
+        "How far the start has come; copies of the rest are slower, once.",
+    ),
+    Declared(
+        _G,
+        "kvtier_pool_remote_bytes",
+        ("device",),
+        "Bytes of the host pool that seem to lie on another NUMA node than the GPU; 0 with one node.",
+        "Copies of these cross the processors' link.",
+    ),
+    Declared(
+        _G,
+        "kvtier_parts_active",
+        (),
+        "Parts posted to copy workers and not finished.",
+        "The queue: rising without end, copies are slower than engines.",
+    ),
+    Declared(
+        _C,
+        "kvtier_copy_bytes",
+        ("direction",),
+        "Bytes copied.",
+        "With the seconds: the speed of copies.",
+    ),
+    Declared(
+        _C,
+        "kvtier_copy_seconds",
+        ("direction",),
+        "Time spent in copies, checks included.",
+        "Of 1 second per lane and second: how busy the lanes are.",
+    ),
+    Declared(
+        _C,
+        "kvtier_parts",
+        ("direction", "outcome"),
+        "Parts ended, by outcome.",
+        "Gate deadlines: engines that do not ring.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_state",
+        ("disk", "state"),
+        "1 for the state a disk is in.",
+        "failing or off: the tier is a miss.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_bytes",
+        ("disk", "state"),
+        "Bytes of a disk, by whether they are in slots that hold a block.",
+        "Full is healthy.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_queued_bytes",
+        ("disk", "direction"),
+        "Bytes on their way to or from a disk.",
+        "At disk.write_queue_size for long: blocks are evicted before they are written.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_bytes_per_second",
+        ("disk", "direction"),
+        "As measured lately; 0: not yet.",
+        "A disk that gets slower.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_scrub_blocks",
+        ("disk", "state"),
+        "Blocks of the scrub that is on its way, or was last: all, and those looked at.",
+        "How far it is.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_blocks",
+        ("disk",),
+        "Blocks on a disk.",
+        "What a reboot of the host keeps.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_jobs",
+        ("disk",),
+        "Batches of blocks on their way to or from a disk.",
+        "Its queue.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_recovered_blocks",
+        ("disk",),
+        "Blocks found on a disk at start.",
+        "Whether a restart kept them.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_recovered_bytes",
+        ("disk",),
+        "Their bytes.",
+        "Likewise.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_recovery_seconds",
+        ("disk",),
+        "Time it took to go through its records.",
+        "How long a restart takes.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_direct_io",
+        ("disk",),
+        "1 if the kernel's cache is passed by.",
+        "0: the file system has no O_DIRECT, and blocks are in memory twice.",
+    ),
+    Declared(
+        _G,
+        "kvtier_disk_corrupt_slots",
+        ("disk",),
+        "Slots set aside after a failed check.",
+        "Rising: the disk fails.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_written_blocks",
+        ("disk",),
+        "Blocks written to a disk.",
+        "Wear.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_written_bytes",
+        ("disk",),
+        "Their bytes.",
+        "Likewise.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_read_blocks",
+        ("disk",),
+        "Blocks read from a disk.",
+        "What the tier saves.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_read_bytes",
+        ("disk",),
+        "Their bytes.",
+        "Likewise.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_evicted_blocks",
+        ("disk",),
+        "Blocks dropped to make room on a disk.",
+        "Whether it is large enough.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_errors",
+        ("disk",),
+        "Jobs of a disk that failed, or were too slow.",
+        "Rising: see its state.",
+    ),
+    Declared(
+        _C,
+        "kvtier_disk_corrupt_blocks",
+        ("disk",),
+        "Blocks that did not match when they were read or checked. Never served.",
+        "Anything above 0: the disk fails.",
+    ),
+    Declared(
+        _C,
+        "kvtier_promoted_blocks",
+        (),
+        "Blocks read from a disk to the host.",
+        "Hits of the disk tier.",
+    ),
+    Declared(
+        _C,
+        "kvtier_promoted_bytes",
+        (),
+        "Their bytes.",
+        "Likewise.",
+    ),
+    Declared(
+        _C,
+        "kvtier_recompute_blocks",
+        (),
+        "Blocks reported as misses because computing them is faster than loading them.",
+        "High: the disks are slower than the GPUs.",
+    ),
+    Declared(
+        _C,
+        "kvtier_evicted_unwritten_blocks",
+        (),
+        "Blocks evicted from the host before a disk had them.",
+        "Rising: the disks are too slow for what is stored.",
+    ),
+)
+
+BY_NAME = {declared.name: declared for declared in DECLARED}
+
+
+def as_markdown() -> str:
+    """The list as a table."""
+    lines = ["| metric | labels | says | look at it for |", "|---|---|---|---|"]
+    for each in DECLARED:
+        suffix = {Kind.COUNTER: "_total", Kind.SUMMARY: "_sum, _count", Kind.HISTOGRAM: "_bucket, …"}
+        name = f"`{each.name}`" + (f" {suffix[each.kind]}" if each.kind in suffix else "")
+        lines.append(f"| {name} | {', '.join(each.labels)} | {each.text} | {each.use} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,180 @@
+"""A snapshot of the cache as Prometheus sees it."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from kvtierd.cache import CPU, Snapshot
+from kvtierd.metrics.sheet import Sheet
+
+TIER = "host"
+DISK_PREFIX = "disk-"
+"""How the device names of disks begin."""
+DISK_STATES = ("starting", "live", "off", "failing")
+INSTANCES_SHOWN_MAX = 64
+
+
+def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
+    """Every family that can be read from a snapshot."""
+    sheet = Sheet()
+    sheet.set("kvtier_build_info", 1, version)
+    sheet.set("kvtier_uptime_seconds", snapshot.uptime_s)
+    sheet.set("kvtier_draining", snapshot.state == "draining")
+    _pool(sheet, snapshot)
+    _traffic(sheet, snapshot)
+    _integrity(sheet, snapshot)
+    _clients(sheet, snapshot)
+    _workers(sheet, snapshot)
+    if snapshot.disks:
+        _disks(sheet, snapshot)
+        _promotion(sheet, snapshot)
+    yield from sheet
+
+
+def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
+    pool, core = snapshot.pool, snapshot.core
+    sheet.set("kvtier_pool_bytes", core.used_bytes, "used")
+    sheet.set("kvtier_pool_bytes", pool.capacity_bytes - core.used_bytes, "free")
+    sheet.set("kvtier_pool_extents", core.extents - core.extents_free, "assigned")
+    sheet.set("kvtier_pool_extents", core.extents_free, "free")
+    free_bytes = sum(size.free * size.slot_bytes for size in core.sizes)
+    sheet.set("kvtier_pool_fragmented_bytes", free_bytes)
+    for size in core.sizes:
+        name = str(size.slot_bytes)
+        sheet.set("kvtier_slots", size.slots - size.free - size.withheld, name, "used")
+        sheet.set("kvtier_slots", size.free, name, "free")
+        sheet.set("kvtier_slots", size.withheld, name, "withheld")
+    sheet.set("kvtier_blocks", core.blocks.writing, "writing")
+    sheet.set("kvtier_blocks", core.blocks.ready, "ready")
+    sheet.set("kvtier_blocks", core.blocks.evicting, "evicting")
+    sheet.set("kvtier_blocks_max", core.blocks.capacity)
+    sheet.set("kvtier_start_warm", pool.warm)
+    sheet.set("kvtier_recovered_blocks", pool.recovered_blocks)
+    sheet.set("kvtier_recovered_bytes", pool.recovered_bytes)
+    sheet.set("kvtier_recovery_seconds", pool.recovery_s)
+    sheet.set("kvtier_quarantined_slots", pool.quarantined_slots)
+    sheet.set("kvtier_corrupt_slots", core.corrupt_slots)
+    sheet.set("kvtier_discarded_slots", pool.discarded_slots)
+
+
+def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
+    counters = snapshot.core.counters
+    sheet.set("kvtier_lookups", counters.lookups)
+    sheet.set("kvtier_index_lookups", counters.index_lookups)
+    sheet.set("kvtier_lookup_hashes", counters.lookup_hashes)
+    sheet.set("kvtier_lookup_hits", counters.lookup_hits, TIER)
+    for reason in ("absent", "pending", "beyond", "recompute", "draining", "not_ready"):
+        sheet.set("kvtier_lookup_misses", getattr(counters, f"missed_{reason}"), reason)
+    sheet.set("kvtier_store_blocks", counters.stored_blocks, TIER)
+    sheet.set("kvtier_store_bytes", counters.stored_bytes, TIER)
+    sheet.set("kvtier_load_blocks", counters.loaded_blocks, TIER)
+    sheet.set("kvtier_load_bytes", counters.loaded_bytes, TIER)
+    sheet.set("kvtier_store_deduplicated_blocks", counters.deduplicated_blocks)
+    sheet.set("kvtier_store_throttled_blocks", counters.throttled_blocks)
+    sheet.set("kvtier_evicted_blocks", counters.evicted_blocks, TIER)
+    sheet.summary("kvtier_evicted_age_seconds", counters.evicted_blocks, counters.evicted_age_s, TIER)
+    sheet.set("kvtier_extents_reclaimed", counters.reclaimed_extents)
+    sheet.set("kvtier_transfers", counters.done_transfers, "done")
+    sheet.set("kvtier_transfers", counters.failed_transfers, "failed")
+    sheet.set("kvtier_transfers", counters.cancelled_transfers, "cancelled")
+    took = "kvtier_transfer_seconds"
+    sheet.summary(took, counters.store_transfers, counters.store_transfer_s, "store")
+    sheet.summary(took, counters.load_transfers, counters.load_transfer_s, "load")
+    sheet.set("kvtier_transfers_active", snapshot.core.transfers_active)
+
+
+def _integrity(sheet: Sheet, snapshot: Snapshot) -> None:
+    counters = snapshot.core.counters
+    sheet.set("kvtier_integrity_failures", counters.corrupt_on_load, TIER, "load")
+    sheet.set("kvtier_integrity_failures", counters.corrupt_after_restart, TIER, "restart")
+    sheet.set("kvtier_integrity_failures", counters.corrupt_in_sample, TIER, "sample")
+    if snapshot.disks:
+        sheet.set("kvtier_integrity_failures", counters.corrupt_on_disk, "disk", "read")
+    sheet.set("kvtier_sampled_bytes", counters.sampled_bytes)
+
+
+def _clients(sheet: Sheet, snapshot: Snapshot) -> None:
+    core = snapshot.core
+    ending = sum(instance.fencing for instance in core.instances)
+    ready = sum(instance.ready and not instance.fencing for instance in core.instances)
+    sheet.set("kvtier_instances", ready, "ready")
+    sheet.set("kvtier_instances", len(core.instances) - ready - ending, "incomplete")
+    sheet.set("kvtier_instances", ending, "ending")
+    mapped: dict[str, int] = {}
+    for instance in core.instances:  # of one name there may be an ending one and its successor
+        mapped[instance.name] = mapped.get(instance.name, 0) + instance.mapped_bytes
+    for name in sorted(mapped, key=mapped.__getitem__, reverse=True)[:INSTANCES_SHOWN_MAX]:
+        sheet.set("kvtier_instance_mapped_bytes", mapped[name], name)
+    sheet.set("kvtier_sessions", len(snapshot.sessions))
+    sheet.set("kvtier_client_mapped_bytes", sum(mapped.values()))
+    sheet.set("kvtier_leases", core.leases)
+    sheet.set("kvtier_leased_blocks", core.leased_blocks)
+    sheet.set("kvtier_lease_oldest_seconds", core.lease_oldest_s)
+    counters = core.counters
+    sheet.summary("kvtier_lease_held_seconds", counters.ended_leases, counters.lease_held_s)
+    sheet.set("kvtier_leases_expired", counters.expired_leases)
+    sheet.set("kvtier_leases_refused", counters.refused_leases)
+    sheet.set("kvtier_epochs_ended", counters.ended_epochs)
+
+
+def _workers(sheet: Sheet, snapshot: Snapshot) -> None:
+    for device in snapshot.devices:
+        workers = [worker for worker in snapshot.workers if worker.device == device.name]
+        if not device.idle:
+            live = any(worker.state == "live" for worker in workers)
+            sheet.set("kvtier_worker_live", live, device.name)
+        sheet.set("kvtier_worker_respawns", device.respawns, device.name)
+        if device.name.startswith(DISK_PREFIX):
+            continue
+        mapped_bytes = sum(worker.mapped_bytes for worker in workers)
+        sheet.set("kvtier_device_mapped_bytes", mapped_bytes, device.name)
+        if device.name != CPU:
+            registered_bytes = sum(worker.registered_bytes for worker in workers)
+            remote_bytes = max((worker.remote_bytes for worker in workers), default=0)
+            sheet.set("kvtier_pool_registered_bytes", registered_bytes, device.name)
+            sheet.set("kvtier_pool_remote_bytes", remote_bytes, device.name)
+    copying = [worker for worker in snapshot.workers if not worker.device.startswith(DISK_PREFIX)]
+    sheet.set("kvtier_parts_active", sum(worker.parts_active for worker in copying))
+    for direction, totals in snapshot.copies.items():
+        sheet.set("kvtier_copy_bytes", totals.copied_bytes, direction)
+        sheet.set("kvtier_copy_seconds", totals.copy_s, direction)
+        for outcome, count in totals.outcomes.items():
+            sheet.set("kvtier_parts", count, direction, outcome.lower())
+
+
+def _disks(sheet: Sheet, snapshot: Snapshot) -> None:
+    """Of the disk tier, by the path of the disk."""
+    for disk in snapshot.disks:
+        core, path, counters = disk.core, disk.path, disk.core.counters
+        for name in DISK_STATES:
+            sheet.set("kvtier_disk_state", name == disk.state, path, name)
+        sheet.set("kvtier_disk_bytes", core.used_bytes, path, "used")
+        sheet.set("kvtier_disk_bytes", disk.capacity_bytes - core.used_bytes, path, "free")
+        sheet.set("kvtier_disk_queued_bytes", core.writing_bytes, path, "write")
+        sheet.set("kvtier_disk_queued_bytes", core.reading_bytes, path, "read")
+        sheet.set("kvtier_disk_bytes_per_second", core.write_bytes_per_s, path, "write")
+        sheet.set("kvtier_disk_bytes_per_second", core.read_bytes_per_s, path, "read")
+        sheet.set("kvtier_disk_scrub_blocks", core.scrub_blocks, path, "all")
+        sheet.set("kvtier_disk_scrub_blocks", core.scrubbed_blocks, path, "done")
+        sheet.set("kvtier_disk_blocks", core.blocks, path)
+        sheet.set("kvtier_disk_jobs", core.jobs, path)
+        sheet.set("kvtier_disk_recovered_blocks", disk.recovered_blocks, path)
+        sheet.set("kvtier_disk_recovered_bytes", disk.recovered_bytes, path)
+        sheet.set("kvtier_disk_recovery_seconds", disk.recovery_s, path)
+        sheet.set("kvtier_disk_direct_io", disk.direct_io, path)
+        sheet.set("kvtier_disk_corrupt_slots", core.corrupt_slots, path)
+        sheet.set("kvtier_disk_written_blocks", counters.written_blocks, path)
+        sheet.set("kvtier_disk_written_bytes", counters.written_bytes, path)
+        sheet.set("kvtier_disk_read_blocks", counters.read_blocks, path)
+        sheet.set("kvtier_disk_read_bytes", counters.read_bytes, path)
+        sheet.set("kvtier_disk_evicted_blocks", counters.evicted_blocks, path)
+        sheet.set("kvtier_disk_errors", counters.errors, path)
+        sheet.set("kvtier_disk_corrupt_blocks", counters.corrupt_blocks, path)
+
+
+def _promotion(sheet: Sheet, snapshot: Snapshot) -> None:
+    counters = snapshot.core.counters
+    sheet.set("kvtier_promoted_blocks", counters.promoted_blocks)
+    sheet.set("kvtier_promoted_bytes", counters.promoted_bytes)
+    sheet.set("kvtier_recompute_blocks", counters.recompute_blocks)
+    sheet.set("kvtier_evicted_unwritten_blocks", counters.evicted_unwritten_blocks)

@@ -1,0 +1,97 @@
+"""Telling a service manager how the daemon is: the notify protocol of systemd, sd_notify(3).
+
+Own code, because it is a datagram with a few lines of text: `sdnotify` on PyPI (0.3.2, of 2017) waits for a
+full socket, and the event loop with it, and knows neither WATCHDOG_PID nor what systemd has added since;
+`systemd-python` and `cysystemd` need libsystemd, the former a compiler too.
+"""
+
+import os
+import socket
+import time
+from collections.abc import MutableMapping
+
+from kvtierd.logs import logger
+
+log = logger(__name__)
+
+VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+class Notifier:
+    """Tells the service manager that has started this process, if one has. Never waits, never raises.
+
+    What finds no room in its socket, or nobody at it (a manager that is starting again), goes with the next
+    message. For use in one thread.
+    """
+
+    watchdog_s: float | None
+    """A daemon that has not been `alive` for so long is killed; None: nobody watches."""
+
+    def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Takes the protocol's variables out of `environ`: no worker is to speak for the daemon."""
+        address, watchdog_us, watchdog_pid = (environ.pop(name, "") for name in VARIABLES)
+        if environ.get("SYSTEMD_EXEC_PID", str(os.getpid())) != str(os.getpid()):
+            address = ""  # it is not we who were started as a service: an engine has started us
+        self.watchdog_s = None
+        self._socket: socket.socket | None = None
+        self._unsent: dict[str, str] = {}
+        self._told_broken = False
+        if not address:
+            return
+        if address[0] not in "/@":
+            log.warning("NOTIFY_SOCKET is no Unix socket: the service manager hears nothing", value=address)
+            return
+        self._address = f"\0{address[1:]}" if address[0] == "@" else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        if watchdog_us.isdigit() and int(watchdog_us) and watchdog_pid in ("", str(os.getpid())):
+            self.watchdog_s = int(watchdog_us) / 1e6
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a service manager."""
+        return self._socket is not None
+
+    def ready(self, status: str) -> None:
+        """The daemon can be used; also after `reloading`."""
+        self._tell(READY="1", STATUS=status)
+
+    def status(self, status: str) -> None:
+        """What it is doing, in one line."""
+        self._tell(STATUS=status)
+
+    def starting(self, status: str, longer_s: float) -> None:
+        """The start, or the end, goes on: it may take so many seconds more, whatever the unit says."""
+        self._tell(STATUS=status, EXTEND_TIMEOUT_USEC=str(round(longer_s * 1e6)))
+
+    def reloading(self) -> None:
+        """The configuration is being read again; `ready` follows."""
+        self._tell(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
+
+    def stopping(self, status: str, longer_s: float) -> None:
+        """The end has begun, and may take so many seconds."""
+        self._tell(STOPPING="1", STATUS=status, EXTEND_TIMEOUT_USEC=str(round(longer_s * 1e6)))
+
+    def alive(self) -> None:
+        """For another `watchdog_s`."""
+        self._tell(WATCHDOG="1")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _tell(self, **assignments: str) -> None:
+        if self._socket is None:
+            return
+        self._unsent |= {name: " ".join(value.split()) for name, value in assignments.items()}
+        message = "\n".join(f"{name}={value}" for name, value in self._unsent.items())
+        try:
+            self._socket.sendto(message.encode(errors="replace"), self._address)
+        except OSError as error:
+            self._unsent.pop("WATCHDOG", None)  # said later it would be a lie
+            if not self._told_broken:
+                self._told_broken = True
+                log.warning("the service manager cannot be told anything just now", error=str(error))
+        else:
+            self._unsent.clear()
+            self._told_broken = False

@@ -1,0 +1,43 @@
+"""Health checks over TCP, for those who cannot reach the Unix socket: kubelets, load balancers.
+
+Nothing but grpc.health.v1 is served there; nobody can use the cache, or learn anything of it.
+"""
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvtierd.settings import ConfigError
+
+LIVE = "live"
+"""The service whose status says whether the daemon should go on living: also while it drains."""
+CALLS_MAX = 64
+"""At once."""
+
+
+class HealthServer:
+    """Answers on `listen` with what `servicer` says."""
+
+    def __init__(self, listen: str, servicer: health.aio.HealthServicer) -> None:
+        """Binds `host:port` at once; port 0 picks a free one. Raises ConfigError if it cannot."""
+        self._server = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4096)],
+            maximum_concurrent_rpcs=CALLS_MAX,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+        try:
+            self.port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                "server.health_listen", listen, f"cannot be bound ({error}): choose another port, or off"
+            ) from None
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+
+def status_of(well: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+    known = health_pb2.HealthCheckResponse
+    return known.SERVING if well else known.NOT_SERVING

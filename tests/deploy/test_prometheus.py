@@ -1,0 +1,296 @@
+"""A real Prometheus, with the rules that are shipped, scrapes a real daemon under load: panels have data."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.alert_cases import CASES, promtool_tests
+from tests.deploy.installation import PLACE, REPO, UV
+from tests.deploy.tools import debian
+from tests.integration.daemon.gpu import ConnectGpu
+from tests.integration.daemon.gpu import connect_gpu as connect_gpu
+from tests.integration.daemon.gpu import fake as fake
+from tests.integration.daemon.gpu import gpu as gpu
+from tests.support.plain_client import BLOCKS, PlainClient, block_hashes
+from tests.support.process import Daemon
+
+RULES = REPO / "deploy" / "prometheus"
+DASHBOARD = REPO / "deploy" / "grafana" / "kvtier.json"
+DEADLINE_S = 240.0
+ON_DISK = 12
+"""Batches of 1 MiB: fewer than the pool and the disk hold, and more than the pool alone."""
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    loaded = json.loads(DASHBOARD.read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def promtool(*arguments: object) -> str:
+    command = [str(debian("promtool")), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_has_no_complaint() -> None:
+    said = promtool("check", "rules", RULES / "rules.yml", RULES / "alerts.yml")
+    assert f"{len(CASES)} rules found" in said
+
+
+def test_each_alert_fires_when_it_should_and_says_what_and_is_quiet_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "tests.yml"
+    file.write_text(yaml.safe_dump(promtool_tests([str(RULES / "rules.yml"), str(RULES / "alerts.yml")])))
+    assert "SUCCESS" in promtool("test", "rules", file)
+
+
+def test_no_alert_is_without_a_case() -> None:
+    groups = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"]
+    assert [case.alert for case in CASES] == [rule["alert"] for group in groups for rule in group["rules"]]
+
+
+class Load:
+    """An engine that stores, hits, misses, loads, and comes back to what only the disk has."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self._client = PlainClient(socket_path, "busy").ready()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="load")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            batch = 0
+            while not self._stop.is_set():
+                now = block_hashes("load", range(batch * BLOCKS, (batch + 1) * BLOCKS))
+                self._client.store(now)
+                self._client.load(now)
+                self._client.load([*now[: BLOCKS // 2], *block_hashes("nobody", range(BLOCKS // 2))])
+                if batch >= ON_DISK:
+                    old = (batch - ON_DISK) * BLOCKS
+                    self._client.load(block_hashes("load", range(old, old + BLOCKS)))
+                batch += 1
+        except BaseException as error:
+            self._error = error
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        self._client.close()
+        if self._error is not None:
+            raise self._error
+
+
+class Prometheus:
+    """Debian's, scraping one daemon every second."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        rules = []
+        for name in ("rules.yml", "alerts.yml"):
+            text = (RULES / name).read_text().replace("interval: 15s", "interval: 1s")
+            (folder / name).write_text(text)
+            rules.append(name)
+        scrape = {
+            "job_name": "kvtier",
+            "static_configs": [{"targets": [target], "labels": {"instance": "host-1"}}],
+        }
+        config = {
+            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+            "rule_files": rules,
+            "scrape_configs": [scrape],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        promtool("check", "config", folder / "prometheus.yml")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        self._log = (folder / "log").open("w+")
+        self._process = subprocess.Popen(
+            [
+                str(debian("prometheus")),
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={self._url.removeprefix('http://')}",
+            ],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self.until(self._is_ready, "Prometheus is ready")
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5) as answer:
+                return int(answer.status) == 200
+        except OSError:
+            return False
+
+    def ask(self, path: str, **parameters: object) -> Any:
+        """The data of an answer of its API."""
+        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            if time.monotonic() > deadline_s or self._process.poll() is not None:
+                self._log.seek(0)
+                raise AssertionError(f"still not: {what}\n{self._log.read()[-4_000:]}")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+        self._log.close()
+
+
+def question(expression: str) -> str:
+    """A panel's query with its variables filled in, as Grafana would."""
+    filled = expression.replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
+    assert "$" not in filled, expression
+    return filled
+
+
+def has_data(prometheus: Prometheus, expression: str) -> bool:
+    found = prometheus.ask("query", query=question(expression))["result"]
+    return any(math.isfinite(float(each["value"][1])) for each in found)
+
+
+@pytest.fixture
+def daemon(socket_dir: Path, shm_dir: Path, gpu: object) -> Iterator[Daemon]:
+    disk = socket_dir / "nvme0"
+    disk.mkdir(mode=0o700)
+    daemon = Daemon(
+        socket_dir,
+        shm_dir / "pool",
+        pool__size="10MiB",
+        disk__paths=disk,
+        disk__size="66MiB",
+        disk__write_mode="through",
+        server__session_silence_s=600,
+    )
+    yield daemon
+    if daemon.process.poll() is None:
+        daemon.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_panel_has_data_of_a_daemon_under_load(
+    daemon: Daemon,
+    connect_gpu: ConnectGpu,
+    dashboard: dict[str, Any],
+    tmp_path: Path,
+    proved: Callable[[str], None],
+) -> None:
+    connect_gpu().ready(instance="on a GPU")
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+    prometheus = Prometheus(folder, urllib.parse.urlsplit(daemon.metrics_url).netloc)
+    try:
+        load = Load(daemon.socket)
+        try:
+            targets = [
+                (panel["title"], each["expr"]) for panel in panels(dashboard) for each in panel["targets"]
+            ]
+
+            def missing() -> list[tuple[str, str]]:
+                return [target for target in targets if not has_data(prometheus, target[1])]
+
+            try:
+                prometheus.until(lambda: not missing(), "every panel has data")
+            except AssertionError as error:
+                raise AssertionError(f"no data: {missing()}") from error
+            started_s = time.time()
+            prometheus.until(lambda: time.time() > started_s + 30, "there is something to see")
+            draw(prometheus, dashboard)
+            draw_top(daemon)
+            proved(f"All {len(targets)} queries of the dashboard have data of a real Prometheus.")
+            rules = prometheus.ask("rules")["groups"]
+            assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
+            firing = {
+                each["labels"]["alertname"]
+                for each in prometheus.ask("alerts")["alerts"]
+                if each["state"] == "firing"
+            }
+            assert firing == {"KvtierColdStart"}, "it has just been made"
+            recorded = [
+                rule["name"] for group in rules for rule in group["rules"] if rule["type"] == "recording"
+            ]
+            assert not [name for name in recorded if not has_data(prometheus, name)]
+        finally:
+            load.close()
+        daemon.stop()
+        prometheus.until(
+            lambda: (
+                "KvtierDown" in {each["labels"]["alertname"] for each in prometheus.ask("alerts")["alerts"]}
+            ),
+            "it is seen to be down",
+        )
+    finally:
+        prometheus.close()
+
+
+def draw(prometheus: Prometheus, dashboard: dict[str, Any]) -> None:
+    """A picture of the panels: build/deploy/dashboard.png. The one in docs/ was made like this."""
+    end_s = time.time()
+    answers = {}
+    for panel in panels(dashboard):
+        series = []
+        for target in panel["targets"]:
+            window = {"start": end_s - 60, "end": end_s, "step": 1}
+            for each in prometheus.ask("query_range", query=question(target["expr"]), **window)["result"]:
+                metric = each["metric"]
+                label = target["legendFormat"]
+                for name in re.findall(r"\{\{(\w+)\}\}", label):
+                    label = label.replace(f"{{{{{name}}}}}", metric.get(name, ""))
+                values = [[time_s, float(value)] for time_s, value in each["values"]]
+                if any(math.isfinite(value) for _, value in values):
+                    series.append({"label": label, "values": values})
+        answers[str(panel["id"])] = series
+    PLACE.mkdir(parents=True, exist_ok=True)
+    (PLACE / "answers.json").write_text(json.dumps(answers))
+    run_draw(DASHBOARD, PLACE / "answers.json", PLACE / "dashboard.png")
+
+
+def draw_top(daemon: Daemon) -> None:
+    """A picture of the second frame of `kvtierctl top`: build/deploy/top.png."""
+    command = [sys.executable, "-m", "kvtierd.ctl", "top", "--frames=2", f"--socket={daemon.socket}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    second = "kvtierd" + done.stdout.split("\nkvtierd")[1]
+    assert "every 2 s" in second
+    assert max(map(len, second.splitlines())) <= 80
+    (PLACE / "top.txt").write_text(second)
+    run_draw(PLACE / "top.txt", PLACE / "top.png")
+
+
+def run_draw(*files: Path) -> None:
+    command = [str(UV), "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
+    command += ["--with", "matplotlib", "python", str(Path(__file__).with_name("draw.py")), *map(str, files)]
+    subprocess.run(command, check=True, timeout=300)
+    assert files[-1].read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,157 @@
+"""Writers in other pid namespaces, as containers have: nobody can see whether they are gone, or need to."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvtierd.memory import HostPool, PoolLocked
+
+from tests.unit.memory.plain_pool import MIB, SPACE, hashes, u64
+
+SIZE = 6 * MIB
+PAGE_BYTES = 4096
+COUNT = 5
+KEPT = 3
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[HostPool]:
+    with HostPool.open(path, SIZE, MIB, lock_timeout_s=60) as pool:
+        yield pool
+
+
+def fill(path: Path) -> None:
+    """A pool with a few blocks."""
+    with opened(path) as pool:
+        pool.records.format_extent(0, PAGE_BYTES)
+        slots = pool.geometry.slots_of(0, PAGE_BYTES)[:KEPT]
+        writer = pool.register_writer(os.getpid())
+        pool.records.open(slots, writer, pool.boot_nonce, 1, SPACE, 0, 0, 1, hashes(*range(KEPT)), PAGE_BYTES)
+        for slot in slots.tolist():
+            pool.array[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] = 0x11
+        pool.records.commit(slots, u64(*range(KEPT)))
+
+
+@pytest.fixture
+def filled(shm_dir: Path) -> Path:
+    path = shm_dir / "pool"
+    fill(path)
+    return path
+
+
+class Container:
+    """A writer in a pid namespace of its own, and the pages that a device would still have after its end."""
+
+    def __init__(self, pool: Path, *, pin: bool = False) -> None:
+        self.pages, write_end = os.pipe()
+        unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        if os.geteuid():
+            unshare += ["--user", "--map-current-user"]
+        self._process = subprocess.Popen(
+            [
+                *unshare,
+                sys.executable,
+                "-m",
+                "tests.unit.memory.foreign_writer",
+                pool,
+                str(COUNT),
+                "yes" if pin else "no",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[write_end],
+            env=os.environ | {"PIN_FD": str(write_end)},
+        )
+        os.close(write_end)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "WRITING\n"
+
+    def kill(self) -> None:
+        """The whole namespace, at once."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def read_pages(self) -> bytes:
+        return os.read(self.pages, COUNT * PAGE_BYTES)
+
+    def close(self) -> None:
+        os.close(self.pages)
+
+
+@pytest.fixture
+def container(filled: Path) -> Iterator[Container]:
+    container = Container(filled)
+    yield container
+    container.close()
+
+
+def test_while_a_container_has_the_pool_nobody_else_gets_it(filled: Path, container: Container) -> None:
+    with pytest.raises(PoolLocked), HostPool.open(filled, SIZE, MIB, lock_timeout_s=0.2):
+        pass
+    container.kill()
+
+
+def test_what_a_killed_container_was_writing_is_free_at_once_and_the_rest_is_kept(
+    filled: Path, container: Container
+) -> None:
+    container.kill()
+    with opened(filled) as pool:
+        assert pool.start.recovered_blocks == KEPT
+        assert (pool.start.quarantined_slots, pool.quarantined_slots) == (0, 0)
+        assert len(pool.recovered.quarantined) == 0
+        kept = pool.recovered.slots.tolist()
+        assert all((pool.array[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] == 0x11).all() for slot in kept)
+        states = pool.records.scan()["states"]
+        assert (states == 2).sum() == KEPT
+        assert (states == 1).sum() == 0
+        assert os.fstat(pool.fd).st_blocks * 512 >= SIZE - MIB, "nothing of the file is left without memory"
+
+
+def test_a_copy_that_a_device_ends_later_lands_in_nobodys_memory(filled: Path) -> None:
+    container = Container(filled, pin=True)
+    container.kill()
+    with opened(filled) as pool:
+        slots = pool.geometry.slots_of(0, PAGE_BYTES)[8 : 8 + COUNT]
+        data = np.concatenate(
+            [pool.array[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] for slot in slots.tolist()]
+        )
+        assert not data.any(), "new memory is zero"
+        for slot in slots.tolist():
+            pool.array[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] = 0x77
+        assert container.read_pages() == b"\xaa" * (COUNT * PAGE_BYTES), "the device has the old pages still"
+    container.close()
+
+
+def test_a_start_that_was_killed_between_cutting_out_and_putting_in_is_made_good(
+    filled: Path, container: Container
+) -> None:
+    container.kill()
+    with filled.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        first = 2 * MIB + MIB - COUNT * PAGE_BYTES  # some of the first extent's slots, whichever
+        pages.madvise(mmap.MADV_REMOVE, first, COUNT * PAGE_BYTES)
+        assert os.fstat(file.fileno()).st_blocks * 512 < len(pages)
+    with opened(filled) as pool:
+        assert (pool.start.recovered_blocks, pool.quarantined_slots) == (KEPT, 0)
+        assert os.fstat(pool.fd).st_blocks * 512 >= len(pool.array)
+
+
+def test_writers_of_other_namespaces_use_up_no_ids(filled: Path) -> None:
+    numbers = []
+    for _ in range(3):
+        container = Container(filled)
+        container.kill()
+        container.close()
+        with opened(filled) as pool:
+            numbers.append(pool.register_writer(os.getpid()))
+    assert len(set(numbers)) == 1, numbers

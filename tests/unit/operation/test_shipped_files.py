@@ -1,0 +1,104 @@
+"""What is shipped under deploy/ and docs/ fits the program: what can be seen without any tool of others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+from kvtierd import config
+from kvtierd.metrics import DECLARED, Kind
+from kvtierd.reload import LIVE
+
+from tools import configure_page
+
+REPO = Path(__file__).resolve().parents[3]
+SYSTEMD = REPO / "deploy" / "systemd"
+RULES = REPO / "deploy" / "prometheus"
+DOCS = REPO / "docs"
+DASHBOARD = json.loads((REPO / "deploy" / "grafana" / "kvtier.json").read_text())
+
+
+def samples() -> set[str]:
+    """Names that Prometheus knows metrics by."""
+    endings = {
+        Kind.GAUGE: ("",),
+        Kind.COUNTER: ("_total",),
+        Kind.SUMMARY: ("_sum", "_count"),
+        Kind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+    }
+    return {each.name + ending for each in DECLARED for ending in endings[each.kind]}
+
+
+def rules() -> list[dict[str, str]]:
+    files = [yaml.safe_load((RULES / name).read_text()) for name in ("rules.yml", "alerts.yml")]
+    return [rule for file in files for group in file["groups"] for rule in group["rules"]]
+
+
+def test_the_example_configuration_is_sound_with_every_line_that_is_commented_out(tmp_path: Path) -> None:
+    text = (SYSTEMD / "kvtierd.toml").read_text()
+    assert config.load(SYSTEMD / "kvtierd.toml", environ={}).config.server.group == "kvtier"
+    whole = re.sub(r"^# (\[\w+\]|\w+ = .*)$", r"\1", text, flags=re.MULTILINE)
+    assert whole != text
+    (tmp_path / "whole.toml").write_text(whole)
+    assert config.load(tmp_path / "whole.toml", environ={}).config.disk.paths
+
+
+def test_the_example_marks_the_settings_that_change_live() -> None:
+    section = ""
+    marked, given = set(), set()
+    lines = (SYSTEMD / "kvtierd.toml").read_text().splitlines()
+    for number, line in enumerate(lines):
+        plain = line.removeprefix("# ")
+        if found := re.fullmatch(r"\[(\w+)\]", plain):
+            section = found[1]
+        elif found := re.fullmatch(r"(\w+) = .*", plain):
+            key = f"{section}.{found[1]}"
+            given.add(key)
+            if lines[number - 1].startswith("# (live)"):
+                marked.add(key)
+    assert marked == given & set(LIVE)
+
+
+def test_the_documentation_names_the_settings_that_change_live() -> None:
+    page = (DOCS / "operate.md").read_text()
+    paragraph = page[page.index("Live: ") : page.index("A reload with")]
+    assert set(re.findall(r"`(\w+\.\w+)`", paragraph)) == set(LIVE)
+
+
+def test_the_page_of_settings_is_what_the_program_declares() -> None:
+    assert (DOCS / "configure.md").read_text() == configure_page.page(), "python -m tools.configure_page"
+
+
+def test_links_lead_somewhere_and_pictures_are_there() -> None:
+    pages = [*DOCS.glob("*.md"), REPO / "README.md"]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_alert_is_explained() -> None:
+    page = (DOCS / "operate.md").read_text()
+    assert not [rule["alert"] for rule in rules() if "alert" in rule and f"**{rule['alert']}**" not in page]
+
+
+def test_rules_and_panels_ask_only_for_metrics_that_there_are() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    expressions = [rule["expr"] for rule in rules()]
+    expressions += [each["expr"] for panel in DASHBOARD["panels"] for each in panel.get("targets", ())]
+    for expression in expressions:
+        asked = set(re.findall(r"\bkvtier[a-z0-9_:]+", expression))
+        assert asked <= samples() | recorded, expression
+
+
+def test_panels_do_not_overlap_and_fill_their_rows() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert len(taken) == 24 * (max(y for _, y in taken) + 1)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
