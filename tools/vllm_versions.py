@@ -1,0 +1,72 @@
+"""The connector under the scheduler of every vLLM that it supports: `python -m tools.vllm_versions [VERSION …]`.
+
+Each version has an environment of its own under build/vllm (about 2.3 GB, shared with uv's cache where the
+file system can), which a second run finds again. What computes nothing is run: the scheduler, its block pool
+and the connector around a model that only checks (tests/vllm/mini_engine.py), against real daemons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tools import check
+
+VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+TESTS = (
+    "tests/vllm/test_config.py",
+    "tests/vllm/test_disk.py",
+    "tests/vllm/test_hybrid.py",
+    "tests/vllm/test_kv_memory_and_layout.py",
+    "tests/vllm/test_namespace.py",
+    "tests/vllm/test_simulation.py",
+    "tests/vllm/test_stats.py",
+)
+SETUP_DEADLINE_S, TESTS_DEADLINE_S = 1_800, 1_200
+
+
+def stages(version: str) -> list[check.Stage]:
+    """What is done for one version, in order."""
+    venv = f"build/vllm/{version}"
+    setup = ["env", f"KVTIER_VENV={venv}", f"KVTIER_VLLM_VERSION={version}", "tools/setup.sh", "full"]
+    name = f"vllm-{version}"
+    pytest = [
+        str(check.REPO / venv / "bin" / "pytest"),
+        f"--junit-xml={check.LOGS / name}.xml",
+        "--color=yes",
+    ]
+    return [
+        check.Stage(f"setup-{name}", setup, f"vLLM {version} can be installed.", SETUP_DEADLINE_S),
+        check.Stage(
+            name,
+            [*pytest, "-m", "not gpu and not fake_gpu", *TESTS],
+            f"The scheduler of vLLM {version} stores, loads, preempts and aborts through the connector.",
+            TESTS_DEADLINE_S,
+            is_pytest=True,
+        ),
+    ]
+
+
+def main() -> int:
+    """Runs all of them; returns 0 only if everything passed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument(
+        "versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}; default: all"
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.versions) - set(VERSIONS):
+        parser.error(f"unknown version {', '.join(sorted(unknown))}; there are {', '.join(VERSIONS)}")
+    check.LOGS.mkdir(parents=True, exist_ok=True)
+    try:
+        outcomes = [
+            check.run(stage) for version in arguments.versions or VERSIONS for stage in stages(version)
+        ]
+    except KeyboardInterrupt:
+        print("\nInterrupted; nothing was left running.", file=sys.stderr)
+        return 130
+    check.summary(outcomes)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
