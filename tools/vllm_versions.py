@@ -1,4 +1,4 @@
-"""The connector under the scheduler of every vLLM that it supports: `python -m tools.vllm_versions [VERSION]`.
+"""The connector under the scheduler of every vLLM that it supports: python -m tools.vllm_versions [VERSION]
 
 Each version has an environment of its own under build/vllm (about 2.3 GB, shared with uv's cache where the
 file system can), which a second run finds again. What computes nothing is run: the scheduler, its block pool
