@@ -156,15 +156,27 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def run(stage: Stage) -> Outcome:
-    """Runs one stage, copying its output to the terminal and to its log."""
-    print(f"\n=== {stage.name}", flush=True)
+_running: dict[str, subprocess.Popen[bytes]] = {}
+"""Processes of stages, by their names."""
+
+
+def end(stage: Stage) -> None:
+    """Ends a stage that another thread runs; `run` returns there."""
+    if (process := _running.get(stage.name)) is not None:
+        end_group(process)
+
+
+def run(stage: Stage, *, quiet: bool = False) -> Outcome:
+    """Runs one stage, copying its output to its log and, unless `quiet`, to the terminal."""
+    beside = f" (beside the others; its output goes to {stage.log.relative_to(REPO)} only)" if quiet else ""
+    print(f"\n=== {stage.name}{beside}", flush=True)
     stage.junit.unlink(missing_ok=True)
     environment = os.environ | {"KVTIER_REQUIRE_VLLM": "1"}
     started = time.monotonic()
     late = False
     # A session of its own, so that Ctrl-C reaches this program alone, which then ends the stage.
-    tee = subprocess.Popen(["tee", stage.log], stdin=subprocess.PIPE, start_new_session=True)
+    terminal = subprocess.DEVNULL if quiet else None
+    tee = subprocess.Popen(["tee", stage.log], stdin=subprocess.PIPE, stdout=terminal, start_new_session=True)
     process = subprocess.Popen(
         stage.command,
         cwd=REPO,
@@ -176,12 +188,14 @@ def run(stage: Stage) -> Outcome:
     )
     assert tee.stdin is not None
     tee.stdin.close()
+    _running[stage.name] = process
     try:
         process.wait(stage.deadline_s)
     except subprocess.TimeoutExpired:
         late = True
     finally:
         end_group(process)
+        del _running[stage.name]
         try:
             tee.wait(END_GRACE_S)
         except subprocess.TimeoutExpired:  # something that left the group still holds the pipe

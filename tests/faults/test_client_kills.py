@@ -2,7 +2,6 @@
 
 import os
 import random
-import select
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
-from tests.support.process import Daemon
+from tests.support.process import Daemon, readable
 
 KILLS = 220 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 12
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
@@ -50,7 +49,7 @@ class Victim:
         assert self.process.stdout is not None
         deadline_s = time.monotonic() + START_S
         while self.started_parts < parts:
-            ready, _, _ = select.select([self.process.stdout], [], [], deadline_s - time.monotonic())
+            ready = readable(self.process.stdout.fileno(), deadline_s - time.monotonic())
             line = self.process.stdout.readline().split() if ready else []
             assert line, f"the victim ended early or hung: {self.process.poll()}"
             if line[0] == "STARTED":

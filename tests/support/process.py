@@ -20,6 +20,14 @@ DEADLINE_S = 60.0
 """For anything that should take much less; only a broken daemon takes so long."""
 
 
+def readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether there is something to read, or the other end is gone, within `timeout_s`. Unlike `select` it
+    does not mind large numbers: campaigns on GPUs keep a thousand pages of words open."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1_000))
+
+
 class Daemon:
     """One `kvtierd serve`. Started when made; `stop` or `kill` ends it."""
 
@@ -58,7 +66,7 @@ class Daemon:
         # Not through the buffered reader: what it holds back, select does not see.
         descriptor = self.process.stdout.fileno()
         while "vLLM" not in self.greeting:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
+            ready = readable(descriptor, deadline_s - time.monotonic())
             part = os.read(descriptor, 1 << 16).decode() if ready else ""
             if not part:
                 self.kill()

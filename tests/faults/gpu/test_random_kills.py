@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from tests.faults.campaigns.engine import PlainEngine
 from tests.faults.gpu.victim import BATCH, family_of
 from tests.support.daemon import DaemonHost
 from tests.support.fake_cuda import FakeCuda
-from tests.support.process import until
+from tests.support.process import readable, until
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 KILLS = int(os.environ.get("KVTIER_GPU_KILLS", "32" if LONG else "3"))
@@ -90,7 +89,7 @@ class Engine:
         """Until it has said this so many times more."""
         target, deadline_s = self.seen[word] + times, time.monotonic() + DEADLINE_S
         while self.seen[word] < target:
-            select.select([self._out], [], [], 0.5)
+            readable(self._out, 0.5)
             self.look()
             self.check()
             assert time.monotonic() < deadline_s, (

@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 import random
-import select
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until
 from tests.support.plain_client import BLOCKS, NAMESPACE, READY_S, block_hashes
+from tests.support.process import readable
 
 pytestmark = pytest.mark.faults
 KILLS = 20
@@ -40,7 +40,7 @@ class Victim:
         assert self.process.stdout is not None
         deadline_s = time.monotonic() + READY_S
         while True:
-            ready, _, _ = select.select([self.process.stdout], [], [], deadline_s - time.monotonic())
+            ready = readable(self.process.stdout.fileno(), deadline_s - time.monotonic())
             line = self.process.stdout.readline() if ready else ""
             assert line, f"{self.instance} said nothing, status {self.process.poll()}"
             word, number = line.split()
