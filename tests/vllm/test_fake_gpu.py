@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from tests.support.leaks import SHM, SHM_PREFIX
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
 from tests.vllm.fake_gpu import FakeEngineGpu, LaggingEngine
-from tests.vllm.mini_engine import WrongKV, engine_config, output_of
+from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
+from tests.vllm.mini_engine import MiniEngine, WrongKV, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
 from tests.vllm.test_simulation import Chaos, all_came_back, wait_ready, wait_stored
 
@@ -45,7 +46,7 @@ class Machine:
     host: DaemonHost
     gpu: FakeEngineGpu
     model: Path
-    engines: list[LaggingEngine]
+    engines: list[MiniEngine]
 
     def engine(self, way: str = "exported", lag_s: float = LAG_S, **extra: Any) -> LaggingEngine:
         """Attached to the daemon."""
@@ -59,8 +60,19 @@ class Machine:
         config = kv_transfer_config(self.host.socket, **options)
         config |= {"kv_connector": connector, "kv_connector_module_path": "tests.vllm.fake_gpu_connector"}
         lag = lambda stream: self.fake.delay(stream, lag_s)  # noqa: E731
-        self.engines.append(LaggingEngine(engine_config(self.model, config), BLOCKS, self.gpu, lag))
-        return self.engines[-1]
+        engine = LaggingEngine(engine_config(self.model, config), BLOCKS, self.gpu, lag)
+        self.engines.append(engine)
+        return engine
+
+    def hybrid(self, way: str, kinds: Sequence[Kind]) -> HybridEngine:
+        """With several KV cache groups; its steps are done when they return."""
+        connector, share = WAYS[way]
+        config = kv_transfer_config(self.host.socket, salt=f"engine {len(self.engines)}", share=share)
+        config |= {"kv_connector": connector, "kv_connector_module_path": "tests.vllm.fake_gpu_connector"}
+        engine = HybridEngine(self.model, config, kinds, BLOCKS)
+        self.engines.append(engine)
+        wait_ready(engine)
+        return engine
 
 
 @pytest.fixture
@@ -100,7 +112,7 @@ every_driver = pytest.mark.parametrize("machine", DRIVERS.values(), indirect=Tru
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def store_forget_load(engine: LaggingEngine) -> None:
+def store_forget_load(engine: MiniEngine) -> None:
     """One prompt, computed, forgotten, loaded."""
     engine.add("first", prompt(100, seed=3))
     engine.run()
@@ -111,6 +123,14 @@ def store_forget_load(engine: LaggingEngine) -> None:
     assert (engine.cached["first"], engine.cached["second"]) == (0, 96)
     assert engine.finished["second"] == engine.finished["first"] == output_of(prompt(100, seed=3), 8)
     all_came_back(engine)
+
+
+@every_way
+@pytest.mark.parametrize("kinds", [(FULL, WINDOW, WINDOW), (FULL, STATE)], ids=["windows", "states"])
+def test_groups_that_lie_over_each_other_in_a_gpus_memory(
+    machine: Machine, way: str, kinds: Sequence[Kind]
+) -> None:
+    store_forget_load(machine.hybrid(way, kinds))
 
 
 @every_driver
