@@ -162,10 +162,10 @@ class SchedulerSide:
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
+        self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
         self._forget_preempted()
         if self._storer.watches:
             self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
-        self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
         if self._stopped:
             return
         if self._groups.zeroed and self._storer.holds is None:

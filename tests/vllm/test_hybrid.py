@@ -15,6 +15,7 @@ from typing import Any
 import kvtier.spec
 import pytest
 import vllm
+from kvtier_vllm.connector import KvtierConnector
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
@@ -326,6 +327,26 @@ def test_a_daemon_that_is_stopped_holds_no_block_for_long(make: Make, host: Daem
     all_came_back(engine)
 
 
+def test_a_connector_that_breaks_holds_no_block_any_more(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make((FULL, STATE))
+    side = engine.connector._scheduler
+    working = side._store_states
+
+    def broken(*arguments: Any) -> None:
+        working(*arguments)
+        if len(storer(engine).holds):
+            raise ZeroDivisionError("a mistake in the connector")
+
+    monkeypatch.setattr(side, "_store_states", broken)
+    for index in range(4):
+        engine.add(f"r{index}", prompt(100, seed=index), max_tokens=20)
+    engine.run()
+    assert engine.connector._off
+    assert engine.finished["r3"] == output_of(prompt(100, seed=3), 20)
+    step_until(engine, lambda: engine.free_blocks == BLOCKS - 1, "what was held has come back")
+    assert not engine.connector.has_pending_push_work()
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["full and two windows", "windows of larger blocks", "states"])
@@ -353,6 +374,19 @@ def test_a_vllm_that_would_end_with_a_failed_load_is_refused(
     assert "0.30 or later" in caplog.text
     engine.add("first", prompt(100))
     engine.run()
+    assert engine.finished["first"] == output_of(prompt(100), 8)
+
+
+def test_a_vllm_that_zeroes_blocks_and_lets_nobody_hold_them_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(KvtierConnector, "bind_gpu_block_pool", lambda self, pool: None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    engine = make((FULL, STATE))
+    engine.add("first", prompt(100))
+    engine.run()
+    assert "lets connectors hold none" in caplog.text
+    assert not storer(engine).counters.transfers
     assert engine.finished["first"] == output_of(prompt(100), 8)
 
 
