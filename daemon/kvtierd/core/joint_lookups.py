@@ -14,6 +14,7 @@ from kvtierd.core.ids import Entries
 from kvtierd.core.joint import Shape, longest
 from kvtierd.core.joint_promotion import Ask, JointPromotion
 from kvtierd.core.leases import Leases, check_hashes
+from kvtierd.core.promotion import PENDING
 from kvtierd.core.stimuli import GroupQuery, LookupGroups, PrefetchGroups, TouchGroups
 from kvtierd.core.tier import DiskTier
 
@@ -35,15 +36,26 @@ class JointLookups:
         instance = books.submitter(stimulus.session, stimulus.epoch)
         asks = self._asks(instance, stimulus.queries)
         instance.alive_at_s = books.now_s
-        books.tally.lookups += 1
-        books.tally.lookup_hashes += sum(len(query.hashes) for query in stimulus.queries)
+        tally = books.tally
+        tally.lookups += 1
         if asks is None:
+            hashes = sum(len(query.hashes) for query in stimulus.queries)
+            tally.lookup_hashes += hashes
+            if books.draining:
+                tally.missed_draining += hashes
+            else:
+                tally.missed_not_ready += hashes
             return _nothing(stimulus.queries)
         tokens = self._tokens(asks)
         found = [self._needed(ask, tokens) for ask in asks]
+        hits = sum(len(entries) for entries in found)
+        tally.lookup_hashes += hits
         if self._recompute(instance, asks, found, tokens):
-            return _nothing(stimulus.queries)
-        books.tally.lookup_hits += sum(len(entries) for entries in found)
+            tally.missed_recompute += hits
+            reply = _nothing(stimulus.queries)
+            self._count_misses(asks, tokens, reply)
+            return reply
+        tally.lookup_hits += hits
         leases: Sequence[Lease | None] = [None] * len(asks)
         refused: Refusal | None = None
         if stimulus.lease and tokens:
@@ -59,7 +71,25 @@ class JointLookups:
         for ask, entries in zip(asks, found, strict=True):
             self._tier.found(ask.plan.domain, entries)
         keep = [_NO_ENTRIES] * len(asks) if leases[0] is not None else found
-        return self._reply(instance, asks, tokens, keep, leases, refused)
+        reply = self._reply(instance, asks, tokens, keep, leases, refused)
+        self._count_misses(asks, tokens, reply)
+        return reply
+
+    def _count_misses(self, asks: Sequence[Ask], tokens: int, reply: JointReply) -> None:
+        """What lies beyond the joint prefix was asked for in vain. What a window does not need was not asked
+        for."""
+        tally = self._books.tally
+        for ask, group in zip(asks, reply.groups, strict=True):
+            _, end = ask.shape.needed(tokens)
+            misses = ask.shape.blocks - end
+            if not misses:
+                continue
+            tally.lookup_hashes += misses
+            tally.missed_beyond += misses - 1
+            if (group.states == PENDING).any():
+                tally.missed_pending += 1
+            else:
+                tally.missed_absent += 1
 
     def prefetch(self, stimulus: PrefetchGroups) -> JointReply:
         """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
