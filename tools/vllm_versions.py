@@ -15,7 +15,6 @@ from tools import check
 VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = (
     "tests/vllm/test_config.py",
-    "tests/vllm/test_disk.py",
     "tests/vllm/test_hybrid.py",
     "tests/vllm/test_kv_memory_and_layout.py",
     "tests/vllm/test_namespace.py",
