@@ -51,6 +51,9 @@ MODELS: dict[str, Sequence[Kind]] = {
     "all states": (FULL, Kind(state="all")),
     "two precisions": (FULL, Kind(float16=True)),
 }
+VERSION = version_of(vllm.__version__)
+if VERSION >= (0, 33):
+    del MODELS["all states"]  # vLLM itself does not cache prefixes so any more
 every_model = pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS)
 
 
@@ -127,7 +130,10 @@ def test_what_the_engine_still_has_is_not_loaded(make: Make, host: DaemonHost, k
     engine.add("all", prompt(192), max_tokens=1)
     engine.run()
     unit = max(kind.block_tokens for kind in kinds)
-    assert engine.cached["all"] == 191 // unit * unit
+    if kinds == MODELS["states"] and VERSION == (0, 30):  # it keeps fewer states, so hits end earlier
+        assert 128 <= engine.cached["all"] <= 191
+    else:
+        assert engine.cached["all"] == 191 // unit * unit
     loaded = host.status().counters.loaded_blocks - before
     most = sum(-(-(engine.cached["all"] - 128) // kind.block_tokens) for kind in kinds)
     assert loaded <= most
