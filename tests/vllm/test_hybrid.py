@@ -130,7 +130,7 @@ def test_what_the_engine_still_has_is_not_loaded(make: Make, host: DaemonHost, k
     engine.add("all", prompt(192), max_tokens=1)
     engine.run()
     unit = max(kind.block_tokens for kind in kinds)
-    if kinds == MODELS["states"] and VERSION == (0, 30):  # it keeps fewer states, so hits end earlier
+    if kinds == MODELS["states"] and VERSION < (0, 32):  # it keeps fewer states: hits end earlier
         assert 128 <= engine.cached["all"] <= 191
     else:
         assert engine.cached["all"] == 191 // unit * unit
