@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.tiers.disk.slab import SLAB_NAME
+from kvtierd.tiers.disk.worker.moving import WRITE_BYTES
 from kvtierd.transfer.status import StallDetector, StatusWord
 from kvtierd.wire import worker_pb2 as wire
 
@@ -72,16 +73,18 @@ class TestErrors:
         front.assert_reads_back(*front.recovered([Block(2, SIZE)]))
 
     def test_some_fail_and_the_others_do_not(self, new_front: NewFront):
-        front = new_front(size_bytes=20 * MIB, pool_bytes=30 * MIB)
+        front = new_front(size_bytes=34 * MIB, pool_bytes=46 * MIB)
         front.start(threads=1, queue_depth=1)
         front.faults(write={"errno": "EIO", "every": 2})
-        blocks = [Block(key, 900_000) for key in range(12)]  # 9 to a batch
+        size = 900_000
+        batch = WRITE_BYTES // (-(-size // PAGE_BYTES) * PAGE_BYTES)
+        blocks = [Block(key, size) for key in range(batch + 3)]
         job, disk = front.post_write([front.store(block) for block in blocks])
         finished = front.worker.wait(job)
-        assert finished.failed == [9, 10, 11]
-        assert [front.is_ready(place) for place in disk] == [True] * 9 + [False] * 3
+        assert finished.failed == [batch, batch + 1, batch + 2]
+        assert [front.is_ready(place) for place in disk] == [True] * batch + [False] * 3
         front.faults()
-        front.assert_reads_back(*disk[:9])
+        front.assert_reads_back(*disk[:batch])
 
     def test_a_slow_disk_is_only_slow(self, front: Front):
         front.faults(delay_s=0.2)
@@ -110,7 +113,7 @@ class TestHangs:
         words = list(front.worker.status.read())
         words[StatusWord.HEARTBEAT] = 0  # it goes on
         assert stalls.observe(tuple(words), 1.0) is None
-        assert "the disk has done nothing" in str(stalls.observe(tuple(words), 6.0))
+        assert "the disk has not answered" in str(stalls.observe(tuple(words), 6.0))
         front.worker.kill()
         front.release()
         ready = front.respawn()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.tiers.disk.worker.jobs import JOBS_MAX
+from kvtierd.tiers.disk.worker.moving import WRITE_BYTES
 from kvtierd.wire import worker_pb2 as wire
 
 from tests.integration.disk.conftest import NewFront
@@ -287,10 +288,11 @@ class TestOrder:
         assert front.worker.order[-4:] == [first, read, write, check]
 
     def test_a_large_write_lets_a_read_go_first(self, new_front: NewFront):
-        front = new_front(size_bytes=20 * MIB, pool_bytes=30 * MIB)
+        front = new_front(size_bytes=34 * MIB, pool_bytes=46 * MIB)
         front.start(threads=1, queue_depth=1)
         disk = front.write(front.store(Block(1, SIZE)))
-        hosts = [front.store(Block(10 + key, 800_000)) for key in range(14)]
+        size = 800_000
+        hosts = [front.store(Block(10 + key, size)) for key in range(WRITE_BYTES // size + 4)]
         front.hold()
         write, written = front.post_write(hosts)
         front.wait_until_held()
