@@ -181,7 +181,12 @@ class TestOnTheStream:
         with nothing_changes(daemon), refusal("FOREIGN", "session.token"):
             session.attached.call(lookup=request)
 
-    @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_SUFFIX, cache_pb2.LOOKUP_MODE_UNSPECIFIED, 9])
+    def test_a_window_of_nothing(self, daemon: Daemon, session: RawSession) -> None:
+        query = cache_pb2.GroupQuery(mode=cache_pb2.LOOKUP_MODE_SUFFIX, hashes=hashes(1))
+        with nothing_changes(daemon), refusal("MODE_UNSUPPORTED", "queries[0].window_blocks"):
+            session.attached.call(lookup=cache_pb2.LookupRequest(queries=[query]))
+
+    @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_UNSPECIFIED, 9])
     def test_a_mode_of_another_version(self, daemon: Daemon, session: RawSession, mode: Any) -> None:
         request = cache_pb2.LookupRequest(queries=[cache_pb2.GroupQuery(mode=mode, hashes=hashes(1))])
         with nothing_changes(daemon), refusal("MODE_UNSUPPORTED", "queries[0].mode"):

@@ -125,7 +125,8 @@ class TestHangs:
     def test_an_idle_worker_waits_for_nothing(self, front: Front):
         front.write(front.store(Block(1, SIZE)))
         assert front.worker.stop() == 0
-        assert front.worker.status.read()[5:] == (0,) * 8
+        words = front.worker.status.read()
+        assert words[StatusWord.IO_0 : StatusWord.IO_7 + 1] == (0,) * 8
 
     def test_a_killed_worker_in_the_middle_of_many_writes(self, new_front: NewFront):
         """Ten times, at whatever moment: what was reported is there, in this boot and in the next."""
