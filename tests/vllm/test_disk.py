@@ -3,6 +3,7 @@ every KV byte that a step relies on is checked."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -35,8 +36,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(300)]
 
 STORY = prompt(30 * TOKENS + 1, seed=77)
 STORY_BLOCKS = 30
-OTHERS = 16
-"""Prompts of as many blocks: more than the pool of 6 MiB holds, at 12 KiB each."""
+HOST_BLOCKS = 4 * 1024 // 12
+"""Of 12 KiB, that the host has room for at most."""
 SEEDS = range(10 if os.environ.get("KVTIER_FAULTS_LONG") else 2)
 UNHURRIED = {"pending_wait_s": 120, "prefill_tokens_per_s": 1}
 """However slow this machine is, it waits for the disk, and the daemon does not think computing quicker."""
@@ -131,8 +132,16 @@ def compute_and_displace(engine: MiniEngine, disks: Disks) -> None:
     before = disks.status.written_blocks
     compute(engine, "story", STORY)
     until(lambda: disks.status.written_blocks >= before + STORY_BLOCKS, "the disk has the story")
-    for number in range(OTHERS):
-        compute(engine, f"other{number}", prompt(len(STORY), seed=number))
+    evicted = disks.host.status().counters.evicted_blocks
+    numbers = itertools.count()
+
+    def displaced() -> bool:
+        """After one prompt more; the host may refuse some, and is not asked again for a while then."""
+        number = next(numbers)
+        compute(engine, f"other{number}", prompt(len(STORY), seed=number % 64))
+        return disks.host.status().counters.evicted_blocks >= evicted + HOST_BLOCKS
+
+    until(displaced, "the host has forgotten all that it had")
     disks.wait_settled()
     engine.forget()
 

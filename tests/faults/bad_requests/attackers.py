@@ -21,6 +21,7 @@ from kvtier.v1 import admin_pb2, cache_pb2, side_pb2, types_pb2
 
 from tests.faults.bad_requests.mutations import mutate
 from tests.integration.daemon.raw import RawSession, SideSocket, hashes, memfd
+from tests.support.process import readable
 
 DEADLINE_S = 60.0
 CACHE = "/kvtier.v1.Cache/"
@@ -306,7 +307,7 @@ class SideAttacker:
             session.side.send(data, fds)
         except OSError:  # closed, or more than the kernel takes
             return False
-        ready, _, _ = select.select([session.side.socket], [], [], DEADLINE_S)
+        ready = readable(session.side.socket.fileno(), DEADLINE_S)
         assert ready, f"no answer to {data[:2000].hex()} with {len(fds)} descriptors"
         try:
             response, received = session.side.receive()

@@ -6,7 +6,6 @@ import itertools
 import mmap
 import os
 import queue
-import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from kvtier.v1 import cache_pb2, cache_pb2_grpc, side_pb2, types_pb2
 from kvtier_kernels import SharedWords
+
+from tests.support.process import readable
 
 F_ADD_SEALS = 1033
 F_SEAL_SHRINK = 0x0002
@@ -71,7 +72,7 @@ class SideSocket:
 
     def is_closed(self) -> bool:
         """True once the daemon has closed it."""
-        ready, _, _ = select.select([self.socket], [], [], 0)
+        ready = readable(self.socket.fileno(), 0)
         return bool(ready) and self.socket.recv(1, socket.MSG_PEEK) == b""
 
     def open(self) -> bytes:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import select
 import signal
 import stat
 import time
@@ -17,7 +16,7 @@ from kvtier_kernels import PoolRecords
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd
-from tests.support.process import DEADLINE_S, Daemon, refused_start, until
+from tests.support.process import DEADLINE_S, Daemon, readable, refused_start, until
 
 GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
 
@@ -343,10 +342,6 @@ def _attaches(session: RawSession) -> bool:
     return True
 
 
-def readable(fd: int) -> bool:
-    return bool(select.select([fd], [], [], 0)[0])
-
-
 @pytest.mark.faults
 class TestWorkerDeath:
     def test_a_killed_worker_is_replaced_and_clients_register_again(
@@ -357,12 +352,12 @@ class TestWorkerDeath:
         stored = session.block(0)
         session.attached.event("transfer")
         lost = session.store_request(hashes(1, seed=4), [1], **GATED)
-        assert not readable(session.worker_pidfd)
+        assert not readable(session.worker_pidfd, 0)
         session.attached.call(store=lost)
         daemon.may_complain = True
         os.kill(session.worker_pid, signal.SIGKILL)
         assert session.wait(lost.signals.ticket).state == types_pb2.TRANSFER_STATE_FAILED
-        assert readable(session.worker_pidfd), "the fence a client can see for itself"
+        assert readable(session.worker_pidfd, 0), "the fence a client can see for itself"
         until(lambda: daemon.metrics()["kvtier_worker_live.cpu"] == 1, "a new worker")
         assert daemon.status().workers[0].respawns == 1
         session.register_words()

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -29,6 +28,8 @@ from kvtierd.transfer.blocking import BlockingPacketChannel
 from kvtierd.transfer.packets import packet_socketpair
 from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.wire import worker_pb2 as wire
+
+from tests.support.process import readable
 
 MIB = 1 << 20
 SLACK_S = 60.0
@@ -461,6 +462,6 @@ def ended(worker: Worker, timeout_s: float = SLACK_S) -> bool:
     """Whether the process ends in that time."""
     pidfd = os.pidfd_open(worker.process.pid)
     try:
-        return bool(select.select([pidfd], [], [], timeout_s)[0])
+        return readable(pidfd, timeout_s)
     finally:
         os.close(pidfd)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -30,6 +29,7 @@ from kvtierd.wire import worker_pb2 as wire
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, Allocation, Gpu, Memfd, Mode, on
 from tests.integration.worker.rig import SLACK_S, Client, Layout, Rig, until
+from tests.support.process import readable
 
 pytestmark = pytest.mark.faults
 
@@ -64,7 +64,7 @@ async def test_a_worker_killed_in_the_middle_of_a_copy_is_proved_gone_and_replac
     rig.no_fault()
     os.kill(handle.pid, signal.SIGKILL)
     await until(lambda: rig.seen(WorkerExited))
-    assert select.select([pidfd], [], [], 0)[0]  # the client's own fence
+    assert readable(pidfd, 0)  # the client's own fence
     os.close(pidfd)
     assert not rig.is_over(part)
     assert client.part_state(ticket) == PART_STARTED
@@ -222,7 +222,7 @@ async def test_stop_kills_what_does_not_stop(start_rig: StartRig) -> None:
 
 
 def gone(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], SLACK_S)[0])
+    return readable(pidfd, SLACK_S)
 
 
 @dataclass
