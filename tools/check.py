@@ -100,7 +100,7 @@ FAKE_GPU = [
         "tests-vllm-fake-gpu",
         "vllm and fake_gpu and not gpu",
         "So does one whose KV cache lies on a GPU, exported or mirrored (driver: a double of our own).",
-        deadline_s=600,
+        deadline_s=900,
     ),
 ]
 REST = [
@@ -132,7 +132,7 @@ REST = [
         "tests-vllm",
         "vllm and not fake_gpu and not gpu",
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
-        deadline_s=720,
+        deadline_s=1_500,
     ),
     *FAKE_GPU,
 ]
