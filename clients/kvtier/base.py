@@ -135,6 +135,11 @@ class ClientBase(ABC):
             return self._session.status(mode)
 
     @property
+    def role(self) -> Role:
+        """What this client is for."""
+        return self._session.spec.role
+
+    @property
     def namespace(self) -> Namespace:
         """Whose blocks these are."""
         return self._session.spec.namespace

@@ -110,8 +110,12 @@ class SwapSpace:
         group: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`client` submits for the whole instance. `blocks`: no more than the daemon leases to one instance,
-        a quarter of its pool by default. Raises KvtierError for bounds that make no sense."""
+        """`client` submits and holds a rank: one without could not see, if the daemon is killed during a
+        load, when the last copy has landed. `blocks`: no more than the daemon leases to one instance, a
+        quarter of its pool by default. Raises KvtierError for another role, and for senseless bounds."""
+        if not client.role.holds_rank:
+            message = "a client without a rank cannot tell when a load of a killed daemon has landed"
+            raise KvtierError(Reason.ROLE, message, field="client", value=client.role.name)
         if blocks < 1:
             raise KvtierError(Reason.MALFORMED, "at least one", field="blocks", value=blocks)
         if not 0 <= watermark < 1:
@@ -219,7 +223,9 @@ class SwapSpace:
 
     def drop(self, swapped: Swapped, sequence: str) -> None:
         """One sequence of a group that is OUT has ended: blocks that no other has are free again. With the
-        last one the group is gone, and IN."""
+        last one the group is gone, and IN. Raises KvtierError for another state, or an unknown sequence."""
+        if sequence not in swapped.sequences:
+            raise KvtierError(Reason.MALFORMED, "no sequence of this group", field="sequence", value=sequence)
         if swapped.state is not SwapState.OUT:
             raise KvtierError(
                 Reason.MALFORMED, "only of what is out", field="swapped", value=swapped.state.value
@@ -260,8 +266,9 @@ class SwapSpace:
     def _go_out(self, swapped: Swapped) -> None:
         assert swapped._transfer is not None
         outcome = swapped._transfer.outcome
-        if outcome.state is TransferState.ACTIVE or not outcome.fenced:
+        if outcome.state is TransferState.ACTIVE:
             return
+        # A copy out that may still run harms nobody: its blocks stay the engine's, and nothing of it is kept.
         if not outcome.done or not all(outcome.succeeded) or len(outcome.succeeded) != len(swapped.keys):
             self._end(swapped, SwapState.KEPT, outcome.error)
         elif self._hold(swapped):

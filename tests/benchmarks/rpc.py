@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ def measure(running: Rig) -> dict[str, float]:
         wanted = joined[: size * 32]
         check_hits(running, wanted, size)
         taken = microseconds(
-            lambda wanted=wanted: running.client.lookup(wanted, timeout_s=DEADLINE_S),  # type: ignore[misc]
+            partial(running.client.lookup, wanted, timeout_s=DEADLINE_S),
             CALLS[size],
         )
         report(figures, f"lookup_grpc_stream_{size}", taken)
@@ -66,7 +67,7 @@ def measure(running: Rig) -> dict[str, float]:
             wanted = joined[: size * 32]
             if unary.lookup(wanted) != size:
                 raise RuntimeError("not all hashes hit")
-            taken = microseconds(lambda wanted=wanted: unary.lookup(wanted), CALLS[size])  # type: ignore[misc]
+            taken = microseconds(partial(unary.lookup, wanted), CALLS[size])
             report(figures, f"lookup_grpc_unary_{size}", taken)
         behind(figures, running, unary, joined)
     return figures
@@ -85,7 +86,7 @@ def local(figures: dict[str, float], running: Rig, hashes: list[bytes]) -> None:
     report(figures, "lookup_local_miss", microseconds(lambda: known_run(absent), CALLS[1]))
     for size in SIZES:
         wanted = hashes[:size]
-        taken = microseconds(lambda wanted=wanted: known_run(wanted), CALLS[size])  # type: ignore[misc]
+        taken = microseconds(partial(known_run, wanted), CALLS[size])
         report(figures, f"lookup_local_{size}", taken)
 
 

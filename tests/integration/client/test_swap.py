@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtier import KvtierError
+from kvtier import Client, KvtierError, Namespace, Role
 from kvtier import swap as swapping
 from kvtier.swap import CanSwap, Swapped, SwapSpace, SwapState
 
@@ -66,6 +66,17 @@ def test_forked_sequences_go_out_and_come_back(space: SwapSpace, plain: PlainCli
     assert plain.client.status.leases == 0
 
 
+def test_a_client_without_a_rank_is_refused(shared_host: DaemonHost, namespace: Namespace) -> None:
+    scheduler = Client(
+        instance="scheduler", namespace=namespace, role=Role.SCHEDULER, socket=shared_host.socket
+    )
+    try:
+        with pytest.raises(KvtierError, match="cannot tell when a load of a killed daemon has landed"):
+            SwapSpace(scheduler, SPACE)
+    finally:
+        scheduler.close()
+
+
 def test_verdicts(space: SwapSpace, plain: PlainClient) -> None:
     assert space.can_swap_out(range(SPACE + 1)) is CanSwap.NEVER
     swapped = space.swap_out({"a": list(range(30))})
@@ -96,6 +107,8 @@ def test_a_sequence_that_ends_while_it_is_out_frees_what_no_other_has(
     rest = read(plain, [0, 1, 4])
     swapped = space.swap_out({"a": [0, 1, 2, 3], "b": [0, 1, 4]})
     settle(space, swapped, SwapState.OUT)
+    with pytest.raises(KvtierError, match="no sequence of this group"):
+        space.drop(swapped, "c")
     space.drop(swapped, "a")
     assert space.free_blocks == SPACE - 3
     plain.cache.wipe()

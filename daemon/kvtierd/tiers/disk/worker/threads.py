@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvtierd.tiers.disk.worker.jobs import Job, JobQueue
 from kvtierd.tiers.disk.worker.moving import Mover
@@ -48,7 +49,7 @@ class Threads:
                 if isinstance(task, Job):
                     self._work(mover, task)
                 else:
-                    _guarded(lambda slots=task: mover.persist(slots))  # type: ignore[misc]
+                    _guarded(partial(mover.persist, task))
                     self._queue.finished(task)
         except BaseException:
             _log.critical("a thread of a disk's worker ends", exc_info=True)
