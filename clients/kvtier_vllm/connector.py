@@ -131,7 +131,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         side = self._scheduler
         if side is not None and not self._is_off:
-            self._guard(lambda: side.hold_blocks_of(gpu_block_pool), None)
+            self._guard(lambda: side.watch_blocks(gpu_block_pool), None)
 
     def has_pending_push_work(self) -> bool:
         """Asked whether to go on stepping without requests."""

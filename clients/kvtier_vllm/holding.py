@@ -26,6 +26,8 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Any) -> None: ...
 
+    def get_num_free_blocks(self) -> int: ...
+
 
 @dataclass(slots=True)
 class _Hold:

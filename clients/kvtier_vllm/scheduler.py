@@ -25,6 +25,7 @@ from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter
+from kvtier_vllm.room import LoadRoom
 from kvtier_vllm.storing import Storer
 from kvtier_vllm.tables import Target, hashes_of, newly_allocated, targets_of
 from kvtier_vllm.tracking import Load, LoadCounters, TrackedRequest
@@ -77,6 +78,7 @@ class SchedulerSide:
         self._prefill = prefill
         self._storer = Storer(groups)
         self._loads = LoadCounters()
+        self._room = LoadRoom(groups)
         self._requests: dict[str, TrackedRequest] = {}
         self._unasked: dict[str, Any] = {}
         """Requests that vLLM has not asked about yet, in their order."""
@@ -95,10 +97,16 @@ class SchedulerSide:
         """The client in use."""
         return self._link
 
-    def hold_blocks_of(self, pool: BlockPool) -> None:
+    def watch_blocks(self, pool: BlockPool) -> None:
         """The engine's blocks. From now on stores hold what they read, if that is needed."""
+        self._room.watch(pool)
         if self._groups.zeroed:
             self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
+
+    @property
+    def storing(self) -> bool:
+        """Whether a step would store what it computes: stores pause for a moment after one was refused."""
+        return self._ready_client() is not None and self._storer.has_room
 
     @property
     def holds_blocks(self) -> bool:
@@ -128,6 +136,8 @@ class SchedulerSide:
         tracked.matched_at = local
         total = min(self._loadable(request), local + self._loaded_max)
         units = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
+        if units and not self._room.has(request, (local + units) * unit_tokens):
+            return None
         return None if units is None else units * unit_tokens
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
@@ -140,6 +150,7 @@ class SchedulerSide:
             return
         tracked.may_load = False
         begin = tracked.matched_at * self._groups.unit_tokens
+        self._room.take(request, begin + num_external_tokens)
         targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
         transfers = tuple(self._submit_load(grant, target) for target in targets)
         if grant is not None and len(targets) < len(grant.lookup.leases):
@@ -163,6 +174,7 @@ class SchedulerSide:
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
         self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
+        self._room.give_back(output.num_scheduled_tokens)
         self._forget_preempted()
         if self._storer.watches:
             self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
@@ -246,6 +258,7 @@ class SchedulerSide:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
         self._matcher.forget(request_id)
         self._asked(request_id)
+        self._room.give_back((request_id,))
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False

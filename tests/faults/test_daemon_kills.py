@@ -17,8 +17,8 @@ from tests.faults.campaigns.place import Place, side_by_side
 from tests.support.process import Daemon
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-KILLS = 170 if LONG else 5
-CHAPTERS = 6 if LONG else 2
+KILLS = 85 if LONG else 5
+CHAPTERS = 12 if LONG else 2
 """Each with a pool of its own, which has room for all that its kills leave."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0

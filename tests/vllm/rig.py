@@ -55,12 +55,14 @@ class Rig:
         return self.engine.call("evaluate", expression=expression)["value"]
 
     def wait_ready(self) -> None:
-        """Until lookups, stores and loads work, with the daemon that runs now."""
+        """Until lookups, stores and loads work, with the daemon that runs now: stores pause for a moment
+        after one was refused."""
         nonce = self.host.status().boot_nonce
         until(
             lambda: self.look("client.ready and client.status.boot_nonce") == nonce,
             "the engine is attached and registered",
         )
+        until(lambda: self.look("side.storing"), "the engine stores")
 
     def wait_away(self) -> None:
         """Until the engine has noticed that its daemon is not there, or does not answer."""

@@ -3,6 +3,7 @@ beside full attention, in one memory. Every byte that a step relies on is checke
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -269,6 +270,40 @@ def test_sliding_window_release_mid_store(
     engine.step()
     assert engine.free_blocks == 63
     assert not storer(engine)._readers
+
+
+def test_loads_that_wait_leave_each_other_room(make: Make, host: DaemonHost) -> None:
+    """vLLM reserves nothing for the next blocks of a window. Here three requests with their loads would hold
+    58 of 70 blocks, the first would need 21 more, and none gives any back."""
+    engine = make((FULL, WINDOW, WINDOW), blocks=71, lookup_budget_ms=1000, load_start_deadline_s=30)
+    stored = {"a": 192, "b": 230, "c": 230}
+    wanted = {"a": 300, "b": 230, "c": 230}
+    numbers = itertools.count()
+
+    def all_stored() -> bool:
+        refused = storer(engine).counters.refused
+        for seed, length in enumerate(stored.values()):
+            engine.add(f"first {next(numbers)}", prompt(length, seed=seed), max_tokens=1)
+            engine.run()
+        wait_stored(engine)
+        engine.step()
+        return bool(storer(engine).counters.refused == refused)
+
+    until(all_stored, "the daemon takes all of them")
+    engine.forget()
+    for seed, (name, length) in enumerate(wanted.items()):
+        engine.add(f"again {name}", prompt(length, seed=seed))
+    [worker] = host.status().workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        engine.step()
+        assert list(engine.states().values()) == ["WAITING_FOR_REMOTE_KVS"] * 2 + ["WAITING"]
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    wait_stored(engine)  # both loads are there before vLLM looks
+    engine.run()
+    assert [engine.cached[f"again {name}"] for name in wanted] == [192, 224, 224]
+    all_came_back(engine)
 
 
 def test_all_stores_of_a_shared_block_end_when_it_is_given_away(make: Make, host: DaemonHost) -> None:
