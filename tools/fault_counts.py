@@ -15,8 +15,8 @@ NEVER = ("wrong_bytes", "lost_blocks")
 """Of these there must be none, and somebody must have looked: no count is no proof."""
 
 IN_MAKE_TEST = {
-    "daemon_kills": 12,
-    "planned_restarts": 4,
+    "daemon_kills": 14,
+    "planned_restarts": 6,
     "pool_owner_kills": 25,
     "worker_kills": 1,
     "client_kills": 30,
@@ -46,7 +46,7 @@ FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
 """Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""
 LONG = {
     "daemon_kills": 1_000,
-    "planned_restarts": 70,
+    "planned_restarts": 90,
     "pool_owner_kills": 1_500,
     "worker_kills": 35,
     "client_kills": 200,
