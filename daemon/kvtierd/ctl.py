@@ -14,6 +14,7 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import settings
+from kvtierd.ctl_clear import cleared, question
 from kvtierd.ctl_host import completion, doctor
 from kvtierd.ctl_lists import engines as list_engines
 from kvtierd.ctl_lists import namespaces as list_namespaces
@@ -22,6 +23,8 @@ from kvtierd.ctl_top import Picture, frame
 from kvtierd.rpc.errors import ERROR_METADATA
 
 TIMEOUT_S = 5.0
+CLEAR_S = 60.0
+"""To drop millions of blocks, beside engines that are served."""
 EXIT_CORRUPT = 1
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
@@ -230,6 +233,42 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
 def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
     """Where it goes on."""
     return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
+
+
+@main.command()
+@_socket_option
+@click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
+@click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 86_400),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for disks to keep it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ClearResponse as JSON.")
+def clear(socket: Path | None, namespace: str, yes: bool, timeout_s: float, as_json: bool) -> None:
+    """Drop cached blocks, of all namespaces or of one, from memory and from disks.
+
+    Engines go on, and compute what they miss. Blocks that are leased or under way stay, and are counted. What
+    was dropped does not come back, whatever happens to the daemon. Exit status 75: a disk does not keep it
+    yet, or the answer was no.
+    """
+    namespace = namespace.lower()
+    with _admin(socket or _configured_socket()) as admin:
+        if not yes and sys.stdin.isatty():
+            found = admin.ListNamespaces(
+                admin_pb2.ListNamespacesRequest(), timeout=TIMEOUT_S, wait_for_ready=False
+            )
+            if not click.confirm(question(found, namespace), err=True):
+                sys.exit(EXIT_NOT_YET)
+        request = admin_pb2.ClearRequest(namespace=namespace, timeout_ms=round(timeout_s * 1000))
+        answer = admin.Clear(request, timeout=timeout_s + CLEAR_S, wait_for_ready=False)
+    click.echo(to_json(answer) if as_json else "\n".join(cleared(answer)))
+    if answer.unsettled_paths:
+        sys.exit(EXIT_NOT_YET)
 
 
 @main.command()

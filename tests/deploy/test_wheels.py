@@ -47,9 +47,9 @@ install /opt/oldest kvtier OLDEST
 install /opt/between kvtier BETWEEN
 install /opt/newest kvtier NEWEST
 /opt/kvtier/bin/kvtierd --version >&2
-mkdir -m 700 /run/kvtier
-/opt/kvtier/bin/kvtierd serve --server-socket /run/kvtier/d.sock --pool-path /dev/shm/pool --pool-size 66MiB \
-    --metrics-listen off > /tmp/greeting 2> /tmp/log &
+mkdir -m 700 /run/kvtier /dev/shm/kvtier
+/opt/kvtier/bin/kvtierd serve --server-socket /run/kvtier/d.sock --pool-path /dev/shm/kvtier/pool \
+    --pool-size 66MiB --metrics-listen off > /tmp/greeting 2> /tmp/log &
 daemon=$!
 trap 'cat /tmp/log >&2' EXIT
 for _ in $(seq 600); do grep -q vLLM /tmp/greeting && break; kill -0 $daemon; sleep 0.1; done

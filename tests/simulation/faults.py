@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+from kvtierd.core.actions import ClearReply
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Ticket
 from kvtierd.core.stimuli import (
     CancelTransfers,
+    ClearBlocks,
     DiskJobFinished,
     Drain,
     PartFinished,
@@ -21,6 +23,7 @@ from kvtierd.core.stimuli import (
     Verify,
     WorkerLost,
 )
+from kvtierd.core.table import BlockFlag, BlockState
 from kvtierd.core.transitions import MappingState, TransferState
 
 from tests.simulation.engine import (
@@ -60,6 +63,27 @@ def client_revokes(world: World) -> None:
     world.faults["client revokes", "armed" if armed else f"word in state {state}"] += 1
     if armed:
         engine.words[rank][pending.part_word] = (pending.ticket, REVOKED)
+
+
+def clear(world: World) -> None:
+    """An operator drops a namespace, or all; what is held stays, and everything is accounted for."""
+    books = world.machine.books
+    spaces = world.machine.clearable("")
+    for space in spaces if world.random.random() < 0.3 else spaces and [world.random.choice(spaces)]:
+        keys = world.machine.keys(space)
+        reply = world.do(ClearBlocks(space, keys))
+        assert isinstance(reply, ClearReply)
+        world.outcomes["blocks cleared"] += reply.cleared_blocks
+        world.outcomes["held when cleared"] += reply.held_blocks
+        world.outcomes["under way when cleared"] += reply.under_way_blocks
+        stay = reply.held_blocks + reply.under_way_blocks
+        assert reply.cleared_blocks + stay == len(keys), "a block was forgotten, or counted twice"
+        assert len(world.machine.keys(space)) == stay, "what was cleared is there, or what was held is not"
+        entries = books.blocks.table.entries_of(space)
+        unpinned = entries[books.blocks.table.pins(entries) == 0]
+        states, flags = books.blocks.table.states(unpinned), books.blocks.table.flags(unpinned)
+        left = (states == BlockState.READY) & (flags & (BlockFlag.QUEUED | BlockFlag.CLEAN) == 0)
+        assert not left.any(), "a block that nothing holds has stayed"
 
 
 def time_jumps(world: World) -> None:

@@ -185,6 +185,7 @@ STEPS: dict[Callable[[World], None], float] = {
     faults.record_rots: 0.3,
     faults.data_rots: 0.3,
     faults.drain: 0.5,
+    faults.clear: 0.2,
     faults.daemon_dies: 0.1,
     faults.writers_proven: 0.3,
     disk_faults.worker_lost: 0.15,

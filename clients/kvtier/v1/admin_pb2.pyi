@@ -44,6 +44,8 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Not stored as far as is remembered."""
     VERDICT_ON_DISK: _Verdict.ValueType  # 9
     """On a disk only: a lookup would be told PENDING, and have it promoted."""
+    VERDICT_CLEARED: _Verdict.ValueType  # 10
+    """An operator has dropped it (Clear)."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -65,6 +67,8 @@ VERDICT_NEVER_STORED: Verdict.ValueType  # 8
 """Not stored as far as is remembered."""
 VERDICT_ON_DISK: Verdict.ValueType  # 9
 """On a disk only: a lookup would be told PENDING, and have it promoted."""
+VERDICT_CLEARED: Verdict.ValueType  # 10
+"""An operator has dropped it (Clear)."""
 global___Verdict = Verdict
 
 @typing.final
@@ -154,6 +158,64 @@ class NamespaceStatus(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "disk_blocks", b"disk_blocks", "group", b"group", "hash_bytes", b"hash_bytes", "host_blocks", b"host_blocks", "instances", b"instances", "model", b"model", "namespace_digest", b"namespace_digest", "world_size", b"world_size"]) -> None: ...
 
 global___NamespaceStatus = NamespaceStatus
+
+@typing.final
+class ClearRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Hexadecimal digest of a namespace, or how it begins; empty: all that the daemon knows."""
+    timeout_ms: builtins.int
+    """How long to wait for disks whose files have to be told. 0: not at all."""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+global___ClearRequest = ClearRequest
+
+@typing.final
+class ClearResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLEARED_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BYTES_FIELD_NUMBER: builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: builtins.int
+    UNDER_WAY_BLOCKS_FIELD_NUMBER: builtins.int
+    UNSETTLED_PATHS_FIELD_NUMBER: builtins.int
+    cleared_blocks: builtins.int
+    """Blocks that are in no tier any more, and the bytes of the slots that they had in the host tier and on disks."""
+    host_bytes: builtins.int
+    disk_bytes: builtins.int
+    held_blocks: builtins.int
+    """Blocks that stay: leased or being loaded."""
+    under_way_blocks: builtins.int
+    """Blocks that stay: being stored, promoted, or written to a disk."""
+    @property
+    def unsettled_paths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Disks, by their paths, that do not keep what was done, or of which it is not known what they hold: after a restart
+        of the daemon, blocks may come back from there. The daemon goes on telling those that have a worker.
+        """
+
+    def __init__(
+        self,
+        *,
+        cleared_blocks: builtins.int = ...,
+        host_bytes: builtins.int = ...,
+        disk_bytes: builtins.int = ...,
+        held_blocks: builtins.int = ...,
+        under_way_blocks: builtins.int = ...,
+        unsettled_paths: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared_blocks", b"cleared_blocks", "disk_bytes", b"disk_bytes", "held_blocks", b"held_blocks", "host_bytes", b"host_bytes", "under_way_blocks", b"under_way_blocks", "unsettled_paths", b"unsettled_paths"]) -> None: ...
+
+global___ClearResponse = ClearResponse
 
 @typing.final
 class ReloadRequest(google.protobuf.message.Message):
@@ -917,6 +979,7 @@ class Counters(google.protobuf.message.Message):
     MISSED_RECOMPUTE_FIELD_NUMBER: builtins.int
     MISSED_DRAINING_FIELD_NUMBER: builtins.int
     MISSED_NOT_READY_FIELD_NUMBER: builtins.int
+    CLEARED_BLOCKS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -952,6 +1015,8 @@ class Counters(google.protobuf.message.Message):
     missed_draining: builtins.int
     missed_not_ready: builtins.int
     """Ranks of the engine were missing."""
+    cleared_blocks: builtins.int
+    """Blocks dropped by Clear."""
     def __init__(
         self,
         *,
@@ -981,7 +1046,8 @@ class Counters(google.protobuf.message.Message):
         missed_recompute: builtins.int = ...,
         missed_draining: builtins.int = ...,
         missed_not_ready: builtins.int = ...,
+        cleared_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
 
 global___Counters = Counters

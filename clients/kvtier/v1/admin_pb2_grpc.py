@@ -59,6 +59,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ScrubResponse.FromString,
                 _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/kvtier.v1.Admin/Clear',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ClearRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ClearResponse.FromString,
+                _registered_method=True)
         self.ListNamespaces = channel.unary_unary(
                 '/kvtier.v1.Admin/ListNamespaces',
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ListNamespacesRequest.SerializeToString,
@@ -117,6 +122,16 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clear(self, request, context):
+        """Drops blocks, of all namespaces or of one, from every tier. What is leased or under way stays, and is counted:
+        nothing waits for it, and nothing of it fails. What engines store meanwhile may stay as well. Answers when no daemon
+        on this pool, killed in whatever way, will find again what was dropped; or says on which disks that is not so yet.
+        Refused with REASON_NAMESPACE_INVALID if no namespace, or more than one, begins as asked; nothing has changed then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNamespaces(self, request, context):
         """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them.
         """
@@ -159,6 +174,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Scrub,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ScrubRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ScrubResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ClearRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ClearResponse.SerializeToString,
             ),
             'ListNamespaces': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNamespaces,
@@ -306,6 +326,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Scrub',
             kvtier_dot_v1_dot_admin__pb2.ScrubRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ScrubResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Clear',
+            kvtier_dot_v1_dot_admin__pb2.ClearRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ClearResponse.FromString,
             options,
             channel_credentials,
             insecure,

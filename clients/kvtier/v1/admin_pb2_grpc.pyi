@@ -61,6 +61,16 @@ class AdminStub:
     Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
     """
 
+    Clear: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ClearRequest,
+        kvtier.v1.admin_pb2.ClearResponse,
+    ]
+    """Drops blocks, of all namespaces or of one, from every tier. What is leased or under way stays, and is counted:
+    nothing waits for it, and nothing of it fails. What engines store meanwhile may stay as well. Answers when no daemon
+    on this pool, killed in whatever way, will find again what was dropped; or says on which disks that is not so yet.
+    Refused with REASON_NAMESPACE_INVALID if no namespace, or more than one, begins as asked; nothing has changed then.
+    """
+
     ListNamespaces: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.ListNamespacesRequest,
         kvtier.v1.admin_pb2.ListNamespacesResponse,
@@ -116,6 +126,16 @@ class AdminAsyncStub:
     """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
     once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
     Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
+    """
+
+    Clear: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.ClearRequest,
+        kvtier.v1.admin_pb2.ClearResponse,
+    ]
+    """Drops blocks, of all namespaces or of one, from every tier. What is leased or under way stays, and is counted:
+    nothing waits for it, and nothing of it fails. What engines store meanwhile may stay as well. Answers when no daemon
+    on this pool, killed in whatever way, will find again what was dropped; or says on which disks that is not so yet.
+    Refused with REASON_NAMESPACE_INVALID if no namespace, or more than one, begins as asked; nothing has changed then.
     """
 
     ListNamespaces: grpc.aio.UnaryUnaryMultiCallable[
@@ -183,6 +203,18 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
         once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
         Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
+        """
+
+    @abc.abstractmethod
+    def Clear(
+        self,
+        request: kvtier.v1.admin_pb2.ClearRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.ClearResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ClearResponse]]:
+        """Drops blocks, of all namespaces or of one, from every tier. What is leased or under way stays, and is counted:
+        nothing waits for it, and nothing of it fails. What engines store meanwhile may stay as well. Answers when no daemon
+        on this pool, killed in whatever way, will find again what was dropped; or says on which disks that is not so yet.
+        Refused with REASON_NAMESPACE_INVALID if no namespace, or more than one, begins as asked; nothing has changed then.
         """
 
     @abc.abstractmethod

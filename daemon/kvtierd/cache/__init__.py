@@ -3,6 +3,7 @@
 `Cache.handle(stimulus)` decides in the core and performs at once: no `await` lies between the two.
 """
 
+from kvtierd.cache.clearing import Cleared
 from kvtierd.cache.disks import Disk
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
@@ -13,6 +14,7 @@ __all__ = [
     "CPU",
     "WAITS_PER_EPOCH_MAX",
     "Cache",
+    "Cleared",
     "DeviceRange",
     "Disk",
     "DiskSnapshot",

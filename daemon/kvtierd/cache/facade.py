@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtierd.cache.clearing import Cleared, Clearing
 from kvtierd.cache.disks import Disk, Disks
 from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.pages import Pages
@@ -101,6 +102,7 @@ class Cache:
             round(limits.gate_deadline_s * 1000),
             self.pages.withdraw,
         )
+        self._clearing = Clearing(machine, self.handle, self.disks, workers)
         self._sessions: dict[SessionId, _Session] = {}
         self._waiters = Waiters()
         self._busy = False
@@ -283,6 +285,13 @@ class Cache:
                 self.handle(StartScrub(disk.number))
                 begun.append(str(disk.path))
         return begun
+
+    async def clear(self, namespace: str, timeout_s: float) -> Cleared:
+        """Drops the blocks of the one namespace whose digest begins so, of all if it is empty, as
+        `ClearBlocks` says; waits for disks to keep that, `timeout_s` at most. Raises Refusal."""
+        if self.poisoned.is_set():
+            raise _stopping()
+        return await self._clearing.clear(namespace, timeout_s)
 
     def explain(self, key: bytes, namespace: str, group: int | None) -> Explained:
         """Why a block can be read or not; `namespace` is how its digest begins. Raises Refusal."""

@@ -277,4 +277,17 @@ class SubmitReply:
     """Store: kvtier.v1.StoreResult per key (0 accepted, 1 exists, 2 pending, 3 throttled). Load: empty."""
 
 
-Reply = Attached | LookupReply | PrefetchReply | JointReply | SubmitReply | InstanceView | None
+@dataclass(frozen=True, slots=True)
+class ClearReply:
+    cleared_blocks: int
+    """That are in no tier any more."""
+    host_bytes: int
+    """Of the slots they had in the host tier, and on disks."""
+    disk_bytes: int
+    held_blocks: int
+    """That stay: leased, or being loaded."""
+    under_way_blocks: int
+    """That stay: being stored, promoted, or written to a disk."""
+
+
+Reply = Attached | LookupReply | PrefetchReply | JointReply | SubmitReply | ClearReply | InstanceView | None

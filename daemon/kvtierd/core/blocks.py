@@ -174,11 +174,15 @@ class Blocks:
         return True
 
     def evict(self, domain: Domain, entries: Entries) -> None:
-        """Removes READY, unpinned entries of a domain."""
+        """Removes READY, unpinned entries of a domain, to make room."""
         domain.evicted += len(entries)
+        self.drop(domain, entries, Fate.EVICTED)
+
+    def drop(self, domain: Domain, entries: Entries, fate: Fate) -> None:
+        """Removes READY, unpinned entries of a domain."""
         if self.leaving is not None:
-            self.leaving(entries, Fate.EVICTED)
-        self.remember(entries, Fate.EVICTED)
+            self.leaving(entries, fate)
+        self.remember(entries, fate)
         self.table.begin_evict(entries)
         self.discard(domain, entries, self.slots_of(domain, entries))
 

@@ -32,6 +32,8 @@ class Verdict(Enum):
     REFUSED = "refused"
     """There was no room to store it."""
     CORRUPT = "corrupt"
+    CLEARED = "cleared"
+    """An operator has dropped it."""
     ELSEWHERE = "elsewhere"
     """Never stored in this namespace, as far as is remembered, but in another."""
     NEVER_STORED = "never stored"
@@ -48,6 +50,7 @@ _OF_FATE = {
     Fate.STORE_ENDED: Verdict.STORE_ENDED,
     Fate.REFUSED: Verdict.REFUSED,
     Fate.CORRUPT: Verdict.CORRUPT,
+    Fate.CLEARED: Verdict.CLEARED,
 }
 
 

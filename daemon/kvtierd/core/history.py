@@ -19,6 +19,8 @@ class Fate(IntEnum):
     REFUSED = 3
     """There was no room to store it."""
     CORRUPT = 4
+    CLEARED = 5
+    """An operator has dropped it."""
 
 
 @dataclass(frozen=True, slots=True)

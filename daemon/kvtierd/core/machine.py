@@ -11,11 +11,12 @@ import numpy as np
 from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
 from kvtierd.core.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.books import Books, Clock, wrong_epoch
+from kvtierd.core.clearing import Clearing
 from kvtierd.core.entities import GroupPlan, Instance
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.fencing import Fencing
-from kvtierd.core.ids import Epoch, SessionId, SpaceId, Ticket
+from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
 from kvtierd.core.instances import Instances
 from kvtierd.core.joint_lookups import JointLookups
 from kvtierd.core.leases import Leases
@@ -26,6 +27,7 @@ from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerS
 from kvtierd.core.stimuli import (
     AttachSession,
     CancelTransfers,
+    ClearBlocks,
     CoreDisks,
     CoreIntegrity,
     CoreLimits,
@@ -108,6 +110,7 @@ class Machine:
         self._leases = Leases(self.books, self._tier)
         self._joint = JointLookups(self.books, self._leases, self._tier)
         self._transfers = Transfers(self.books, self._leases)
+        self._clearing = Clearing(self.books)
         self._fencing = Fencing(self.books, self._transfers, self._tier)
         self._sampler = Sampler(
             self.books, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
@@ -137,6 +140,7 @@ class Machine:
             SlotsChecked: self._sampler.checked,
             DiskJobFinished: self._tier.job_finished,
             StartScrub: self._tier.start_scrub,
+            ClearBlocks: self._clearing.clear,
             SessionReleased: self._instances.session_released,
             WorkerLive: self._instances.worker_live,
             WorkerLost: self._instances.worker_lost,
@@ -256,6 +260,15 @@ class Machine:
         """Why the block of a hash can be read or not, in each namespace whose hexadecimal digest begins with
         `namespace`. Takes milliseconds. Raises Refusal."""
         return explain(self.books, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
+
+    def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
+        """The spaces of the one namespace whose hexadecimal digest begins so, of all if it is empty. Refusal
+        NAMESPACE_INVALID."""
+        return self._clearing.spaces(namespace)
+
+    def keys(self, space: SpaceId) -> Hashes:
+        """The hashes of all blocks of a space, in whatever state and tier. Looks through the whole tables."""
+        return self._clearing.keys(space)
 
     def namespaces(self) -> tuple[PlaceStatus, ...]:
         """What there is of each namespace. Takes microseconds for each."""

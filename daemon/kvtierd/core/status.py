@@ -36,6 +36,8 @@ class Tally:
     evicted_blocks: int = 0
     evicted_age_s: float = 0.0
     """Of the evicted, all together: since each was last used."""
+    cleared_blocks: int = 0
+    """Dropped by operators, from whatever tiers had them."""
     reclaimed_extents: int = 0
     """Taken from one slot size for another."""
     store_transfers: int = 0

@@ -20,6 +20,7 @@ from kvtierd.core.ids import (
     RegistrationId,
     SessionId,
     Slots,
+    SpaceId,
     Ticket,
     WorkerId,
 )
@@ -398,6 +399,18 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class ClearBlocks:
+    """Drop those of these blocks that nothing holds, from every tier that has them. What is leased, being
+    loaded, stored, promoted or written to a disk stays, in all tiers. What is not there is no matter.
+
+    A disk's file has to be told, and says so later than the host's: who wants that asks its worker.
+    """
+
+    space: SpaceId
+    hashes: Hashes
+
+
+@dataclass(frozen=True, slots=True)
 class Reconfigure:
     """Go on with another policy. Bounds that clients were told, and whatever memory was laid out for, stay as
     they were at the start: of `disks` the queues and the size of a job are not taken over."""
@@ -433,6 +446,7 @@ Stimulus = (
     | SlotsChecked
     | DiskJobFinished
     | StartScrub
+    | ClearBlocks
     | SessionReleased
     | WorkerLive
     | WorkerLost

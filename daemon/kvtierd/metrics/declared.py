@@ -254,6 +254,13 @@ DECLARED = (
         "Together with their age: whether the pool is large enough.",
     ),
     Declared(
+        _C,
+        "kvtier_cleared_blocks",
+        (),
+        "Blocks dropped by operators (kvtierctl clear).",
+        "Explains a fall of the hit rate.",
+    ),
+    Declared(
         _S,
         "kvtier_evicted_age_seconds",
         ("tier",),

@@ -72,6 +72,7 @@ def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_store_deduplicated_blocks", counters.deduplicated_blocks)
     sheet.set("kvtier_store_throttled_blocks", counters.throttled_blocks)
     sheet.set("kvtier_evicted_blocks", counters.evicted_blocks, TIER)
+    sheet.set("kvtier_cleared_blocks", counters.cleared_blocks)
     sheet.summary("kvtier_evicted_age_seconds", counters.evicted_blocks, counters.evicted_age_s, TIER)
     sheet.set("kvtier_extents_reclaimed", counters.reclaimed_extents)
     sheet.set("kvtier_transfers", counters.done_transfers, "done")

@@ -27,6 +27,7 @@ _VERDICT = {
     Verdict.ELSEWHERE: admin_pb2.VERDICT_ELSEWHERE,
     Verdict.NEVER_STORED: admin_pb2.VERDICT_NEVER_STORED,
     Verdict.ON_DISK: admin_pb2.VERDICT_ON_DISK,
+    Verdict.CLEARED: admin_pb2.VERDICT_CLEARED,
 }
 _WHY_ENDED = {
     Reason.CANCELLED: "was cancelled",
@@ -76,6 +77,8 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
             return "being written: ask again"
         case Verdict.EVICTED:
             return f"evicted{ago} to make room"
+        case Verdict.CLEARED:
+            return f"cleared{ago} by an operator"
         case Verdict.STORE_ENDED:
             how = _WHY_ENDED.get(each.reason, "failed") if each.reason is not None else "failed"
             return f"its store {how}{ago}"

@@ -26,7 +26,7 @@ from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
-from kvtierd.rpc.status import AboutDaemon, namespace_status, reload_response, status_response
+from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, reload_response, status_response
 from kvtierd.rpc.stream import Stream, StreamSettings
 from kvtierd.settings import ConfigError
 
@@ -149,6 +149,11 @@ class RpcServer:
             request_deserializer=decoder(admin_pb2.ScrubRequest, self._bytes_max),
             response_serializer=admin_pb2.ScrubResponse.SerializeToString,
         )
+        clear = grpc.unary_unary_rpc_method_handler(
+            self._clear,
+            request_deserializer=decoder(admin_pb2.ClearRequest, self._bytes_max),
+            response_serializer=admin_pb2.ClearResponse.SerializeToString,
+        )
         namespaces = grpc.unary_unary_rpc_method_handler(
             self._namespaces,
             request_deserializer=decoder(admin_pb2.ListNamespacesRequest, self._bytes_max),
@@ -165,6 +170,7 @@ class RpcServer:
             "Resume": resume,
             "Explain": explain,
             "Scrub": scrub,
+            "Clear": clear,
             "ListNamespaces": namespaces,
             "Reload": reload,
         }
@@ -245,6 +251,15 @@ class RpcServer:
         except Refusal as refusal:
             await abort(context, refusal)
         return admin_pb2.ScrubResponse(paths=paths)
+
+    async def _clear(self, request: Any, context: Any) -> admin_pb2.ClearResponse:
+        if isinstance(request, Undecodable):
+            await abort(context, request.refusal)
+        try:
+            cleared = await self._cache.clear(request.namespace, request.timeout_ms / 1000)
+        except Refusal as refusal:
+            await abort(context, refusal)
+        return clear_response(cleared)
 
     async def _reloading(self, request: Any, context: Any) -> admin_pb2.ReloadResponse:
         if isinstance(request, Undecodable):

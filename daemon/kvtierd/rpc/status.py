@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvtier.v1 import admin_pb2
 
-from kvtierd.cache import DiskSnapshot, Snapshot
+from kvtierd.cache import Cleared, DiskSnapshot, Snapshot
 from kvtierd.core.explain import PlaceStatus
 from kvtierd.reload import Change, Reloaded
 
@@ -150,6 +150,18 @@ def reload_response(found: Reloaded) -> admin_pb2.ReloadResponse:
 
 def _change(change: Change) -> admin_pb2.SettingChange:
     return admin_pb2.SettingChange(key=change.key, before=change.before, after=change.after)
+
+
+def clear_response(cleared: Cleared) -> admin_pb2.ClearResponse:
+    blocks = cleared.blocks
+    return admin_pb2.ClearResponse(
+        cleared_blocks=blocks.cleared_blocks,
+        host_bytes=blocks.host_bytes,
+        disk_bytes=blocks.disk_bytes,
+        held_blocks=blocks.held_blocks,
+        under_way_blocks=blocks.under_way_blocks,
+        unsettled_paths=cleared.unsettled,
+    )
 
 
 def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:

@@ -137,6 +137,8 @@ class WorkerHandle:
     """Of those, how many nobody outside waits for."""
     jobs: set[DiskJobId] = field(default_factory=set)
     """Of a disk's: posted and not finished."""
+    persisting: dict[int, "asyncio.Future[str]"] = field(default_factory=dict)
+    """Of a disk's: those who wait until its file says what the image says, and get why it does not."""
     cold_reason: str = ""
     """Of a disk's first: why nothing of an earlier daemon was kept."""
     direct_io: bool = False

@@ -294,6 +294,10 @@ class Lifecycle:
             if not request.answer.done():
                 request.answer.set_exception(unavailable(handle))
         handle.requests.clear()
+        for told in handle.persisting.values():
+            if not told.done():
+                told.set_result(f"its worker was lost: {why}")
+        handle.persisting.clear()
         handle.settled.set()
         self.watch.forget(handle)
         say = _log.info if self._stopping else _log.error if is_new else _log.debug
@@ -309,6 +313,9 @@ class Lifecycle:
         as_told = handle.state is WorkerState.ENDING and how == EXITED_WELL
         if as_told:
             process.channel.close()
+            for told in handle.persisting.values():
+                if not told.done():
+                    told.set_result("its worker has ended")
             _log.info(
                 f"{handle.kind.title} ended", worker_pid=handle.pid, device=handle.device, why=handle.why
             )

@@ -174,6 +174,10 @@ def persist_records_packet(slots: Slots) -> bytes:
     ).SerializeToString()
 
 
+def persist_all_packet(request: int) -> bytes:
+    return wire.ToWorker(persist_all=wire.PersistAll(request=request)).SerializeToString()
+
+
 def revoke_part_packet(part: PartId) -> bytes:
     return wire.ToWorker(revoke_part=wire.RevokePart(part=part)).SerializeToString()
 

@@ -235,6 +235,23 @@ class Supervisor:
                 part = slots[first : first + RECORDS_PER_PACKET]
                 self._lives.send(handle, messages.persist_records_packet(part))
 
+    async def persist_all(self, device: str) -> str:
+        """Has a disk's worker write all records to its file, as they are in the image, and returns "" once
+        they are there, or why they are not: there is no live worker, it was lost, the disk failed. As long as
+        the worker takes for it."""
+        worker = self.current(device)
+        if worker is None:
+            return "it has no worker just now"
+        handle, request = self.workers[worker], next(self._request_ids)
+        answer: asyncio.Future[str] = self._loop.create_future()
+        handle.persisting[request] = answer
+        try:
+            if not self._lives.send(handle, messages.persist_all_packet(request)):
+                return f"its worker was lost: {handle.why}"
+            return await answer
+        finally:
+            handle.persisting.pop(request, None)
+
     def reject(self, device: str, why: str) -> None:
         """A disk's first worker has filled the image with what cannot be used: it is lost, and the next one
         fills the image anew."""
@@ -387,6 +404,11 @@ class Supervisor:
             done = messages.disk_job_finished(handle.worker, message.disk_job_finished)
             handle.jobs.remove(done.job)
             return done
+        if kind == "records_persisted":
+            answer = handle.persisting.pop(message.records_persisted.request, None)
+            if answer is not None and not answer.done():  # else its caller was cancelled
+                answer.set_result(message.records_persisted.error)
+            return None
         if kind == "slots_checked":
             return messages.slots_checked(handle.worker, message.slots_checked)
         if kind == "session_released":

@@ -100,6 +100,7 @@ class ToWorker(google.protobuf.message.Message):
     CHECK_SLOTS_FIELD_NUMBER: builtins.int
     DISK_JOB_FIELD_NUMBER: builtins.int
     PERSIST_RECORDS_FIELD_NUMBER: builtins.int
+    PERSIST_ALL_FIELD_NUMBER: builtins.int
     @property
     def map_words(self) -> global___MapWords:
         """one descriptor"""
@@ -128,6 +129,8 @@ class ToWorker(google.protobuf.message.Message):
 
     @property
     def persist_records(self) -> global___PersistRecords: ...
+    @property
+    def persist_all(self) -> global___PersistAll: ...
     def __init__(
         self,
         *,
@@ -141,10 +144,11 @@ class ToWorker(google.protobuf.message.Message):
         check_slots: global___CheckSlots | None = ...,
         disk_job: global___DiskJob | None = ...,
         persist_records: global___PersistRecords | None = ...,
+        persist_all: global___PersistAll | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots", "disk_job", "persist_records"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_all", b"persist_all", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_all", b"persist_all", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots", "disk_job", "persist_records", "persist_all"] | None: ...
 
 global___ToWorker = ToWorker
 
@@ -160,6 +164,7 @@ class ToFront(google.protobuf.message.Message):
     UNUSABLE_FIELD_NUMBER: builtins.int
     SLOTS_CHECKED_FIELD_NUMBER: builtins.int
     DISK_JOB_FINISHED_FIELD_NUMBER: builtins.int
+    RECORDS_PERSISTED_FIELD_NUMBER: builtins.int
     @property
     def ready(self) -> global___Ready: ...
     @property
@@ -176,6 +181,8 @@ class ToFront(google.protobuf.message.Message):
     def slots_checked(self) -> global___SlotsChecked: ...
     @property
     def disk_job_finished(self) -> global___DiskJobFinished: ...
+    @property
+    def records_persisted(self) -> global___RecordsPersisted: ...
     def __init__(
         self,
         *,
@@ -187,10 +194,11 @@ class ToFront(google.protobuf.message.Message):
         unusable: global___Unusable | None = ...,
         slots_checked: global___SlotsChecked | None = ...,
         disk_job_finished: global___DiskJobFinished | None = ...,
+        records_persisted: global___RecordsPersisted | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked", "disk_job_finished"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "records_persisted", b"records_persisted", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "records_persisted", b"records_persisted", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked", "disk_job_finished", "records_persisted"] | None: ...
 
 global___ToFront = ToFront
 
@@ -736,3 +744,41 @@ class PersistRecords(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["slots", b"slots"]) -> None: ...
 
 global___PersistRecords = PersistRecords
+
+@typing.final
+class PersistAll(google.protobuf.message.Message):
+    """Write the records of all slots, as they are in the shared image now, to the slab file; then answer. What was freed
+    and not persisted is not found again after that.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
+
+global___PersistAll = PersistAll
+
+@typing.final
+class RecordsPersisted(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    error: builtins.str
+    """Why not; empty if the file says all of it now."""
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "request", b"request"]) -> None: ...
+
+global___RecordsPersisted = RecordsPersisted

@@ -28,6 +28,7 @@ from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import DiskId, LeaseId, PartId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
     CancelTransfers,
+    ClearBlocks,
     CoreLimits,
     DiskJobFinished,
     EndSession,
@@ -245,6 +246,15 @@ class Lockstep(RuleBasedStateMachine):
     @rule(data=st.data())
     def scrub(self, data: st.DataObject) -> None:
         self.do(StartScrub(DiskId(data.draw(st.integers(0, len(self.host.disks))))))
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), run=RUNS)
+    def clear(self, data: st.DataObject, run: list[int]) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        instance = self.host.machine.books.instances.get(engine.epoch)
+        if instance is not None:
+            for plan in instance.plans:
+                self.do(ClearBlocks(plan.space, keys(*run)))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

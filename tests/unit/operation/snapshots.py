@@ -112,6 +112,7 @@ def busy_snapshot() -> Snapshot:
             deduplicated_blocks=27,
             throttled_blocks=28,
             evicted_blocks=29,
+            cleared_blocks=45,
             reclaimed_extents=30,
             done_transfers=31,
             failed_transfers=32,

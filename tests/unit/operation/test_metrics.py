@@ -71,6 +71,7 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_store_deduplicated_blocks_total{}", 27),
         ("kvtier_store_throttled_blocks_total{}", 28),
         ("kvtier_evicted_blocks_total{tier=host}", 29),
+        ("kvtier_cleared_blocks_total{}", 45),
         ("kvtier_transfers_total{state=cancelled}", 33),
         ("kvtier_transfers_active{}", 4),
         ("kvtier_integrity_failures_total{found_by=load,tier=host}", 11),

@@ -24,7 +24,7 @@ from kvtierd import logs
 from kvtierd.core.errors import Refusal
 from kvtierd.tiers.disk.worker.disk import OpenDisk
 from kvtierd.tiers.disk.worker.faults import Faults
-from kvtierd.tiers.disk.worker.jobs import JobQueue, ProtocolError, read_job
+from kvtierd.tiers.disk.worker.jobs import Everything, JobQueue, ProtocolError, read_job
 from kvtierd.tiers.disk.worker.threads import Threads
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import close_fds
@@ -160,6 +160,10 @@ def _serve(queue: JobQueue, threads: Threads, channel: BlockingPacketChannel, st
                     threads.report(job)
             case "persist_records":
                 queue.put_records(np.frombuffer(message.persist_records.slots, np.uint32))
+            case "persist_all":
+                task = Everything(message.persist_all.request)
+                if not queue.put_everything(task):
+                    threads.persisted(task, "too many wait for it already")
             case "stop":
                 return
             case kind:

@@ -13,6 +13,9 @@ from kvtierd.wire import worker_pb2 as wire
 JOBS_MAX = 4_096
 """Waiting. The core's own limits keep far below it; what comes beyond fails instead of eating memory."""
 
+EVERYTHING_MAX = 64
+"""Of those who want all records persisted, waiting."""
+
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
@@ -32,6 +35,13 @@ class Kind(IntEnum):
 
 
 _KINDS = {wire.DISK_READ: Kind.READ, wire.DISK_WRITE: Kind.WRITE, wire.DISK_CHECK: Kind.CHECK}
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """All records are to be persisted, and that is to be reported."""
+
+    request: int
 
 
 @dataclass(eq=False, slots=True)
@@ -124,6 +134,7 @@ class JobQueue:
     def __init__(self) -> None:
         self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
         self._records: list[U32] = []
+        self._everything: deque[Everything] = deque()
         self._changed = threading.Condition()
         self._running = 0
         self._checking = False
@@ -151,8 +162,17 @@ class JobQueue:
                 self._records = [np.unique(np.concatenate(self._records))]
             self._changed.notify()
 
-    def take(self) -> Job | U32 | None:
-        """A job, or slots whose records are to be persisted; waits for one. None once stopped, and no records
+    def put_everything(self, task: Everything) -> bool:
+        """False, and nothing queued, if too many wait already."""
+        with self._changed:
+            if len(self._everything) >= EVERYTHING_MAX:
+                return False
+            self._everything.append(task)
+            self._changed.notify()
+            return True
+
+    def take(self) -> Job | Everything | U32 | None:
+        """A job, or what records are to be persisted; waits for one. None once stopped, and no records
         are left.
 
         What was taken is given back with `put_back` or `finished`.
@@ -165,12 +185,14 @@ class JobQueue:
             self._running += 1
             return found
 
-    def _next(self) -> Job | U32 | None:
+    def _next(self) -> Job | Everything | U32 | None:
         if self._waiting[Kind.READ]:
             return self._waiting[Kind.READ].popleft()
         if self._records:
             slots, self._records = np.unique(np.concatenate(self._records)), []
             return slots
+        if self._everything:
+            return self._everything.popleft()
         if self._waiting[Kind.WRITE]:
             return self._waiting[Kind.WRITE].popleft()
         # One at a time: a check needs memory of its own, and reads want a thread.
@@ -191,11 +213,11 @@ class JobQueue:
                 self._waiting[job.kind].appendleft(job)
             self._end(job)
 
-    def finished(self, task: Job | U32) -> None:
+    def finished(self, task: Job | Everything | U32) -> None:
         with self._changed:
             self._end(task)
 
-    def _end(self, task: Job | U32) -> None:
+    def _end(self, task: Job | Everything | U32) -> None:
         self._running -= 1
         if isinstance(task, Job) and task.kind is Kind.CHECK:
             self._checking = False
@@ -207,4 +229,5 @@ class JobQueue:
             self._stopped = True
             for waiting in self._waiting.values():
                 waiting.clear()
+            self._everything.clear()
             self._changed.notify_all()

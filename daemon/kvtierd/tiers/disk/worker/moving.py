@@ -90,6 +90,10 @@ class Mover:
                 with contextlib.suppress(ValueError):  # its extent has been given another slot size
                     self._records.persist(slots[row : row + 1], self._word)
 
+    def persist_all(self) -> None:
+        """Has the file say what the image says of everything. OSError."""
+        self._records.persist_all(self._word)
+
     def _batch_slots(self, job: Job) -> int:
         """How many of the rest of a job the next batch is, one at least."""
         if job.kind is Kind.READ:

@@ -2,6 +2,7 @@
 kill."""
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,16 @@ class Records:
                 errors[row] = failed.get(int(self._records.record_pages(slots[row : row + 1])[0]), 0)
         return errors
 
+    def persist_all(self, word: StatusWord) -> None:
+        """Has the file say of every extent what the image says now, extent by extent, so that others get
+        their turn. OSError at the first that cannot be written: then it is not known of the rest."""
+        for extent in range(self._slab.geometry.extents):
+            with self._lock:
+                if code := self._persist_extent(extent, word):
+                    raise OSError(code, os.strerror(code))
+                if self._records.extent_info(extent) is not None:
+                    self._write_table(extent, word)
+
     def _persist_pages(self, pages: npt.NDArray[np.uint64], word: StatusWord) -> dict[int, int]:
         """Errnos of the pages that could not be written, by their offset."""
         failed: dict[int, int] = {}
@@ -85,18 +96,28 @@ class Records:
         header = bytes(self._image[start : start + HEADER_BYTES])
         if self._headers.get(extent) == header:
             return 0
-        offset, length = self._records.table_range(extent)
+        if self._records.extent_info(extent) is None:  # it is in use by nobody, and was
+            try:
+                self._write(memoryview(bytes(PAGE_BYTES)), start, word)
+            except OSError as error:
+                return error.errno or errno.EIO
+            self._headers.set(extent, bytes(HEADER_BYTES))
+            return 0
         self._headers.set(extent, None)
         try:
             self._write(memoryview(bytes(PAGE_BYTES)), start, word)
-            for done in range(0, length, PIECE_BYTES):
-                at, end = offset + done, offset + min(done + PIECE_BYTES, length)
-                self._write(self._image[at:end], at, word)
+            self._write_table(extent, word)
             self._write(memoryview(header.ljust(PAGE_BYTES, b"\0")), start, word)
         except OSError as error:
             return error.errno or errno.EIO
         self._headers.set(extent, header)
         return 0
+
+    def _write_table(self, extent: int, word: StatusWord) -> None:
+        offset, length = self._records.table_range(extent)
+        for done in range(0, length, PIECE_BYTES):
+            at, end = offset + done, offset + min(done + PIECE_BYTES, length)
+            self._write(self._image[at:end], at, word)
 
     def _write(self, pages: memoryview, offset: int, word: StatusWord) -> None:
         with waiting(self._status, word):

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtierd.tiers.disk.worker.jobs import Job, JobQueue
+from kvtierd.tiers.disk.worker.jobs import Everything, Job, JobQueue
 from kvtierd.tiers.disk.worker.moving import Mover
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.worker.log import logger
@@ -43,17 +43,32 @@ class Threads:
         except ChannelEndedError:
             pass
 
+    def persisted(self, task: Everything, why: str) -> None:
+        """Reports it, or why it was not done. From any thread. Nothing once the front is gone."""
+        done = wire.RecordsPersisted(request=task.request, error=why)
+        try:
+            self._channel.send(wire.ToFront(records_persisted=done).SerializeToString())
+        except ChannelEndedError:
+            pass
+
     def _run(self, mover: Mover) -> None:
         try:
             while (task := self._queue.take()) is not None:
                 if isinstance(task, Job):
                     self._work(mover, task)
+                elif isinstance(task, Everything):
+                    self._persist_all(mover, task)
                 else:
                     _guarded(partial(mover.persist, task))
                     self._queue.finished(task)
         except BaseException:
             _log.critical("a thread of a disk's worker ends", exc_info=True)
             self.broken.set()
+
+    def _persist_all(self, mover: Mover, task: Everything) -> None:
+        why = _guarded(mover.persist_all)
+        self._queue.finished(task)
+        self.persisted(task, why)
 
     def _work(self, mover: Mover, job: Job) -> None:
         while job.done < len(job):
@@ -70,6 +85,8 @@ def _guarded(action: Callable[[], None]) -> str:
     """Why it did not work, if it did not. Nothing that a message or the image says may end the worker."""
     try:
         action()
+    except OSError as error:
+        return str(error)
     except Exception as error:
         _log.exception("a disk's job makes no sense, and fails")
         return f"{type(error).__name__}: {error}"

@@ -1,0 +1,139 @@
+"""Admin.Clear behind the façade: batch by batch, so that engines are served in between; then the disks."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtierd.cache.disks import Disk, Disks
+from kvtierd.core.actions import ClearReply, Reply
+from kvtierd.core.ids import Hashes, SpaceId
+from kvtierd.core.stimuli import ClearBlocks
+from kvtierd.logs import logger
+from kvtierd.transfer.supervisor import Supervisor
+
+BATCH = 4_096
+"""Blocks dropped at one go: a millisecond or two, like a large lookup."""
+RETRY_S = 1.0
+
+log = logger(__name__)
+
+
+class Known(Protocol):
+    """What is asked of the core."""
+
+    def clearable(self, namespace: str) -> tuple[SpaceId, ...]: ...
+
+    def keys(self, space: SpaceId) -> Hashes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    blocks: ClearReply
+    """All batches together."""
+    unsettled: tuple[str, ...]
+    """Disks that may give blocks back after a restart."""
+
+
+class Clearing:
+    """Any number of callers at once."""
+
+    def __init__(
+        self,
+        core: Known,
+        handle: Callable[[ClearBlocks], Reply],
+        disks: Disks,
+        workers: Supervisor,
+    ) -> None:
+        self._core = core
+        self._handle = handle
+        self._disks = disks
+        self._workers = workers
+        self._settling: dict[str, _Disk] = {}
+        """By device."""
+
+    async def clear(self, namespace: str, timeout_s: float) -> Cleared:
+        """Drops what is there now of a namespace, or of all. Returns when every disk's file says so, after
+        `timeout_s` at the latest. Refusal; nothing has changed then, if it is NAMESPACE_INVALID."""
+        blocks = ClearReply(0, 0, 0, 0, 0)
+        for space in self._core.clearable(namespace):
+            keys = self._core.keys(space)
+            for first in range(0, len(keys), BATCH):
+                reply = self._handle(ClearBlocks(space, keys[first : first + BATCH]))
+                assert isinstance(reply, ClearReply)
+                blocks = _sum(blocks, reply)
+                await asyncio.sleep(0)
+        log.info(
+            "cleared",
+            namespace=namespace or "all",
+            blocks=blocks.cleared_blocks,
+            held=blocks.held_blocks,
+            under_way=blocks.under_way_blocks,
+        )
+        return Cleared(blocks, await self._settle(timeout_s))
+
+    async def _settle(self, timeout_s: float) -> tuple[str, ...]:
+        """Has all disks told. Even where nothing was dropped just now, a file may have blocks that were
+        evicted and are in it still."""
+        late: set[asyncio.Task[None]] = set()
+        waits = {
+            disk: asyncio.create_task(
+                self._settling.setdefault(disk.device, _Disk(disk, self._workers)).settled()
+            )
+            for disk in self._disks
+            if disk.start is not None
+        }
+        if waits:
+            _, late = await asyncio.wait(waits.values(), timeout=timeout_s)
+            for wait in late:
+                wait.cancel()
+        settled = {disk for disk, wait in waits.items() if wait not in late}
+        return tuple(str(disk.path) for disk in self._disks if disk not in settled)
+
+
+class _Disk:
+    """Has one disk's file say what its image says, as often as somebody asks, and until it has worked."""
+
+    def __init__(self, disk: Disk, workers: Supervisor) -> None:
+        self._disk = disk
+        self._workers = workers
+        self._wanted = 0
+        self._done = 0
+        """Of those who asked, in their order."""
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+
+    async def settled(self) -> None:
+        """Returns when the file says what the image says now. If the caller is cancelled it is done all the
+        same."""
+        self._wanted += 1
+        mine = self._wanted
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name=f"settle {self._disk.device}")
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._done >= mine)
+
+    async def _run(self) -> None:
+        warned = False
+        while self._done < self._wanted:
+            asked = self._wanted
+            why = await self._workers.persist_all(self._disk.device)
+            if why:  # a worker that is lost has a successor
+                if not warned:
+                    log.warning("a disk cannot keep yet what was cleared", path=str(self._disk.path), why=why)
+                warned = True
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._done = asked
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def _sum(one: ClearReply, other: ClearReply) -> ClearReply:
+    return ClearReply(
+        one.cleared_blocks + other.cleared_blocks,
+        one.host_bytes + other.host_bytes,
+        one.disk_bytes + other.disk_bytes,
+        one.held_blocks + other.held_blocks,
+        one.under_way_blocks + other.under_way_blocks,
+    )
