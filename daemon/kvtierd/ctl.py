@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -14,6 +15,8 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import settings
+from kvtierd.ctl_bench import BenchError, bench
+from kvtierd.ctl_bench import lines as bench_lines
 from kvtierd.ctl_clear import cleared, question
 from kvtierd.ctl_host import completion, doctor
 from kvtierd.ctl_lists import engines as list_engines
@@ -271,6 +274,34 @@ def clear(socket: Path | None, namespace: str, yes: bool, timeout_s: float, as_j
         sys.exit(EXIT_NOT_YET)
 
 
+@main.command("bench")
+@_socket_option
+@click.option("--size", help="How much to store; default: 64MiB, or an eighth of the pool if that is less.")
+@click.option("--block", default="256KiB", show_default=True, help="Bytes of one block.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def measure(socket: Path | None, size: str | None, block: str, as_json: bool) -> None:
+    """Measure the daemon that runs: stores, loads, lookups, as an engine without a GPU would see them.
+
+    In a namespace of its own, which is cleared afterwards. Where the pool has no free room, what is oldest
+    makes room for it. Exit status 1: bytes came back wrong; 69: it could not be measured; 75: something could
+    not be cleared yet.
+    """
+    size_bytes = None if size is None else _size("--size", size)
+    block_bytes = _size("--block", block)
+    path = socket or _configured_socket()
+    with _admin(path) as admin:
+        try:
+            figures = bench(path, admin, size_bytes, block_bytes)
+        except BenchError as error:
+            click.echo(f"kvtierctl: {error}", err=True)
+            sys.exit(EXIT_NO_DAEMON)
+    click.echo(json.dumps(asdict(figures), indent=2) if as_json else "\n".join(bench_lines(figures)))
+    if figures.wrong_blocks:
+        sys.exit(EXIT_CORRUPT)
+    if figures.left_blocks:
+        sys.exit(EXIT_NOT_YET)
+
+
 @main.command()
 @_socket_option
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ReloadResponse as JSON.")
@@ -308,6 +339,13 @@ def explain_block(
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False)
     click.echo(to_json(response) if as_json else "\n".join(explained(response)))
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return settings.size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
 
 
 @contextmanager
