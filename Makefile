@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-vllm-all test-deploy test-faults test-faults-short test-faults-long wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-vllm-all test-deploy test-faults test-faults-short test-faults-long wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ lint: ## ruff, mypy --strict, import contracts; needs no built module
 
 test: setup ## everything that must hold before a change is merged
 	@$(PY) -m tools.check all
+
+test-light: setup-light ## the tests that need no engine: on every Python from 3.11 to 3.13, and on aarch64
+	@$(PY) -m tools.check light
 
 demo: setup ## two engines, one cache: the story of the README, on this machine
 	@$(PY) -m tools.demo

@@ -2,6 +2,7 @@
 
     python -m tools.check all     lint, generated code, tests
     python -m tools.check lint    the static checks only
+    python -m tools.check light   tests without an engine, as on every Python and processor
 
 Every stage runs even if an earlier one failed, within a deadline; its whole output is kept under build/logs/.
 """
@@ -145,8 +146,11 @@ DEPLOY = [
         folder="tests/deploy",  # others want what this machine need not have: an engine, for example
     ),
 ]
+LIGHT = [stage for stage in REST if stage.name in ("light-client", "tests", "tests-faults")]
+"""What needs no engine, and no tools of one Python only."""
 FORMS = {
     "all": LINT + REST,
+    "light": LIGHT,
     "lint": LINT,
     "deploy": DEPLOY,
     "vllm": [stage for stage in REST if stage.name in ("tests-vllm", "tests-vllm-fake-gpu")],

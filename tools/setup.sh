@@ -39,12 +39,12 @@ timed() {
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-} python3.11 python3.12 python3; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
             printf '%s\n' "$candidate"; return
         fi
     done
-    die "no Python 3.11 or 3.12 found; install one (Debian: apt install python3.11 python3.11-venv python3.11-dev), or name it: make setup PYTHON=/path/to/python3.11"
+    die "no Python 3.11, 3.12 or 3.13 found; install one (Debian: apt install python3.11 python3.11-venv python3.11-dev), or name it: make setup PYTHON=/path/to/python3.11"
 }
 
 step_venv() {

@@ -121,6 +121,28 @@ class TestRestarts:
         front.start()
         assert front.recovery.recovered.corrupt.tolist() == bad.slots.tolist()
 
+    def test_what_was_freed_comes_back_until_the_file_was_told_everything(self, new_front: NewFront):
+        front = new_front()
+        front.start()
+        blocks = [Block(key, SIZE) for key in range(3)]
+        places = front.write(*[front.store(block) for block in blocks])
+        front.free("disk", places[0])
+        front.worker.kill()
+        front = new_front()
+        front.start()
+        found = front.recovered(blocks)
+        assert len(found) == 3, "a place that is not used again keeps its block in the file"
+        gone, *kept = found
+        front.image.records.free(gone.slots)
+        front.worker.send(persist_all=wire.PersistAll(request=7))
+        told = front.worker.receive()
+        assert told is not None
+        assert (told.records_persisted.request, told.records_persisted.error) == (7, "")
+        front.worker.kill()
+        front = new_front()
+        front.start()
+        assert {each.block for each in front.recovered(blocks)} == {each.block for each in kept}
+
     def test_slots_can_be_used_again(self, new_front: NewFront):
         """Also by another size, in an extent that was taken back."""
         front = new_front(size_bytes=3 * MIB)

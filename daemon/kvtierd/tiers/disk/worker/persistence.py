@@ -73,10 +73,18 @@ class Records:
         their turn. OSError at the first that cannot be written: then it is not known of the rest."""
         for extent in range(self._slab.geometry.extents):
             with self._lock:
-                if code := self._persist_extent(extent, word):
+                if self._records.extent_info(extent) is None:
+                    self._forget_extent(extent, word)
+                elif code := self._persist_extent(extent, word):
                     raise OSError(code, os.strerror(code))
-                if self._records.extent_info(extent) is not None:
-                    self._write_table(extent, word)
+                else:
+                    self._write_table(self._records.table_range(extent), word)
+
+    def _forget_extent(self, extent: int, word: StatusWord) -> None:
+        """Nobody uses it: whatever the file says of it, and could not be read perhaps, goes."""
+        if self._headers.get(extent) != bytes(HEADER_BYTES):
+            self._write(memoryview(bytes(PAGE_BYTES)), self._slab.extent_offset(extent), word)
+            self._headers.set(extent, bytes(HEADER_BYTES))
 
     def _persist_pages(self, pages: npt.NDArray[np.uint64], word: StatusWord) -> dict[int, int]:
         """Errnos of the pages that could not be written, by their offset."""
@@ -96,25 +104,19 @@ class Records:
         header = bytes(self._image[start : start + HEADER_BYTES])
         if self._headers.get(extent) == header:
             return 0
-        if self._records.extent_info(extent) is None:  # it is in use by nobody, and was
-            try:
-                self._write(memoryview(bytes(PAGE_BYTES)), start, word)
-            except OSError as error:
-                return error.errno or errno.EIO
-            self._headers.set(extent, bytes(HEADER_BYTES))
-            return 0
+        table = self._records.table_range(extent)  # before anything is written: it may be no extent in use
         self._headers.set(extent, None)
         try:
             self._write(memoryview(bytes(PAGE_BYTES)), start, word)
-            self._write_table(extent, word)
+            self._write_table(table, word)
             self._write(memoryview(header.ljust(PAGE_BYTES, b"\0")), start, word)
         except OSError as error:
             return error.errno or errno.EIO
         self._headers.set(extent, header)
         return 0
 
-    def _write_table(self, extent: int, word: StatusWord) -> None:
-        offset, length = self._records.table_range(extent)
+    def _write_table(self, table: tuple[int, int], word: StatusWord) -> None:
+        offset, length = table
         for done in range(0, length, PIECE_BYTES):
             at, end = offset + done, offset + min(done + PIECE_BYTES, length)
             self._write(self._image[at:end], at, word)
