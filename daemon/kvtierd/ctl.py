@@ -240,7 +240,7 @@ def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskSta
 
 @main.command()
 @_socket_option
-@click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
+@click.option("--namespace", metavar="DIGEST", help="Its digest, or how it begins; default: all of them.")
 @click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
 @click.option(
     "--timeout",
@@ -252,22 +252,26 @@ def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskSta
     help="How long to wait for disks to keep it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ClearResponse as JSON.")
-def clear(socket: Path | None, namespace: str, yes: bool, timeout_s: float, as_json: bool) -> None:
+def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: float, as_json: bool) -> None:
     """Drop cached blocks, of all namespaces or of one, from memory and from disks.
 
     Engines go on, and compute what they miss. Blocks that are leased or under way stay, and are counted. What
     was dropped does not come back, whatever happens to the daemon. Exit status 75: a disk does not keep it
     yet, or the answer was no.
     """
-    namespace = namespace.lower()
+    if namespace == "":  # a script's variable that is not set must not mean everything
+        raise click.BadParameter(
+            "name a namespace, or leave the option out for all", param_hint="--namespace"
+        )
+    chosen = (namespace or "").lower()
     with _admin(socket or _configured_socket()) as admin:
         if not yes and sys.stdin.isatty():
             found = admin.ListNamespaces(
                 admin_pb2.ListNamespacesRequest(), timeout=TIMEOUT_S, wait_for_ready=False
             )
-            if not click.confirm(question(found, namespace), err=True):
+            if not click.confirm(question(found, chosen), err=True):
                 sys.exit(EXIT_NOT_YET)
-        request = admin_pb2.ClearRequest(namespace=namespace, timeout_ms=round(timeout_s * 1000))
+        request = admin_pb2.ClearRequest(namespace=chosen, timeout_ms=round(timeout_s * 1000))
         answer = admin.Clear(request, timeout=timeout_s + CLEAR_S, wait_for_ready=False)
     click.echo(to_json(answer) if as_json else "\n".join(cleared(answer)))
     if answer.unsettled_paths:

@@ -91,6 +91,7 @@ def test_one_namespace_only(start: Start, socket_dir: Path, connect: Connect) ->
         assert hits(other, batch("a", 0)) == 0
     assert plain.load(batch("a", 0)) == BLOCKS
     ctl(daemon, "clear", "--namespace=" + "0" * 32, code=69)
+    ctl(daemon, "clear", "--namespace=", code=2)
     assert plain.load(batch("a", 0)) == BLOCKS
 
 
