@@ -65,6 +65,8 @@ HOOKS = (
         "sleep mode is refused",
     ),
     Hook("KVConnectorStats, KVConnectorPromMetrics", ALL, "the log line and vllm:kvtier_* metrics"),
+    Hook("take_events, BlockStored, BlockRemoved", ALL, "KV events, where they are enabled"),
+    Hook("Request.kv_transfer_params", ALL, "what a request says of its own stores and loads"),
     Hook("reset_cache", ALL, "a new generation of the namespace"),
     Hook("on_new_request", ALL, "prefetching for the queue"),
     Hook("KVCacheConfig, KVCacheTensor, *Spec", ALL, "where the blocks of each group lie"),

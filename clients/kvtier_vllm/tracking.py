@@ -8,7 +8,9 @@ from typing import Any
 
 from kvtier import PartRef, Transfer
 
+from kvtier_vllm.control import Control
 from kvtier_vllm.storing import StoreState
+from kvtier_vllm.tables import Target
 
 
 @dataclass(slots=True, eq=False)
@@ -18,8 +20,8 @@ class Load:
     transfers: tuple[Transfer | None, ...]
     """One for each group; None: it was refused."""
     block_ids: frozenset[int]
-    hashes: tuple[tuple[int, Sequence[bytes]], ...]
-    """Of each group: its number, and what was loaded."""
+    loaded: tuple[tuple[Target, Sequence[bytes]], ...]
+    """For each group: where it goes, and its hashes."""
     tokens: int
     submitted_s: float
     failed: bool = False
@@ -34,6 +36,7 @@ class TrackedRequest:
     """One request that vLLM has not finished."""
 
     request: Any
+    control: Control
     stores: StoreState
     preemptions: int = 0
     load: Load | None = None
