@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import vllm
 from kvtier import Client, Group, Namespace, Role
 from kvtier.memory import Memory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -347,6 +348,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: Memory) -> Link:
         return Link(lambda: self._identity.client(generation, Role.RANK, groups, memory), self._disable)
+
+
+def _register() -> None:
+    """Makes the class known by its name alone: vLLM's MultiConnector has nothing else to go by where it passes
+    the statistics of its children on."""
+    name = KvtierConnector.__name__
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, __name__, name)
+
+
+_register()
 
 
 class _Identity:

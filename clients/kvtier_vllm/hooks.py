@@ -66,6 +66,12 @@ HOOKS = (
     ),
     Hook("KVConnectorStats, KVConnectorPromMetrics", ALL, "the log line and vllm:kvtier_* metrics"),
     Hook("take_events, BlockStored, BlockRemoved", ALL, "KV events, where they are enabled"),
+    Hook("Request.num_in_flight_tokens", ALL, "what failed loads of another connector cannot spoil any more"),
+    Hook(
+        "KVConnectorFactory.register_connector, _registry",
+        ALL,
+        "our statistics, within those of a MultiConnector",
+    ),
     Hook("Request.kv_transfer_params", ALL, "what a request says of its own stores and loads"),
     Hook("reset_cache", ALL, "a new generation of the namespace"),
     Hook("on_new_request", ALL, "prefetching for the queue"),

@@ -128,6 +128,7 @@ class SchedulerSide:
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
         tracked = self._track(request)
+        tracked.expected_tokens, tracked.begun = num_computed_tokens, False
         self._ahead.asked(request.request_id)
         client = self._ready_client()
         if client is None or not tracked.control.load or not tracked.may_load:
@@ -156,6 +157,7 @@ class SchedulerSide:
             return
         tracked.may_load = False
         begin = tracked.matched_at * self._groups.unit_tokens
+        tracked.expected_tokens = begin + num_external_tokens
         self._room.take(request, begin + num_external_tokens)
         targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
         transfers = tuple(self._submit_load(grant, target) for target in targets)
@@ -407,7 +409,11 @@ class SchedulerSide:
         self, client: Client, tracked: TrackedRequest, scheduled: int, output: Any
     ) -> None:
         request, table = tracked.request, None
+        if not tracked.begun:
+            tracked.begun, tracked.foreign = True, request.num_computed_tokens > tracked.expected_tokens
         computed, known = request.num_computed_tokens + scheduled, len(request.block_hashes)
+        if tracked.foreign:  # only what vLLM has seen succeed
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
         if (end_tokens := tracked.control.store_end_tokens) is not None:
             computed = min(computed, end_tokens)
         for shape in self._groups.shapes:

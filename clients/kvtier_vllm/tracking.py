@@ -44,6 +44,12 @@ class TrackedRequest:
     """False from the submission of a load until its success is reported, so for ever after a failure."""
     matched_at: int = 0
     """Units of the engine's own, when it was last asked about."""
+    expected_tokens: int = 0
+    """It begins with so many, of the engine's own and loaded here."""
+    begun: bool = False
+    """It has run since it was last asked about."""
+    foreign: bool = False
+    """It began with more: another connector loads as well, perhaps in the very step, and perhaps in vain."""
 
 
 @dataclass(slots=True)
