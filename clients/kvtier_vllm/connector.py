@@ -351,8 +351,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _register() -> None:
-    """Makes the class known by its name alone: vLLM's MultiConnector has nothing else to go by where it passes
-    the statistics of its children on."""
+    """Makes the class known by its name alone: vLLM's MultiConnector has nothing else to go by where it
+    passes the statistics of its children on."""
     name = KvtierConnector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, __name__, name)

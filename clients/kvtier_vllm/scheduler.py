@@ -29,7 +29,7 @@ from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.room import LoadRoom
 from kvtier_vllm.storing import Storer
-from kvtier_vllm.tables import Target, hashes_of, newly_allocated, targets_of
+from kvtier_vllm.tables import Target, beyond, hashes_of, newly_allocated, targets_of
 from kvtier_vllm.tracking import Load, LoadCounters, TrackedRequest
 
 if TYPE_CHECKING:
@@ -154,6 +154,9 @@ class SchedulerSide:
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
             self._give_back(grant)
+            if self._storer.watches:  # another connector may load there, and no step says so
+                new = beyond(self._groups, tables, tracked.expected_tokens)
+                self._out.fence += self._storer.withdraw(new)
             return
         tracked.may_load = False
         begin = tracked.matched_at * self._groups.unit_tokens

@@ -1,9 +1,9 @@
-"""A prefill/decode connector for tests, to run beside ours in vLLM's MultiConnector: it "receives" a prompt's KV
-from nobody, by writing what the model of tests/vllm/mini_engine.py would have computed, and "sends" finished
-requests, which delays the release of their blocks.
+"""A prefill/decode connector for tests, to run beside ours in vLLM's MultiConnector: it "receives" a prompt's
+KV from nobody, by writing what the model of tests/vllm/mini_engine.py would have computed, and "sends"
+finished requests, which delays the release of their blocks.
 
-A request says in `kv_transfer_params` what it wants: `{"peer": {"tokens": 64, "asynchronous": True}}`; "fails":
-the first block that is received holds something else, and is reported; "sends": its blocks are kept for three
+A request says in `kv_transfer_params` what it wants: `{"peer": {"tokens": 64, "asynchronous": True}}`;
+"fails": the first block that is received holds something else, and is reported; "sends": its blocks are kept for three
 steps after its end.
 """
 
@@ -94,8 +94,8 @@ class PeerConnector(KVConnectorBase_V1, SupportsHMA):
         return out
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        # As those of vLLM's do, only what has run to its end: what is aborted while it loads (here or elsewhere)
-        # may not be sent as well, or vLLM ends.
+        # As those of vLLM's do, only what has run to its end: what is aborted while it loads (here or
+        # elsewhere) may not be sent as well, or vLLM ends.
         sends = _wish(request).get("sends", False) and request.status is RequestStatus.FINISHED_LENGTH_CAPPED
         if sends:
             self._out.sends.append(request.request_id)

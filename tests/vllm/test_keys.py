@@ -1,5 +1,5 @@
-"""What else than tokens decides whether KV may be shared is in vLLM's block hashes, and so in ours: two requests
-that differ in their salt, adapter or image never share a block, two that do not, do."""
+"""What else than tokens decides whether KV may be shared is in vLLM's block hashes, and so in ours: two
+requests that differ in their salt, adapter or image never share a block, two that do not, do."""
 
 from __future__ import annotations
 
