@@ -3,8 +3,8 @@ KV from nobody, by writing what the model of tests/vllm/mini_engine.py would hav
 finished requests, which delays the release of their blocks.
 
 A request says in `kv_transfer_params` what it wants: `{"peer": {"tokens": 64, "asynchronous": True}}`;
-"fails": the first block that is received holds something else, and is reported; "sends": its blocks are kept for three
-steps after its end.
+"fails": the first block that is received holds something else, and is reported; "sends": its blocks are kept
+for three steps after its end.
 """
 
 from __future__ import annotations
