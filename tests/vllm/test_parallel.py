@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.vllm.conftest import QUICK
-from tests.vllm.engine import Engine, EngineOptions
+from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import (
     BLOCK,
     Rig,
@@ -46,12 +46,23 @@ def parallel(
         yield rig
 
 
+def restored_by(rig: Rig, tokens: list[int]) -> Generated:
+    """What the engine says when it has lost its cache. Its processes spin while they wait for each other: on
+    two cores the daemon may be silent for a second meanwhile, which is a miss, and tried again."""
+    for _ in range(5):
+        rig.wait_ready()
+        rig.forget()
+        result = rig.generate(tokens)
+        if result.num_cached_tokens:
+            break
+    return result
+
+
 def test_every_rank_restores_its_shard_bit_for_bit(parallel: Rig) -> None:
     for length in (BLOCK + 1, 10 * BLOCK, 777):
         tokens = prompt(length, seed=length)
         hit = parallel.compute_and_hit(tokens)
-        parallel.forget()
-        restored = parallel.generate(tokens)
+        restored = restored_by(parallel, tokens)
         assert restored.num_cached_tokens == full_blocks(length)
         assert same(restored, hit)
 
@@ -59,14 +70,12 @@ def test_every_rank_restores_its_shard_bit_for_bit(parallel: Rig) -> None:
 def test_wrong_bytes_of_a_shard_would_show(parallel: Rig) -> None:
     tokens = prompt(6 * BLOCK + 1, seed=4)
     hit = parallel.compute_and_hit(tokens)
-    parallel.forget()
     assert flip_a_byte_of_every_block(parallel.host.daemon.pool) >= 6 * RANKS
-    spoilt = parallel.generate(tokens)
+    spoilt = restored_by(parallel, tokens)
     assert spoilt.num_cached_tokens == hit.num_cached_tokens
     assert not same(spoilt, hit)
     flip_a_byte_of_every_block(parallel.host.daemon.pool)
-    parallel.forget()
-    assert same(parallel.generate(tokens), hit)
+    assert same(restored_by(parallel, tokens), hit)
 
 
 def test_all_ranks_find_a_daemon_that_was_killed_again(parallel: Rig) -> None:
@@ -85,8 +94,7 @@ def test_all_ranks_find_a_daemon_that_was_killed_again(parallel: Rig) -> None:
     assert [len(answer["tokens"]) for answer in answers] == [30] * 3
     parallel.wait_ready()
     parallel.wait_stored()
-    parallel.forget()
-    restored = parallel.generate(tokens)
+    restored = restored_by(parallel, tokens)
     assert restored.num_cached_tokens == 12 * BLOCK
     assert same(restored, hit)
 
