@@ -209,17 +209,25 @@ class ClientBase(ABC):
         return join_hashes(hashes, spec.namespace.hash_bytes)
 
     def known_run(
-        self, hashes: Sequence[bytes], first: int = 0, end: int | None = None, *, group: int = 0
+        self,
+        hashes: Sequence[bytes],
+        first: int = 0,
+        end: int | None = None,
+        *,
+        group: int = 0,
+        counted: bool = True,
     ) -> int | None:
         """How many of `hashes[first:end]` the daemon knows in some tier, up to the first that it does not.
         Asks nobody: microseconds, from memory that the daemon keeps up to date. Advisory: 0 spares a lookup;
-        more says how many blocks are worth one. None: it cannot be told now; look up.
+        more says how many blocks are worth one. None: it cannot be told now; look up. An answer of 0 goes
+        into the daemon's hit rate as a lookup that was spared, unless it is not `counted`.
 
         Raises ValueError for a hash of another length than the namespace's.
         """
         self._submitting()
         with self._lock:
-            return self._session.known_run(group, hashes, first, len(hashes) if end is None else end)
+            end = len(hashes) if end is None else end
+            return self._session.known_run(group, hashes, first, end, counted=counted)
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
         """Says how many tokens of a prompt the engine computes in a second, as measured lately: the daemon

@@ -278,14 +278,16 @@ class Session:
             self._send_releases()  # what was given back first, because leases are bounded
         return self._ask("lookup", group, hashes, mode, lease=lease)
 
-    def known_run(self, group: int, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+    def known_run(
+        self, group: int, hashes: Sequence[bytes], first: int, end: int, *, counted: bool
+    ) -> int | None:
         """As `Index.known_run`; None also when the daemon would not answer now. No block is known: that
-        counts as a lookup."""
+        counts as a lookup, if it is `counted`."""
         attachment = self._attachment
         if attachment is None or self.state is not ClientState.READY:
             return None
         known = attachment.index.known_run(group, hashes, first, end)
-        if known == 0:
+        if known == 0 and counted:
             self.counters.lookups_local += 1
             self._untold_lookups += 1
             self._untold_hashes += max(0, min(end, len(hashes)) - first)

@@ -33,6 +33,18 @@ class ConnectorConfig:
     """Whether this engine's blocks are stored."""
     load: bool = True
     """Whether stored blocks are looked up and loaded."""
+    store_tokens: str = "all"
+    """"prompt": only blocks of prompts are stored; "all": those of what is sampled as well, which a next turn
+    of a conversation begins with."""
+    max_store_tokens: int = 0
+    """Of a request, counted from its beginning: blocks that end later are not stored. 0: all may be."""
+    store_threshold: int = 1
+    """A block is stored when so many requests of this engine have had it: with 2, what nobody uses again is
+    never stored, and what is shared is stored one use later."""
+    max_load_tokens: int = 0
+    """Of a request, counted from its beginning: blocks that end later are not loaded. 0: all may be."""
+    min_load_tokens: int = 0
+    """Fewer tokens than these are computed rather than loaded."""
     lookup_budget_ms: float = 0.5
     """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
     in the next step."""
@@ -75,7 +87,8 @@ class ConnectorConfig:
 
 
 _MOST = {"prefill_tokens_per_s": 1e9}
-_CHOICES = {"share": ("auto", "export", "mirror")}
+_LEAST = {"store_threshold": 1}
+_CHOICES = {"share": ("auto", "export", "mirror"), "store_tokens": ("all", "prompt")}
 
 
 def _check(name: str, value: object, default: object) -> None:
@@ -85,6 +98,10 @@ def _check(name: str, value: object, default: object) -> None:
         expected, good = f"one of {', '.join(_CHOICES[name])}", value in _CHOICES[name]
     elif isinstance(default, str):
         expected, good = "text", isinstance(value, str)
+    elif isinstance(default, int):
+        least = _LEAST.get(name, 0)
+        expected = f"a whole number, at least {least}"
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
     else:
         expected, most = "a number that is not negative", _MOST.get(name, math.inf)
         if name in _MOST:

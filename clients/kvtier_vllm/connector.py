@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from kvtier import Client, Group, Namespace, Role
 from kvtier.memory import Memory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -42,12 +43,15 @@ from kvtier_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvtier_vllm.events import BlockEvents
 
 # A child of vLLM's own logger: its handlers and format apply.
 log = init_logger("vllm.kvtier")
@@ -93,6 +97,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     self._connect_scheduler,
                     log,
                     None if self._config.prefill_tokens_per_s else _prefill_meter(vllm_config),
+                    _block_events(vllm_config, kv_cache_config),
                 )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
@@ -182,6 +187,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None:
             self._guard(lambda: side.results(connector_output), None)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        side = self._scheduler
+        return [] if side is None else self._guard(side.take_events, [])
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         side = self._scheduler
@@ -341,6 +350,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return Link(lambda: self._identity.client(generation, Role.RANK, groups, memory), self._disable)
 
 
+def _register() -> None:
+    """Makes the class known by its name alone: vLLM's MultiConnector has nothing else to go by where it
+    passes the statistics of its children on."""
+    name = KvtierConnector.__name__
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, __name__, name)
+
+
+_register()
+
+
 class _Identity:
     """Who this engine is for the daemon."""
 
@@ -408,6 +428,17 @@ def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
         # An engine whose steps are all small has no better ones to show.
         step_tokens_min=min(STEP_TOKENS_MIN, max(1, scheduler.max_num_batched_tokens // 2)),
     )
+
+
+def _block_events(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockEvents | None:
+    """None where vLLM publishes no KV events."""
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    from kvtier_vllm.events import BlockEvents
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return BlockEvents(groups_of(kv_cache_config, vllm_config), specs, log)
 
 
 def _refuse_hybrid_models(kv_cache_config: KVCacheConfig, vllm_version: tuple[int, int]) -> None:

@@ -185,9 +185,16 @@ class Matcher:
         self._step += 1
 
     def match(
-        self, client: Client, request: str, hashes: Sequence[bytes], local: int, total: int
+        self,
+        client: Client,
+        request: str,
+        hashes: Sequence[bytes],
+        local: int,
+        total: int,
+        least: int = 1,
     ) -> int | None:
-        """How many blocks from block `local` on can be loaded, counting to block `total` at most.
+        """How many blocks from block `local` on can be loaded, counting to block `total` at most; 0 if they
+        are fewer than `least`.
 
         None: the answer, or the next block, is on its way; ask again in the next step. A lease holds what is
         promised until `take` or `drop`; there is never a second one.
@@ -195,14 +202,14 @@ class Matcher:
         match = self._matches.get(request)
         if match is None:
             match = self._matches[request] = _Match()
-        if match.given_up or local >= total:
+        if match.given_up or local + least > total:
             self._settle(request, match)
             self._release(match)
             return 0
         if match.call is None:
             covers = self._covers(match, client, local)
             if not covers and (known := self.question.known(client, hashes, local, total)) is not None:
-                if known == 0:
+                if known < least:
                     self._nothing(request, match)
                     return 0
                 total = min(total, local + known)
@@ -217,7 +224,7 @@ class Matcher:
             match.answer = None
             return None
         promised = min(match.end, total) - local
-        if promised <= 0:
+        if promised < least:
             self._release(match)
             return 0
         return promised

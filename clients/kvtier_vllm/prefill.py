@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier_vllm.tracking import TrackedRequest
 
 STEP_TOKENS_MIN = 512
 """Prompt tokens of a step that says something: smaller ones are mostly overhead."""
@@ -19,6 +23,18 @@ SAMPLES_MIN, SAMPLES_MAX = 4, 64
 PERCENTILE = 0.75
 """Of the samples: pauses and slow steps make many of them too low, hardly anything makes one too high."""
 ELAPSED_MIN_S = 1e-4
+
+
+def tokens_of_step(output: Any, requests: Mapping[str, TrackedRequest]) -> tuple[int, int]:
+    """Of a SchedulerOutput: tokens of prompts, and all others."""
+    of_prompts = scheduled_tokens = 0
+    for request_id, scheduled in output.num_scheduled_tokens.items():
+        scheduled_tokens += scheduled
+        tracked = requests.get(request_id)
+        if tracked is not None:
+            request = tracked.request
+            of_prompts += max(0, min(scheduled, request.num_prompt_tokens - request.num_computed_tokens))
+    return of_prompts, scheduled_tokens - of_prompts
 
 
 class PrefillMeter:

@@ -11,12 +11,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier import Client, Doorbell, KvtierError, Transfer
 from kvtier.joint import JOINT_LOOKUP
 
+from kvtier_vllm.ahead import Ahead
 from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.control import Control, Controls
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds, BlockPool
 from kvtier_vllm.hooks import block_table
@@ -24,17 +26,17 @@ from kvtier_vllm.link import Link
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
 from kvtier_vllm.namespace import UnsupportedConfiguration
-from kvtier_vllm.prefill import PrefillMeter
+from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.room import LoadRoom
 from kvtier_vllm.storing import Storer
-from kvtier_vllm.tables import Target, hashes_of, newly_allocated, targets_of
+from kvtier_vllm.tables import Target, beyond, hashes_of, newly_allocated, targets_of
 from kvtier_vllm.tracking import Load, LoadCounters, TrackedRequest
+
+if TYPE_CHECKING:
+    from kvtier_vllm.events import BlockEvents
 
 BLOCKS_LOADED_MAX = 8_192
 """Of one request: what the daemon takes in one transfer by default. The rest is computed."""
-PREFETCHES_MAX = 8
-"""Requests in the queue whose blocks are promoted ahead of their turn: the next ones, and not the whole
-queue, which could push each other's blocks out again."""
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
@@ -55,9 +57,10 @@ class SchedulerSide:
         connect: Connect,
         log: logging.Logger,
         prefill: PrefillMeter | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
-        declared."""
+        declared. `events`: None if nobody wants to be told what is held."""
         self._config = config
         self._groups = groups
         smallest = min(groups.shapes, key=lambda shape: shape.block_tokens)
@@ -76,14 +79,15 @@ class SchedulerSide:
             question=OneGroup() if groups.plain else SeveralGroups(groups),
         )
         self._prefill = prefill
-        self._storer = Storer(groups)
+        self._events = events
+        self._storer = Storer(groups, threshold=config.store_threshold, events=events)
+        self._controls = Controls(config, log)
+        self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
+        """Units: fewer are not loaded."""
         self._loads = LoadCounters()
         self._room = LoadRoom(groups)
         self._requests: dict[str, TrackedRequest] = {}
-        self._unasked: dict[str, Any] = {}
-        """Requests that vLLM has not asked about yet, in their order."""
-        self._prefetched: set[str] = set()
-        """Of them."""
+        self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
         self._epoch: int | None = None
         self._step = 1
         self._out = KvtierMetadata(step=1)
@@ -118,15 +122,16 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request, which vLLM asks about when it is its turn."""
-        if self._config.load:
-            self._unasked[request.request_id] = request
+        if self._controls.of(request).load:
+            self._ahead.arrived(request)
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
         tracked = self._track(request)
-        self._asked(request.request_id)
+        tracked.expected_tokens, tracked.begun = num_computed_tokens, False
+        self._ahead.asked(request.request_id)
         client = self._ready_client()
-        if client is None or not self._config.load or not tracked.may_load:
+        if client is None or not tracked.control.load or not tracked.may_load:
             self._matcher.drop(request.request_id)
             return 0
         unit_tokens = self._groups.unit_tokens
@@ -134,8 +139,10 @@ class SchedulerSide:
         if rest:
             return 0
         tracked.matched_at = local
-        total = min(self._loadable(request), local + self._loaded_max)
-        units = self._matcher.match(client, request.request_id, request.block_hashes, local, total)
+        total = min(self._loadable(request, tracked.control), local + self._loaded_max)
+        units = self._matcher.match(
+            client, request.request_id, request.block_hashes, local, total, self._least
+        )
         if units and not self._room.has(request, (local + units) * unit_tokens):
             return None
         return None if units is None else units * unit_tokens
@@ -147,17 +154,21 @@ class SchedulerSide:
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
             self._give_back(grant)
+            if self._storer.watches:  # another connector may load there, and no step says so
+                new = beyond(self._groups, tables, tracked.expected_tokens)
+                self._out.fence += self._storer.withdraw(new)
             return
         tracked.may_load = False
         begin = tracked.matched_at * self._groups.unit_tokens
+        tracked.expected_tokens = begin + num_external_tokens
         self._room.take(request, begin + num_external_tokens)
         targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
         transfers = tuple(self._submit_load(grant, target) for target in targets)
         if grant is not None and len(targets) < len(grant.lookup.leases):
             self._give_back(grant)  # what no load has taken
-        hashes = tuple((target.group, target.hashes_of(request.block_hashes)) for target in targets)
+        loaded = tuple((target, target.hashes_of(request.block_hashes)) for target in targets)
         ids = tuple(target.block_ids for target in targets)
-        tracked.load = Load(transfers, frozenset().union(*ids), hashes, num_external_tokens, time.monotonic())
+        tracked.load = Load(transfers, frozenset().union(*ids), loaded, num_external_tokens, time.monotonic())
         parts = tuple(None if transfer is None else transfer.part for transfer in transfers)
         one_group = len(self._groups.shapes) == 1
         self._out.loads.append(LoadOrder(request.request_id, parts, ids, blocks_tell=one_group))
@@ -191,11 +202,13 @@ class SchedulerSide:
         if self._prefill is not None:
             self._measure(self._prefill, output)
         if client is not None:
-            self._prefetch(client)
+            self._ahead.prefetch(client)
+            if self._events is not None:
+                self._events.check(client)
         if client is not None and self._config.store:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
-                if tracked is not None:
+                if tracked is not None and tracked.control.store:
                     self._store_full_blocks(client, tracked, scheduled, output)
             self._store_states(client, output)
         if not self._told:
@@ -232,8 +245,9 @@ class SchedulerSide:
             if not load.failed:
                 self._loads.tokens += load.tokens
                 tracked_or_none.may_load = True
-                for group, hashes in load.hashes:
-                    self._storer.known[group].add(hashes)
+                for target, hashes in load.loaded:
+                    indexes = range(target.first, target.first + len(hashes))
+                    self._storer.holds_now(tracked_or_none.request, target.group, indexes, hashes)
 
     def totals(self) -> dict[str, float]:
         """Since the engine started, by the names of `stats.COUNTERS`."""
@@ -254,10 +268,14 @@ class SchedulerSide:
             "stored_blocks": stored.blocks,
         }
 
+    def take_events(self) -> list[Any]:
+        """Of vLLM's KV events: what has changed in what this engine knows kvtierd to hold."""
+        return [] if self._events is None else self._events.take()
+
     def finished(self, request_id: str) -> bool:
         """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
         self._matcher.forget(request_id)
-        self._asked(request_id)
+        self._ahead.asked(request_id)
         self._room.give_back((request_id,))
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
@@ -292,6 +310,8 @@ class SchedulerSide:
         """Disables this side for good; `take_metadata` and `finished` go on."""
         self._stopped = True
         self._link.close(0)
+        if self._events is not None:
+            self._events.clear()
 
     def close(self) -> None:
         """The engine shuts down."""
@@ -304,7 +324,8 @@ class SchedulerSide:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = TrackedRequest(request, self._storer.new_state(), preemptions=request.num_preemptions)
+            control, stores = self._controls.of(request), self._storer.new_state(request)
+            tracked = TrackedRequest(request, control, stores, preemptions=request.num_preemptions)
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -328,6 +349,8 @@ class SchedulerSide:
     def _start_over(self) -> None:
         self._matcher.drop_all()
         self._storer.start_over()
+        if self._events is not None:
+            self._events.clear()
         for tracked in self._requests.values():
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
@@ -357,7 +380,7 @@ class SchedulerSide:
         the engine's own cache is not heard of at all: say that the whole of it is in use."""
         client = self._ready_client()
         blocks = tracked.stores.next_block[self._longest.group]
-        if client is None or not self._config.store or not blocks:
+        if client is None or not tracked.control.store or not blocks:
             return
         hashes = tracked.request.block_hashes[: blocks * self._longest.hash_stride]
         if self._groups.plain:
@@ -389,7 +412,13 @@ class SchedulerSide:
         self, client: Client, tracked: TrackedRequest, scheduled: int, output: Any
     ) -> None:
         request, table = tracked.request, None
+        if not tracked.begun:
+            tracked.begun, tracked.foreign = True, request.num_computed_tokens > tracked.expected_tokens
         computed, known = request.num_computed_tokens + scheduled, len(request.block_hashes)
+        if tracked.foreign:  # only what vLLM has seen succeed
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if (end_tokens := tracked.control.store_end_tokens) is not None:
+            computed = min(computed, end_tokens)
         for shape in self._groups.shapes:
             full = min(computed // shape.block_tokens, known // shape.hash_stride)
             if shape.handed_off or full <= tracked.stores.next_block[shape.group]:
@@ -420,12 +449,14 @@ class SchedulerSide:
         handed_off = getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
         for request_id, states in handed_off.items():
             tracked = self._requests.get(request_id)
-            if tracked is None:
+            if tracked is None or not tracked.control.store:
                 continue
-            hashes = tracked.request.block_hashes
+            hashes, end_tokens = tracked.request.block_hashes, tracked.control.store_end_tokens
             for group, block_id, tokens in states:
                 shape = self._groups.shapes[group]
                 blocks, rest = divmod(tokens, shape.block_tokens)
+                if end_tokens is not None and tokens > end_tokens:
+                    continue
                 if rest or blocks * shape.hash_stride > len(hashes) or not self._storer.has_room:
                     continue
                 order = self._storer.submit_one(
@@ -441,49 +472,21 @@ class SchedulerSide:
                 if order is not None:
                     self._out.stores.append(order)
 
-    def _loadable(self, request: Any) -> int:
+    def _loadable(self, request: Any, control: Control) -> int:
         """Units that a load may fill. The last token is always computed, and never into a loaded block, as
         with the engine's own hits."""
-        tokens: int = request.num_tokens
-        return min(
-            (tokens - 1) // self._groups.unit_tokens, len(request.block_hashes) // self._groups.unit_hashes
-        )
+        tokens: int = request.num_tokens - 1
+        if control.load_end_tokens is not None:
+            tokens = min(tokens, control.load_end_tokens)
+        return min(tokens // self._groups.unit_tokens, len(request.block_hashes) // self._groups.unit_hashes)
 
-    def _asked(self, request_id: str) -> None:
-        self._unasked.pop(request_id, None)
-        self._prefetched.discard(request_id)
-
-    def _prefetch(self, client: Client) -> None:
-        """While all slots of the engine are taken vLLM asks about no request: has what the next ones need
-        promoted meanwhile. The answers are of no interest."""
-        for request_id, request in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
-            if request_id in self._prefetched:
-                continue
-            units = min(self._loadable(request), self._loaded_max)
-            known = self._matcher.question.known(client, request.block_hashes, 0, units)
-            if known == 0:
-                continue  # nothing yet: another engine may be storing it
-            self._prefetched.add(request_id)
-            units = units if known is None else known
-            hashes = request.block_hashes[: units * self._groups.unit_hashes]
-            if self._groups.plain:
-                client.start_prefetch(hashes)
-            elif hashes:
-                client.start_prefetch_groups(hashes, self._groups.queries)
+    def _prefetchable(self, request: Any) -> int:
+        return min(self._loadable(request, self._controls.of(request)), self._loaded_max)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
-        prompt_tokens = scheduled_tokens = 0
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            scheduled_tokens += scheduled
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                request = tracked.request
-                prompt_tokens += max(
-                    0, min(scheduled, request.num_prompt_tokens - request.num_computed_tokens)
-                )
         client = self._link.client
-        if prefill.step(prompt_tokens, scheduled_tokens - prompt_tokens) and client is not None:
+        if prefill.step(*tokens_of_step(output, self._requests)) and client is not None:
             client.report_prefill_rate(min(prefill.tokens_per_s, PREFILL_TOKENS_PER_S_MAX))
 
     def _tell_why_nothing_hits(self, client: Client | None) -> None:

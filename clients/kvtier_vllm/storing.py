@@ -6,12 +6,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer, TransferState
 
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
+
+if TYPE_CHECKING:
+    from kvtier_vllm.events import BlockEvents
 
 KNOWN_MAX = 65_536
 """Hashes remembered as stored, of all groups together: some 10 MB."""
@@ -53,13 +57,37 @@ class KnownBlocks:
         self._until_s.clear()
 
 
+class Sightings:
+    """How many requests have had a block, of those that were had lately."""
+
+    def __init__(self, enough: int, most: int = KNOWN_MAX) -> None:
+        self._enough = enough
+        self._most = most
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """One more request has them."""
+        for block_hash in hashes:
+            self._counts[block_hash] = min(self._counts.pop(block_hash, 0) + 1, self._enough)
+        while len(self._counts) > self._most:
+            self._counts.popitem(last=False)
+
+    def enough(self, block_hash: bytes) -> bool:
+        """Whether it is to be stored."""
+        return self._counts.get(block_hash, 0) >= self._enough
+
+
 @dataclass(slots=True, eq=False)
 class StoreState:
     """One request, as far as its stores go."""
 
+    request: Any
+    """vLLM's."""
     next_block: list[int]
     """Of each group: blocks below it were submitted, or need not be."""
     failures: int = 0
+    sighted: list[int] = field(default_factory=list)
+    """Of each group: blocks below it were counted as seen by this request. Empty: none."""
     open: dict[int, PartRef] = field(default_factory=dict)
     """By ticket: parts that may still read the request's blocks, as far as the scheduler knows."""
 
@@ -68,6 +96,8 @@ class StoreState:
 class _Store:
     transfer: Transfer
     request: StoreState
+    origin: Any
+    """vLLM's request that it was submitted for, which `request` may be parted from."""
     group: int
     hashes: list[bytes]
     indexes: list[int]
@@ -97,13 +127,23 @@ class Storer:
     """
 
     def __init__(
-        self, groups: Groups, holds: BlockHolds | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        groups: Groups,
+        holds: BlockHolds | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        threshold: int = 1,
+        events: BlockEvents | None = None,
     ) -> None:
+        """`threshold`: a block is stored when so many requests have had it. `events`: is told what the daemon
+        holds."""
         most = KNOWN_MAX // len(groups.shapes)
         self.known = tuple(KnownBlocks(clock, most) for _ in groups.shapes)
         """By group."""
         self.counters = StoreCounters()
         self.holds = holds
+        self._sightings = None if threshold <= 1 else tuple(Sightings(threshold, most) for _ in groups.shapes)
+        self._events = events
         self._groups = groups
         self._clock = clock
         self._stores: dict[int, _Store] = {}
@@ -122,9 +162,15 @@ class Storer:
         """Whether `withdraw` is worth calling now."""
         return bool(self._readers)
 
-    def new_state(self) -> StoreState:
+    def new_state(self, request: Any) -> StoreState:
         """Of a request that has stored nothing."""
-        return StoreState([0] * len(self.known))
+        return StoreState(request, [0] * len(self.known))
+
+    def holds_now(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """The daemon has been seen to hold these blocks of a request."""
+        self.known[group].add(hashes)
+        if self._events is not None:
+            self._events.held(request, group, indexes, hashes)
 
     def submit(
         self,
@@ -148,6 +194,9 @@ class Storer:
         indexes = [index for index in range(first, end) if hashes[index] not in known]
         if self._groups.shapes[group].window_blocks:
             indexes = [index for index in indexes if block_ids[index]]
+        if self._sightings is not None:
+            self._sight(self._sightings[group], request, group, hashes, end)
+            indexes = [index for index in indexes if self._sightings[group].enough(hashes[index])]
         request.next_block[group] = end
         if not indexes:
             return None
@@ -176,6 +225,11 @@ class Storer:
         """Submits one block, if it is new: likewise."""
         if request.failures > FAILURES_MAX or block_hash in self.known[group]:
             return None
+        if self._sightings is not None:
+            # Each is handed off once, but for preempted requests.
+            self._sightings[group].add([block_hash])
+            if not self._sightings[group].enough(block_hash):
+                return None
         return self._submit(client, name, request, group, [block_hash], [index], (block_id,), step)
 
     def _submit(
@@ -194,7 +248,7 @@ class Storer:
             return None
         transfer = client.store(hashes, sources, group=group, doorbell=Doorbell(STORE_DOORBELL, step))
         self.counters.transfers += 1
-        store = _Store(transfer, request, group, hashes, indexes, sources)
+        store = _Store(transfer, request, request.request, group, hashes, indexes, sources)
         part = transfer.part
         if part is None:  # refused at once
             self._failed(store, 0)
@@ -269,8 +323,16 @@ class Storer:
             known.clear()
         self._paused_until_s = 0.0
 
+    def _sight(
+        self, sightings: Sightings, request: StoreState, group: int, hashes: Sequence[bytes], end: int
+    ) -> None:
+        """Counts each block once for the request, however often it is submitted."""
+        request.sighted = request.sighted or [0] * len(self.known)
+        sightings.add(hashes[request.sighted[group] : end])
+        request.sighted[group] = max(request.sighted[group], end)
+
     def _disown(self, ticket: int, store: _Store) -> None:
-        store.request = self.new_state()
+        store.request = self.new_state(store.origin)
         store.given_up = True
         self._forget_reader(ticket, store)
 
@@ -298,15 +360,16 @@ class Storer:
             if not store.given_up:
                 self._failed(store, 0)
             return
-        good: list[bytes] = []
+        good: list[int] = []
         first_bad: int | None = None
-        for position, (block_hash, result) in enumerate(zip(store.hashes, results, strict=True)):
+        for position, result in enumerate(results):
             succeeded = position < len(outcome.succeeded) and outcome.succeeded[position] == 1
             if succeeded or result is StoreResult.EXISTS:
-                good.append(block_hash)
+                good.append(position)
             elif result is not StoreResult.PENDING and first_bad is None:
                 first_bad = position
-        self.known[store.group].add(good)
+        indexes, hashes = [store.indexes[one] for one in good], [store.hashes[one] for one in good]
+        self.holds_now(store.origin, store.group, indexes, hashes)
         self.counters.blocks += len(good)
         if first_bad is not None and not store.given_up:
             self._failed(store, first_bad)

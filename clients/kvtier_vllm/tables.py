@@ -62,7 +62,7 @@ def newly_allocated(groups: Groups, output: Any) -> Iterator[int]:
     """Blocks that a SchedulerOutput gives to requests to write to: whatever they held before is lost in this
     step. Blocks that a request shares with others, because they hit, are not among them."""
     for new in output.scheduled_new_reqs:
-        yield from _beyond(groups, new.block_ids, new.num_computed_tokens)
+        yield from beyond(groups, new.block_ids, new.num_computed_tokens)
     cached = output.scheduled_cached_reqs
     for name, tables, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -70,13 +70,14 @@ def newly_allocated(groups: Groups, output: Any) -> Iterator[int]:
         if tables is None:
             continue
         if name in cached.resumed_req_ids:
-            yield from _beyond(groups, tables, computed)
+            yield from beyond(groups, tables, computed)
         else:
             for table in tables:
                 yield from table
 
 
-def _beyond(groups: Groups, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterator[int]:
+def beyond(groups: Groups, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterator[int]:
+    """Blocks of a request's tables that lie behind its first so many tokens."""
     for shape, table in zip(groups.shapes, tables, strict=True):
         yield from table[computed_tokens // shape.block_tokens :]
 

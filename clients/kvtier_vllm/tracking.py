@@ -8,7 +8,9 @@ from typing import Any
 
 from kvtier import PartRef, Transfer
 
+from kvtier_vllm.control import Control
 from kvtier_vllm.storing import StoreState
+from kvtier_vllm.tables import Target
 
 
 @dataclass(slots=True, eq=False)
@@ -18,8 +20,8 @@ class Load:
     transfers: tuple[Transfer | None, ...]
     """One for each group; None: it was refused."""
     block_ids: frozenset[int]
-    hashes: tuple[tuple[int, Sequence[bytes]], ...]
-    """Of each group: its number, and what was loaded."""
+    loaded: tuple[tuple[Target, Sequence[bytes]], ...]
+    """For each group: where it goes, and its hashes."""
     tokens: int
     submitted_s: float
     failed: bool = False
@@ -34,6 +36,7 @@ class TrackedRequest:
     """One request that vLLM has not finished."""
 
     request: Any
+    control: Control
     stores: StoreState
     preemptions: int = 0
     load: Load | None = None
@@ -41,6 +44,12 @@ class TrackedRequest:
     """False from the submission of a load until its success is reported, so for ever after a failure."""
     matched_at: int = 0
     """Units of the engine's own, when it was last asked about."""
+    expected_tokens: int = 0
+    """It begins with so many, of the engine's own and loaded here."""
+    begun: bool = False
+    """It has run since it was last asked about."""
+    foreign: bool = False
+    """It began with more: another connector loads as well, perhaps in the very step, and perhaps in vain."""
 
 
 @dataclass(slots=True)

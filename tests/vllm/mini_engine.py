@@ -115,6 +115,8 @@ class MiniEngine:
         self.idle = False
         self.connector_stats: list[dict[str, Any]] = []
         """What vLLM is given to log, step by step."""
+        self.kv_events: list[Any] = []
+        """What vLLM publishes."""
         self._hasher = get_request_block_hasher(hash_tokens, sha256)
         init_none_hash(sha256)
         context = None
@@ -141,6 +143,8 @@ class MiniEngine:
             hash_block_size=hash_tokens,
             log_stats=True,
         )
+        publisher = self.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: self.kv_events.extend(batch.events)
 
     def _block_sizes(self, kv_cache_config: Any, config: Any) -> tuple[int, int]:
         """Tokens of what is scheduled at once, and of a block hash."""
@@ -155,12 +159,27 @@ class MiniEngine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 8) -> None:
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        max_tokens: int = 8,
+        kv_transfer_params: Any = None,
+        **changes: Any,
+    ) -> None:
+        """`changes`: of what vLLM's Request is made of."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self.scheduler.add_request(Request(name, list(tokens), sampling, None, block_hasher=self._hasher))
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": kv_transfer_params},
+        )
+        request = Request(name, list(tokens), sampling, None, block_hasher=self._hasher, **changes)
+        self.scheduler.add_request(request)
 
     def abort(self, names: Iterable[str]) -> None:
         from vllm.v1.request import RequestStatus

@@ -331,6 +331,34 @@ def test_all_stores_of_a_shared_block_end_when_it_is_given_away(make: Make, host
     all_came_back(engine)
 
 
+def test_a_store_ends_when_another_connector_is_given_its_block_to_load_into(
+    make: Make, host: DaemonHost
+) -> None:
+    """vLLM's MultiConnector tells of such blocks only when they are allocated: nothing is computed there."""
+    engine = make((FULL, WINDOW))
+    [worker] = host.status().workers
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        engine.add("one", prompt(100), max_tokens=60)
+        step_until(engine, lambda: bool(storer(engine)._readers), "the first request stores its blocks")
+        block, tickets = next(iter(storer(engine)._readers.items()))
+        tickets = list(tickets)
+        engine.add("other", prompt(100, seed=1))
+        side, other = engine.connector._scheduler, engine.scheduler.requests["other"]
+        side.match(other, 16)
+        side.allocated(other, ([1, 2, 3], [block, 0, 3]), 0)
+        assert not side._out.fence, "a block that it shares is only read"
+        side.allocated(other, ([1, 2, 3], [4, 0, block]), 0)
+        assert [part.ticket for part in side._out.fence] == tickets
+        assert block not in storer(engine)._readers
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    engine.abort(["other"])
+    wait_ready(engine)
+    engine.run()
+    all_came_back(engine)
+
+
 @pytest.mark.parametrize("kinds", [MODELS["states"], MODELS["two precisions"]], ids=["states", "precisions"])
 def test_zeroed_groups(
     make: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[Kind]

@@ -49,9 +49,9 @@ def make(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made: list[MiniEngine] = []
 
-    def engine(salt: str | None = None, **extra: object) -> MiniEngine:
+    def engine(salt: str | None = None, changes: dict[str, Any] | None = None, **extra: object) -> MiniEngine:
         config = kv_transfer_config(host.socket, salt=salt or f"engine {id(made)}/{len(made)}", **extra)
-        made.append(MiniEngine(engine_config(model, config), BLOCKS))
+        made.append(MiniEngine(engine_config(model, config, **changes or {}), BLOCKS))
         wait_ready(made[-1])
         return made[-1]
 
@@ -91,7 +91,7 @@ def all_came_back(engine: MiniEngine) -> None:
     assert not side._requests
     matcher = side._matcher
     assert [matcher._matches, matcher._since_s, matcher._waiting] == [{}, {}, set()]
-    assert [side._unasked, side._prefetched] == [{}, set()]
+    assert [side._ahead._unasked, side._ahead._prefetched] == [{}, set()]
     assert [worker._loads, worker._stores, worker._held] == [[], {}, {}]
 
 

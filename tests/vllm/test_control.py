@@ -1,0 +1,192 @@
+"""What is stored and loaded of a request is what the engine's settings and the request itself allow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.control import WARNED_MAX, Control, Controls
+
+from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.rig import prompt
+from tests.vllm.test_simulation import all_came_back, client, host, make, wait_stored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+__all__ = ["host", "make"]
+
+LENGTH, BLOCKS = 10 * TOKENS + 1, 10
+log = logging.getLogger("test.control")
+
+
+def compute(engine: MiniEngine, name: str, tokens: list[int], **request: Any) -> int:
+    """Runs one request until its stores are over; returns the tokens that nobody computed for it."""
+    max_tokens = request.get("max_tokens", 8)
+    engine.add(name, tokens, **request)
+    engine.run()
+    wait_stored(engine)
+    engine.step()
+    assert engine.finished[name] == output_of(tokens, max_tokens)
+    return engine.cached[name]
+
+
+def held_blocks(engine: MiniEngine, tokens: list[int], **request: Any) -> int:
+    """How many blocks of a prefix the daemon has for an engine that has nothing itself."""
+    engine.forget()
+    name, only_look = f"look {len(engine.finished)}", {"kvtier": {"store": False}}
+    return compute(engine, name, tokens, kv_transfer_params=only_look, **request) // TOKENS
+
+
+def test_only_prompts_are_stored_if_that_is_asked_for(make: Callable[..., MiniEngine]) -> None:
+    story = prompt(LENGTH)
+    longer = story + output_of(story, 40) + [1]
+    for setting, params, blocks in (
+        ("all", None, (LENGTH + 39) // TOKENS),
+        ("prompt", None, BLOCKS),
+        ("all", {"store_tokens": "prompt"}, BLOCKS),
+        ("prompt", {"store_tokens": "all"}, BLOCKS),  # a request only narrows
+    ):
+        engine = make(store_tokens=setting)
+        compute(engine, "story", story, max_tokens=40, kv_transfer_params={"kvtier": params})
+        assert held_blocks(engine, longer) == blocks
+        all_came_back(engine)
+
+
+def test_caps_count_from_the_beginning_of_a_request(make: Callable[..., MiniEngine]) -> None:
+    engine, story = make(max_store_tokens=6 * TOKENS + 5), prompt(LENGTH)
+    compute(engine, "story", story)
+    assert held_blocks(engine, story) == 6
+    engine = make(max_load_tokens=4 * TOKENS)
+    compute(engine, "story", story)
+    assert held_blocks(engine, story) == 4
+    all_came_back(engine)
+
+
+def test_a_request_narrows_what_is_stored_and_loaded(make: Callable[..., MiniEngine]) -> None:
+    engine = make(max_load_tokens=8 * TOKENS)
+    for seed, wish, stored, loaded in (
+        (1, {"store": False}, 0, 0),
+        (2, {"max_store_tokens": 3 * TOKENS}, 3, 3),
+        (3, {"max_store_tokens": 0}, 0, 0),
+        (4, {"load": False}, 8, 0),
+        (5, {"max_load_tokens": 2 * TOKENS}, 8, 2),
+        (6, {"max_load_tokens": 9 * TOKENS}, 8, 8),
+    ):
+        tokens = prompt(LENGTH, seed)
+        params = {"kvtier": wish}
+        assert compute(engine, f"first {seed}", tokens, kv_transfer_params=params) == 0
+        assert held_blocks(engine, tokens) == stored
+        engine.forget()
+        assert compute(engine, f"again {seed}", tokens, kv_transfer_params=params) == loaded * TOKENS
+        engine.forget()
+    all_came_back(engine)
+
+
+def test_a_request_that_loads_nothing_is_not_looked_up(make: Callable[..., MiniEngine]) -> None:
+    engine = make()
+    engine.add("waits", prompt(LENGTH), kv_transfer_params={"kvtier": {"load": False}})
+    assert not len(engine.connector._scheduler._ahead)
+    engine.run()
+    totals = engine.connector._scheduler.totals()
+    assert totals["lookups"] == totals["requests_known_absent"] == 0
+    all_came_back(engine)
+
+
+def test_what_is_quicker_computed_is_not_loaded(make: Callable[..., MiniEngine]) -> None:
+    engine = make(min_load_tokens=4 * TOKENS)
+    short, long = prompt(3 * TOKENS + 1, seed=1), prompt(4 * TOKENS + 1, seed=2)
+    for name, tokens, loaded in (("short", short, 0), ("long", long, 4 * TOKENS)):
+        compute(engine, name, tokens)
+        engine.forget()
+        assert compute(engine, f"{name} again", tokens) == loaded
+    engine.forget()
+    # What the engine has itself leaves too little to load.
+    compute(engine, "head", long[: TOKENS + 1], kv_transfer_params={"kvtier": {"load": False}})
+    assert compute(engine, "rest", long) == TOKENS
+    all_came_back(engine)
+    assert client(engine).status.leases == 0
+
+
+def test_a_block_is_stored_when_enough_requests_have_had_it(make: Callable[..., MiniEngine]) -> None:
+    engine, shared = make(store_threshold=2), prompt(4 * TOKENS)
+    one, other = shared + prompt(3 * TOKENS, seed=1), shared + prompt(3 * TOKENS, seed=2)
+    compute(engine, "one", one)
+    assert held_blocks(engine, one) == 0
+    engine.forget()
+    compute(engine, "other", other, kv_transfer_params={"kvtier": {"load": False}})
+    assert held_blocks(engine, other) == 4, "the shared head, and nothing else"
+    all_came_back(engine)
+
+
+def test_a_preempted_request_counts_once(make: Callable[..., MiniEngine]) -> None:
+    engine = make(store_threshold=2)
+    for index in range(8):
+        engine.add(f"r{index}", prompt(90, seed=index), max_tokens=60)
+    engine.run()
+    assert engine.preemptions
+    assert engine.connector._scheduler.totals()["stores"] == 0
+    all_came_back(engine)
+
+
+def of(params: Any, **settings: Any) -> Control:
+    request = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=100)
+    return Controls(ConnectorConfig.parse(settings), log).of(request)
+
+
+def test_without_wishes_the_settings_hold() -> None:
+    nothing: tuple[Any, ...] = (None, {}, {"do_remote_prefill": True}, {"kvtier": None}, {"kvtier": {}})
+    for params in nothing:
+        assert of(params) == Control(True, True, None, None)
+        assert of(params, store=False, max_load_tokens=7) == Control(False, True, None, 7)
+
+
+def test_the_smaller_cap_holds() -> None:
+    wish = {"kvtier": {"max_store_tokens": 50, "max_load_tokens": 60, "store_tokens": "prompt"}}
+    assert of(wish) == Control(True, True, 50, 60)
+    assert of(wish, max_store_tokens=40, max_load_tokens=70) == Control(True, True, 40, 60)
+    assert of({"kvtier": {"store_tokens": "prompt"}}, max_store_tokens=400).store_end_tokens == 100
+
+
+def test_a_request_cannot_ask_for_more_than_the_engine_does() -> None:
+    wish = {"kvtier": {"store": True, "load": True}}
+    assert of(wish, store=False, load=False) == Control(False, False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ({"ttl_s": 7}, "kvtier.'ttl_s' is unknown and left out: there are store, load"),
+        ({7: 7}, "kvtier.7 is unknown"),
+        ({"store": "no"}, "kvtier.store 'no' is left out: write true or false"),
+        ({"load": 0}, "kvtier.load 0 is left out"),
+        ({"max_load_tokens": -1}, "kvtier.max_load_tokens -1 is left out: write a whole number"),
+        ({"max_load_tokens": True}, "kvtier.max_load_tokens True is left out"),
+        ({"store_tokens": ["all"]}, "kvtier.store_tokens ['all'] is left out"),
+        ([1], "kvtier [1] is left out: write an object"),
+        ("x" * 1_000, "…"),
+    ],
+)
+def test_a_mistake_is_warned_of_once_and_left_out(
+    wish: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    controls = Controls(ConnectorConfig(), log)
+    request = SimpleNamespace(kv_transfer_params={"kvtier": wish}, num_prompt_tokens=100)
+    with caplog.at_level(logging.WARNING, log.name):
+        for _ in range(3):
+            assert controls.of(request) == Control(True, True, None, None)
+    [record] = caplog.records
+    assert told in record.getMessage()
+    assert len(record.getMessage()) < 300
+
+
+def test_clients_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    controls = Controls(ConnectorConfig(), log)
+    with caplog.at_level(logging.WARNING, log.name):
+        for index in range(3 * WARNED_MAX):
+            wish = {f"name {index}": 1, "store": False}
+            request = SimpleNamespace(kv_transfer_params={"kvtier": wish}, num_prompt_tokens=100)
+            assert not controls.of(request).store, "what is right holds beside what is wrong"
+    assert len(caplog.records) == WARNED_MAX
