@@ -44,9 +44,9 @@ SCRUB_POLL_S = 0.2
 def main() -> None:
     """Look at a running kvtierd, and at the host it is to run on.
 
-    Exit status: 0 well; 1 something is wrong with what was looked at (doctor, scrub); 2 the command line is
-    wrong; 69 no daemon answers, or it has refused; 75 not done, try again; 78 the configuration cannot be
-    used; 130 interrupted.
+    Exit status: 0 well; 1 something is wrong with what was looked at (doctor, scrub, bench); 2 the command
+    line is wrong; 69 no daemon answers, or it has refused; 75 not done, or not wholly, try again; 78 the
+    configuration cannot be used; 130 interrupted.
     """
 
 
@@ -172,11 +172,13 @@ def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: boo
 
 @main.command()
 @_socket_option
-def resume(socket: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ResumeResponse as JSON.")
+def resume(socket: Path | None, as_json: bool) -> None:
     """Take `drain` back: stores, loads and new engines are accepted again."""
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo("serving again" if response.was_draining else "serving; it was not draining")
+    said = "serving again" if response.was_draining else "serving; it was not draining"
+    click.echo(to_json(response) if as_json else said)
 
 
 @main.command()

@@ -93,6 +93,9 @@ WANTED_OUTCOMES = (
     "late promotion is a miss",
     "on a disk, pending",
     "on a disk, no room",
+    "blocks cleared",
+    "held when cleared",
+    "under way when cleared",
     *(f"explained {verdict.value}" for verdict in Verdict if verdict is not Verdict.ELSEWHERE),
 )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvtier.v1 import admin_pb2
-from kvtierd import ctl, ctl_text
+from kvtierd import ctl, ctl_clear, ctl_text
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import GPU, busy_snapshot
@@ -212,3 +212,44 @@ class TestExplain:
         result = CliRunner().invoke(ctl.main, ["explain", "xyz", "--socket", str(tmp_path / "k.sock")])
         assert result.exit_code == 2
         assert "hexadecimal" in result.output
+
+
+class TestClear:
+    def test_people_are_told_what_goes_before_and_what_stays_afterwards(self) -> None:
+        found = admin_pb2.ListNamespacesResponse(
+            namespaces=[
+                admin_pb2.NamespaceStatus(namespace_digest="aa11", host_blocks=1_000, disk_blocks=3),
+                admin_pb2.NamespaceStatus(namespace_digest="aa11", group=1, host_blocks=500),
+                admin_pb2.NamespaceStatus(namespace_digest="bb22", host_blocks=7, disk_blocks=1),
+            ]
+        )
+        one, every = ctl_clear.question(found, "aa"), ctl_clear.question(found, "")
+        assert one == "Drop 1,500 blocks in memory and 3 blocks on disks, of namespace aa11?"
+        assert every == "Drop 1,507 blocks in memory and 4 blocks on disks, of all namespaces (2)?"
+        answer = admin_pb2.ClearResponse(
+            cleared_blocks=1_490,
+            host_bytes=1 << 20,
+            held_blocks=1,
+            under_way_blocks=9,
+            unsettled_paths=["/mnt/a"],
+        )
+        assert list(ctl_clear.cleared(answer)) == [
+            "1,490 blocks dropped: 1 MiB of memory, 0 B on disks",
+            "  stay   1 block leased or being loaded",
+            "  stay   9 blocks being stored, promoted or written to a disk",
+            "  disk   /mnt/a does not keep it yet: blocks may come back from there after a restart",
+        ]
+
+    def test_an_empty_namespace_does_not_mean_all(self, tmp_path: Path) -> None:
+        found = CliRunner().invoke(ctl.main, ["clear", "--namespace=", f"--socket={tmp_path / 'none'}"])
+        assert found.exit_code == 2
+        assert "leave the option out" in found.output
+
+
+def test_every_command_that_answers_has_json_for_programs() -> None:
+    without = {
+        name
+        for name, command in ctl.main.commands.items()
+        if not any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert without == {"completion"}
