@@ -40,7 +40,7 @@ IN_MAKE_TEST = {
     "blocks_compared": 20_000,
 }
 """Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
-SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 2}
+SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 2, "engine_rounds": 120}
 GPU_KILLS_PER_CASE = 22
 FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
 """Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""
@@ -52,6 +52,7 @@ LONG = {
     "client_kills": 200,
     "client_stops": 48,
     "engine_stops": 2,
+    "engine_rounds": 400,
     "clock_jumps": 350,
     "engine_kills": 10,
     "gpu_kills": 250,

@@ -38,6 +38,11 @@ class DaemonHost:
         assert self._daemon is not None, "no daemon was started"
         return self._daemon
 
+    @property
+    def runs(self) -> bool:
+        """Whether a daemon was started that nobody has ended yet."""
+        return self._daemon is not None
+
     def start(self) -> None:
         """Returns when it serves; fails after a deadline with its log."""
         assert self._daemon is None, "the daemon runs already"

@@ -37,6 +37,20 @@ def _read_commands(commands: queue.SimpleQueue[Command]) -> None:
     os._exit(1)
 
 
+def _overwrite_cache(worker: Any, value: int, blocks: list[int] | None) -> int:
+    """Runs in each worker of an engine. Returns the number of its layers."""
+    import torch
+
+    layers = worker.model_runner.kv_caches
+    for layer in layers:
+        pages = layer.view(torch.int8)
+        if blocks is None:
+            pages[1:].fill_(value)
+        else:
+            pages[blocks] = value
+    return len(layers)
+
+
 class Runner:
     """Carries out commands on one engine. It is stepped only inside a command, so a test decides when."""
 
@@ -45,7 +59,8 @@ class Runner:
 
         self._llm: Any = LLM(**options)
         self._engine: Any = self._llm.llm_engine
-        self._core: Any = self._engine.engine_core.engine_core
+        self._core: Any = getattr(self._engine.engine_core, "engine_core", None)
+        """The scheduler's side; None where it is a process of its own."""
         self._started_s: dict[str, float] = {}
         self._first_token_s: dict[str, float] = {}
         self._finished: dict[str, Answer] = {}
@@ -123,17 +138,8 @@ class Runner:
     def do_overwrite_cache(self, value: int, blocks: list[int] | None = None) -> Answer:
         """Fills KV blocks (all but the null block 0, or the named ones) with one byte: what is read
         afterwards can only have been computed or loaded again."""
-        import torch
-
-        written = 0
-        for layer in self._kv_layers():
-            pages = layer.view(torch.int8)
-            if blocks is None:
-                pages[1:].fill_(value)
-            else:
-                pages[blocks] = value
-            written += 1
-        return {"layers": written}
+        written = self._llm.collective_rpc(_overwrite_cache, args=(value, blocks))
+        return {"layers": sum(written)}
 
     def do_state(self) -> Answer:
         return self._scheduler_state()
@@ -141,19 +147,17 @@ class Runner:
     def do_evaluate(self, expression: str) -> Answer:
         """Value of a Python expression over `llm`, `core` and `scheduler`, and over the connector's `side`
         and `worker` and their clients `client` and `rank`, for a look inside that no other command offers.
-        The result must be JSON."""
+        The result must be JSON. An engine whose workers are processes of their own has no `worker` here."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
         names = {"llm": self._llm, "core": self._core, "scheduler": self._core.scheduler}
         connector = self._core.scheduler.connector
         if connector is not None:
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-            side, worker = connector._scheduler, get_kv_transfer_group()._worker
-            names |= {"side": side, "worker": worker, "client": side.link.client, "rank": worker.link.client}
+            names |= {"side": connector._scheduler, "client": connector._scheduler.link.client}
+            if has_kv_transfer_group():
+                worker = get_kv_transfer_group()._worker
+                names |= {"worker": worker, "rank": worker.link.client}
         return {"value": eval(expression, names)}
-
-    def _kv_layers(self) -> list[Any]:
-        workers = self._core.model_executor.collective_rpc(lambda worker: worker.model_runner.kv_caches)
-        return [layer for layers in workers for layer in layers]
 
     def _internal_ids(self, requests: list[str]) -> list[str]:
         # vLLM appends a random suffix to the id it was given.
@@ -164,6 +168,8 @@ class Runner:
         ]
 
     def _scheduler_state(self) -> Answer:
+        if self._core is None:
+            return {}
         scheduler = self._core.scheduler
         return {
             "requests": {key: request.status.name for key, request in scheduler.requests.items()},
@@ -220,7 +226,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             answer({"error": f"{type(error).__name__}: {error}"})
-    runner._core.shutdown()
+    runner._engine.engine_core.shutdown()
     answer({"stopped": True})
     answers.flush()
     os._exit(0)  # daemon threads and torch's exit handlers must not delay or fail the end

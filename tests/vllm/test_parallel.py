@@ -1,0 +1,140 @@
+"""Engines of several processes: tensor parallelism, where each worker holds a shard of every block; and a
+front, an engine core and a worker that are three processes, as `vllm serve` starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import DaemonHost, until
+from tests.vllm.conftest import QUICK
+from tests.vllm.engine import Engine, EngineOptions
+from tests.vllm.rig import (
+    BLOCK,
+    Rig,
+    flip_a_byte_of_every_block,
+    full_blocks,
+    kv_transfer_config,
+    prompt,
+    same,
+    start_rig,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def parallel(
+    model: Path, session_host: DaemonHost, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    """Two workers, each a process of its own, beside the scheduler's."""
+    options = EngineOptions(
+        model,
+        kv_transfer_config=kv_transfer_config(
+            session_host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000
+        ),
+        max_num_batched_tokens=256,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        extra={"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"},
+    )
+    rig = start_rig(session_host, options, tmp_path_factory.mktemp("parallel") / "log")
+    with rig.engine:
+        yield rig
+
+
+def test_every_rank_restores_its_shard_bit_for_bit(parallel: Rig) -> None:
+    for length in (BLOCK + 1, 10 * BLOCK, 777):
+        tokens = prompt(length, seed=length)
+        hit = parallel.compute_and_hit(tokens)
+        parallel.forget()
+        restored = parallel.generate(tokens)
+        assert restored.num_cached_tokens == full_blocks(length)
+        assert same(restored, hit)
+
+
+def test_wrong_bytes_of_a_shard_would_show(parallel: Rig) -> None:
+    tokens = prompt(6 * BLOCK + 1, seed=4)
+    hit = parallel.compute_and_hit(tokens)
+    parallel.forget()
+    assert flip_a_byte_of_every_block(parallel.host.daemon.pool) >= 6 * RANKS
+    spoilt = parallel.generate(tokens)
+    assert spoilt.num_cached_tokens == hit.num_cached_tokens
+    assert not same(spoilt, hit)
+    flip_a_byte_of_every_block(parallel.host.daemon.pool)
+    parallel.forget()
+    assert same(parallel.generate(tokens), hit)
+
+
+def test_all_ranks_find_a_daemon_that_was_killed_again(parallel: Rig) -> None:
+    tokens = prompt(12 * BLOCK + 1, seed=6)
+    hit = parallel.compute_and_hit(tokens)
+    parallel.forget()
+    requests = [
+        parallel.engine.call("add", prompt=prompt(300, seed=70 + n), max_tokens=30, logprobs=1)["request"]
+        for n in range(3)
+    ]
+    parallel.engine.call("step", count=3)
+    parallel.host.kill9()
+    parallel.engine.call("step", count=5)
+    parallel.host.start()
+    answers = parallel.engine.call("finish", requests=requests, engine_timeout_s=120)["results"]
+    assert [len(answer["tokens"]) for answer in answers] == [30] * 3
+    parallel.wait_ready()
+    parallel.wait_stored()
+    parallel.forget()
+    restored = parallel.generate(tokens)
+    assert restored.num_cached_tokens == 12 * BLOCK
+    assert same(restored, hit)
+
+
+def ready(host: DaemonHost) -> bool:
+    """Whether the only engine is attached, with all its processes."""
+    return [instance.ready for instance in host.status().instances] == [True]
+
+
+def test_a_front_an_engine_core_and_a_worker_in_three_processes(
+    model: Path, socket_dir: Path, shm_dir: Path, tmp_path: Path
+) -> None:
+    """Nothing of the connector is in reach here: what happened is seen from the daemon."""
+    host = DaemonHost(socket_dir, shm_dir / "pool", pool__size="258MiB", **QUICK)
+    host.start()
+    options = EngineOptions(
+        model,
+        kv_transfer_config=kv_transfer_config(host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000),
+        max_num_batched_tokens=256,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        extra={"distributed_executor_backend": "mp"},
+    )
+    tokens = prompt(777, seed=8)
+    with Engine.start(options, tmp_path / "log") as engine:
+        until(lambda: ready(host), "the engine is attached")
+        [instance] = host.status().instances
+        pids = {session.pid for session in instance.sessions}
+        assert len(pids) == 2
+        assert engine.pid not in pids
+        engine.generate([tokens])
+        hit = engine.generate([tokens])[0]
+        assert hit.num_cached_tokens == full_blocks(777)
+        until(lambda: host.status().counters.stored_blocks >= 777 // BLOCK, "all blocks are stored")
+        engine.reset_prefix_cache()
+        engine.overwrite_cache()
+        restored = engine.generate([tokens])[0]
+        assert restored.num_cached_tokens == full_blocks(777)
+        assert same(restored, hit)
+
+        host.kill9()
+        away = engine.generate([prompt(300, seed=9)])[0]
+        assert away.finish_reason == "length"
+        host.start()
+        until(lambda: ready(host), "the engine has found the daemon again")
+        engine.reset_prefix_cache()
+        engine.overwrite_cache()
+        restored = engine.generate([tokens])[0]
+        assert restored.num_cached_tokens == full_blocks(777)
+        assert same(restored, hit)
+    until(lambda: not host.status().instances, "the daemon noticed the engine's end")
+    host.stop()
