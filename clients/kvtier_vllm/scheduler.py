@@ -413,10 +413,13 @@ class SchedulerSide:
     ) -> None:
         request, table = tracked.request, None
         if not tracked.begun:
-            tracked.begun, tracked.foreign = True, request.num_computed_tokens > tracked.expected_tokens
+            tracked.begun, began_at = True, request.num_computed_tokens
+            tracked.foreign_until = began_at if began_at > tracked.expected_tokens else 0
         computed, known = request.num_computed_tokens + scheduled, len(request.block_hashes)
-        if tracked.foreign:  # only what vLLM has seen succeed
+        if tracked.foreign_until:  # only what vLLM has seen succeed
             computed = request.num_computed_tokens - request.num_in_flight_tokens
+            if computed <= tracked.foreign_until:  # the step that loads it has not ended, or it failed
+                computed = min(computed, tracked.expected_tokens)
         if (end_tokens := tracked.control.store_end_tokens) is not None:
             computed = min(computed, end_tokens)
         for shape in self._groups.shapes:

@@ -48,8 +48,9 @@ class TrackedRequest:
     """It begins with so many, of the engine's own and loaded here."""
     begun: bool = False
     """It has run since it was last asked about."""
-    foreign: bool = False
-    """It began with more: another connector loads as well, perhaps in the very step, and perhaps in vain."""
+    foreign_until: int = 0
+    """It began with so many: another connector loads as well, perhaps in the very step, and perhaps in vain.
+    0: it did not."""
 
 
 @dataclass(slots=True)
