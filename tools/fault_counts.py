@@ -86,6 +86,14 @@ def counted(cases: Iterable[ElementTree.Element]) -> Counter[str]:
     return counts
 
 
+def total(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """All of them together. What somebody looked for and never found stays, as 0."""
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(part)
+    return counts
+
+
 def text(counts: Mapping[str, int]) -> str:
     """In one line, for people."""
     return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in sorted(counts.items()))

@@ -2,7 +2,7 @@
 
 import xml.etree.ElementTree as ElementTree
 
-from tools.fault_counts import counted, shortfalls
+from tools.fault_counts import counted, shortfalls, total
 
 RESULTS = """<testsuites><testsuite>
 <testcase name="a"><properties>
@@ -32,3 +32,9 @@ def test_too_little_too_much_and_nobody_looked_are_told() -> None:
         "nobody has looked for wrong bytes",
     ]
     assert list(shortfalls({}, {})) == []
+
+
+def test_what_was_looked_for_and_never_found_stays_in_the_sum() -> None:
+    parts = [{"daemon_kills": 3, "wrong_bytes": 0}, {"daemon_kills": 4, "lost_blocks": 0}]
+    assert total(parts) == {"daemon_kills": 7, "wrong_bytes": 0, "lost_blocks": 0}
+    assert "wrong_bytes" in total(parts)
