@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,12 @@ __all__ = ["host", "make"]
 
 LENGTH, BLOCKS = 10 * TOKENS + 1, 10
 log = logging.getLogger("test.control")
+
+
+@pytest.fixture
+def patient(make: Callable[..., MiniEngine]) -> Callable[..., MiniEngine]:
+    """Makes engines that wait for the daemon's answers, however busy the machine is."""
+    return partial(make, lookup_budget_ms=1_000)
 
 
 def compute(engine: MiniEngine, name: str, tokens: list[int], **request: Any) -> int:
@@ -40,7 +47,7 @@ def held_blocks(engine: MiniEngine, tokens: list[int], **request: Any) -> int:
     return compute(engine, name, tokens, kv_transfer_params=only_look, **request) // TOKENS
 
 
-def test_only_prompts_are_stored_if_that_is_asked_for(make: Callable[..., MiniEngine]) -> None:
+def test_only_prompts_are_stored_if_that_is_asked_for(patient: Callable[..., MiniEngine]) -> None:
     story = prompt(LENGTH)
     longer = story + output_of(story, 40) + [1]
     for setting, params, blocks in (
@@ -49,24 +56,24 @@ def test_only_prompts_are_stored_if_that_is_asked_for(make: Callable[..., MiniEn
         ("all", {"store_tokens": "prompt"}, BLOCKS),
         ("prompt", {"store_tokens": "all"}, BLOCKS),  # a request only narrows
     ):
-        engine = make(store_tokens=setting)
+        engine = patient(store_tokens=setting)
         compute(engine, "story", story, max_tokens=40, kv_transfer_params={"kvtier": params})
         assert held_blocks(engine, longer) == blocks
         all_came_back(engine)
 
 
-def test_caps_count_from_the_beginning_of_a_request(make: Callable[..., MiniEngine]) -> None:
-    engine, story = make(max_store_tokens=6 * TOKENS + 5), prompt(LENGTH)
+def test_caps_count_from_the_beginning_of_a_request(patient: Callable[..., MiniEngine]) -> None:
+    engine, story = patient(max_store_tokens=6 * TOKENS + 5), prompt(LENGTH)
     compute(engine, "story", story)
     assert held_blocks(engine, story) == 6
-    engine = make(max_load_tokens=4 * TOKENS)
+    engine = patient(max_load_tokens=4 * TOKENS)
     compute(engine, "story", story)
     assert held_blocks(engine, story) == 4
     all_came_back(engine)
 
 
-def test_a_request_narrows_what_is_stored_and_loaded(make: Callable[..., MiniEngine]) -> None:
-    engine = make(max_load_tokens=8 * TOKENS)
+def test_a_request_narrows_what_is_stored_and_loaded(patient: Callable[..., MiniEngine]) -> None:
+    engine = patient(max_load_tokens=8 * TOKENS)
     for seed, wish, stored, loaded in (
         (1, {"store": False}, 0, 0),
         (2, {"max_store_tokens": 3 * TOKENS}, 3, 3),
@@ -85,8 +92,8 @@ def test_a_request_narrows_what_is_stored_and_loaded(make: Callable[..., MiniEng
     all_came_back(engine)
 
 
-def test_a_request_that_loads_nothing_is_not_looked_up(make: Callable[..., MiniEngine]) -> None:
-    engine = make()
+def test_a_request_that_loads_nothing_is_not_looked_up(patient: Callable[..., MiniEngine]) -> None:
+    engine = patient()
     engine.add("waits", prompt(LENGTH), kv_transfer_params={"kvtier": {"load": False}})
     assert not len(engine.connector._scheduler._ahead)
     engine.run()
@@ -95,8 +102,8 @@ def test_a_request_that_loads_nothing_is_not_looked_up(make: Callable[..., MiniE
     all_came_back(engine)
 
 
-def test_what_is_quicker_computed_is_not_loaded(make: Callable[..., MiniEngine]) -> None:
-    engine = make(min_load_tokens=4 * TOKENS)
+def test_what_is_quicker_computed_is_not_loaded(patient: Callable[..., MiniEngine]) -> None:
+    engine = patient(min_load_tokens=4 * TOKENS)
     short, long = prompt(3 * TOKENS + 1, seed=1), prompt(4 * TOKENS + 1, seed=2)
     for name, tokens, loaded in (("short", short, 0), ("long", long, 4 * TOKENS)):
         compute(engine, name, tokens)
@@ -110,8 +117,8 @@ def test_what_is_quicker_computed_is_not_loaded(make: Callable[..., MiniEngine])
     assert client(engine).status.leases == 0
 
 
-def test_a_block_is_stored_when_enough_requests_have_had_it(make: Callable[..., MiniEngine]) -> None:
-    engine, shared = make(store_threshold=2), prompt(4 * TOKENS)
+def test_a_block_is_stored_when_enough_requests_have_had_it(patient: Callable[..., MiniEngine]) -> None:
+    engine, shared = patient(store_threshold=2), prompt(4 * TOKENS)
     one, other = shared + prompt(3 * TOKENS, seed=1), shared + prompt(3 * TOKENS, seed=2)
     compute(engine, "one", one)
     assert held_blocks(engine, one) == 0
@@ -121,8 +128,8 @@ def test_a_block_is_stored_when_enough_requests_have_had_it(make: Callable[..., 
     all_came_back(engine)
 
 
-def test_a_preempted_request_counts_once(make: Callable[..., MiniEngine]) -> None:
-    engine = make(store_threshold=2)
+def test_a_preempted_request_counts_once(patient: Callable[..., MiniEngine]) -> None:
+    engine = patient(store_threshold=2)
     for index in range(8):
         engine.add(f"r{index}", prompt(90, seed=index), max_tokens=60)
     engine.run()
