@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -189,10 +190,13 @@ def memfd() -> Iterator[int]:
 
 
 def decide_parts(words: SharedWords, start: bool) -> list[int]:
-    """Goes for every part in the order of tickets, as worker or as client; returns those it won."""
+    """Goes for every part in the order of tickets, as worker or as client; returns those it won. A word gets
+    its next part when the last one is over, as the daemon sees to."""
     won = []
     for ticket in range(1, PARTS + 1):
         index = ticket % WORDS
+        while ticket > WORDS and words.part_state(index, ticket - WORDS) == PART_STARTED:
+            time.sleep(0)
         if start:
             if words.try_start(index, ticket):
                 won.append(ticket)
