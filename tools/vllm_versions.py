@@ -15,9 +15,14 @@ from tools import check
 VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = (
     "tests/vllm/test_config.py",
+    "tests/vllm/test_control.py",
+    "tests/vllm/test_events.py",
     "tests/vllm/test_hybrid.py",
+    "tests/vllm/test_keys.py",
     "tests/vllm/test_kv_memory_and_layout.py",
+    "tests/vllm/test_multi_connector.py",
     "tests/vllm/test_namespace.py",
+    "tests/vllm/test_room.py",
     "tests/vllm/test_simulation.py",
     "tests/vllm/test_stats.py",
 )

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import vllm
+from kvtier_vllm.namespace import TAGGED_EXTRA_KEYS_VLLM, version_of
 
 from tests.support.daemon import until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, _kv_cache_config
@@ -87,8 +89,9 @@ def test_what_was_stored_is_announced_with_all_that_its_hash_is_made_of(
         assert event.parent_block_hash == before.block_hashes[-1]
     # Chained anew from what the events say; the salt goes into the first block alone.
     chained, parent = [], kv_cache_utils.NONE_HASH
+    salted = ("cache_salt", "salt") if version_of(vllm.__version__) >= TAGGED_EXTRA_KEYS_VLLM else "salt"
     for index in range(BLOCKS):
-        keys = (("cache_salt", "salt"),) if index == 0 else None
+        keys = (salted,) if index == 0 else None
         tokens = STORY[index * TOKENS : (index + 1) * TOKENS]
         parent = kv_cache_utils.hash_block_tokens(_sha256(), parent, tokens, keys)
         chained.append(parent)
