@@ -119,12 +119,19 @@ def ready(host: DaemonHost) -> bool:
     return [instance.ready for instance in host.status().instances] == [True]
 
 
-def test_a_front_an_engine_core_and_a_worker_in_three_processes(
-    model: Path, socket_dir: Path, shm_dir: Path, tmp_path: Path
-) -> None:
-    """Nothing of the connector is in reach here: what happened is seen from the daemon."""
+@pytest.fixture
+def host(socket_dir: Path, shm_dir: Path) -> Iterator[DaemonHost]:
+    """A daemon that nobody else uses."""
     host = DaemonHost(socket_dir, shm_dir / "pool", pool__size="258MiB", **QUICK)
     host.start()
+    yield host
+    host.stop()
+
+
+def test_a_front_an_engine_core_and_a_worker_in_three_processes(
+    model: Path, host: DaemonHost, tmp_path: Path
+) -> None:
+    """Nothing of the connector is in reach here: what happened is seen from the daemon."""
     options = EngineOptions(
         model,
         kv_transfer_config=kv_transfer_config(host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000),
@@ -156,4 +163,3 @@ def test_a_front_an_engine_core_and_a_worker_in_three_processes(
         assert restored.num_cached_tokens == full_blocks(777)
         assert same(restored, hit)
     until(lambda: not host.status().instances, "the daemon noticed the engine's end")
-    host.stop()
