@@ -329,22 +329,32 @@ def reload(socket: Path | None, as_json: bool) -> None:
 @_socket_option
 @click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
 @click.option("--group", type=click.IntRange(0, 2**32 - 1), help="One group of the namespace; default: all.")
-@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ExplainResponse as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="kvtier.v1.ExplainResponse as JSON; a list for -.")
 def explain_block(
     block_hash: str, socket: Path | None, namespace: str, group: int | None, as_json: bool
 ) -> None:
-    """Say why a block can be read, or cannot. HASH is the block's hash in hexadecimal.
+    """Say why a block can be read, or cannot. HASH is the block's hash in hexadecimal; "-": one a line on
+    standard input, as `python -m kvtier_vllm.hashes` prints those of a prompt's token ids.
 
     What happened before the daemon started, or too long ago, is not known: then it says so.
     """
+    several = block_hash == "-"
     try:
-        key = bytes.fromhex(block_hash)
+        keys = [bytes.fromhex(text) for text in (sys.stdin.read().split() if several else [block_hash])]
     except ValueError:
         raise click.BadParameter("write the block's hash in hexadecimal", param_hint="HASH") from None
-    request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
+    responses = []
     with _admin(socket or _configured_socket()) as admin:
-        response = admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json(response) if as_json else "\n".join(explained(response)))
+        for key in keys:
+            request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
+            responses.append(admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False))
+    if as_json:
+        click.echo(to_json_list(responses) if several else to_json(responses[0]))
+        return
+    for key, response in zip(keys, responses, strict=True):
+        if several:
+            click.echo(f"{key.hex()}:")
+        click.echo("\n".join(explained(response)))
 
 
 def _size(option: str, text: str) -> int:

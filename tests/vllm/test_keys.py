@@ -3,11 +3,17 @@ requests that differ in their salt, adapter or image never share a block, two th
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kvtier.v1 import admin_pb2
+from kvtier_vllm.hashes import tokens_of
 
+from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine
 from tests.vllm.rig import prompt
 from tests.vllm.test_control import compute
@@ -103,3 +109,35 @@ def test_engines_of_two_tenants_never_share(make: Callable[..., MiniEngine]) -> 
     for tenant in ("a", "b"):
         assert compute(make(salt="one", tenant=tenant), "first", prompt(LENGTH)) == 0
     assert compute(make(salt="one", tenant="a"), "again", prompt(LENGTH)) == WHOLE
+
+
+def test_the_token_ids_of_a_prompt_are_explained(make: Callable[..., MiniEngine], host: DaemonHost) -> None:
+    """As an operator asks: hashes by one command, what became of them by the other."""
+    engine = make()
+    tokens = prompt(LENGTH, seed=77)
+    compute(engine, "stored", tokens, cache_salt="s")
+    longer = [*tokens, *range(TOKENS)]
+    hashing = [sys.executable, "-m", "kvtier_vllm.hashes", "-", f"--block-tokens={TOKENS}", "--cache-salt=s"]
+    hashes = subprocess.run(
+        hashing, input=json.dumps(longer), capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert len(hashes.split()) == len(longer) // TOKENS
+    explaining = [sys.executable, "-m", "kvtierd.ctl", "explain", "-", f"--socket={host.socket}", "--json"]
+    said = subprocess.run(
+        explaining, input=hashes, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    verdicts = [answer["explanations"][0]["verdict"] for answer in json.loads(said)]
+    readable = WHOLE // TOKENS
+    assert verdicts[:readable] == [admin_pb2.VERDICT_READABLE] * readable
+    assert admin_pb2.VERDICT_READABLE not in verdicts[readable + 1 :]
+
+
+@pytest.mark.parametrize("text", ["1 2 3", "1,2,3", "[1, 2, 3]", " [1,2,\n3] "])
+def test_token_ids_are_read_as_people_write_them(text: str) -> None:
+    assert tokens_of(text) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["1 x", "[1, true]", "[1.5]", '{"a": 1}', "[-1]"])
+def test_what_is_no_token_id_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"token ids|invalid literal"):
+        tokens_of(text)
