@@ -3,8 +3,8 @@
     python -m tests.benchmarks.engine [--json]
 
 Requests of two public traces (a chat service, coding agents), shortened: each block of a trace's prompt
-becomes a few tokens, equal blocks equal tokens. They are served one after another by the same engine three
-times: without any cache, with vLLM's own prefix cache, and with kvtier below it. The engine's own cache holds
+becomes a few tokens, equal blocks equal tokens. They are served one after another, each by three engines in
+turn: without any cache, with vLLM's own prefix cache, and with kvtier below it. The engines' own caches hold
 a few prompts, as a GPU's does of a service with many users. Without the traces a chat of our own is used.
 """
 
@@ -37,7 +37,7 @@ TOKENS_MAX = 3_000
 TURNS_MIN = 4
 """Of a conversation: what begins alike beyond the first block, which may be everybody's."""
 OUTPUT_TOKENS = 4
-KV_BLOCKS = 320
+KV_BLOCKS = 100
 """Of the engine, of 32 tokens each."""
 VOCABULARY = 1_000
 MODES = ("none", "prefix", "kvtier")
@@ -126,8 +126,8 @@ def own_prompts() -> list[list[int]]:
     return prompts
 
 
-def serve(mode: str, prompts: list[list[int]], model: Path, host: DaemonHost, log: Path) -> Served:
-    """All prompts, one after another, by an engine of their own."""
+def engine_of(mode: str, model: Path, host: DaemonHost, log: Path) -> Engine:
+    """An engine that has computed something already."""
     config = kv_transfer_config(host.socket) if mode == "kvtier" else None
     options = EngineOptions(
         model,
@@ -136,11 +136,24 @@ def serve(mode: str, prompts: list[list[int]], model: Path, host: DaemonHost, lo
         num_blocks=KV_BLOCKS,
         extra={} if mode != "none" else {"enable_prefix_caching": False},
     )
-    with Engine.start(options, log) as engine:
-        warm_up = np.random.default_rng(7).integers(0, VOCABULARY, 700).tolist()
-        engine.generate([warm_up], max_tokens=OUTPUT_TOKENS)
-        answers = [engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0] for tokens in prompts]
-    return Served(answers, sum(map(len, prompts)))
+    engine = Engine.start(options, log)
+    warm_up = np.random.default_rng(7).integers(0, VOCABULARY, 700).tolist()
+    engine.generate([warm_up], max_tokens=OUTPUT_TOKENS)
+    return engine
+
+
+def serve(prompts: list[list[int]], model: Path, host: DaemonHost, logs: Path) -> dict[str, Served]:
+    """All prompts, one after another, each by all three engines in turn: what else the machine does meets
+    all of them."""
+    answers: dict[str, list[Generated]] = {mode: [] for mode in MODES}
+    with ExitStack() as stack:
+        engines = {
+            mode: stack.enter_context(engine_of(mode, model, host, logs / f"{mode}.log")) for mode in MODES
+        }
+        for tokens in prompts:
+            for mode, engine in engines.items():
+                answers[mode] += engine.generate([tokens], max_tokens=OUTPUT_TOKENS)
+    return {mode: Served(answers[mode], sum(map(len, prompts))) for mode in MODES}
 
 
 def measure(quiet: bool) -> dict[str, float]:
@@ -158,14 +171,14 @@ def measure(quiet: bool) -> dict[str, float]:
             if not quiet:
                 source = name if trace.exists() else "no trace there: chats of our own"
                 print(f"{workload}: {len(prompts)} prompts, {sum(map(len, prompts)):,} tokens ({source})")
-            served: dict[str, Served] = {}
-            for mode in MODES:
-                host = DaemonHost(run, shm / f"pool-{workload}", pool__size="2GiB")
-                host.start()
-                served[mode] = serve(mode, prompts, model, host, run / f"{workload}-{mode}.log")
-                host.stop()
-                if not quiet:
-                    print(f"  {mode:<8} {served[mode].text()}", flush=True)
+            host = DaemonHost(run, shm / f"pool-{workload}", pool__size="2GiB")
+            host.start()
+            stack.callback(host.stop)
+            served = serve(prompts, model, host, run)
+            host.stop()
+            if not quiet:
+                for mode, one in served.items():
+                    print(f"  {mode:<8} {one.text()}", flush=True)
             for mode, one in served.items():
                 figures[f"engine_{workload}_{mode}_ttft_ms"] = one.mean_ttft_s * 1e3
                 figures[f"engine_{workload}_{mode}_ttft_p90_ms"] = one.ttft_s(90) * 1e3
