@@ -30,6 +30,9 @@ class LoadRoom:
         self._pool: BlockPool | None = None
         self._waiting: dict[str, int] = {}
         """Blocks that each will take at most, to go on."""
+        self._next_in: str | None = None
+        """A request for which there was no room. Nobody's load begins before its own: smaller ones, one after
+        the other, would keep it out for ever."""
 
     def watch(self, pool: BlockPool) -> None:
         """The engine's blocks. Until they are known, one request waits at a time."""
@@ -37,23 +40,35 @@ class LoadRoom:
 
     def has(self, request: Any, end_tokens: int) -> bool:
         """Whether a load up to `end_tokens` may begin now. If not, it may later: those that wait go on."""
-        if not self._needed or not self._waiting:
+        if not self._needed:
             return True
-        if self._pool is None:
+        if self._next_in not in (None, request.request_id):
             return False
-        wanted = self._held(request, end_tokens) + self._next(request, end_tokens)
-        return self._pool.get_num_free_blocks() >= wanted + sum(self._waiting.values())
+        fits = not self._waiting or self._fits(request, end_tokens)
+        if not fits:
+            self._next_in = request.request_id
+        return fits
 
     def take(self, request: Any, end_tokens: int) -> None:
         """The load begins."""
         if self._needed:
             self._waiting[request.request_id] = self._next(request, end_tokens)
+            if request.request_id == self._next_in:
+                self._next_in = None
 
     def give_back(self, requests: Iterable[str]) -> None:
         """They run, or are over. Idempotent."""
-        if self._waiting:
+        if self._waiting or self._next_in is not None:
             for request_id in requests:
                 self._waiting.pop(request_id, None)
+                if request_id == self._next_in:
+                    self._next_in = None
+
+    def _fits(self, request: Any, end_tokens: int) -> bool:
+        if self._pool is None:
+            return False
+        wanted = self._held(request, end_tokens) + self._next(request, end_tokens)
+        return self._pool.get_num_free_blocks() >= wanted + sum(self._waiting.values())
 
     def _held(self, request: Any, end_tokens: int) -> int:
         """Blocks at the end of the load. What the engine has of them already counts as well: it may be among

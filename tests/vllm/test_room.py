@@ -62,3 +62,28 @@ def test_what_all_that_wait_will_need_stays_free() -> None:
     assert not room.has(request("b", 320), 160)
     room.give_back(["a"])
     assert room.has(request("b", 320), 160)
+
+
+def test_smaller_ones_do_not_keep_out_who_came_before_them() -> None:
+    room, pool = LoadRoom(Groups((FULL, WINDOW), 16)), Pool(60)
+    room.watch(pool)
+    large, small = request("large", 1_600), request("small", 48)
+    room.take(request("a", 64), 48)
+    assert room.has(small, 32)
+    assert not room.has(large, 1_584)
+    assert not room.has(small, 32)
+    room.give_back(["a"])
+    assert not room.has(small, 32)
+    assert room.has(large, 1_584)
+    room.take(large, 1_584)
+    pool.free = 1_000
+    assert room.has(small, 32)
+
+
+def test_who_is_over_keeps_nobody_out() -> None:
+    room = LoadRoom(Groups((FULL, WINDOW), 16))
+    room.take(request("a", 64), 48)
+    assert not room.has(request("b", 64), 48)
+    room.give_back(["b"])
+    room.give_back(["a"])
+    assert room.has(request("c", 64), 48)
