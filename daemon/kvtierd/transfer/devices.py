@@ -188,7 +188,7 @@ class Devices:
             worker = device.worker
             if device.permanent or worker is None or worker.state is not WorkerState.LIVE:
                 continue
-            if worker.sessions or worker.requests:
+            if worker.sessions or worker.requests or worker.idle_since_s is None:
                 worker.idle_since_s = now_s
             elif now_s - worker.idle_since_s >= idle_s:
                 found.append(worker)

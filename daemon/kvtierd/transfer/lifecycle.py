@@ -147,7 +147,7 @@ class Lifecycle:
         await handle.settled.wait()
         if handle.state is not WorkerState.LIVE:
             raise handle.refusal or unavailable(handle)
-        handle.idle_since_s = self.watch.now_s
+        handle.idle_since_s = None
         return handle
 
     def _start_for(self, device: str) -> WorkerHandle:
@@ -236,7 +236,6 @@ class Lifecycle:
         """It is ready: the caller announces it, and then has `settled` set."""
         handle.state = WorkerState.LIVE
         handle.announced = True
-        handle.idle_since_s = self.watch.now_s
         self.devices.live(handle)
         self._told = {told: None for told in self._told if told[0] != handle.device}
         _log.info(f"{handle.kind.title} live", worker_pid=handle.pid, device=handle.device)

@@ -137,7 +137,7 @@ async def test_a_worker_killed_while_it_starts_is_told_to_who_waits(start_host: 
 
 
 async def test_an_idle_worker_that_does_not_end_is_killed(start_host: StartHost) -> None:
-    host = await start_host(SupervisorLimits(gpu_idle_s=0.2, end_deadline_s=1.0))
+    host = await start_host(SupervisorLimits(gpu_idle_s=0.1, end_deadline_s=1.0))
     worker = await host.supervisor.worker_for(host.device)
     os.kill(host.supervisor.workers[worker].pid, signal.SIGSTOP)
     await until(lambda: host.supervisor.current(host.device) is None)

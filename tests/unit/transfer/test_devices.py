@@ -41,7 +41,6 @@ class Host:
         self.workers.append(worker)
         self.devices.started(worker)
         worker.state = state
-        worker.idle_since_s = self.now_s
         if state is WorkerState.LIVE:
             self.devices.live(worker)
         return worker
@@ -152,7 +151,11 @@ def test_a_gpu_is_idle_once_no_session_has_held_anything_for_long_enough() -> No
     gpu.sessions.clear()
     assert host.devices.idle(host.now_s + 1_009.9) == [], "counted from when it was last seen in use"
     assert host.devices.idle(host.now_s + 1_010) == [gpu]
-    assert cpu.idle_since_s == host.now_s, "the host itself is never idle"
+    assert cpu.idle_since_s is None, "the host itself is never idle"
+    gpu.idle_since_s = None
+    assert host.devices.idle(host.now_s + 2_000) == [], "asked for: counted from the next round"
+    assert host.devices.idle(host.now_s + 2_009.9) == []
+    assert host.devices.idle(host.now_s + 2_010) == [gpu]
 
 
 def test_idle_workers_stay_if_so_configured() -> None:
