@@ -26,6 +26,7 @@ REPO = Path(__file__).resolve().parent.parent
 LOGS = REPO / "build" / "logs"
 BIN = Path(sys.executable).parent
 END_GRACE_S = 20
+WHY_LINES = 6
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,18 @@ def pytest_stage(
     deadline_s: int,
     least: dict[str, int] | None = None,
     folder: str = "tests",
+    without: str = "",
 ) -> Stage:
-    """A stage that runs the tests of `folder` that `marks` selects; none selected is a failure."""
+    """A stage that runs the tests of `folder`, except those of the folder `without`, that `marks` selects;
+    none selected is a failure."""
     command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", folder]
+    command += [f"--ignore={without}"] * bool(without)
     return Stage(name, command, proves, deadline_s, is_pytest=True, least=least or {})
 
 
+CAMPAIGNS = "tests/faults"
+"""The fault suite's short form, with the counts that it must reach: three minutes at most. All other tests
+that are marked `faults` belong to its long form, too."""
 LINT = [
     Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff)."),
     Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages)."),
@@ -118,16 +125,18 @@ REST = [
     ),
     pytest_stage(
         "tests",
-        "not vllm and not faults and not gpu and not fake_gpu and not deploy",
-        "The unit, contract, simulation and integration tests pass.",
-        deadline_s=1_500,
+        "not vllm and not gpu and not fake_gpu and not deploy",
+        "The unit, contract, simulation and integration tests pass, those of single faults among them.",
+        deadline_s=1_800,
+        without=CAMPAIGNS,
     ),
     pytest_stage(
         "tests-faults",
-        "faults and not vllm and not gpu and not fake_gpu and not deploy",
+        "not vllm and not gpu and not fake_gpu and not deploy",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
-        deadline_s=1_200,
+        deadline_s=900,
         least=fault_counts.IN_MAKE_TEST,
+        folder=CAMPAIGNS,
     ),
     pytest_stage(
         "tests-vllm",
@@ -244,7 +253,9 @@ def read_junit(outcome: Outcome) -> None:
         counts = f"{len(cases) - len(skipped) - len(bad)} tests passed"
         counts += f", {len(bad)} failed" * bool(bad) + f", {len(skipped)} skipped" * bool(skipped)
         outcome.remarks.append(counts)
-    outcome.remarks += [f"failed: {case.get('classname')}::{case.get('name')}" for case in bad]
+    for case in bad:
+        outcome.remarks.append(f"failed: {case.get('classname')}::{case.get('name')}")
+        outcome.remarks += [f"    {line}" for line in why_failed(case)]
     for case in skipped:
         reason = case.find("skipped")
         assert reason is not None
@@ -256,6 +267,13 @@ def read_junit(outcome: Outcome) -> None:
     for missing in fault_counts.shortfalls(outcome.counts, outcome.stage.least):
         outcome.passed = False
         outcome.remarks.append(f"not enough: {missing}")
+
+
+def why_failed(case: ElementTree.Element) -> Iterator[str]:
+    """The first lines of what a test's failures say: where only this summary is at hand, they have to do."""
+    for kind in ("failure", "error"):
+        for failure in case.iter(kind):
+            yield from failure.get("message", "").splitlines()[:WHY_LINES]
 
 
 def proved(cases: list[ElementTree.Element]) -> Iterator[str]:

@@ -19,7 +19,7 @@ IN_MAKE_TEST = {
     "planned_restarts": 6,
     "pool_owner_kills": 25,
     "worker_kills": 1,
-    "client_kills": 30,
+    "client_kills": 12,
     "client_stops": 4,
     "daemon_stops": 1,
     "clock_jumps": 300,
@@ -39,8 +39,8 @@ IN_MAKE_TEST = {
     "bad_packets_on_the_side": 200,
     "blocks_compared": 20_000,
 }
-"""Of the campaigns in `make test`, which need neither an engine nor a double of a GPU."""
-SHORT = IN_MAKE_TEST | {"engine_kills": 4, "daemon_stops": 2, "engine_rounds": 120}
+"""Of the campaigns in `make test` (tests/faults), which need neither an engine nor a double of a GPU."""
+SHORT = IN_MAKE_TEST | {"client_kills": 32, "engine_kills": 4, "daemon_stops": 2, "engine_rounds": 120}
 GPU_KILLS_PER_CASE = 22
 FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
 """Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""

@@ -130,8 +130,8 @@ class WorkerHandle:
     sessions: set[SessionId] = field(default_factory=set)
     """Of which it may hold anything."""
     idle_since_s: float | None = None
-    """Watch's time of the last round that found it in use; None: no round since it was asked for. Counted from
-    a round, because the first one after a stall may jump ahead by more than an idle worker is given."""
+    """Watch's time of the last round that found it in use; None: no round since it was asked for. Counted
+    from a round, because the first one after a stall may jump ahead by more than an idle worker is given."""
     releases: dict[SessionId, list[float]] = field(default_factory=dict)
     """Deadlines of the releases asked for, oldest first."""
     own_releases: "Counter[SessionId]" = field(default_factory=Counter)
