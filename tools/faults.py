@@ -1,5 +1,6 @@
 """The fault suite: `python -m tools.faults short|long`. The last line is one JSON object: what was counted.
-With `results` behind it the results of the last run are read again, and nothing is run.
+With `daemon` or `engines` behind it only that half is run, and of the other one the results of its last run
+are read; with `results` those of both.
 
 Exit status 0 only if every test passed, every count is as high as it must be (`fault_counts`), and there was
 no wrong byte.
@@ -21,17 +22,17 @@ DEADLINES_S = {"short": 1_800, "long": 4 * 3_600}
 LEAST = {"short": fault_counts.SHORT, "long": fault_counts.LONG}
 STAGES = (
     (
-        "",
+        "daemon",
         "faults and not vllm and not fake_gpu and not gpu",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
     ),
     (
-        "-engines",
+        "engines",
         "faults and (vllm or fake_gpu) and not gpu",
         "So it does under a real vLLM, and with KV caches on a GPU (driver: a double of our own).",
     ),
 )
-"""Side by side, each in a process of its own: name, marks, and what is true when it succeeds."""
+"""The halves, side by side, each in a process of its own: name, marks, and what is true when it succeeds."""
 TEST_TIMEOUT_S = 3_600
 """For a test that sets none; campaigns set their own."""
 
@@ -75,6 +76,8 @@ def last_run(stage: check.Stage) -> check.Outcome:
 def run_side_by_side(stages: Sequence[check.Stage]) -> list[check.Outcome]:
     """Runs all of them; what the first says is shown as it says it. Raises KeyboardInterrupt with nothing
     left running."""
+    if not stages:
+        return []
     first, *others = stages
     with ThreadPoolExecutor(len(stages)) as threads:
         beside = [threads.submit(check.run, stage, quiet=True) for stage in others]
@@ -104,23 +107,25 @@ def report(form: str, outcomes: list[check.Outcome]) -> bool:
 
 def main() -> int:
     """Runs the suite; returns 0 if it proves what it is to prove."""
-    form, *rest = [*sys.argv[1:], ""]
-    if form not in LEAST or rest not in ([""], ["results", ""]):
-        print("usage: faults.py short|long [results]", file=sys.stderr)
+    halves = [half for half, *_ in STAGES]
+    form, only = (*sys.argv[1:], "", "")[:2]
+    if form not in LEAST or only not in ("", "results", *halves) or len(sys.argv) > 3:
+        print(f"usage: faults.py short|long [results|{'|'.join(halves)}]", file=sys.stderr)
         return 2
     check.LOGS.mkdir(parents=True, exist_ok=True)
-    stages = [
-        check.pytest_stage(f"faults-{form}{suffix}", marks, proves, DEADLINES_S[form])
-        for suffix, marks, proves in STAGES
-    ]
-    for stage in stages:
+    stages = {
+        half: check.pytest_stage(f"faults-{form}-{half}", marks, proves, DEADLINES_S[form])
+        for half, marks, proves in STAGES
+    }
+    for stage in stages.values():
         stage.command.insert(1, f"--timeout={TEST_TIMEOUT_S}")
     os.environ["KVTIER_FAULTS_LONG"] = "1" if form == "long" else "0"
     try:
-        outcomes = [last_run(stage) for stage in stages] if rest[0] else run_side_by_side(stages)
+        ran = run_side_by_side([stage for half, stage in stages.items() if only in ("", half)])
     except KeyboardInterrupt:
         print("\nInterrupted; nothing was left running.", file=sys.stderr)
         return 130
+    outcomes = ran + [last_run(stage) for half, stage in stages.items() if only not in ("", half)]
     return 0 if report(form, outcomes) else 1
 
 

@@ -38,7 +38,7 @@ STORY = prompt(30 * TOKENS + 1, seed=77)
 STORY_BLOCKS = 30
 HOST_BLOCKS = 4 * 1024 // 12
 """Of 12 KiB, that the host has room for at most."""
-SEEDS = range(10 if os.environ.get("KVTIER_FAULTS_LONG") else 2)
+SEEDS = range(10 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
 UNHURRIED = {"pending_wait_s": 120, "prefill_tokens_per_s": 1}
 """However slow this machine is, it waits for the disk, and the daemon does not think computing quicker."""
 
