@@ -150,12 +150,12 @@ def test_drained_for_a_restart_it_comes_back_by_itself(running: Machine) -> None
 
 def test_killed_it_comes_back_with_its_cache_and_its_workers_end_by_themselves(running: Machine) -> None:
     assert engine(running, "store", "killed") == BLOCKS
+    running.until(lambda: len(running.processes()) >= 3, "front, copy worker and disk are there")
     before = set(running.processes())
-    assert len(before) >= 3, "front, copy worker, disk"
     running.must("kill", "-KILL", str(main_pid(running)))
     running.until(lambda: running.show("NRestarts") != "0", "systemd has seen it")
     running.until(lambda: running.show("ActiveState") == "active", "it serves again")
-    assert not before & set(running.processes())
+    running.until(lambda: not before & set(running.processes()), "all of the old ones have ended")
     assert engine(running, "load", "killed") == BLOCKS
 
 
