@@ -107,6 +107,9 @@ class Group:
     """In the order in which their fragments lie in a slot."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
+    replicated: bool = False
+    """Every rank of the instance holds the same bytes (MLA under tensor parallelism): a block is stored once,
+    by a rank that the daemon picks, and loaded by all. All ranks must say so, with the same planes."""
 
     @property
     def block_bytes(self) -> int:
@@ -120,6 +123,7 @@ class Group:
             kind=types_pb2.GroupKind.ValueType(int(self.kind)),
             block_tokens=self.block_tokens,
             window_tokens=self.window_tokens,
+            replicated=self.replicated,
             planes=[
                 types_pb2.PlaneGeometry(fragment_bytes=plane.fragment_bytes, description=plane.description)
                 for plane in self.planes

@@ -27,10 +27,17 @@ class Kind:
     """Slot bytes by group and rank."""
     together: bool
     """The scheduler's process holds rank 0 as well."""
+    replicated: tuple[int, ...] = ()
+    """Groups of which every rank holds the same."""
 
     @property
     def world(self) -> int:
         return len(self.sizes[0])
+
+    def shards(self, group: int) -> tuple[int, ...]:
+        """Slot bytes of each shard of a block."""
+        sizes = self.sizes[group]
+        return sizes[:1] if group in self.replicated else sizes
 
 
 KINDS = (
@@ -39,6 +46,7 @@ KINDS = (
     Kind("pair", b"two", ((4096, 4096),), True),
     Kind("wide", b"three", ((8192, 4096, 8192), (12288, 12288, 12288)), False),
     Kind("large", b"four", ((8192,),), False),
+    Kind("latent", b"five", ((4096, 4096), (8192, 4096)), False, replicated=(0,)),
 )
 
 
@@ -109,7 +117,10 @@ class Engine:
         return AttachSession(session, kind.name, role, rank, kind.world, kind.namespace, 32, "model", groups)
 
     def groups(self, rank: int) -> tuple[GroupGeometry, ...]:
-        return tuple(GroupGeometry(1, 16, 0, ((sizes[rank], "kv"),)) for sizes in self.kind.sizes)
+        return tuple(
+            GroupGeometry(1, 16, 0, ((sizes[rank], "kv"),), group in self.kind.replicated)
+            for group, sizes in enumerate(self.kind.sizes)
+        )
 
     @property
     def scheduler(self) -> SessionId | None:
@@ -124,7 +135,7 @@ class Engine:
 
     def content(self, rank: int, group: int, key: bytes) -> Any:
         """What a rank's share of a block must be, whoever stored it."""
-        return (self.kind.namespace, group, key, rank)
+        return (self.kind.namespace, group, key, 0 if group in self.kind.replicated else rank)
 
     def run(self, chain: int, first: int, end: int) -> list[bytes]:
         """Hashes of a part of a sequence; sequences share no block."""

@@ -198,7 +198,7 @@ def _check_results(
 def _check_throttled(world: World, engine: Engine, group: int) -> None:
     """Nothing that could have made room was left."""
     blocks = world.machine.books.blocks
-    domain = blocks.domains.of(tuple(engine.kind.sizes[group]))
+    domain = blocks.domains.of(engine.kind.shards(group))
     short = [size for size, count in domain.per_size if blocks.slots.free(size) < count]
     full = blocks.live == blocks.capacity
     assert full or (short and blocks.slots.extents_free == 0), "throttled although there is room"

@@ -411,6 +411,7 @@ class Group(google.protobuf.message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     PLANES_FIELD_NUMBER: builtins.int
+    REPLICATED_FIELD_NUMBER: builtins.int
     group: builtins.int
     """Index of the group, dense from 0."""
     kind: global___GroupKind.ValueType
@@ -418,6 +419,10 @@ class Group(google.protobuf.message.Message):
     """Tokens in one block, more than zero."""
     window_tokens: builtins.int
     """Window in tokens for GROUP_KIND_SLIDING_WINDOW, else 0."""
+    replicated: builtins.bool
+    """Every rank of the instance holds the same bytes (MLA under tensor parallelism): a block is stored once, by a rank
+    that the daemon picks, and loaded by all. All ranks must say so, with the same planes.
+    """
     @property
     def planes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlaneGeometry]:
         """Planes in the order in which their fragments lie in a slot."""
@@ -430,8 +435,9 @@ class Group(google.protobuf.message.Message):
         block_tokens: builtins.int = ...,
         window_tokens: builtins.int = ...,
         planes: collections.abc.Iterable[global___PlaneGeometry] | None = ...,
+        replicated: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "group", b"group", "kind", b"kind", "planes", b"planes", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "group", b"group", "kind", b"kind", "planes", b"planes", "replicated", b"replicated", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___Group = Group
 

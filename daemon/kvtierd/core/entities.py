@@ -105,10 +105,16 @@ class GroupPlan:
     space: SpaceId
     domain: Domain
     block_tokens: int
+    replicated: bool = False
+    """A block is one shard, which any rank can store, and all load."""
     num_blocks: int = 0
     """Blocks that every rank has; valid while the instance is LIVE."""
     device_bytes: tuple[tuple[str, int], ...] = ()
     """Of one block, by the device whose worker loads them; likewise."""
+
+    def shard(self, rank: Rank) -> int:
+        """Which shard of a block this rank loads."""
+        return 0 if self.replicated else rank
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -179,6 +185,8 @@ class Part(Entity):
     part: PartId
     transfer: "Transfer"
     mapping: Mapping
+    blocks: int
+    """All of the transfer's, or none: those of replicated groups are stored by one rank."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -211,6 +219,8 @@ class Transfer(Entity):
     """LOAD: entries whose checksums are checked on the way."""
     failed: Mask | None = None
     """Entries that failed in some part; None: none so far."""
+    storing: Rank | None = None
+    """STORE of a replicated group: who does it."""
     parts: tuple[Part, ...] = ()
     open_parts: int = 0
     cause: Refusal | None = None

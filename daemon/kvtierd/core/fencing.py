@@ -44,17 +44,17 @@ class Fencing:
             self._end(part, Event.DONE, _NONE, None)
             return
         all_failed = outcome is not Outcome.DONE and len(failed) == 0
-        if all_failed or int(failed.max()) >= len(part.transfer.entries):
-            failed = np.arange(len(part.transfer.entries), dtype=np.uint32)
+        if all_failed or int(failed.max()) >= part.blocks:
+            failed = _all(part)
         if stimulus.corrupt and part.transfer.direction is Direction.LOAD:
             self._condemn(part, failed)
         self._end(part, _EVENT[outcome], failed, _why(stimulus))
 
     def _condemn(self, part: Part, failed: U32) -> None:
         """Blocks whose records or data did not match when they were to be loaded; their pins are held."""
-        blocks, tally = self._blocks, self._books.tally
-        rank = part.mapping.session.rank
-        condemned = blocks.condemn(part.transfer.entries[failed], part.transfer.slots[rank][failed])
+        blocks, tally, transfer = self._blocks, self._books.tally, part.transfer
+        shard = transfer.instance.plans[transfer.group].shard(part.mapping.session.rank)
+        condemned = blocks.condemn(transfer.entries[failed], transfer.slots[shard][failed])
         recovered = int(np.count_nonzero(blocks.table.flags(condemned) & RECOVERED))
         tally.corrupt_after_restart += recovered
         tally.corrupt_on_load += len(condemned) - recovered
@@ -63,7 +63,7 @@ class Fencing:
         """The worker has fenced all of it: parts of which it has not said how they ended have failed."""
         why = Refusal(Reason.CANCELLED, "the rank's memory was taken back")
         for part in list(mapping.parts.values()):
-            self._end(part, Event.SESSION_RELEASED, _all(part.transfer), why)
+            self._end(part, Event.SESSION_RELEASED, _all(part), why)
 
     def parts_lost(self, mapping: Mapping, why: Refusal) -> None:
         """Its worker is lost: the parts cannot succeed any more, and may still be copying."""
@@ -75,7 +75,7 @@ class Fencing:
     def parts_exited(self, mapping: Mapping) -> None:
         """The lost worker's process is gone: no copy of its parts can land any more."""
         for part in list(mapping.parts.values()):
-            self._end(part, Event.EXIT, _all(part.transfer), part.transfer.cause)
+            self._end(part, Event.EXIT, _all(part), part.transfer.cause)
 
     def _end(self, part: Part, event: Event, failed: U32, why: Refusal | None) -> None:
         """`failed`: positions in the part. `why` is None if it went well."""
@@ -210,8 +210,8 @@ _EVENT = {
 }
 
 
-def _all(transfer: Transfer) -> U32:
-    return np.arange(len(transfer.entries), dtype=np.uint32)
+def _all(part: Part) -> U32:
+    return np.arange(part.blocks, dtype=np.uint32)
 
 
 def _why(stimulus: PartFinished) -> Refusal:

@@ -1,7 +1,7 @@
 """Whether a process may join: checked whole, before anything changes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from kvtierd.core.entities import Instance
 from kvtierd.core.errors import Reason, Refusal
@@ -14,9 +14,12 @@ WORLD_SIZE_MAX = 0xFFFF
 """A slot record holds it in 16 bits."""
 
 
-def shape_of(groups: Sequence[GroupGeometry]) -> tuple[int, ...]:
-    """Slot bytes of each group of one rank."""
-    return tuple(group.slot_bytes for group in groups)
+def shards_of(ranks: Iterable[tuple[GroupGeometry, ...]]) -> list[tuple[int, ...]]:
+    """Slot bytes of each shard of a block, for each group. `ranks`: what each holds, in rank order."""
+    return [
+        (group[0].slot_bytes,) if group[0].replicated else tuple(part.slot_bytes for part in group)
+        for group in zip(*ranks, strict=True)
+    ]
 
 
 def check_hello(stimulus: AttachSession, instance: Instance | None, geometry: PoolGeometry) -> None:
@@ -105,6 +108,9 @@ def _check_same(stimulus: AttachSession, instance: Instance) -> None:
         _require_equal("groups", len(stimulus.groups), len(other.groups))
         for index, (mine, theirs) in enumerate(zip(stimulus.groups, other.groups, strict=True)):
             _require_equal(f"groups[{index}].block_tokens", mine.block_tokens, theirs.block_tokens)
+            _require_equal(f"groups[{index}].replicated", mine.replicated, theirs.replicated)
+            if mine.replicated:
+                _require_equal(f"groups[{index}]", mine, theirs)
 
 
 def _require_equal(field: str, mine: object, theirs: object) -> None:

@@ -7,7 +7,7 @@ from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Mapping, Session, Worker
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.fencing import Fencing
-from kvtierd.core.hello import check_hello, check_prefill, shape_of
+from kvtierd.core.hello import check_hello, check_prefill, shards_of
 from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
 from kvtierd.core.leases import Leases
 from kvtierd.core.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest
@@ -63,9 +63,9 @@ class Instances:
         check_hello(stimulus, instance, self._blocks.geometry)
         fingerprint = layout_fingerprint(stimulus.groups) if Role.RANK in stimulus.role else None
         if instance is not None:
-            self._blocks.domains.require_room(_sizes(stimulus, instance))
-        elif stimulus.world_size == 1:
-            self._blocks.domains.require_room([(group.slot_bytes,) for group in stimulus.groups])
+            self._blocks.domains.require_room(_sizes(stimulus, instance.ranks))
+        else:
+            self._blocks.domains.require_room(_sizes(stimulus, {}))
 
         if instance is None:
             instance = Instance(
@@ -108,13 +108,19 @@ class Instances:
             fingerprints.append(session.fingerprint)
         digest = namespace_digest(instance.namespace_fields, instance.world_size, fingerprints)
         plans = []
-        for group in range(len(ranks[0].groups)):
+        for group, sizes in enumerate(shards_of(session.groups for session in ranks)):
             space = self._blocks.spaces.of(digest, group)
-            domain = self._blocks.domains.of(tuple(session.groups[group].slot_bytes for session in ranks))
+            domain = self._blocks.domains.of(sizes)
             self._blocks.spaces.users[space] += 1
             domain.users += 1
+            geometry = ranks[0].groups[group]
             plans.append(
-                GroupPlan(space=space, domain=domain, block_tokens=ranks[0].groups[group].block_tokens)
+                GroupPlan(
+                    space=space,
+                    domain=domain,
+                    block_tokens=geometry.block_tokens,
+                    replicated=geometry.replicated,
+                )
             )
         self._blocks.spaces.about[digest] = NamespaceAbout(
             instance.model,
@@ -224,7 +230,7 @@ class Instances:
             plan.num_blocks = min(mapping.num_blocks[group] for mapping in words)
             of_device: Counter[str] = Counter()
             for mapping in words:
-                of_device[mapping.worker.device] += plan.domain.sizes[mapping.session.rank]
+                of_device[mapping.worker.device] += plan.domain.sizes[plan.shard(mapping.session.rank)]
             plan.device_bytes = tuple(of_device.items())
         self._books.step(instance, Event.COMPLETE)
 
@@ -397,14 +403,9 @@ class Instances:
         return view
 
 
-def _sizes(stimulus: AttachSession, instance: Instance) -> list[tuple[int, ...]]:
-    """The slot sizes of each group, if this hello brings the last rank."""
-    shapes = {rank: shape_of(session.groups) for rank, session in instance.ranks.items()}
-    if Role.RANK in stimulus.role:
-        shapes[stimulus.rank] = shape_of(stimulus.groups)
-    if len(shapes) < instance.world_size or Role.RANK not in stimulus.role:
+def _sizes(stimulus: AttachSession, ranks: dict[Rank, Session]) -> list[tuple[int, ...]]:
+    """The slot sizes of each group, if this hello brings the last rank; `ranks` are there already."""
+    if Role.RANK not in stimulus.role or len(ranks) + 1 < stimulus.world_size:
         return []
-    groups = len(stimulus.groups)
-    return [
-        tuple(shapes[Rank(rank)][group] for rank in range(instance.world_size)) for group in range(groups)
-    ]
+    groups = {rank: session.groups for rank, session in ranks.items()} | {stimulus.rank: stimulus.groups}
+    return shards_of(groups[Rank(rank)] for rank in range(stimulus.world_size))

@@ -38,6 +38,8 @@ def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
             text = description.encode()
             digest.update(struct.pack("<QI", fragment_bytes, len(text)))
             digest.update(text)
+        if group.replicated:
+            digest.update(b"replicated\0")
     return Fingerprint(digest.digest()[:DIGEST_BYTES])
 
 

@@ -46,6 +46,8 @@ class GroupGeometry:
     window_tokens: int
     planes: tuple[tuple[int, str], ...]
     """(fragment bytes, description) of each plane, in slot order."""
+    replicated: bool = False
+    """Every rank holds the same bytes: one shard is enough for all."""
 
     @property
     def slot_bytes(self) -> int:

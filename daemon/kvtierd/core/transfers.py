@@ -76,6 +76,8 @@ class Transfers:
         slots = blocks.give_slots(domain, new)
 
         transfer = self._begin(instance, stimulus, Direction.STORE, len(hashes), new, slots)
+        if plan.replicated:  # by all in turn, so that no GPU's link has more to carry than another's
+            transfer.storing = Rank(transfer.transfer % instance.world_size)
         block_ids, new_hashes = stimulus.block_ids, hashes
         if len(new) < len(hashes):
             accepted = np.flatnonzero(created == CREATED)[:roomy]
@@ -125,20 +127,21 @@ class Transfers:
     def _open_slots(self, transfer: Transfer, plan: GroupPlan, hashes: U8) -> None:
         instance = transfer.instance
         assert instance.digest is not None
-        for rank in range(instance.world_size):
-            mapping = instance.ranks[Rank(rank)].mapping
+        for shard, data_bytes in enumerate(plan.domain.sizes):
+            rank = Rank(shard) if transfer.storing is None else transfer.storing
+            mapping = instance.ranks[rank].mapping
             assert mapping is not None
             self._blocks.actions.append(
                 OpenSlots(
-                    slots=transfer.slots[rank],
+                    slots=transfer.slots[shard],
                     worker=mapping.worker.worker,
                     store=transfer.transfer,
                     namespace=instance.digest,
                     group=transfer.group,
-                    shard=Rank(rank),
-                    world_size=instance.world_size,
+                    shard=Rank(shard),
+                    world_size=plan.domain.world,
                     hashes=hashes,
-                    data_bytes=plan.domain.sizes[rank],
+                    data_bytes=data_bytes,
                 )
             )
 
@@ -315,13 +318,15 @@ class Transfers:
     ) -> None:
         """One part for every rank, empty ones too: every rank's part word has to end."""
         books, instance = self._books, transfer.instance
+        plan = instance.plans[transfer.group]
         parts = []
-        for rank in range(instance.world_size):
-            session = instance.ranks[Rank(rank)]
+        for rank in map(Rank, range(instance.world_size)):
+            session = instance.ranks[rank]
             mapping = session.mapping
             assert mapping is not None
             assert mapping.registration is not None
-            part = Part(part=PartId(next(books.part_ids)), transfer=transfer, mapping=mapping)
+            blocks = len(transfer.entries) if transfer.storing in (None, rank) else 0
+            part = Part(part=PartId(next(books.part_ids)), transfer=transfer, mapping=mapping, blocks=blocks)
             parts.append(part)
             books.parts[part.part] = part
             mapping.parts[part.part] = part
@@ -334,8 +339,8 @@ class Transfers:
                     registration=mapping.registration,
                     group=transfer.group,
                     signals=signals,
-                    block_ids=block_ids,
-                    slots=transfer.slots[rank],
+                    block_ids=block_ids[:blocks],
+                    slots=transfer.slots[plan.shard(rank)][:blocks],
                     verify=verify,
                 )
             )

@@ -134,6 +134,7 @@ def _layout(name: str, geometry: GroupGeometry) -> Iterator[tuple[str, str]]:
     yield f"{name}.kind", types_pb2.GroupKind.Name(types_pb2.GroupKind.ValueType(geometry.kind))
     yield f"{name}.block_tokens", str(geometry.block_tokens)
     yield f"{name}.window_tokens", str(geometry.window_tokens)
+    yield f"{name}.replicated", str(geometry.replicated).lower()
     yield f"{name}.planes", str(len(geometry.planes))
     for number, (fragment_bytes, description) in enumerate(geometry.planes):
         yield f"{name}.planes[{number}].fragment_bytes", str(fragment_bytes)

@@ -190,6 +190,7 @@ def _group(field: str, index: int, group: types_pb2.Group) -> GroupGeometry:
         block_tokens=group.block_tokens,
         window_tokens=group.window_tokens,
         planes=tuple((plane.fragment_bytes, plane.description) for plane in group.planes),
+        replicated=group.replicated,
     )
     if geometry.slot_bytes > SLOT_BYTES_MAX:
         raise Refusal(

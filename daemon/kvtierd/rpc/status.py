@@ -179,5 +179,5 @@ def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:
         message.world_size = about.world_size
         message.hash_bytes = about.hash_bytes
         message.block_tokens = group.block_tokens
-        message.block_bytes = group.slot_bytes * about.world_size
+        message.block_bytes = group.slot_bytes * (1 if group.replicated else about.world_size)
     return message

@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from kvtier import (
 )
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.plain_client import READY_S, TRANSFER_S, Cache, block_hashes
+from tests.support.plain_client import BLOCK_BYTES, READY_S, TRANSFER_S, Cache, block_hashes
 
 HASHES = block_hashes("prompt", range(10))
 BLOCKS = range(10)
@@ -32,8 +33,12 @@ PARTS = 4
 class Engine:
     """All three in this process; the references travel between them as bytes."""
 
-    def __init__(self, host: DaemonHost, name: str, namespace: Namespace) -> None:
+    def __init__(
+        self, host: DaemonHost, name: str, namespace: Namespace, *, replicated: bool = False
+    ) -> None:
+        """`replicated`: both ranks hold the same bytes."""
         self._host, self._name, self._namespace = host, name, namespace
+        self._replicated = replicated
         self.caches = [Cache(), Cache()]
         self.scheduler = self._client(role=Role.SCHEDULER)
         self.ranks = [self.rank(number) for number in range(2)]
@@ -50,23 +55,27 @@ class Engine:
 
     def rank(self, number: int) -> Client:
         cache = self.caches[number]
-        return self._client(role=Role.RANK, rank=number, groups=[cache.group], memory=cache.memory)
+        group = dataclasses.replace(cache.group, replicated=self._replicated)
+        return self._client(role=Role.RANK, rank=number, groups=[group], memory=cache.memory)
 
     def ready(self) -> Engine:
         for client in (self.scheduler, *self.ranks):
             assert client.wait_ready(READY_S), client.status
         return self
 
+    def _content(self, number: int, value: bytes) -> bytes:
+        """Every rank has bytes of its own, or all have the same."""
+        return bytes([0 if self._replicated else number]) + value[1:]
+
     def fill(self) -> None:
-        """Every rank has bytes of its own."""
         for number, cache in enumerate(self.caches):
             for block, value in enumerate(HASHES):
-                cache.fill(block, bytes([number]) + value[1:])
+                cache.fill(block, self._content(number, value))
 
     def check(self) -> None:
         for number, cache in enumerate(self.caches):
             for block, value in enumerate(HASHES):
-                assert cache.right(block, bytes([number]) + value[1:]), (number, block)
+                assert cache.right(block, self._content(number, value)), (number, block)
 
     def ring(self, step: int) -> None:
         for rank in self.ranks:
@@ -87,8 +96,8 @@ class Engine:
 def start(shared_host: DaemonHost, namespace: Namespace) -> Iterator[Callable[[str], Engine]]:
     made: list[Engine] = []
 
-    def make(name: str = "engine") -> Engine:
-        made.append(Engine(shared_host, f"{namespace.tenant}/{name}", namespace))
+    def make(name: str = "engine", host: DaemonHost = shared_host, *, replicated: bool = False) -> Engine:
+        made.append(Engine(host, f"{namespace.tenant}/{name}", namespace, replicated=replicated))
         return made[-1].ready()
 
     yield make
@@ -119,6 +128,51 @@ def test_a_step_stores_every_ranks_shard_and_another_engine_loads_them(start: Ca
     assert second.states(part) == [PartState.DONE, PartState.DONE]
     second.check()
     assert transfer.wait(TRANSFER_S).done
+
+
+def test_what_all_ranks_hold_is_stored_once_and_survives_as_that(
+    start: Callable[..., Engine], host: DaemonHost
+) -> None:
+    first, second = (start(name, host, replicated=True) for name in ("first", "second"))
+    store(first)
+    assert host.status().counters.stored_bytes == 10 * BLOCK_BYTES, "and not once for each rank"
+    host.kill9()
+    host.start()
+    second.ready()
+    with second.scheduler.lookup(HASHES, lease=True, timeout_s=READY_S) as hit:
+        assert hit.hits == 10
+        assert second.scheduler.load(hit, BLOCKS).wait(TRANSFER_S).done
+    second.check()
+
+
+def test_what_all_ranks_hold_comes_from_each_of_them_in_turn(start: Callable[..., Engine]) -> None:
+    """So it must be right whoever stored it; and a rank that has nothing to store cannot spoil it."""
+    engine = start(replicated=True)
+    for step, value in enumerate(HASHES, 1):
+        engine.fill()
+        transfer = engine.scheduler.store([value], [step - 1], doorbell=Doorbell(0, step))
+        engine.ring(step)
+        assert transfer.wait(TRANSFER_S).done
+    with engine.scheduler.lookup(HASHES, lease=True, timeout_s=READY_S) as hit:
+        assert hit.hits == 10
+        for cache in engine.caches:
+            cache.wipe()
+        assert engine.scheduler.load(hit, BLOCKS).wait(TRANSFER_S).done
+    engine.check()
+    kept = 0
+    for number in range(4):
+        late = block_hashes(f"late {number}", range(3))
+        transfer = engine.scheduler.store(late, range(3), doorbell=Doorbell(1, number + 1))
+        assert transfer.part is not None
+        assert engine.ranks[1].revoke(transfer.part) is PartState.REVOKED
+        for rank in engine.ranks:
+            rank.ring(1, number + 1)
+        outcome = transfer.wait(TRANSFER_S)
+        assert outcome.state is not TransferState.DONE
+        hits = engine.scheduler.lookup(late).hits
+        assert outcome.succeeded == bytes([hits == 3]) * 3
+        kept += hits
+    assert kept == 6, "those of the rank that did not revoke"
 
 
 def test_a_rank_knows_its_part_before_the_daemon_has_answered(start: Callable[..., Engine]) -> None:

@@ -161,6 +161,7 @@ class Instance:
         *,
         sizes: Sequence[Sequence[int]] = ((4096,),),
         block_tokens: Sequence[int] | None = None,
+        replicated: Sequence[int] = (),
         together: bool = True,
         fields: bytes = b"namespace",
         blocks: int = 64,
@@ -168,8 +169,8 @@ class Instance:
         worker: WorkerId | str | None = "new",
         processes: Sequence[int] | None = None,
     ) -> None:
-        """`sizes`: slot bytes by group and rank. `block_tokens`: by group. `worker`: its own, a given one, or
-        None if none registers.
+        """`sizes`: slot bytes by group and rank. `block_tokens`: by group. `replicated`: groups of which all
+        ranks hold the same. `worker`: its own, a given one, or None if none registers.
 
         `processes`: only these attach, and nobody registers.
         """
@@ -177,6 +178,7 @@ class Instance:
         self.name = name
         self.sizes = sizes
         self.block_tokens = block_tokens or (16,) * len(sizes)
+        self.replicated = replicated
         self.together = together
         self.fields = fields
         self.blocks = blocks
@@ -206,8 +208,8 @@ class Instance:
         if self.together and process == 0:
             role = BOTH
         groups = tuple(
-            GroupGeometry(1, tokens, 0, ((sizes[process], "kv"),))
-            for sizes, tokens in zip(self.sizes, self.block_tokens, strict=True)
+            GroupGeometry(1, tokens, 0, ((sizes[process], "kv"),), group in self.replicated)
+            for group, (sizes, tokens) in enumerate(zip(self.sizes, self.block_tokens, strict=True))
         )
         options: dict[str, Any] = {
             "session": SessionId(next(self.host.ids)),
