@@ -29,6 +29,10 @@ class ConnectorConfig:
     """Free text that must be equal for blocks to be shared."""
     weights_revision: str = ""
     """Name of the weights, changed whenever they change. Empty: found out, from the files or the hub."""
+    adapters: str = "refuse"
+    """With LoRA. "refuse": nothing is cached. "files": an adapter is known by the content of its files, which
+    lie in a folder of this machine, as safetensors, and must not change while an engine has them loaded; once
+    they have, its requests are not cached any more."""
     store: bool = True
     """Whether this engine's blocks are stored."""
     load: bool = True
@@ -88,7 +92,11 @@ class ConnectorConfig:
 
 _MOST = {"prefill_tokens_per_s": 1e9}
 _LEAST = {"store_threshold": 1}
-_CHOICES = {"share": ("auto", "export", "mirror"), "store_tokens": ("all", "prompt")}
+_CHOICES = {
+    "adapters": ("refuse", "files"),
+    "share": ("auto", "export", "mirror"),
+    "store_tokens": ("all", "prompt"),
+}
 
 
 def _check(name: str, value: object, default: object) -> None:

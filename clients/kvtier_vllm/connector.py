@@ -30,7 +30,7 @@ from vllm.logger import init_logger
 from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
-from kvtier_vllm.groups import HYBRID_VLLM, groups_of
+from kvtier_vllm.groups import HYBRID_VLLM, groups_of, replicated_groups
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
@@ -87,13 +87,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 refuse_sleep_mode(vllm_config, version_of(vllm.__version__))
             self._identity = _Identity(vllm_config, self._config)
             _refuse_hybrid_models(kv_cache_config, version_of(vllm.__version__))
+            groups = groups_of(kv_cache_config, vllm_config)
             if role is KVConnectorRole.SCHEDULER:
                 if self._config.autostart:
                     _autostart(self._config.socket)
                 _warn_of_failure_policy(transfer)
                 self._scheduler = SchedulerSide(
                     self._config,
-                    groups_of(kv_cache_config, vllm_config),
+                    groups,
                     self._connect_scheduler,
                     log,
                     None if self._config.prefill_tokens_per_s else _prefill_meter(vllm_config),
@@ -241,7 +242,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         side = self._worker
         if side is not None and not self._is_off:
-            self._guard(lambda: side.register(kv_caches, self._kv_cache_config), None)
+            same = replicated_groups(self._kv_cache_config, self._vllm_config)
+            self._guard(lambda: side.register(kv_caches, self._kv_cache_config, same), None)
             if side.link is not None:
                 side.link.wait_ready(ATTACH_WAIT_S)
 
@@ -399,7 +401,12 @@ class _Identity:
         if self._derived is None:
             config = self._config
             self._derived = derive(
-                self._vllm_config, vllm.__version__, config.tenant, config.salt, config.weights_revision
+                self._vllm_config,
+                vllm.__version__,
+                config.tenant,
+                config.salt,
+                config.weights_revision,
+                adapters_by_files=config.adapters == "files",
             )
         fields = dataclasses.asdict(self._derived) | {"generation": generation}
         return Namespace(**fields)

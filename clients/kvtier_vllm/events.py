@@ -8,7 +8,8 @@ those that were loaded. Announced as removed: of these, what the index page no l
 part per step, so an idle engine tells late), what is too old to be remembered here, and all of them when the
 engine attaches to a daemon anew or its cache is reset: vLLM's AllBlocksCleared would take the engine's own
 blocks along. While a daemon is away nothing is said.
-Not announced: what others store, and where a block lies below kvtierd, whose host memory it passes anyway.
+Not announced: what others store, blocks of LoRA adapters (kvtierd knows them by other keys), and where a
+block lies below kvtierd, whose host memory it passes anyway.
 
 Experimental interfaces of vLLM's: take_events, BlockStored, BlockRemoved (0.29 to 0.33).
 """

@@ -50,6 +50,8 @@ class Groups:
     """Tokens of one of the request's block hashes."""
     zeroed: bool = False
     """vLLM zeroes blocks before it says that it has taken them from a request."""
+    looks_ahead: bool = False
+    """The end of a block's KV depends on the token behind it, too: only the block behind it proves it."""
 
     @classmethod
     def one(cls, block_tokens: int) -> Groups:
@@ -86,8 +88,13 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
     if any(shape.kind is GroupKind.MAMBA for shape in shapes):
         _refuse_states_elsewhere(vllm_config.cache_config)
     zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    looks_ahead = drafts_from_hidden_states(vllm_config)
+    if looks_ahead and (len(shapes) > 1 or shapes[0].window_blocks):
+        raise UnsupportedLayout(
+            "a draft model that is fed hidden states is supported only where all layers have full attention"
+        )
     if len(shapes) == 1:
-        return Groups(tuple(shapes), shapes[0].block_tokens, zeroed)
+        return Groups(tuple(shapes), shapes[0].block_tokens, zeroed, looks_ahead)
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -115,6 +122,33 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
     )
 
 
+def drafts_from_hidden_states(vllm_config: Any) -> bool:
+    """Whether a draft model is fed each token's hidden state together with the token behind it, so that its
+    KV at the end of a block is not decided by the block's tokens alone (EAGLE, MTP)."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and bool(speculative.use_eagle())
+
+
+def replicated_groups(kv_cache_config: Any, vllm_config: Any) -> frozenset[int]:
+    """The groups of which every rank holds the same bytes: latents of MLA, where nothing but the heads is
+    split. Ranks of a pipeline hold different layers."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    parallel = vllm_config.parallel_config
+    if not 1 < parallel.world_size == parallel.tensor_parallel_size:
+        return frozenset()
+    return frozenset(
+        index
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if all(type(spec) is interface.MLAAttentionSpec for spec in _specs_of(group))
+    )
+
+
+def _specs_of(group: Any) -> list[Any]:
+    """Of the layers of a group, each kind at least once."""
+    return list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
+
+
 def _refuse_states_elsewhere(cache_config: Any) -> None:
     for name in ("use_replayssm", "use_kda_recoverssm"):
         if getattr(cache_config, name, False):
@@ -123,21 +157,12 @@ def _refuse_states_elsewhere(cache_config: Any) -> None:
 
 def shape_of(index: int, group: Any) -> GroupShape:
     """Of one KVCacheGroupSpec, as if hashes were of its own blocks. Raises UnsupportedLayout."""
-    from vllm.v1 import kv_cache_interface as interface
 
-    if (
-        not getattr(group, "enable_kv_transfer", True)
-        or getattr(group, "is_eagle_group", False)
-        or getattr(group, "host_resident", False)
-    ):
+    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         raise UnsupportedLayout(
-            f"KV cache group {index} is a draft model's, lies in host memory, or takes no part in transfers: "
-            "not supported"
+            f"KV cache group {index} lies in host memory, or takes no part in transfers: not supported"
         )
-    spec = group.kv_cache_spec
-    specs = [spec]
-    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
-        specs = list(spec.kv_cache_specs.values())
+    spec, specs = group.kv_cache_spec, _specs_of(group)
     shapes = {_shape_of_layer(index, one) for one in specs}
     if any(one.block_size != spec.block_size for one in specs):
         raise UnsupportedLayout("layers of one KV cache group have different block sizes")

@@ -1,8 +1,8 @@
 """From a vLLM configuration to the namespace its blocks belong to.
 
-vLLM's block hash covers tokens, LoRA name, multi-modal content and cache salt, and nothing of the model.
-All else that decides a block's bytes is named here; what cannot be named for certain is refused: a
-namespace too narrow costs a miss, one too wide serves wrong bytes.
+vLLM's block hash covers tokens, LoRA name (see `adapters`), multi-modal content and cache salt, and nothing
+of the model. All else that decides a block's bytes is named here; what cannot be named for certain is
+refused: a namespace too narrow costs a miss, one too wide serves wrong bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _PLAIN_KV_DTYPES = {"auto", "float16", "bfloat16"}
 _STATIC_SCALE_KV_DTYPES = {"fp8", "fp8_e4m3", "fp8_e5m2"}
 # Speculative methods that keep no KV of their own in the cache.
 _DRAFTLESS_METHODS = {"ngram", "ngram_gpu", "suffix"}
+# Those whose draft's KV lies beside the model's, and follows from a block's tokens and the one behind it.
+_DRAFTING_METHODS = {"eagle", "eagle3", "mtp"}
 # Keys of a model's configuration that say nothing about what it computes.
 _COSMETIC_CONFIG_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "kvtier_tiny_llama"}
 
@@ -59,16 +61,23 @@ class EngineNamespace:
 
 
 def derive(
-    vllm_config: Any, vllm_version: str, tenant: str = "", salt: str = "", revision: str = ""
+    vllm_config: Any,
+    vllm_version: str,
+    tenant: str = "",
+    salt: str = "",
+    revision: str = "",
+    *,
+    adapters_by_files: bool = False,
 ) -> EngineNamespace:
     """Namespace of the engine that `vllm_config` (a VllmConfig) describes.
 
     Every process of an engine derives the same one. May read the model's weights (see `weights`). A
-    `revision` set by the user replaces what would be found out about the weights. Raises
+    `revision` set by the user replaces what would be found out about the weights. `adapters_by_files`: blocks
+    of LoRA adapters are named by `adapters`; otherwise engines with LoRA are refused. Raises
     UnsupportedConfiguration.
     """
     version = version_of(vllm_version)
-    _refuse_what_the_hash_omits(vllm_config)
+    _refuse_what_the_hash_omits(vllm_config, adapters_by_files)
     scheme, hash_bytes = _hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo, version)
     kv_dtype, kv_scales = _kv_dtype(vllm_config)
     return EngineNamespace(
@@ -81,6 +90,7 @@ def derive(
         hash_bytes=hash_bytes,
         tenant=tenant,
         salt=salt,
+        adapter=_adapters(vllm_config),
     )
 
 
@@ -98,17 +108,25 @@ def version_of(text: str) -> tuple[int, int]:
     return version
 
 
-def _refuse_what_the_hash_omits(vllm_config: Any) -> None:
+def _adapters(vllm_config: Any) -> str:
+    """What all adapters have in common; their weights are in their blocks' keys."""
+    lora = getattr(vllm_config, "lora_config", None)
+    return "" if lora is None else f"LoRA {lora.lora_dtype}"
+
+
+def _refuse_what_the_hash_omits(vllm_config: Any, adapters_by_files: bool) -> None:
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedConfiguration("prefix caching is off; enable it (--enable-prefix-caching)")
-    if getattr(vllm_config, "lora_config", None) is not None:
+    if getattr(vllm_config, "lora_config", None) is not None and not adapters_by_files:
         raise UnsupportedConfiguration(
-            "LoRA is on, and vLLM's block hashes carry an adapter's name, not its weights: not supported"
+            "LoRA is on, and vLLM's block hashes carry an adapter's name, not its weights: if the files of "
+            'an adapter never change while an engine lives, set adapters to "files"'
         )
     speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None and speculative.method not in _DRAFTLESS_METHODS:
+    if speculative is not None and speculative.method not in _DRAFTLESS_METHODS | _DRAFTING_METHODS:
         raise UnsupportedConfiguration(
-            f"speculative decoding by {speculative.method!r} keeps a draft's KV in the cache: not supported"
+            f"speculative decoding by {speculative.method!r} keeps a draft's KV in the cache: not supported; "
+            f"use one of {', '.join(sorted(_DRAFTLESS_METHODS | _DRAFTING_METHODS))}"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -194,6 +212,16 @@ def _weights_revision(vllm_config: Any, revision: str) -> str:
         "model_impl": str(getattr(model, "model_impl", "auto")),
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
     }
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.method in _DRAFTING_METHODS:
+        draft = speculative.draft_model_config
+        config = draft.hf_config.to_dict()
+        computed["draft"] = {
+            "method": speculative.method,
+            "revision": _found_revision(draft),
+            "config": {key: value for key, value in config.items() if key not in _COSMETIC_CONFIG_KEYS},
+            "quantization": str(draft.quantization),
+        }
     text = json.dumps(computed, sort_keys=True, default=str)
     return f"{revision} config:{_short_digest(text.encode())}"
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier import Client, Doorbell, KvtierError, Transfer
 from kvtier.joint import JOINT_LOOKUP
 
+from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.ahead import Ahead
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.control import Control, Controls
@@ -82,6 +83,7 @@ class SchedulerSide:
         self._events = events
         self._storer = Storer(groups, threshold=config.store_threshold, events=events)
         self._controls = Controls(config, log)
+        self._adapters = Adapters(log)
         self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
         """Units: fewer are not loaded."""
         self._loads = LoadCounters()
@@ -122,8 +124,9 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request, which vLLM asks about when it is its turn."""
-        if self._controls.of(request).load:
-            self._ahead.arrived(request)
+        keys = self._adapters.keys(request)
+        if keys is not None and self._controls.of(request).load:
+            self._ahead.arrived(request, keys(request.block_hashes))
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
@@ -139,10 +142,19 @@ class SchedulerSide:
         if rest:
             return 0
         tracked.matched_at = local
-        total = min(self._loadable(request, tracked.control), local + self._loaded_max)
+        hashes = self._hashes(tracked)
+        total = min(self._loadable(request, hashes, tracked.control), local + self._loaded_max)
+        proof = int(self._groups.looks_ahead)  # a unit that is found, and computed all the same
         units = self._matcher.match(
-            client, request.request_id, request.block_hashes, local, total, self._least
+            client,
+            request.request_id,
+            hashes,
+            local,
+            min(total + proof, len(hashes) // self._groups.unit_hashes),
+            self._least + proof,
         )
+        if units:
+            units -= proof
         if units and not self._room.has(request, (local + units) * unit_tokens):
             return None
         return None if units is None else units * unit_tokens
@@ -166,7 +178,7 @@ class SchedulerSide:
         transfers = tuple(self._submit_load(grant, target) for target in targets)
         if grant is not None and len(targets) < len(grant.lookup.leases):
             self._give_back(grant)  # what no load has taken
-        loaded = tuple((target, target.hashes_of(request.block_hashes)) for target in targets)
+        loaded = tuple((target, target.hashes_of(tracked.hashes)) for target in targets)
         ids = tuple(target.block_ids for target in targets)
         tracked.load = Load(transfers, frozenset().union(*ids), loaded, num_external_tokens, time.monotonic())
         parts = tuple(None if transfer is None else transfer.part for transfer in transfers)
@@ -316,6 +328,7 @@ class SchedulerSide:
     def close(self) -> None:
         """The engine shuts down."""
         self._stopped = True
+        self._adapters.close()
         self._link.close(CLOSE_TIMEOUT_S)
 
     # --- inside
@@ -324,10 +337,21 @@ class SchedulerSide:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            control, stores = self._controls.of(request), self._storer.new_state(request)
-            tracked = TrackedRequest(request, control, stores, preemptions=request.num_preemptions)
+            tracked = TrackedRequest(
+                request,
+                self._controls.of(request),
+                self._storer.new_state(request),
+                self._adapters.keys(request),
+                preemptions=request.num_preemptions,
+            )
             self._requests[request.request_id] = tracked
         return tracked
+
+    def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes]:
+        """As `TrackedRequest.hashes`; asks for the keys while they are not known."""
+        if tracked.keys is None:
+            tracked.keys = self._adapters.keys(tracked.request)
+        return tracked.hashes
 
     def _ready_client(self) -> Client | None:
         client = self._link.client
@@ -382,7 +406,7 @@ class SchedulerSide:
         blocks = tracked.stores.next_block[self._longest.group]
         if client is None or not tracked.control.store or not blocks:
             return
-        hashes = tracked.request.block_hashes[: blocks * self._longest.hash_stride]
+        hashes = tracked.hashes[: blocks * self._longest.hash_stride]
         if self._groups.plain:
             client.touch(hashes)
         else:
@@ -415,7 +439,8 @@ class SchedulerSide:
         if not tracked.begun:
             tracked.begun, began_at = True, request.num_computed_tokens
             tracked.foreign_until = began_at if began_at > tracked.expected_tokens else 0
-        computed, known = request.num_computed_tokens + scheduled, len(request.block_hashes)
+        hashes = self._hashes(tracked)
+        computed, known = request.num_computed_tokens + scheduled, len(hashes)
         if tracked.foreign_until:  # only what vLLM has seen succeed
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             if computed <= tracked.foreign_until:  # the step that loads it has not ended, or it failed
@@ -439,7 +464,7 @@ class SchedulerSide:
                 client,
                 request.request_id,
                 tracked.stores,
-                hashes_of(shape, request.block_hashes),
+                hashes_of(shape, hashes),
                 blocks,
                 self._step,
                 shape.group,
@@ -454,7 +479,7 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None or not tracked.control.store:
                 continue
-            hashes, end_tokens = tracked.request.block_hashes, tracked.control.store_end_tokens
+            hashes, end_tokens = self._hashes(tracked), tracked.control.store_end_tokens
             for group, block_id, tokens in states:
                 shape = self._groups.shapes[group]
                 blocks, rest = divmod(tokens, shape.block_tokens)
@@ -475,16 +500,16 @@ class SchedulerSide:
                 if order is not None:
                     self._out.stores.append(order)
 
-    def _loadable(self, request: Any, control: Control) -> int:
+    def _loadable(self, request: Any, hashes: Sequence[bytes], control: Control) -> int:
         """Units that a load may fill. The last token is always computed, and never into a loaded block, as
         with the engine's own hits."""
         tokens: int = request.num_tokens - 1
         if control.load_end_tokens is not None:
             tokens = min(tokens, control.load_end_tokens)
-        return min(tokens // self._groups.unit_tokens, len(request.block_hashes) // self._groups.unit_hashes)
+        return min(tokens // self._groups.unit_tokens, len(hashes) // self._groups.unit_hashes)
 
-    def _prefetchable(self, request: Any) -> int:
-        return min(self._loadable(request, self._controls.of(request)), self._loaded_max)
+    def _prefetchable(self, request: Any, hashes: Sequence[bytes]) -> int:
+        return min(self._loadable(request, hashes, self._controls.of(request)), self._loaded_max)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier import PartRef, Transfer
 
+from kvtier_vllm.adapters import Keys
 from kvtier_vllm.control import Control
 from kvtier_vllm.storing import StoreState
 from kvtier_vllm.tables import Target
@@ -38,6 +39,8 @@ class TrackedRequest:
     request: Any
     control: Control
     stores: StoreState
+    keys: Keys | None
+    """None: not known yet, or never."""
     preemptions: int = 0
     load: Load | None = None
     may_load: bool = True
@@ -51,6 +54,11 @@ class TrackedRequest:
     foreign_until: int = 0
     """It began with so many: another connector loads as well, perhaps in the very step, and perhaps in vain.
     0: it did not."""
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The keys of its blocks, in units of vLLM's block hashes; none while they are not known."""
+        return () if self.keys is None else self.keys(self.request.block_hashes)
 
 
 @dataclass(slots=True)

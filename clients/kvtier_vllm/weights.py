@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
-CONFIG_NAMES = ("config.json", "hf_quant_config.json")
+CONFIG_NAMES = ("config.json", "hf_quant_config.json", "adapter_config.json")
 WEIGHT_PATTERN = "*.safetensors"
 
 _CHUNK_BYTES = 8 << 20
@@ -28,12 +28,17 @@ _CHUNK_BYTES = 8 << 20
 _LOCK_TIMEOUT_S = 600.0
 
 
+Stamp = list[list[int | str]]
+"""Equal exactly if no file was changed or replaced."""
+
+
 class UnknownWeights(Exception):
     """The weights cannot be identified; the message says why and what to set."""
 
 
 def local_revision(directory: Path) -> str:
-    """`sha256:…` over names, sizes and content of the model's config and safetensors files in `directory`.
+    """`sha256:…` over names, sizes and content of the config and safetensors files of the model, or of the
+    adapter, in `directory`.
 
     Independent of the directory's path. Raises UnknownWeights if there are no safetensors files or one
     cannot be read. A cache that cannot be read or written only costs time.
@@ -54,6 +59,11 @@ def local_revision(directory: Path) -> str:
     return revision
 
 
+def stamp_of(directory: Path) -> Stamp:
+    """Of the files that `local_revision` reads. Raises UnknownWeights likewise."""
+    return _stamp_of(_files_of(directory))
+
+
 def _files_of(directory: Path) -> list[Path]:
     weights = sorted(directory.glob(WEIGHT_PATTERN))
     if not weights:
@@ -64,7 +74,7 @@ def _files_of(directory: Path) -> list[Path]:
     return [directory / name for name in CONFIG_NAMES if (directory / name).exists()] + weights
 
 
-def _stamp_of(files: list[Path]) -> list[list[int | str]]:
+def _stamp_of(files: list[Path]) -> Stamp:
     try:
         states = [(file.name, file.stat()) for file in files]
     except OSError as error:
@@ -123,7 +133,7 @@ def _cache_entry(key: str) -> Iterator[Path | None]:
         os.close(lock)
 
 
-def _read_entry(entry: Path, stamp: list[list[int | str]]) -> str | None:
+def _read_entry(entry: Path, stamp: Stamp) -> str | None:
     try:
         content = json.loads(entry.read_text())
         revision = content["revision"] if content["stamp"] == stamp else None
@@ -132,7 +142,7 @@ def _read_entry(entry: Path, stamp: list[list[int | str]]) -> str | None:
     return revision if isinstance(revision, str) else None
 
 
-def _write_entry(entry: Path, stamp: list[list[int | str]], revision: str) -> None:
+def _write_entry(entry: Path, stamp: Stamp, revision: str) -> None:
     with (
         contextlib.suppress(OSError),
         tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file,

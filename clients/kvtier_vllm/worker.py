@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,14 +109,17 @@ class WorkerSide:
         self._host_memory = SharedKVMemory(sizes.pop())
         return self._host_memory.allocation_context()
 
-    def register(self, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> None:
-        """Shares the KV cache, in the background. Raises NotShareable."""
+    def register(
+        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, replicated: Collection[int] = ()
+    ) -> None:
+        """Shares the KV cache, in the background; `replicated` are the groups of which every rank holds the
+        same bytes. Raises NotShareable."""
         if self._gpu is not None:
             memory = GpuKVMemory(kv_caches)
-            groups = _groups(describe(kv_caches, kv_cache_config, memory))
+            groups = _groups(describe(kv_caches, kv_cache_config, memory), replicated)
             self._sharing = share_gpu(memory, groups, self._config.share, self._gpu, self._log)
         elif self._host_memory is not None:
-            groups = _groups(describe(kv_caches, kv_cache_config, self._host_memory))
+            groups = _groups(describe(kv_caches, kv_cache_config, self._host_memory), replicated)
             self._sharing = HostSharing(self._host_memory)
         else:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")
@@ -341,13 +344,14 @@ class WorkerSide:
         return late and part.revoke().over
 
 
-def _groups(layouts: Iterable[GroupLayout]) -> tuple[Group, ...]:
+def _groups(layouts: Iterable[GroupLayout], replicated: Collection[int]) -> tuple[Group, ...]:
     return tuple(
         Group(
             block_tokens=layout.shape.block_tokens,
             num_blocks=layout.num_blocks,
             kind=layout.shape.kind,
             window_tokens=layout.shape.window_tokens,
+            replicated=layout.shape.group in replicated,
             planes=tuple(
                 Plane(
                     fragment_bytes=plane.fragment_bytes,

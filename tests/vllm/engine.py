@@ -179,10 +179,18 @@ class Engine:
         logprobs: int = 5,
         timeout_s: float = CALL_TIMEOUT_S,
         salt: str | None = None,
+        lora: tuple[str, int, str] | None = None,
     ) -> list[Generated]:
-        """Runs the prompts (token ids) together, greedily, to exactly `max_tokens` each."""
+        """Runs the prompts (token ids) together, greedily, to exactly `max_tokens` each. `lora`: an adapter's
+        name, number and folder."""
         # Two deadlines: the engine gives up first, and says what it was doing; then we give up on it.
-        command = {"prompts": prompts, "max_tokens": max_tokens, "logprobs": logprobs, "salt": salt}
+        command = {
+            "prompts": prompts,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "salt": salt,
+            "lora": lora,
+        }
         answer = self.call("generate", timeout_s + GRACE_S, engine_timeout_s=timeout_s, **command)
         return [Generated(**result) for result in answer["results"]]
 

@@ -81,14 +81,23 @@ class Runner:
         logprobs: int,
         engine_timeout_s: float,
         salt: str | None = None,
+        lora: list[Any] | None = None,
     ) -> Answer:
         """Runs the prompts together to their end; results in their order."""
-        ids = [self.do_add(prompt, max_tokens, logprobs, salt)["request"] for prompt in prompts]
+        ids = [self.do_add(prompt, max_tokens, logprobs, salt, lora)["request"] for prompt in prompts]
         return {"results": self.do_finish(ids, engine_timeout_s)["results"]}
 
-    def do_add(self, prompt: list[int], max_tokens: int, logprobs: int, salt: str | None = None) -> Answer:
-        """Queues one request without stepping the engine."""
+    def do_add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        logprobs: int,
+        salt: str | None = None,
+        lora: list[Any] | None = None,
+    ) -> Answer:
+        """Queues one request without stepping the engine. `lora`: an adapter's name, number and folder."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         self._serial += 1
         request = f"r{self._serial}"
@@ -99,7 +108,8 @@ class Runner:
         if salt is not None:
             tokens["cache_salt"] = salt
         self._started_s[request] = time.perf_counter()
-        self._engine.add_request(request, tokens, sampling)
+        adapter = None if lora is None else LoRARequest(*lora)
+        self._engine.add_request(request, tokens, sampling, lora_request=adapter)
         return {"request": request}
 
     def do_step(self, count: int = 1) -> Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,16 @@ def _digests(tokens: Sequence[int]) -> Digests:
     return np.array(found, np.uint64)
 
 
+def _next(digests: Digests) -> int:
+    """The token that the model says behind these."""
+    return int(digests[-1] % np.uint64(1000))
+
+
 def output_of(tokens: Sequence[int], count: int) -> list[int]:
     """What the model says after `tokens`."""
     known = list(tokens)
     for _ in range(count):
-        known.append(int(_digests(known)[-1] % np.uint64(1000)))
+        known.append(_next(_digests(known)))
     return known[len(tokens) :]
 
 
@@ -97,6 +102,7 @@ class MiniEngine:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.structured_output import StructuredOutputManager
@@ -135,7 +141,10 @@ class MiniEngine:
         self.layers = dict(zip(dict(caches), self.pages, strict=True))
         if self.worker is not None:
             self.worker.register_kv_caches(dict(caches))
-        self.scheduler: Any = Scheduler(
+        self._ahead = bool(config.scheduler_config.async_scheduling)
+        """A step is scheduled before the scheduler hears what the one before it has sampled."""
+        self._unheard: list[Callable[[], None]] = []
+        self.scheduler: Any = (AsyncScheduler if self._ahead else Scheduler)(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
@@ -205,12 +214,19 @@ class MiniEngine:
             worker.wait_for_save()
             connector_output = self._connector_output(output)
             worker.clear_connector_metadata()
-        self._finish_step(output, requests, sampled, connector_output)
+        self._unheard.append(lambda: self._finish_step(output, requests, sampled, connector_output))
+        self._hear(self._ahead and not self.idle)
+
+    def _hear(self, behind: bool) -> None:
+        """The scheduler hears of all steps, or (`behind`) of all but the last."""
+        while len(self._unheard) > behind:
+            self._unheard.pop(0)()
 
     def run(self, steps_max: int = 20_000) -> None:
         """Until the scheduler holds nothing, blocks that are still stored included."""
         for _ in range(steps_max):
             if not self.scheduler.has_requests():
+                self._hear(behind=False)
                 return
             self.step()
             if self.idle:
@@ -222,6 +238,7 @@ class MiniEngine:
 
     def forget(self) -> None:
         """Loses all KV."""
+        self._hear(behind=False)
         assert self.scheduler.reset_prefix_cache()
         for pages in self.pages:
             pages[1:] = 0x3F3F3F3F3F3F3F3F
@@ -262,13 +279,25 @@ class MiniEngine:
             request = requests[name]
             start = request.num_computed_tokens - count  # vLLM has counted the step already
             [table] = self.scheduler.kv_cache_manager.get_block_ids(name)
-            digests = _digests(request.all_token_ids)
+            digests = _digests(self._tokens(request, start + count))
             self._check(name, table, digests[:start])
             self._write(table, digests[: start + count], start)
             self.cached.setdefault(name, start)
-            done = start + count >= request.num_tokens
-            sampled[name] = [int(digests[-1] % np.uint64(1000))] if done else []
+            done = start + count >= self._expected(request)
+            sampled[name] = [_next(digests[: start + count])] if done else []
         return sampled
+
+    def _tokens(self, request: Any, count: int) -> list[int]:
+        """Those that the scheduler knows, and those that it has not heard of, up to `count`."""
+        tokens = list(request.all_token_ids)
+        while len(tokens) < count:
+            tokens.append(_next(_digests(tokens)))
+        return tokens
+
+    def _expected(self, request: Any) -> int:
+        """Tokens after which a step samples."""
+        unheard: int = request.num_output_placeholders if self._ahead else 0
+        return int(request.num_tokens) + max(0, unheard - 1)
 
     def _at(self, table: Sequence[int], first: int, end: int) -> tuple[Any, Any]:
         positions = np.arange(first, end)

@@ -72,9 +72,11 @@ class Rig:
         """Until every submitted store has ended."""
         until(lambda: self.look("client.status.transfers_active") == 0, "all transfers have ended")
 
-    def generate(self, tokens: list[int], max_tokens: int = 16) -> Generated:
+    def generate(
+        self, tokens: list[int], max_tokens: int = 16, lora: tuple[str, int, str] | None = None
+    ) -> Generated:
         """One request, alone."""
-        return self.engine.generate([tokens], max_tokens=max_tokens)[0]
+        return self.engine.generate([tokens], max_tokens=max_tokens, lora=lora)[0]
 
     def forget(self) -> None:
         """The engine loses every KV byte it has, and what it knows of them."""

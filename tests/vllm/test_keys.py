@@ -1,5 +1,6 @@
 """What else than tokens decides whether KV may be shared is in vLLM's block hashes, and so in ours: two
-requests that differ in their salt, adapter or image never share a block, two that do not, do."""
+requests that differ in their salt or image never share a block, two that do not, do. Adapters: see
+test_adapters."""
 
 from __future__ import annotations
 
@@ -25,13 +26,6 @@ __all__ = ["host", "make"]
 LENGTH, WHOLE = 6 * TOKENS + 5, 6 * TOKENS
 IMAGE_AT = 2 * TOKENS + 3
 """The first image begins in the third block, so that two are shared whatever it shows."""
-
-
-def adapter(name: str) -> dict[str, Any]:
-    """As vLLM passes it with a request."""
-    from vllm.lora.request import LoRARequest
-
-    return {"lora_request": LoRARequest(name, 1 + len(name), f"/adapters/{name}")}
 
 
 def images(*shown: str, at: int = IMAGE_AT, length: int = TOKENS) -> dict[str, Any]:
@@ -80,16 +74,6 @@ def test_only_requests_of_one_salt_share(shared: Shared) -> None:
         assert shared.found(cache_salt=salt) == 0
     for salt in (None, "tenant a", "tenant b"):
         assert shared.found(cache_salt=salt) == WHOLE
-    all_came_back(shared._engine)
-
-
-def test_only_requests_of_one_adapter_share(shared: Shared) -> None:
-    assert shared.found() == 0
-    assert shared.found(**adapter("one")) == 0
-    assert shared.found(**adapter("other")) == 0
-    assert shared.found() == WHOLE
-    assert shared.found(**adapter("one")) == WHOLE
-    assert shared.found(**adapter("one"), cache_salt="tenant a") == 0
     all_came_back(shared._engine)
 
 

@@ -270,7 +270,7 @@ def test_other_kinds_of_cache_are_refused_by_name(
         describe(caches, config(across_layers=False, groups=[spec(), other()]), memory)
 
 
-def test_subclasses_and_draft_models_groups_are_refused_by_name(memory: SharedKVMemory) -> None:
+def test_subclasses_and_groups_that_lie_elsewhere_are_refused_by_name(memory: SharedKVMemory) -> None:
     import torch
     from vllm.v1.kv_cache_interface import RSWASpec
 
@@ -280,10 +280,22 @@ def test_subclasses_and_draft_models_groups_are_refused_by_name(memory: SharedKV
     )
     with pytest.raises(UnsupportedLayout, match="RSWASpec"):
         describe(caches, config(across_layers=False, groups=[reference]), memory)
-    drafts = config(across_layers=False)
-    drafts.kv_cache_groups[0].is_eagle_group = True
-    with pytest.raises(UnsupportedLayout, match="draft model's"):
-        describe(caches, drafts, memory)
+    elsewhere = config(across_layers=False)
+    elsewhere.kv_cache_groups[0].host_resident = True
+    with pytest.raises(UnsupportedLayout, match="host memory"):
+        describe(caches, elsewhere, memory)
+
+
+@pytest.mark.parametrize("groups", [[spec, window_spec], [window_spec]], ids=["several groups", "a window"])
+def test_a_draft_that_looks_ahead_is_refused_beside_windows(groups: list[Any]) -> None:
+    fed = SimpleNamespace(speculative_config=SimpleNamespace(use_eagle=lambda: True))
+    found = config(across_layers=False, groups=[one() for one in groups])
+    with pytest.raises(UnsupportedLayout, match="fed hidden states"):
+        groups_of(found, fed)
+    alone = config(across_layers=False)
+    alone.kv_cache_groups[0].is_eagle_group = True
+    assert groups_of(alone, fed).looks_ahead
+    assert not groups_of(alone, SimpleNamespace(speculative_config=None)).looks_ahead
 
 
 def test_states_that_lie_elsewhere_in_part_are_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvtier_vllm import weights
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive
 
+from tests.vllm.tiny_models import write_eagle_head
 from tools import tiny_llama
 
 pytestmark = pytest.mark.vllm
@@ -84,6 +85,28 @@ def test_overridden_model_configuration_separates(plain: Any) -> None:
     rope = copy.deepcopy(plain.model_config.hf_config)
     rope.rms_norm_eps = 1e-6
     assert derive(changed(plain, "model_config", hf_config=rope), VERSION) != derive(plain, VERSION)
+
+
+def test_a_draft_model_separates_by_its_weights(plain: Any, model: Path, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def drafting(seed: int, method: str = "eagle") -> Any:
+        head = write_eagle_head(tmp_path / f"head {seed}", model, seed)
+        speculative = {"model": str(head), "method": "eagle", "num_speculative_tokens": 2}
+        config = EngineArgs(
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", speculative_config=speculative
+        ).create_engine_config()
+        config.speculative_config.method = method
+        return config
+
+    one = derive(drafting(1), VERSION).weights_revision
+    assert one == derive(drafting(1), VERSION).weights_revision
+    assert (
+        len({one, derive(drafting(2), VERSION).weights_revision, derive(plain, VERSION).weights_revision})
+        == 3
+    )
+    with pytest.raises(UnsupportedConfiguration, match="'medusa' keeps a draft's KV"):
+        derive(drafting(1, "medusa"), VERSION)
 
 
 def test_tenant_and_salt_separate(plain: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.vllm.rig import (
     same,
     start_rig,
 )
+from tests.vllm.tiny_models import FAMILIES, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -29,21 +31,24 @@ RANKS = 2
 OUTPUT_TOKENS = 16
 
 
+def start_parallel(model: Path, host: DaemonHost, folder: Path, split: str = "tensor", **more: Any) -> Rig:
+    """Two workers, each a process of its own, beside the scheduler's. `split`: what parallelism it is;
+    `more`: arguments of vLLM's."""
+    options = EngineOptions(
+        model,
+        kv_transfer_config=kv_transfer_config(host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000),
+        max_num_batched_tokens=256,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        extra=more | {f"{split}_parallel_size": RANKS, "distributed_executor_backend": "mp"},
+    )
+    return start_rig(host, options, folder / "log")
+
+
 @pytest.fixture(scope="module")
 def parallel(
     model: Path, session_host: DaemonHost, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
-    """Two workers, each a process of its own, beside the scheduler's."""
-    options = EngineOptions(
-        model,
-        kv_transfer_config=kv_transfer_config(
-            session_host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000
-        ),
-        max_num_batched_tokens=256,
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        extra={"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"},
-    )
-    rig = start_rig(session_host, options, tmp_path_factory.mktemp("parallel") / "log")
+    rig = start_parallel(model, session_host, tmp_path_factory.mktemp("parallel"))
     with rig.engine:
         yield rig
 
@@ -112,6 +117,48 @@ def test_all_ranks_find_a_daemon_that_was_killed_again(parallel: Rig) -> None:
     restored = restored_by(parallel, tokens)
     assert restored.num_cached_tokens == 12 * BLOCK
     assert same(restored, hit)
+
+
+def test_stages_of_a_pipeline_restore_their_layers_bit_for_bit(
+    model: Path, host: DaemonHost, tmp_path: Path
+) -> None:
+    # vLLM's CPU backend makes what its stages pass on only where a model is compiled.
+    rig = start_parallel(model, host, tmp_path, "pipeline", enforce_eager=False)
+    with rig.engine:
+        [instance] = host.status().instances
+        assert instance.world_size == RANKS
+        for length in (BLOCK + 1, 777):
+            tokens = prompt(length, seed=length)
+            hit = rig.compute_and_hit(tokens)
+            restored = restored_by(rig, tokens)
+            assert restored.num_cached_tokens == full_blocks(length)
+            assert same(restored, hit)
+        assert flip_a_byte_of_every_block(host.daemon.pool) >= RANKS * full_blocks(777) // BLOCK
+        assert not same(restored_by(rig, tokens), hit)
+
+
+def test_latents_that_every_rank_holds_are_stored_once(host: DaemonHost, tmp_path: Path) -> None:
+    family = FAMILIES["deepseek2"]
+    model = write(tmp_path / "model", family)
+    rig = start_parallel(model, host, tmp_path)
+    with rig.engine:
+        tokens_in_block = int(rig.look("scheduler.block_size"))
+        latent = family.config["kv_lora_rank"] + family.config["qk_rope_head_dim"]
+        block_bytes = family.config["num_hidden_layers"] * tokens_in_block * latent * 2
+        for length in (BLOCK + 1, 10 * BLOCK, 777):
+            tokens = prompt(length, seed=length)
+            rig.generate(tokens)
+            hit = rig.generate(tokens)
+            rig.wait_stored()
+            counters = host.status().counters
+            assert counters.stored_bytes == counters.stored_blocks * block_bytes, "and not by each rank"
+            restored = restored_by(rig, tokens)
+            assert restored.num_cached_tokens == hit.num_cached_tokens > 0
+            assert same(restored, hit)
+        assert flip_a_byte_of_every_block(host.daemon.pool)
+        spoilt = restored_by(rig, tokens)
+        assert spoilt.num_cached_tokens == hit.num_cached_tokens
+        assert not same(spoilt, hit)
 
 
 def ready(host: DaemonHost) -> bool:

@@ -245,16 +245,19 @@ class Chaos:
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead"])
 def test_disorder_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine],
     host: DaemonHost,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
     fault: str,
+    ahead: bool,
 ) -> None:
+    """`ahead`: vLLM's asynchronous scheduling."""
     monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", fault)
     host.restart()
-    engine = make(salt="disorder", load_start_deadline_s=0.2)
+    engine = make(salt="disorder", load_start_deadline_s=0.2, changes={"async_scheduling": ahead})
     chaos = Chaos(engine, host, seed)
     chaos.go_on(120)
     chaos.end()

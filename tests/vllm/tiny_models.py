@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,11 +165,38 @@ FAMILIES: dict[str, Family] = {
 def write(directory: Path, family: Family, seed: int = 0) -> Path:
     """Writes config.json and model.safetensors. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    random = np.random.Generator(np.random.PCG64(seed))
-    tensors = {}
-    for name, size, deviation in family.tensors():
-        values = random.standard_normal(size, np.float32) * np.float32(deviation)
-        tensors[name] = (values if deviation >= 0 else np.full(size, -deviation)).astype(np.float16)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _save(directory, family.tensors(), seed)
     (directory / "config.json").write_text(json.dumps(family.config, indent=2))
     return directory
+
+
+def write_eagle_head(directory: Path, target: Path, seed: int = 0) -> Path:
+    """An EAGLE draft of one layer for the tests' Llama, whose embedding and head it shares. Its guesses are
+    seldom right. Returns the directory."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    tensors = [
+        _projection("fc.weight", hidden, 2 * hidden),
+        _projection("layers.0.self_attn.q_proj.weight", q, hidden),
+        _projection("layers.0.self_attn.k_proj.weight", kv, hidden),
+        _projection("layers.0.self_attn.v_proj.weight", kv, hidden),
+        _projection("layers.0.self_attn.o_proj.weight", hidden, q),
+        _norm("layers.0.post_attention_layernorm.weight", hidden),
+        _projection("layers.0.mlp.gate_proj.weight", intermediate, hidden),
+        _projection("layers.0.mlp.up_proj.weight", intermediate, hidden),
+        _projection("layers.0.mlp.down_proj.weight", hidden, intermediate),
+    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    _save(directory, tensors, seed)
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}, indent=2))
+    return directory
+
+
+def _save(directory: Path, tensors: Iterable[Tensor], seed: int) -> None:
+    random = np.random.Generator(np.random.PCG64(seed))
+    arrays = {}
+    for name, size, deviation in tensors:
+        values = random.standard_normal(size, np.float32) * np.float32(deviation)
+        arrays[name] = (values if deviation >= 0 else np.full(size, -deviation)).astype(np.float16)
+    save_file(arrays, directory / "model.safetensors", metadata={"format": "pt"})
