@@ -28,8 +28,9 @@ from kvtierd.transfer.watch import Watch
 
 _log = logger(__name__)
 
-EXIT_GRACE_S = 0.25
-"""For a worker that has closed its channel to be gone, before it is killed."""
+EXIT_GRACE_S = 1.0
+"""For a worker that has closed its channel to be gone, before it is killed: how it exited says more,
+and on a busy machine takes its time."""
 WATCH_SILENCE_MAX_S = 5.0
 """Between two rounds of the watch, which are 20 in that time."""
 
