@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -49,6 +51,20 @@ def tokens_of(text: str) -> list[int]:
     return found
 
 
+@contextmanager
+def _talk_on_stderr() -> Iterator[None]:
+    """What vLLM logs while it is imported (0.29: on standard output) must not come between the hashes."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one hash a line, in hexadecimal."""
     parser = argparse.ArgumentParser(
@@ -63,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--block-tokens {given.block_tokens}: write the engine's block size, at least 1")
     try:
         tokens = tokens_of(sys.stdin.read() if given.file == "-" else Path(given.file).read_text())
-        hashes = block_hashes(tokens, given.block_tokens, given.algorithm, given.cache_salt)
+        with _talk_on_stderr():
+            hashes = block_hashes(tokens, given.block_tokens, given.algorithm, given.cache_salt)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for block_hash in hashes:
