@@ -46,6 +46,8 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """On a disk only: a lookup would be told PENDING, and have it promoted."""
     VERDICT_CLEARED: _Verdict.ValueType  # 10
     """An operator has dropped it (Clear)."""
+    VERDICT_EXPIRED: _Verdict.ValueType  # 11
+    """Its time was over (Retention.ttl_ms)."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -69,6 +71,8 @@ VERDICT_ON_DISK: Verdict.ValueType  # 9
 """On a disk only: a lookup would be told PENDING, and have it promoted."""
 VERDICT_CLEARED: Verdict.ValueType  # 10
 """An operator has dropped it (Clear)."""
+VERDICT_EXPIRED: Verdict.ValueType  # 11
+"""Its time was over (Retention.ttl_ms)."""
 global___Verdict = Verdict
 
 @typing.final
@@ -563,6 +567,8 @@ class StatusResponse(google.protobuf.message.Message):
     TRANSFERS_ACTIVE_FIELD_NUMBER: builtins.int
     INTEGRITY_FIELD_NUMBER: builtins.int
     DISKS_FIELD_NUMBER: builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: builtins.int
+    HELD_BYTES_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -574,6 +580,9 @@ class StatusResponse(google.protobuf.message.Message):
     leases: builtins.int
     leased_blocks: builtins.int
     transfers_active: builtins.int
+    held_blocks: builtins.int
+    """On the host, held for a time (Retention.hold_ms)."""
+    held_bytes: builtins.int
     @property
     def pool(self) -> global___PoolStatus: ...
     @property
@@ -608,9 +617,11 @@ class StatusResponse(google.protobuf.message.Message):
         transfers_active: builtins.int = ...,
         integrity: global___IntegrityStatus | None = ...,
         disks: collections.abc.Iterable[global___DiskStatus] | None = ...,
+        held_blocks: builtins.int = ...,
+        held_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
 
@@ -980,6 +991,8 @@ class Counters(google.protobuf.message.Message):
     MISSED_DRAINING_FIELD_NUMBER: builtins.int
     MISSED_NOT_READY_FIELD_NUMBER: builtins.int
     CLEARED_BLOCKS_FIELD_NUMBER: builtins.int
+    EXPIRED_BLOCKS_FIELD_NUMBER: builtins.int
+    UNHELD_BLOCKS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -1017,6 +1030,10 @@ class Counters(google.protobuf.message.Message):
     """Ranks of the engine were missing."""
     cleared_blocks: builtins.int
     """Blocks dropped by Clear."""
+    expired_blocks: builtins.int
+    """Blocks dropped because their time was over."""
+    unheld_blocks: builtins.int
+    """Blocks that were to be held and are not, or not as long: there was no room to."""
     def __init__(
         self,
         *,
@@ -1047,7 +1064,9 @@ class Counters(google.protobuf.message.Message):
         missed_draining: builtins.int = ...,
         missed_not_ready: builtins.int = ...,
         cleared_blocks: builtins.int = ...,
+        expired_blocks: builtins.int = ...,
+        unheld_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks"]) -> None: ...
 
 global___Counters = Counters

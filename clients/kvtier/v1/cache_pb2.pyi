@@ -243,7 +243,7 @@ class Hello(google.protobuf.message.Message):
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Optional abilities the client can use; the intersection comes back in Welcome. "index-page": see OpenIndex.
-        "joint-lookup": see LookupRequest.
+        "joint-lookup": see LookupRequest. "retention": see Retention, TouchRequest.hold_ms and cold, LookupRequest.host_only.
         """
 
     @property
@@ -493,12 +493,15 @@ class LookupRequest(google.protobuf.message.Message):
     QUERIES_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
+    HOST_ONLY_FIELD_NUMBER: builtins.int
     lease: builtins.bool
     """Lease the blocks that hit, so that they stay until loaded, released or expired. Of a joint prefix exactly what it
     needs: all of its blocks, or in suffix mode the last ones. All groups get their lease, or none.
     """
     hashes: builtins.bytes
     """See GroupQuery.hash_stride."""
+    host_only: builtins.bool
+    """What only lower tiers have is a MISS, and not promoted. Needs the feature "retention"."""
     @property
     def session(self) -> global___SessionRef: ...
     @property
@@ -512,9 +515,10 @@ class LookupRequest(google.protobuf.message.Message):
         queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
         lease: builtins.bool = ...,
         hashes: builtins.bytes = ...,
+        host_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "lease", b"lease", "queries", b"queries", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "host_only", b"host_only", "lease", b"lease", "queries", b"queries", "session", b"session"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -591,8 +595,16 @@ class TouchRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     QUERIES_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
+    HOLD_MS_FIELD_NUMBER: builtins.int
+    COLD_FIELD_NUMBER: builtins.int
     hashes: builtins.bytes
     """See GroupQuery.hash_stride."""
+    hold_ms: builtins.int
+    """Hold the blocks as well, as Retention.hold_ms says. Needs the feature "retention"."""
+    cold: builtins.bool
+    """Instead, make the blocks the first to be evicted, the tail of a prefix before its head, unless they are used again.
+    Not with hold_ms. Needs the feature "retention".
+    """
     @property
     def session(self) -> global___SessionRef: ...
     @property
@@ -607,9 +619,11 @@ class TouchRequest(google.protobuf.message.Message):
         session: global___SessionRef | None = ...,
         queries: collections.abc.Iterable[global___GroupQuery] | None = ...,
         hashes: builtins.bytes = ...,
+        hold_ms: builtins.int = ...,
+        cold: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "queries", b"queries", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cold", b"cold", "hashes", b"hashes", "hold_ms", b"hold_ms", "queries", b"queries", "session", b"session"]) -> None: ...
 
 global___TouchRequest = TouchRequest
 
@@ -703,6 +717,39 @@ class Signals(google.protobuf.message.Message):
 global___Signals = Signals
 
 @typing.final
+class Retention(google.protobuf.message.Message):
+    """What is wished of blocks besides being stored. Wishes are of this daemon's memory: they end when it is restarted, and the
+    blocks then live as any others. Of different wishes for one block the one that keeps it longer, in more tiers, is granted.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLD_MS_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
+    HOST_ONLY_FIELD_NUMBER: builtins.int
+    hold_ms: builtins.int
+    """Do not evict the blocks for this long, from when they are READY; at most what is configured (limits.hold_s_max). As far
+    as bytes held stay below limits.held_fraction_max of the pool; beyond it, and where a store would find no room at all,
+    blocks are not held (any more), which is counted. At most `ttl_ms`, if that is not 0.
+    """
+    ttl_ms: builtins.int
+    """Drop the blocks, in all tiers, when so much time has passed since they became READY, as soon as nothing holds them; 0:
+    do not. Rounded up to seconds. Blocks with a time are stored on the host only.
+    """
+    host_only: builtins.bool
+    """Do not write the blocks to lower tiers. A copy that is there already stays."""
+    def __init__(
+        self,
+        *,
+        hold_ms: builtins.int = ...,
+        ttl_ms: builtins.int = ...,
+        host_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hold_ms", b"hold_ms", "host_only", b"host_only", "ttl_ms", b"ttl_ms"]) -> None: ...
+
+global___Retention = Retention
+
+@typing.final
 class StoreRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -711,6 +758,7 @@ class StoreRequest(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
     group: builtins.int
     hashes: builtins.bytes
     """Block hashes one after another, in sequence order (a parent before its children)."""
@@ -722,6 +770,10 @@ class StoreRequest(google.protobuf.message.Message):
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Engine block of each hash, on every rank."""
 
+    @property
+    def retention(self) -> global___Retention:
+        """Of all blocks of the store, also those that are there already. Needs the feature "retention"."""
+
     def __init__(
         self,
         *,
@@ -730,9 +782,10 @@ class StoreRequest(google.protobuf.message.Message):
         group: builtins.int = ...,
         hashes: builtins.bytes = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        retention: global___Retention | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["session", b"session", "signals", b"signals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "group", b"group", "hashes", b"hashes", "session", b"session", "signals", b"signals"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["retention", b"retention", "session", b"session", "signals", b"signals"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "group", b"group", "hashes", b"hashes", "retention", b"retention", "session", b"session", "signals", b"signals"]) -> None: ...
 
 global___StoreRequest = StoreRequest
 
