@@ -30,6 +30,7 @@ from kvtier.joint import GroupQuery
 from kvtier.layout import Group, GroupKind, Namespace, Plane
 from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.memory import DeviceShareable, Shareable
+from kvtier.retention import Retention
 from kvtier.session import Doorbell
 from kvtier.shared import SharedBuffer
 from kvtier.spec import Role
@@ -66,6 +67,7 @@ __all__ = [
     "PartState",
     "Plane",
     "Reason",
+    "Retention",
     "Role",
     "Shareable",
     "SharedBuffer",

@@ -41,6 +41,7 @@ from kvtier.client import EVENT_POLL_S, IDLE_WAIT_S, LASTED_S, LOOKUP_TIMEOUT_S,
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, explain_rpc_error
 from kvtier.joint import GroupQuery
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
+from kvtier.retention import Retention
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket
 from kvtier.status import ClientState
@@ -168,10 +169,16 @@ class Client(ClientBase):
         return True
 
     def start_lookup(
-        self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX, lease: bool = False
+        self,
+        hashes: Hashes,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease: bool = False,
+        host_only: bool = False,
     ) -> LookupCall:
         """As `kvtier.Client.start_lookup`."""
-        return LookupCall(self, self._start_lookup(hashes, group, mode, lease))
+        return LookupCall(self, self._start_lookup(hashes, group, mode, lease, host_only))
 
     async def lookup(
         self,
@@ -180,16 +187,23 @@ class Client(ClientBase):
         group: int = 0,
         mode: LookupMode = LookupMode.PREFIX,
         lease: bool = False,
+        host_only: bool = False,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> Lookup:
         """As `kvtier.Client.lookup`. The answer is a plain context manager: releasing never waits."""
-        return await self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
+        call = self.start_lookup(hashes, group=group, mode=mode, lease=lease, host_only=host_only)
+        return await call.wait(timeout_s)
 
     def start_lookup_groups(
-        self, hashes: Hashes, queries: Sequence[GroupQuery], *, lease: bool = False
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool = False,
+        host_only: bool = False,
     ) -> LookupCall:
         """As `lookup_groups`, without waiting. Every call must be waited for or abandoned."""
-        return LookupCall(self, self._start_lookup_groups(hashes, queries, lease))
+        return LookupCall(self, self._start_lookup_groups(hashes, queries, lease, host_only))
 
     async def lookup_groups(
         self,
@@ -197,6 +211,7 @@ class Client(ClientBase):
         queries: Sequence[GroupQuery],
         *,
         lease: bool = False,
+        host_only: bool = False,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> Lookup:
         """The longest prefix that all these groups can load now. The answer's `groups` has each of them, with
@@ -204,7 +219,8 @@ class Client(ClientBase):
 
         `hashes` are those of the smallest blocks; a miss if the daemon is too old for it.
         """
-        return await self.start_lookup_groups(hashes, queries, lease=lease).wait(timeout_s)
+        call = self.start_lookup_groups(hashes, queries, lease=lease, host_only=host_only)
+        return await call.wait(timeout_s)
 
     def start_prefetch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> LookupCall:
         """Has what makes that prefix longer promoted, without waiting. Its answer holds no lease."""
@@ -228,10 +244,16 @@ class Client(ClientBase):
         return await self.start_prefetch(hashes, group=group, mode=mode).wait(timeout_s)
 
     def store(
-        self, hashes: Hashes, block_ids: BlockIds, *, group: int = 0, doorbell: Doorbell | None = None
+        self,
+        hashes: Hashes,
+        block_ids: BlockIds,
+        *,
+        group: int = 0,
+        doorbell: Doorbell | None = None,
+        retention: Retention | None = None,
     ) -> Transfer:
         """As `kvtier.Client.store`."""
-        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell))
+        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell, retention))
 
     def load(
         self,

@@ -1,7 +1,10 @@
 """One attachment: what the daemon's Welcome said, and what has changed since."""
 
+from kvtier.errors import KvtierError, Reason
 from kvtier.index import FEATURE, Index
+from kvtier.joint import JOINT_LOOKUP
 from kvtier.leases import Leases
+from kvtier.retention import RETENTION
 from kvtier.spec import AttachSpec
 from kvtier.transfers import PartWords, TransferRecord
 from kvtier.v1 import cache_pb2
@@ -12,6 +15,11 @@ MESSAGE_REST_BYTES = 1_024
 stream."""
 BLOCK_ID_BYTES = 5
 """Of a 32-bit number in protobuf's encoding, at most."""
+_CANNOT = {
+    JOINT_LOOKUP: "answer for several groups together",
+    RETENTION: "hold, expire or cool blocks, or look at the host alone",
+}
+"""What a daemon without the feature does not do."""
 
 
 class Attachment:
@@ -57,6 +65,16 @@ class Attachment:
     def next_heartbeat_in_s(self, now_s: float) -> float:
         """Seconds until `heartbeat_due` must be asked again."""
         return max(0.0, self._next_heartbeat_s - now_s)
+
+    # --- features ---
+
+    def lacks(self, feature: str, field: str, value: object) -> KvtierError | None:
+        """Why the daemon cannot do what needs this feature; None if it can. `field`, `value`: what asks for
+        it."""
+        if feature in self.welcome.features:
+            return None
+        message = f"this daemon does not {_CANNOT[feature]}: use a newer one"
+        return KvtierError(Reason.MODE_UNSUPPORTED, message, field=field, value=value)
 
     # --- index pages ---
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Required, TypedDict
 
 from kvtier import address
+from kvtier.asking import Touch
 from kvtier.attach import NotRegisteredError
 from kvtier.errors import KvtierError, Reason
 from kvtier.joint import GroupQuery
@@ -25,6 +26,7 @@ from kvtier.lookups import (
     list_block_ids,
 )
 from kvtier.memory import Memory, StreamDoorbells
+from kvtier.retention import Retention, check_seconds
 from kvtier.session import Doorbell, Session
 from kvtier.shared import SharedBuffer
 from kvtier.spec import AttachSpec, Role, check_prefill_rate
@@ -158,30 +160,28 @@ class ClientBase(ABC):
 
     # --- the submitter's side ---
 
-    def _start_lookup(self, hashes: Hashes, group: int, mode: LookupMode, lease: bool) -> LookupRecord:
-        spec = self._submitting()
-        spec.block_ids_max(group)
-        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+    def _start_lookup(
+        self, hashes: Hashes, group: int, mode: LookupMode, lease: bool, host_only: bool
+    ) -> LookupRecord:
+        joined = self._joined(hashes, group)
         with self._lock:
-            record = self._session.lookup(group, joined, mode, lease=lease)
+            record = self._session.lookup(group, joined, mode, lease=lease, host_only=host_only)
             self._wake_writer()
         return record
 
     def _start_prefetch(self, hashes: Hashes, group: int, mode: LookupMode) -> LookupRecord:
-        spec = self._submitting()
-        spec.block_ids_max(group)
-        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+        joined = self._joined(hashes, group)
         with self._lock:
             record = self._session.prefetch(group, joined, mode)
             self._wake_writer()
         return record
 
     def _start_lookup_groups(
-        self, hashes: Hashes, queries: Sequence[GroupQuery], lease: bool
+        self, hashes: Hashes, queries: Sequence[GroupQuery], lease: bool, host_only: bool
     ) -> LookupRecord:
         joined = self._joined_for(hashes, queries)
         with self._lock:
-            record = self._session.lookup_groups(joined, queries, lease=lease)
+            record = self._session.lookup_groups(joined, queries, lease=lease, host_only=host_only)
             self._wake_writer()
         return record
 
@@ -192,12 +192,14 @@ class ClientBase(ABC):
             self._wake_writer()
         return record
 
-    def touch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> None:
+    def touch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery], *, hold_s: float = 0.0) -> None:
         """As `touch`, of several groups: of those with a window, its last blocks."""
-        joined = self._joined_for(hashes, queries)
-        with self._lock:
-            self._session.touch_groups(joined, queries)
-            self._wake_writer()
+        check_seconds("hold_s", hold_s)
+        self._touch(Touch(self._joined_for(hashes, queries), queries, hold_s=hold_s))
+
+    def cool_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> None:
+        """As `cool`, of several groups: of those with a window, its last blocks."""
+        self._touch(Touch(self._joined_for(hashes, queries), queries, cold=True))
 
     def _joined_for(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> bytes:
         spec = self._submitting()
@@ -241,21 +243,43 @@ class ClientBase(ABC):
         with self._lock:
             self._session.report_prefill(tokens_per_s)
 
-    def touch(self, hashes: Hashes, *, group: int = 0) -> None:
+    def touch(self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0) -> None:
         """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them
         last. Never waits, and is forgotten if the daemon cannot be told now.
 
-        For a prefix that the engine uses from its own cache, or that was stored in several parts.
+        For a prefix that the engine uses from its own cache, or that was stored in several parts. With
+        `hold_s` they are not evicted at all for so many seconds, as far as a Retention's `hold_s` promises
+        it. A daemon that cannot hold is told nothing: see `status.can_retain`, and `status.last_error`.
+
+        Raises KvtierError for a time that is none.
         """
+        check_seconds("hold_s", hold_s)
+        self._touch(Touch(self._joined(hashes, group), group=group, hold_s=hold_s))
+
+    def cool(self, hashes: Hashes, *, group: int = 0) -> None:
+        """Tells the daemon that these blocks, in sequence order, are not worth keeping: they are the first to
+        be evicted, the last of them first, unless they are used again. Blocks that are held stay so long.
+        Never waits, and is forgotten as a touch is. Of more hashes than the daemon takes at once, the last.
+        """
+        self._touch(Touch(self._joined(hashes, group), group=group, cold=True))
+
+    def _joined(self, hashes: Hashes, group: int) -> bytes:
         spec = self._submitting()
         spec.block_ids_max(group)
-        joined = join_hashes(hashes, spec.namespace.hash_bytes)
+        return join_hashes(hashes, spec.namespace.hash_bytes)
+
+    def _touch(self, touch: Touch) -> None:
         with self._lock:
-            self._session.touch(group, joined)
+            self._session.touch(touch)
             self._wake_writer()
 
     def _submit_store(
-        self, hashes: Hashes, block_ids: BlockIds, group: int, doorbell: Doorbell | None
+        self,
+        hashes: Hashes,
+        block_ids: BlockIds,
+        group: int,
+        doorbell: Doorbell | None,
+        retention: Retention | None,
     ) -> TransferRecord:
         spec = self._submitting()
         joined = join_hashes(hashes, spec.namespace.hash_bytes)
@@ -266,7 +290,7 @@ class ClientBase(ABC):
             raise KvtierError(Reason.COUNT_MISMATCH, message, field="block_ids", value=len(ids))
         self._check_doorbell(doorbell)
         with self._lock:
-            record = self._session.store(group, joined, ids, doorbell)
+            record = self._session.store(group, joined, ids, doorbell, retention)
             self._wake_writer()
         return record
 

@@ -45,6 +45,7 @@ from kvtier.base import (
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, explain_rpc_error
 from kvtier.joint import GroupQuery
 from kvtier.lookups import BlockIds, Hashes, Lease, Lookup, LookupMode
+from kvtier.retention import Retention
 from kvtier.session import Doorbell
 from kvtier.side import SideSocket, call_blocking
 from kvtier.status import ClientState
@@ -142,13 +143,19 @@ class Client(ClientBase):
         return True
 
     def start_lookup(
-        self, hashes: Hashes, *, group: int = 0, mode: LookupMode = LookupMode.PREFIX, lease: bool = False
+        self,
+        hashes: Hashes,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease: bool = False,
+        host_only: bool = False,
     ) -> LookupCall:
         """Asks which blocks can be loaded now, without waiting. Many may be on their way at once.
 
         Every call must be waited for or abandoned: an answer may hold a lease.
         """
-        return LookupCall(self, self._start_lookup(hashes, group, mode, lease))
+        return LookupCall(self, self._start_lookup(hashes, group, mode, lease, host_only))
 
     def lookup(
         self,
@@ -157,20 +164,28 @@ class Client(ClientBase):
         group: int = 0,
         mode: LookupMode = LookupMode.PREFIX,
         lease: bool = False,
+        host_only: bool = False,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> Lookup:
         """Which blocks can be loaded now; with `lease`, they stay until loaded or released: use it in a
-        `with`.
+        `with`. With `host_only`, what only a disk has is a miss, and stays there; all of it is, if the daemon
+        is too old for that (`status.can_retain`).
 
         No answer within `timeout_s` is a miss, and so is every lookup after it until the daemon speaks again.
         """
-        return self.start_lookup(hashes, group=group, mode=mode, lease=lease).wait(timeout_s)
+        call = self.start_lookup(hashes, group=group, mode=mode, lease=lease, host_only=host_only)
+        return call.wait(timeout_s)
 
     def start_lookup_groups(
-        self, hashes: Hashes, queries: Sequence[GroupQuery], *, lease: bool = False
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool = False,
+        host_only: bool = False,
     ) -> LookupCall:
         """As `lookup_groups`, without waiting. Every call must be waited for or abandoned."""
-        return LookupCall(self, self._start_lookup_groups(hashes, queries, lease))
+        return LookupCall(self, self._start_lookup_groups(hashes, queries, lease, host_only))
 
     def lookup_groups(
         self,
@@ -178,6 +193,7 @@ class Client(ClientBase):
         queries: Sequence[GroupQuery],
         *,
         lease: bool = False,
+        host_only: bool = False,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> Lookup:
         """The longest prefix that all these groups can load now. The answer's `groups` has each of them, with
@@ -185,7 +201,8 @@ class Client(ClientBase):
 
         `hashes` are those of the smallest blocks; a miss if the daemon is too old for it.
         """
-        return self.start_lookup_groups(hashes, queries, lease=lease).wait(timeout_s)
+        call = self.start_lookup_groups(hashes, queries, lease=lease, host_only=host_only)
+        return call.wait(timeout_s)
 
     def start_prefetch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> LookupCall:
         """Has what makes that prefix longer promoted, without waiting. Its answer holds no lease."""
@@ -214,15 +231,22 @@ class Client(ClientBase):
         return self.start_prefetch(hashes, group=group, mode=mode).wait(timeout_s)
 
     def store(
-        self, hashes: Hashes, block_ids: BlockIds, *, group: int = 0, doorbell: Doorbell | None = None
+        self,
+        hashes: Hashes,
+        block_ids: BlockIds,
+        *,
+        group: int = 0,
+        doorbell: Doorbell | None = None,
+        retention: Retention | None = None,
     ) -> Transfer:
         """Submits a store, for all ranks of the instance, and returns at once.
 
         `block_ids[i]` is the engine block of `hashes[i]` on every rank; a parent comes before its children.
         The blocks must not change until the transfer is fenced. With `doorbell`, no rank starts before its
-        doorbell has rung.
+        doorbell has rung. `retention`: how long and where the blocks are kept; a daemon that is too old for
+        it (`status.can_retain`) refuses the store.
         """
-        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell))
+        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell, retention))
 
     def load(
         self,

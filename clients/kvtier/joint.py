@@ -43,23 +43,3 @@ class GroupQuery:
 def hashes_max(queries: Sequence[GroupQuery], count_max: int) -> int:
     """How many hashes a joint lookup may carry, if the daemon takes `count_max` of all groups together."""
     return int(count_max / sum(1 / query.hash_stride for query in queries))
-
-
-def touch_request(
-    hashes: bytes, queries: Sequence[GroupQuery], hash_bytes: int, count_max: int
-) -> cache_pb2.TouchRequest:
-    """Of a window its last blocks, of other groups the prefix; as much of it as the daemon takes."""
-    most = count_max // len(queries)
-    request = cache_pb2.TouchRequest(hashes=hashes[: most * hash_bytes])
-    for query in queries:
-        if not query.window_blocks:
-            request.queries.add(
-                group=query.group, mode=cache_pb2.LOOKUP_MODE_PREFIX, hash_stride=query.hash_stride
-            )
-            continue
-        end = len(hashes) // hash_bytes // query.hash_stride
-        first = max(0, end - min(query.window_blocks, most))
-        numbers = [(index + 1) * query.hash_stride - 1 for index in range(first, end)]
-        last = b"".join(hashes[number * hash_bytes : (number + 1) * hash_bytes] for number in numbers)
-        request.queries.add(group=query.group, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=last)
-    return request

@@ -10,12 +10,12 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from kvtier.asking import Ask, Touch
 from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.index import Index
-from kvtier.joint import JOINT_LOOKUP, GroupQuery, hashes_max, touch_request
+from kvtier.joint import JOINT_LOOKUP, GroupQuery, hashes_max
 from kvtier.lookups import (
     Lease,
     Lookup,
@@ -24,8 +24,10 @@ from kvtier.lookups import (
     answer_of,
     unanswered,
 )
+from kvtier.news import News
 from kvtier.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
 from kvtier.rank_memory import RankMemory
+from kvtier.retention import RETENTION, Retention
 from kvtier.spec import AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
 from kvtier.transfers import (
@@ -48,8 +50,6 @@ PATIENCE_S = 0.02
 answers within a millisecond."""
 CARRY_OVER_S = 0.01
 """How often to look for what streams still write to a page of the past."""
-TOLD_MAX = 1_000_000_000
-"""Lookups, and hashes, that one heartbeat tells of; the daemon believes no more."""
 OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
@@ -97,10 +97,7 @@ class Session:
         self._last_error = ""
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
-        self._prefill_tokens_per_s = spec.prefill_tokens_per_s
-        self._prefill_is_news = False
-        self._untold_lookups = self._untold_hashes = 0
-        """That the index answered: the daemon has not heard of them."""
+        self._news = News(spec.prefill_tokens_per_s)
 
     # --- what the shell does for the connection ---
 
@@ -112,8 +109,8 @@ class Session:
         self._daemon_pid = daemon_pid
         self._outgoing.clear()
         record = HelloRecord(self._make_event())
-        self._send(record, hello=self.spec.hello(token, self._prefill_tokens_per_s))
-        self._prefill_is_news = False
+        self._send(record, hello=self.spec.hello(token, self._news.prefill_tokens_per_s))
+        self._news.prefill_told()
         return record
 
     @property
@@ -194,7 +191,7 @@ class Session:
         self.words.reap()
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
-            self._send(HeartbeatSent(), heartbeat=self._heartbeat())
+            self._send(HeartbeatSent(), heartbeat=self._news.take())
         next_s = attachment.next_heartbeat_in_s(self._clock())
         return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
@@ -271,12 +268,12 @@ class Session:
             counters=dataclasses.replace(self.counters),
         )
 
-    def lookup(self, group: int, hashes: bytes, mode: LookupMode, *, lease: bool) -> LookupRecord:
+    def lookup(
+        self, group: int, hashes: bytes, mode: LookupMode, *, lease: bool, host_only: bool = False
+    ) -> LookupRecord:
         """Asks; the record's event is set with the answer, at once if it is known already."""
-        self.counters.lookups += 1
-        if lease:
-            self._send_releases()  # what was given back first, because leases are bounded
-        return self._ask("lookup", group, hashes, mode, lease=lease)
+        self._count_lookup(lease)
+        return self._ask(Ask(lease=lease, host_only=host_only), group, hashes, mode)
 
     def known_run(
         self, group: int, hashes: Sequence[bytes], first: int, end: int, *, counted: bool
@@ -289,62 +286,51 @@ class Session:
         known = attachment.index.known_run(group, hashes, first, end)
         if known == 0 and counted:
             self.counters.lookups_local += 1
-            self._untold_lookups += 1
-            self._untold_hashes += max(0, min(end, len(hashes)) - first)
+            self._news.spared(max(0, min(end, len(hashes)) - first))
         return known
 
     def prefetch(self, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
         """Has blocks promoted. The answer comes as for a lookup."""
-        return self._ask("prefetch", group, hashes, mode, lease=False)
+        return self._ask(Ask(prefetch=True), group, hashes, mode)
 
-    def lookup_groups(self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool) -> LookupRecord:
+    def lookup_groups(
+        self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool, host_only: bool = False
+    ) -> LookupRecord:
         """As `lookup`, of several groups together."""
-        self.counters.lookups += 1
-        if lease:
-            self._send_releases()
-        return self._ask_groups("lookup", hashes, queries, lease=lease)
+        self._count_lookup(lease)
+        return self._ask_groups(Ask(lease=lease, host_only=host_only), hashes, queries)
 
     def prefetch_groups(self, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
         """As `prefetch`, of several groups together."""
-        return self._ask_groups("prefetch", hashes, queries, lease=False)
+        return self._ask_groups(Ask(prefetch=True), hashes, queries)
 
-    def _ask_groups(
-        self,
-        call: Literal["lookup", "prefetch"],
-        hashes: bytes,
-        queries: Sequence[GroupQuery],
-        *,
-        lease: bool,
-    ) -> LookupRecord:
-        record = LookupRecord(self._make_event(), self._clock(), counts=call == "lookup", joint=len(queries))
-        attachment, error = self._attachment, self._why_not_now()
-        if error is None and attachment is not None and JOINT_LOOKUP not in attachment.welcome.features:
-            message = "this daemon does not answer for several groups together: use a newer one"
-            error = KvtierError(Reason.MODE_UNSUPPORTED, message, field="queries", value=len(queries))
+    def _count_lookup(self, lease: bool) -> None:
+        self.counters.lookups += 1
+        if lease:
+            self._send_releases()  # what was given back first, because leases are bounded
+
+    def _ask_groups(self, ask: Ask, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
+        record = LookupRecord(self._make_event(), self._clock(), counts=not ask.prefetch, joint=len(queries))
+        attachment = self._attachment
+        error = self._why_not_now() or self._lacks(JOINT_LOOKUP, "queries", len(queries))
+        error = error or (self._lacks(RETENTION, "host_only", True) if ask.host_only else None)
         if error is not None or attachment is None:
-            self.counters.lookups_unanswered += record.counts
-            record.end(Lookup(error=error))
-            return record
+            return self._not_asked(record, error)
         # What lies beyond is a miss.
         most = hashes_max(queries, attachment.lookup_hashes_max)
         hashes = hashes[: most * self.spec.namespace.hash_bytes]
-        asked = [query.to_proto() for query in queries]
-        if call == "lookup":
-            self._send(record, lookup=cache_pb2.LookupRequest(queries=asked, lease=lease, hashes=hashes))
-        else:
-            self._send(record, prefetch=cache_pb2.PrefetchRequest(queries=asked, hashes=hashes))
+        self._send(record, **ask.body([query.to_proto() for query in queries], hashes))
         return record
 
-    def _ask(
-        self, call: Literal["lookup", "prefetch"], group: int, hashes: bytes, mode: LookupMode, *, lease: bool
-    ) -> LookupRecord:
-        record = LookupRecord(self._make_event(), self._clock(), counts=call == "lookup")
+    def _ask(self, ask: Ask, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
+        record = LookupRecord(self._make_event(), self._clock(), counts=not ask.prefetch)
         hash_bytes = self.spec.namespace.hash_bytes
         count = len(hashes) // hash_bytes
         if count == 0:
             record.end(Lookup(answered=True))
             return record
         attachment, error = self._attachment, self._why_not_now()
+        error = error or (self._lacks(RETENTION, "host_only", True) if ask.host_only else None)
         if error is None and attachment is not None and count > attachment.lookup_hashes_max:
             if mode is LookupMode.PREFIX:  # what lies beyond is a miss
                 hashes = hashes[: attachment.lookup_hashes_max * hash_bytes]
@@ -352,23 +338,19 @@ class Session:
                 message = f"{count} hashes; the daemon takes {attachment.lookup_hashes_max} at once: split it"
                 error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)
         if error is not None:
-            self.counters.lookups_unanswered += record.counts
-            record.end(Lookup(error=error))
-            return record
+            return self._not_asked(record, error)
         wire_mode = cache_pb2.LookupMode.ValueType(mode.value)
-        query = cache_pb2.GroupQuery(group=group, mode=wire_mode, hashes=hashes)
-        if call == "lookup":
-            self._send(record, lookup=cache_pb2.LookupRequest(queries=[query], lease=lease))
-        else:
-            self._send(record, prefetch=cache_pb2.PrefetchRequest(queries=[query]))
+        self._send(record, **ask.body([cache_pb2.GroupQuery(group=group, mode=wire_mode, hashes=hashes)]))
+        return record
+
+    def _not_asked(self, record: LookupRecord, error: KvtierError | None) -> LookupRecord:
+        self.counters.lookups_unanswered += record.counts
+        record.end(Lookup(error=error))
         return record
 
     def report_prefill(self, tokens_per_s: float) -> None:
         """Goes with the next heartbeat, and with every Hello from now on."""
-        if tokens_per_s == 0:
-            return
-        self._prefill_is_news |= tokens_per_s != self._prefill_tokens_per_s
-        self._prefill_tokens_per_s = tokens_per_s
+        self._news.prefill(tokens_per_s)
 
     def abandon(self, record: LookupRecord) -> Lookup:
         """Nobody waits for this lookup any more. Returns its answer if it has come, else that none has.
@@ -387,37 +369,37 @@ class Session:
         record.end(answer)
         return answer
 
-    def touch(self, group: int, hashes: bytes) -> None:
-        """Tells the daemon that a prefix is in use. Dropped if it cannot be told now."""
-        attachment, error = self._attachment, self._why_not_now()
-        if not hashes or error is not None or attachment is None or len(self._outgoing) >= OUTGOING_MAX:
+    def touch(self, touch: Touch) -> None:
+        """Tells the daemon of blocks that are in use, or will not be. Dropped if it cannot be told now; if it
+        never can, that is noted."""
+        attachment = self._attachment
+        if not touch.hashes or attachment is None or self._why_not_now() is not None:
             return
-        query = cache_pb2.GroupQuery(
-            group=group,
-            mode=cache_pb2.LOOKUP_MODE_PREFIX,
-            hashes=hashes[: attachment.lookup_hashes_max * self.spec.namespace.hash_bytes],
-        )
-        self._send(Ignored(), touch=cache_pb2.TouchRequest(queries=[query]))
-
-    def touch_groups(self, hashes: bytes, queries: Sequence[GroupQuery]) -> None:
-        """As `touch`, of several groups: of a window its last blocks."""
-        attachment, error = self._attachment, self._why_not_now()
-        if not hashes or error is not None or attachment is None or len(self._outgoing) >= OUTGOING_MAX:
-            return
-        if JOINT_LOOKUP not in attachment.welcome.features:
-            return
-        hash_bytes = self.spec.namespace.hash_bytes
-        request = touch_request(hashes, queries, hash_bytes, attachment.lookup_hashes_max)
+        for feature in touch.needs:
+            if (error := self._lacks(feature, "touch", "cold" if touch.cold else touch.hold_s)) is not None:
+                self.note(str(error))
+                return
+        request = touch.to_proto(self.spec.namespace.hash_bytes, attachment.lookup_hashes_max)
         self._send(Ignored(), touch=request)
 
     def store(
-        self, group: int, hashes: bytes, block_ids: list[int], doorbell: Doorbell | None
+        self,
+        group: int,
+        hashes: bytes,
+        block_ids: list[int],
+        doorbell: Doorbell | None,
+        retention: Retention | None = None,
     ) -> TransferRecord:
         """Submits a store of as many hashes as block ids. The arguments are checked already."""
         self.counters.stores += 1
-        record, signals = self._submit("store", len(block_ids), doorbell, None)
+        error, wishes = None, None
+        if retention is not None and not retention.plain:
+            error, wishes = self._lacks(RETENTION, "retention", retention), retention.to_proto()
+        record, signals = self._submit("store", len(block_ids), doorbell, error)
         if signals is not None:
-            request = cache_pb2.StoreRequest(signals=signals, group=group, hashes=hashes, block_ids=block_ids)
+            request = cache_pb2.StoreRequest(
+                signals=signals, group=group, hashes=hashes, block_ids=block_ids, retention=wishes
+            )
             self._send(Submitted(record, signals.ticket), store=request)
         return record
 
@@ -503,16 +485,6 @@ class Session:
         while attachment is not None and attachment.leases.has_releases:
             releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
             self._send(Ignored(), release=releases)
-
-    def _heartbeat(self) -> cache_pb2.Heartbeat:
-        news, self._prefill_is_news = self._prefill_is_news, False
-        lookups, self._untold_lookups = self._untold_lookups, 0
-        hashes, self._untold_hashes = self._untold_hashes, 0
-        return cache_pb2.Heartbeat(
-            prefill_tokens_per_s=self._prefill_tokens_per_s if news else 0,
-            index_lookups=min(lookups, TOLD_MAX),
-            index_hashes=min(hashes, TOLD_MAX),
-        )
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
@@ -645,6 +617,11 @@ class Session:
         if ranks := sorted({*instance.missing_ranks, *instance.reregister_ranks}):
             return f"ranks {ranks} of the instance have not registered"
         return "the instance is not ready"
+
+    def _lacks(self, feature: str, field: str, value: object) -> KvtierError | None:
+        """Why this daemon, if there is one, cannot do what needs `feature`; None if it can."""
+        attachment = self._attachment
+        return None if attachment is None else attachment.lacks(feature, field, value)
 
     def _why_not_now(self) -> KvtierError | None:
         """Why nothing can be asked now; None if it can."""

@@ -12,11 +12,12 @@ from kvtier.index import FEATURE as INDEX_PAGE
 from kvtier.joint import JOINT_LOOKUP
 from kvtier.layout import Group, Namespace, check_layout, check_text
 from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
+from kvtier.retention import RETENTION
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 
 PROTOCOL_VERSION = 1
-FEATURES = (INDEX_PAGE, JOINT_LOOKUP)
+FEATURES = (INDEX_PAGE, JOINT_LOOKUP, RETENTION)
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9

@@ -114,7 +114,8 @@ class World:
             return None
         return next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
 
-    def start_lookup(self, wanted: Sequence[bytes], *, lease: bool) -> Any:
+    def start_lookup(self, wanted: Sequence[bytes], *, lease: bool, host_only: bool) -> Any:
+        assert not host_only
         record = self.peer.session.lookup(0, b"".join(wanted), LookupMode.PREFIX, lease=lease)
         number = self.peer.session._next_id - 1
         self._names[number] = self._asking

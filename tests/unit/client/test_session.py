@@ -19,6 +19,7 @@ from kvtier import (
     Role,
     TransferState,
 )
+from kvtier.asking import Touch
 from kvtier.errors import ConnectionLostError
 from kvtier.lookups import Lease, LookupRecord
 from kvtier.session import PATIENCE_S, SILENCE_S
@@ -690,5 +691,5 @@ def test_a_daemon_that_cannot_is_not_asked(scheduler: Peer) -> None:
     assert record.answer is not None
     assert record.answer.error is not None
     assert record.answer.error.reason is Reason.MODE_UNSUPPORTED
-    scheduler.session.touch_groups(hashes(1), BOTH)
+    scheduler.session.touch(Touch(hashes(1), BOTH))
     assert scheduler.sent() == []

@@ -1,0 +1,44 @@
+"""What the daemon is told of an engine with the next heartbeat."""
+
+from kvtier.v1 import cache_pb2
+
+TOLD_MAX = 1_000_000_000
+"""Lookups, and hashes, that one heartbeat tells of; the daemon believes no more."""
+
+
+class News:
+    """Collected between heartbeats."""
+
+    def __init__(self, prefill_tokens_per_s: float) -> None:
+        """The rate as it is known so far; 0: it is not."""
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self._prefill_is_news = False
+        self._lookups = self._hashes = 0
+        """That the index answered: the daemon has not heard of them."""
+
+    def prefill(self, tokens_per_s: float) -> None:
+        """The rate as measured lately; 0 says nothing."""
+        if tokens_per_s == 0:
+            return
+        self._prefill_is_news |= tokens_per_s != self.prefill_tokens_per_s
+        self.prefill_tokens_per_s = tokens_per_s
+
+    def prefill_told(self) -> None:
+        """The daemon knows the rate: it was in Hello."""
+        self._prefill_is_news = False
+
+    def spared(self, hashes: int) -> None:
+        """A lookup of so many hashes was answered here."""
+        self._lookups += 1
+        self._hashes += hashes
+
+    def take(self) -> cache_pb2.Heartbeat:
+        """What is new since the last one."""
+        news, self._prefill_is_news = self._prefill_is_news, False
+        lookups, self._lookups = self._lookups, 0
+        hashes, self._hashes = self._hashes, 0
+        return cache_pb2.Heartbeat(
+            prefill_tokens_per_s=self.prefill_tokens_per_s if news else 0,
+            index_lookups=min(lookups, TOLD_MAX),
+            index_hashes=min(hashes, TOLD_MAX),
+        )
