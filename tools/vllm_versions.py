@@ -23,6 +23,7 @@ TESTS = (
     "tests/vllm/test_kv_memory_and_layout.py",
     "tests/vllm/test_multi_connector.py",
     "tests/vllm/test_namespace.py",
+    "tests/vllm/test_retaining.py",
     "tests/vllm/test_room.py",
     "tests/vllm/test_simulation.py",
     "tests/vllm/test_stats.py",

@@ -258,8 +258,9 @@ class ClientBase(ABC):
 
     def cool(self, hashes: Hashes, *, group: int = 0) -> None:
         """Tells the daemon that these blocks, in sequence order, are not worth keeping: they are the first to
-        be evicted, the last of them first, unless they are used again. Blocks that are held stay so long.
-        Never waits, and is forgotten as a touch is. Of more hashes than the daemon takes at once, the last.
+        be evicted, the last of them first, unless they are used again. Blocks that are held, leased or not
+        stored yet are left alone. Never waits, and is forgotten as a touch is. Of more hashes than the daemon
+        takes at once, the last.
         """
         self._touch(Touch(self._joined(hashes, group), group=group, cold=True))
 

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.retention import SECONDS_MAX
+
+from kvtier_vllm.retaining import HOST, PRIORITIES, TIERS
+
 
 class ConnectorConfigError(ValueError):
     """A setting that cannot be used; the message names it, what was found, and what to write instead."""
@@ -45,6 +49,21 @@ class ConnectorConfig:
     store_threshold: int = 1
     """A block is stored when so many requests of this engine have had it: with 2, what nobody uses again is
     never stored, and what is shared is stored one use later."""
+    priority: str = "normal"
+    """"low": when a request ends, the blocks that it has made are the first to be evicted, unless somebody
+    uses them again; what it has only used is not. "high": what it has used is held for `pin_s`, or else for
+    `max_pin_s`."""
+    pin_s: float = 0.0
+    """For how long what a request has used is not evicted after its end, as far as the daemon has room for
+    that. 0: it is not held. Not with priority "low"."""
+    max_pin_s: float = 300.0
+    """The most that a request may ask for in its own `pin_s`, or by priority "high"; or `pin_s`, if that is
+    more. 0: requests may not."""
+    ttl_s: float = 0.0
+    """Blocks are dropped so long after they were stored, and stay on the host until then. 0: they are kept as
+    long as there is room."""
+    tiers: tuple[str, ...] = TIERS
+    """Where blocks are stored and looked for: ["host", "disk"], or ["host"] alone."""
     max_load_tokens: int = 0
     """Of a request, counted from its beginning: blocks that end later are not loaded. 0: all may be."""
     min_load_tokens: int = 0
@@ -87,12 +106,17 @@ class ConnectorConfig:
                     f"kv_connector_extra_config: unknown setting {name!r}; the nearest one is {nearest!r}"
                 )
             _check(name, value, fields[name])
-        return cls(**extra_config)
+        given = dict(extra_config)
+        if "tiers" in given:
+            given["tiers"] = tuple(given["tiers"])
+        return cls(**given)
 
 
-_MOST = {"prefill_tokens_per_s": 1e9}
+TIERS_EXPECTED = '["host", "disk"] or ["host"]'
+_MOST = {"prefill_tokens_per_s": 1e9} | dict.fromkeys(("pin_s", "max_pin_s", "ttl_s"), SECONDS_MAX)
 _LEAST = {"store_threshold": 1}
 _CHOICES = {
+    "priority": PRIORITIES,
     "adapters": ("refuse", "files"),
     "share": ("auto", "export", "mirror"),
     "store_tokens": ("all", "prompt"),
@@ -102,6 +126,8 @@ _CHOICES = {
 def _check(name: str, value: object, default: object) -> None:
     if isinstance(default, bool):
         expected, good = "true or false", isinstance(value, bool)
+    elif name == "tiers":
+        expected, good = TIERS_EXPECTED, are_tiers(value)
     elif name in _CHOICES:
         expected, good = f"one of {', '.join(_CHOICES[name])}", value in _CHOICES[name]
     elif isinstance(default, str):
@@ -114,7 +140,21 @@ def _check(name: str, value: object, default: object) -> None:
         expected, most = "a number that is not negative", _MOST.get(name, math.inf)
         if name in _MOST:
             expected += f", and at most {most:g}"
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        good = is_number and math.isfinite(value) and 0 <= value <= most  # type: ignore[arg-type,operator]
+        good = is_number(value, most)
     if not good:
         raise ConnectorConfigError(f"kv_connector_extra_config: {name}={value!r}: write {expected}")
+
+
+def is_number(value: object, most: float = math.inf) -> bool:
+    """Whether it is a number that is not negative, and has an end."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 <= value <= most and value < math.inf  # NaN is not
+
+
+def are_tiers(value: object) -> bool:
+    """Whether it names tiers to keep blocks in. The host is always one of them: it is what disks are read
+    into."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        return False
+    return HOST in value and set(value) <= set(TIERS)

@@ -142,7 +142,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Asked whether to go on stepping without requests."""
         side = self._scheduler
-        return side is not None and side.holds_blocks
+        return side is not None and side.has_steps_to_do
 
     def on_new_request(self, request: Request) -> None:
         side = self._scheduler

@@ -81,9 +81,11 @@ class OneGroup:
         tell. Asks nobody."""
         return client.known_run(hashes, first, end)
 
-    def ask(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> LookupCall:
-        """Begins a lookup of blocks `first` to `end`, with leases."""
-        return client.start_lookup(hashes[first:end], lease=True)
+    def ask(
+        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
+    ) -> LookupCall:
+        """Begins a lookup of blocks `first` to `end`, with leases; `host_only`: not on disks."""
+        return client.start_lookup(hashes[first:end], lease=True, host_only=host_only)
 
     def hits(self, answer: Lookup) -> int:
         """Blocks that can be loaded, from the first on."""
@@ -112,10 +114,13 @@ class SeveralGroups(OneGroup):
         blocks = client.known_run(own, first * size // stride, end * size // stride, group=whole.group)
         return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
 
-    def ask(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> LookupCall:
+    def ask(
+        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
+    ) -> LookupCall:
         """See OneGroup."""
-        size = self._groups.unit_hashes
-        return client.start_lookup_groups(hashes[first * size : end * size], self._groups.queries, lease=True)
+        size, queries = self._groups.unit_hashes, self._groups.queries
+        wanted = hashes[first * size : end * size]
+        return client.start_lookup_groups(wanted, queries, lease=True, host_only=host_only)
 
     def hits(self, answer: Lookup) -> int:
         """See OneGroup."""
@@ -192,9 +197,11 @@ class Matcher:
         local: int,
         total: int,
         least: int = 1,
+        *,
+        host_only: bool = False,
     ) -> int | None:
         """How many blocks from block `local` on can be loaded, counting to block `total` at most; 0 if they
-        are fewer than `least`.
+        are fewer than `least`. `host_only`: without those that only disks have.
 
         None: the answer, or the next block, is on its way; ask again in the next step. A lease holds what is
         promised until `take` or `drop`; there is never a second one.
@@ -216,7 +223,7 @@ class Matcher:
             if not covers or match.waiting:
                 if not self._may_ask(request, match, again=covers):
                     return 0 if match.given_up else None
-                self._ask(match, client, hashes, local, total)
+                self._ask(match, client, hashes, local, total, host_only)
         if match.call is not None and not self._hear(request, match, hashes):
             return 0 if match.given_up else None
         if local < match.first:  # the answer came for a longer local part than there is now
@@ -276,12 +283,20 @@ class Matcher:
         self.counters.lookups += 1
         return True
 
-    def _ask(self, match: _Match, client: Client, hashes: Sequence[bytes], local: int, total: int) -> None:
+    def _ask(
+        self,
+        match: _Match,
+        client: Client,
+        hashes: Sequence[bytes],
+        local: int,
+        total: int,
+        host_only: bool,
+    ) -> None:
         self._release(match)
         match.answer = None
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
         match.end = local
-        match.call = self.question.ask(client, hashes, local, total)
+        match.call = self.question.ask(client, hashes, local, total, host_only=host_only)
 
     def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
         """Whether the answer that has come is taken, or a better one is worth waiting for."""

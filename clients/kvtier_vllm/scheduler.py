@@ -23,13 +23,15 @@ from kvtier_vllm.control import Control, Controls
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds, BlockPool
 from kvtier_vllm.hooks import block_table
+from kvtier_vllm.leaving import Leaving
 from kvtier_vllm.link import Link
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
+from kvtier_vllm.retaining import Granting
 from kvtier_vllm.room import LoadRoom
-from kvtier_vllm.storing import Storer
+from kvtier_vllm.storing import Made, Storer
 from kvtier_vllm.tables import Target, beyond, hashes_of, newly_allocated, targets_of
 from kvtier_vllm.tracking import Load, LoadCounters, TrackedRequest
 
@@ -83,6 +85,8 @@ class SchedulerSide:
         self._events = events
         self._storer = Storer(groups, threshold=config.store_threshold, events=events)
         self._controls = Controls(config, log)
+        self._granting = Granting(config, log)
+        self._leaving = Leaving(groups, self._longest)
         self._adapters = Adapters(log)
         self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
         """Units: fewer are not loaded."""
@@ -115,9 +119,10 @@ class SchedulerSide:
         return self._ready_client() is not None and self._storer.has_room
 
     @property
-    def holds_blocks(self) -> bool:
-        """Whether the engine has to go on stepping, even without requests, to have its blocks back."""
-        return bool(self._storer.holds)
+    def has_steps_to_do(self) -> bool:
+        """Whether the engine has to go on stepping, even without requests: to have its blocks back, or
+        because the daemon is to be told something when stores have ended."""
+        return bool(self._storer.holds) or (len(self._leaving) > 0 and not self._stopped)
 
     # --- what vLLM asks
     # ------------------------------------------------------------------------------------------------------
@@ -125,7 +130,8 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A new request, which vLLM asks about when it is its turn."""
         keys = self._adapters.keys(request)
-        if keys is not None and self._controls.of(request).load:
+        control = self._control_of(request)
+        if keys is not None and control.load and not control.keeping.host_only:
             self._ahead.arrived(request, keys(request.block_hashes))
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
@@ -152,6 +158,7 @@ class SchedulerSide:
             local,
             min(total + proof, len(hashes) // self._groups.unit_hashes),
             self._least + proof,
+            host_only=tracked.control.keeping.host_only,
         )
         if units:
             units -= proof
@@ -210,6 +217,7 @@ class SchedulerSide:
             )
         client = self._ready_client()
         self._out.revoke += self._storer.poll()
+        self._leaving.tell(client)
         self._take_in_loads()
         if self._prefill is not None:
             self._measure(self._prefill, output)
@@ -259,7 +267,7 @@ class SchedulerSide:
                 tracked_or_none.may_load = True
                 for target, hashes in load.loaded:
                     indexes = range(target.first, target.first + len(hashes))
-                    self._storer.holds_now(tracked_or_none.request, target.group, indexes, hashes)
+                    self._storer.loaded(tracked_or_none.request, target.group, indexes, hashes)
 
     def totals(self) -> dict[str, float]:
         """Since the engine started, by the names of `stats.COUNTERS`."""
@@ -297,7 +305,9 @@ class SchedulerSide:
             self._out.revoke += tracked.load.parts
             return False
         self._out.revoke += self._storer.poll()
-        self._touch(tracked)
+        client = self._ready_client()
+        if client is not None:
+            self._leaving.over(client, tracked)
         if tracked.preemptions != tracked.request.num_preemptions:
             self._out.fence += self._storer.forget_open(tracked.stores)
         if not tracked.stores.open:
@@ -337,15 +347,28 @@ class SchedulerSide:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
+            wished = self._controls.of(request)
             tracked = TrackedRequest(
                 request,
-                self._controls.of(request),
+                wished,
+                wished,
                 self._storer.new_state(request),
                 self._adapters.keys(request),
                 preemptions=request.num_preemptions,
             )
+            self._grant(tracked)
             self._requests[request.request_id] = tracked
         return tracked
+
+    def _control_of(self, request: Any) -> Control:
+        return self._granting.of(self._controls.of(request))
+
+    def _grant(self, tracked: TrackedRequest) -> None:
+        """What the request wishes, as far as the daemon in use can do it."""
+        tracked.control = self._granting.of(tracked.wished)
+        keeping, stores = tracked.control.keeping, tracked.stores
+        stores.kept = keeping.kept
+        stores.made = (stores.made or Made(len(self._groups.shapes))) if keeping.cool else None
 
     def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """As `TrackedRequest.hashes`; asks for the keys while they are not known."""
@@ -360,6 +383,7 @@ class SchedulerSide:
         epoch = client.epoch
         if epoch != self._epoch:
             self._epoch = epoch
+            self._granting.attached(client.status)
             self._start_over()
             self._too_old = not self._groups.plain and JOINT_LOOKUP not in client.status.features
             if self._too_old:
@@ -373,9 +397,11 @@ class SchedulerSide:
     def _start_over(self) -> None:
         self._matcher.drop_all()
         self._storer.start_over()
+        self._leaving.clear()
         if self._events is not None:
             self._events.clear()
         for tracked in self._requests.values():
+            self._grant(tracked)
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
 
@@ -398,19 +424,6 @@ class SchedulerSide:
             self._log.warning("kvtier: a load was refused: %s", error)
             self._give_back(grant)
             return None
-
-    def _touch(self, tracked: TrackedRequest) -> None:
-        """Stores of one prefix in several steps leave its head older than its tail, and a prefix that hits in
-        the engine's own cache is not heard of at all: say that the whole of it is in use."""
-        client = self._ready_client()
-        blocks = tracked.stores.next_block[self._longest.group]
-        if client is None or not tracked.control.store or not blocks:
-            return
-        hashes = tracked.hashes[: blocks * self._longest.hash_stride]
-        if self._groups.plain:
-            client.touch(hashes)
-        else:
-            client.touch_groups(hashes, self._groups.queries)
 
     def _give_back(self, grant: Grant | None) -> None:
         if grant is not None:
@@ -509,7 +522,7 @@ class SchedulerSide:
         return min(tokens // self._groups.unit_tokens, len(hashes) // self._groups.unit_hashes)
 
     def _prefetchable(self, request: Any, hashes: Sequence[bytes]) -> int:
-        return min(self._loadable(request, hashes, self._controls.of(request)), self._loaded_max)
+        return min(self._loadable(request, hashes, self._control_of(request)), self._loaded_max)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer, TransferSta
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
+from kvtier_vllm.retaining import PLAIN, Kept
 
 if TYPE_CHECKING:
     from kvtier_vllm.events import BlockEvents
@@ -22,6 +23,8 @@ KNOWN_MAX = 65_536
 KNOWN_S = 60.0
 """After it a block that is still in use is submitted again: the daemon may have evicted it, and learns that
 it is wanted."""
+KNOWN_TTL_PART = 0.25
+"""Of a block that is dropped after a time, so much of it at most: then its time begins anew."""
 TRANSFERS_MAX = 256
 """Stores in flight. Beyond it blocks wait, and go with later ones of their request."""
 BLOCKS_MAX = 2_048
@@ -33,28 +36,54 @@ FAILURES_MAX = 3
 
 
 class KnownBlocks:
-    """Hashes that the daemon held not long ago. Advisory: it spares submissions."""
+    """Hashes that the daemon held not long ago, and what they were kept like. Advisory: it spares
+    submissions."""
 
     def __init__(self, clock: Callable[[], float], most: int = KNOWN_MAX) -> None:
         self._clock = clock
         self._most = most
         self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._lesser: dict[bytes, Kept] = {}
+        """Of them, those that are not kept as long as there is room."""
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return self._until_s.get(block_hash, 0.0) > self._clock()
+    def covers(self, block_hash: bytes, kept: Kept = PLAIN) -> bool:
+        """Whether a store that has the block kept like this would change nothing."""
+        if self._until_s.get(block_hash, 0.0) <= self._clock():
+            return False
+        return block_hash not in self._lesser or self._lesser[block_hash] >= kept
 
-    def add(self, hashes: Sequence[bytes]) -> None:
-        """They are there now."""
+    def add(self, hashes: Sequence[bytes], kept: Kept = PLAIN) -> None:
+        """They are there now, kept like this."""
+        until_s = self._clock() + min(KNOWN_S, kept.ttl_s * KNOWN_TTL_PART)
+        for block_hash in hashes:
+            self._put(block_hash, until_s)
+            if kept == PLAIN:
+                self._lesser.pop(block_hash, None)
+            else:
+                self._lesser[block_hash] = kept
+        self._bound()
+
+    def seen(self, hashes: Sequence[bytes]) -> None:
+        """They are there now; what they are kept like is not known but from here."""
         until_s = self._clock() + KNOWN_S
         for block_hash in hashes:
-            self._until_s[block_hash] = until_s
-            self._until_s.move_to_end(block_hash)
-        while len(self._until_s) > self._most:
-            self._until_s.popitem(last=False)
+            if block_hash not in self._lesser:
+                self._put(block_hash, until_s)
+        self._bound()
 
     def clear(self) -> None:
         """Nothing is known any more."""
         self._until_s.clear()
+        self._lesser.clear()
+
+    def _put(self, block_hash: bytes, until_s: float) -> None:
+        self._until_s[block_hash] = until_s
+        self._until_s.move_to_end(block_hash)
+
+    def _bound(self) -> None:
+        while len(self._until_s) > self._most:
+            block_hash, _ = self._until_s.popitem(last=False)
+            self._lesser.pop(block_hash, None)
 
 
 class Sightings:
@@ -77,6 +106,27 @@ class Sightings:
         return self._counts.get(block_hash, 0) >= self._enough
 
 
+class Made:
+    """Blocks that the daemon has because of one request, by group."""
+
+    def __init__(self, groups: int) -> None:
+        self._blocks: list[dict[int, bytes]] = [{} for _ in range(groups)]
+
+    def add(self, group: int, index: int, block_hash: bytes) -> None:
+        """Block `index` of the request."""
+        self._blocks[group][index] = block_hash
+
+    def first(self, group: int) -> int | None:
+        """Its first block in this group; None: it has made none there."""
+        return min(self._blocks[group], default=None)
+
+    def in_order(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Each group that has some, and their hashes, in the order of the request."""
+        for group, blocks in enumerate(self._blocks):
+            if blocks:
+                yield group, [blocks[index] for index in sorted(blocks)]
+
+
 @dataclass(slots=True, eq=False)
 class StoreState:
     """One request, as far as its stores go."""
@@ -90,19 +140,26 @@ class StoreState:
     """Of each group: blocks below it were counted as seen by this request. Empty: none."""
     open: dict[int, PartRef] = field(default_factory=dict)
     """By ticket: parts that may still read the request's blocks, as far as the scheduler knows."""
+    kept: Kept = PLAIN
+    """How the daemon is to keep its blocks."""
+    made: Made | None = None
+    """None: nobody wants to know."""
+    under_way: int = 0
+    """Stores whose end the daemon has not reported, also those that it was parted from."""
 
 
 @dataclass(slots=True, eq=False)
 class _Store:
     transfer: Transfer
     request: StoreState
-    origin: Any
-    """vLLM's request that it was submitted for, which `request` may be parted from."""
+    origin: StoreState
+    """What it was submitted for, which `request` may be parted from."""
     group: int
     hashes: list[bytes]
     indexes: list[int]
     """Block of the request for each hash."""
     sources: tuple[int, ...]
+    kept: Kept
     given_up: bool = False
     """Its request has lost blocks that it reads: it is not to succeed."""
 
@@ -166,9 +223,12 @@ class Storer:
         """Of a request that has stored nothing."""
         return StoreState(request, [0] * len(self.known))
 
-    def holds_now(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def loaded(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
         """The daemon has been seen to hold these blocks of a request."""
-        self.known[group].add(hashes)
+        self.known[group].seen(hashes)
+        self._announce(request, group, indexes, hashes)
+
+    def _announce(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
         if self._events is not None:
             self._events.held(request, group, indexes, hashes)
 
@@ -191,7 +251,7 @@ class Storer:
         first = request.next_block[group]
         end = min(len(block_ids), first + BLOCKS_MAX)
         known = self.known[group]
-        indexes = [index for index in range(first, end) if hashes[index] not in known]
+        indexes = [index for index in range(first, end) if not known.covers(hashes[index], request.kept)]
         if self._groups.shapes[group].window_blocks:
             indexes = [index for index in indexes if block_ids[index]]
         if self._sightings is not None:
@@ -223,7 +283,7 @@ class Storer:
         step: int,
     ) -> StoreOrder | None:
         """Submits one block, if it is new: likewise."""
-        if request.failures > FAILURES_MAX or block_hash in self.known[group]:
+        if request.failures > FAILURES_MAX or self.known[group].covers(block_hash, request.kept):
             return None
         if self._sightings is not None:
             # Each is handed off once, but for preempted requests.
@@ -246,15 +306,18 @@ class Storer:
         if self.holds is not None and not self.holds.has_room(len(sources)):
             request.next_block[group] = min(request.next_block[group], indexes[0])
             return None
-        transfer = client.store(hashes, sources, group=group, doorbell=Doorbell(STORE_DOORBELL, step))
+        kept = request.kept
+        doorbell = Doorbell(STORE_DOORBELL, step)
+        transfer = client.store(hashes, sources, group=group, doorbell=doorbell, retention=kept.retention)
         self.counters.transfers += 1
-        store = _Store(transfer, request, request.request, group, hashes, indexes, sources)
+        store = _Store(transfer, request, request, group, hashes, indexes, sources, kept)
         part = transfer.part
         if part is None:  # refused at once
             self._failed(store, 0)
             return None
         self._stores[part.ticket] = store
         request.open[part.ticket] = part
+        request.under_way += 1
         if self.holds is not None:
             self.holds.hold(part.ticket, sources)
         elif self._groups.shapes[group].window_blocks:
@@ -271,6 +334,7 @@ class Storer:
             if outcome.state is TransferState.ACTIVE:
                 continue
             del self._stores[ticket]
+            store.origin.under_way -= 1
             self._read_no_more(ticket, store, fenced=outcome.fenced)
             if outcome.fenced:
                 store.request.open.pop(ticket, None)
@@ -332,7 +396,7 @@ class Storer:
         request.sighted[group] = max(request.sighted[group], end)
 
     def _disown(self, ticket: int, store: _Store) -> None:
-        store.request = self.new_state(store.origin)
+        store.request = self.new_state(store.origin.request)
         store.given_up = True
         self._forget_reader(ticket, store)
 
@@ -366,10 +430,13 @@ class Storer:
             succeeded = position < len(outcome.succeeded) and outcome.succeeded[position] == 1
             if succeeded or result is StoreResult.EXISTS:
                 good.append(position)
+                if succeeded and result is StoreResult.ACCEPTED and store.origin.made is not None:
+                    store.origin.made.add(store.group, store.indexes[position], store.hashes[position])
             elif result is not StoreResult.PENDING and first_bad is None:
                 first_bad = position
         indexes, hashes = [store.indexes[one] for one in good], [store.hashes[one] for one in good]
-        self.holds_now(store.origin, store.group, indexes, hashes)
+        self.known[store.group].add(hashes, store.kept)
+        self._announce(store.origin.request, store.group, indexes, hashes)
         self.counters.blocks += len(good)
         if first_bad is not None and not store.given_up:
             self._failed(store, first_bad)

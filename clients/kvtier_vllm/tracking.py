@@ -37,7 +37,10 @@ class TrackedRequest:
     """One request that vLLM has not finished."""
 
     request: Any
+    wished: Control
+    """By the engine's settings and the request."""
     control: Control
+    """Of it, what the daemon in use can do."""
     stores: StoreState
     keys: Keys | None
     """None: not known yet, or never."""

@@ -21,6 +21,11 @@ def test_everything_can_be_set() -> None:
         "store_tokens": "prompt",
         "max_store_tokens": 4096,
         "store_threshold": 2,
+        "priority": "low",
+        "pin_s": 60,
+        "max_pin_s": 600.0,
+        "ttl_s": 3600,
+        "tiers": ("host",),
         "max_load_tokens": 8192,
         "min_load_tokens": 256,
         "lookup_budget_ms": 0.5,
@@ -33,6 +38,11 @@ def test_everything_can_be_set() -> None:
     }
     parsed = ConnectorConfig.parse(given)
     assert {name: getattr(parsed, name) for name in given} == given
+
+
+def test_tiers_come_as_json_has_them() -> None:
+    assert ConnectorConfig.parse({"tiers": ["host"]}) == ConnectorConfig(tiers=("host",))
+    assert ConnectorConfig.parse({"tiers": ["host", "disk"]}) == ConnectorConfig()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +65,13 @@ def test_everything_can_be_set() -> None:
         ({"max_load_tokens": 1.5}, "max_load_tokens=1.5: write a whole number"),
         ({"min_load_tokens": True}, "min_load_tokens=True: write a whole number"),
         ({"store_threshold": 0}, "store_threshold=0: write a whole number, at least 1"),
+        ({"priority": "urgent"}, "priority='urgent': write one of low, normal, high"),
+        ({"pin_s": -1}, "pin_s=-1: write a number that is not negative, and at most 1e+09"),
+        ({"max_pin_s": float("nan")}, "max_pin_s=nan: write a number"),
+        ({"ttl_s": True}, "ttl_s=True: write a number"),
+        ({"tiers": ["disk"]}, """tiers=['disk']: write ["host", "disk"] or ["host"]"""),
+        ({"tiers": "host"}, "tiers='host': write"),
+        ({"tiers": ["host", "tape"]}, "tiers=['host', 'tape']: write"),
         ({"share": True}, "share=True: write one of auto, export, mirror"),
         ({"contiguous_blocks": 1}, "contiguous_blocks=1: write true or false"),
     ],

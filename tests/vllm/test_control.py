@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.control import WARNED_MAX, Control, Controls
+from kvtier_vllm.retaining import Keeping, Kept
 
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
 from tests.vllm.rig import prompt
@@ -162,16 +164,83 @@ def test_a_request_cannot_ask_for_more_than_the_engine_does() -> None:
     assert of(wish, store=False, load=False) == Control(False, False, None, None)
 
 
+def keeping(wish: dict[str, Any] | None = None, **settings: Any) -> Keeping:
+    return of({"kvtier": wish}, **settings).keeping
+
+
+def test_a_request_is_held_as_long_as_engine_and_request_say_and_no_longer_than_it_may_ask_for() -> None:
+    for wish, settings, hold_s in (
+        ({}, {}, 0),
+        ({}, {"pin_s": 600}, 600),  # the bound is on what requests ask for
+        ({"pin_s": 60}, {}, 60),
+        ({"pin_s": 600}, {}, 300),
+        ({"pin_s": 600}, {"max_pin_s": 0}, 0),
+        ({"pin_s": 600}, {"max_pin_s": 0, "pin_s": 30}, 30),  # what it would have anyway
+        ({"pin_s": 0}, {"pin_s": 30}, 0),
+        ({"priority": "high"}, {}, 300),
+        ({"priority": "high"}, {"pin_s": 30}, 300),
+        ({"priority": "high", "pin_s": 10}, {}, 10),
+        ({"priority": "high"}, {"max_pin_s": 0}, 0),
+        ({}, {"priority": "high"}, 300),
+        ({}, {"priority": "high", "pin_s": 30}, 30),
+        ({"priority": "normal"}, {"priority": "high"}, 0),
+        ({"priority": "low"}, {"pin_s": 30}, 0),
+        ({}, {"priority": "low", "pin_s": 30}, 0),
+        ({"priority": "low", "pin_s": 20}, {}, 20),  # what it has only used
+    ):
+        assert keeping(wish, **settings).hold_s == hold_s, (wish, settings)
+
+
+def test_what_a_request_of_low_priority_makes_goes_first() -> None:
+    assert not keeping().cool
+    assert keeping({"priority": "low"}).cool
+    assert keeping(priority="low").cool
+    assert not keeping({"priority": "high"}, priority="low").cool
+
+
+def test_the_shorter_time_holds_and_keeps_blocks_off_the_disks() -> None:
+    assert keeping() == Keeping() == Keeping(Kept(on_disks=True, ttl_s=math.inf))
+    assert keeping({"ttl_s": 60}).kept == Kept(on_disks=False, ttl_s=60)
+    assert keeping({"ttl_s": 60}, ttl_s=30).kept.ttl_s == 30
+    assert keeping({"ttl_s": 60}, ttl_s=90).kept.ttl_s == 60
+    assert keeping({"ttl_s": 0}, ttl_s=90).kept.ttl_s == 90, "0 is no time, and not a longer one"
+    assert not keeping(ttl_s=30).host_only, "it may load what others have stored on disks"
+
+
+def test_blocks_go_to_the_tiers_that_engine_and_request_both_name() -> None:
+    for wish, settings, on_disks in (
+        ({}, {}, True),
+        ({"tiers": ["disk", "host"]}, {}, True),
+        ({"tiers": ["host"]}, {}, False),
+        ({}, {"tiers": ["host"]}, False),
+        ({"tiers": ["host", "disk"]}, {"tiers": ["host"]}, False),
+    ):
+        found = keeping(wish, **settings)
+        assert (found.kept.on_disks, found.host_only) == (on_disks, not on_disks)
+        assert (found.kept.retention is None) == on_disks
+
+
 @pytest.mark.parametrize(
     ("wish", "told"),
     [
-        ({"ttl_s": 7}, "kvtier.'ttl_s' is unknown and left out: there are store, load"),
+        ({"ttl": 7}, "kvtier.'ttl' is unknown and left out: there are store, load"),
         ({7: 7}, "kvtier.7 is unknown"),
         ({"store": "no"}, "kvtier.store 'no' is left out: write true or false"),
         ({"load": 0}, "kvtier.load 0 is left out"),
         ({"max_load_tokens": -1}, "kvtier.max_load_tokens -1 is left out: write a whole number"),
         ({"max_load_tokens": True}, "kvtier.max_load_tokens True is left out"),
         ({"store_tokens": ["all"]}, "kvtier.store_tokens ['all'] is left out"),
+        ({"priority": "urgent"}, "kvtier.priority 'urgent' is left out: write one of low, normal, high"),
+        ({"priority": ["low"]}, "kvtier.priority ['low'] is left out"),
+        ({"pin_s": -1}, "kvtier.pin_s -1 is left out: write a number of seconds from 0 to 1e+09"),
+        ({"pin_s": float("nan")}, "kvtier.pin_s nan is left out"),
+        ({"ttl_s": 10**400}, "is left out: write a number of seconds"),
+        ({"ttl_s": True}, "kvtier.ttl_s True is left out"),
+        ({"ttl_s": "7"}, "kvtier.ttl_s '7' is left out"),
+        ({"tiers": ["disk"]}, """kvtier.tiers ['disk'] is left out: write ["host", "disk"] or ["host"]"""),
+        ({"tiers": "host"}, "kvtier.tiers 'host' is left out"),
+        ({"tiers": ["host", 7]}, "kvtier.tiers ['host', 7] is left out"),
+        ({"tiers": []}, "kvtier.tiers [] is left out"),
         ([1], "kvtier [1] is left out: write an object"),
         ("x" * 1_000, "…"),
     ],

@@ -91,6 +91,7 @@ def all_came_back(engine: MiniEngine) -> None:
     assert engine.free_blocks == engine.blocks - 1
     side, worker = engine.connector._scheduler, engine.worker._worker
     assert not side._requests
+    assert not len(side._leaving)
     matcher = side._matcher
     assert [matcher._matches, matcher._since_s, matcher._waiting] == [{}, {}, set()]
     assert [side._ahead._unasked, side._ahead._prefetched] == [{}, set()]

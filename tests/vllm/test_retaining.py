@@ -1,0 +1,519 @@
+"""How long and where an engine has its blocks kept: what it says of them, and what the daemon makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from kvtier import Client, Retention, spec
+from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.control import Control, Controls
+from kvtier_vllm.groups import Groups, GroupShape
+from kvtier_vllm.leaving import PATIENCE_S, Leaving
+from kvtier_vllm.retaining import PLAIN, Granting, Keeping, Kept
+from kvtier_vllm.storing import KNOWN_S, KNOWN_TTL_PART, KnownBlocks, Made, StoreState
+from kvtier_vllm.tracking import TrackedRequest
+
+from tests.support.daemon import DaemonHost, until
+from tests.support.leaks import SHM, SHM_PREFIX
+from tests.vllm.conftest import QUICK
+from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.rig import prompt
+from tests.vllm.test_simulation import Chaos, all_came_back, client, make, wait_stored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+__all__ = ["make"]
+
+Make = Callable[..., MiniEngine]
+LENGTH, BLOCKS = 10 * TOKENS + 1, 10
+MANY_S = 600
+log = logging.getLogger("test.retaining")
+
+
+@pytest.fixture
+def host() -> Iterator[DaemonHost]:
+    """A daemon of the test's own: what is held in it would be in the way of others."""
+    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
+    host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
+    host.start()
+    yield host
+    host.stop()
+    shutil.rmtree(run)
+    shutil.rmtree(pool)
+
+
+@pytest.fixture
+def patient(make: Make) -> Make:
+    """Makes engines that wait for the daemon's answers, however busy the machine is."""
+
+    def patiently(*arguments: Any, **extra: object) -> MiniEngine:
+        return make(*arguments, **{"lookup_budget_ms": 1_000} | extra)
+
+    return patiently
+
+
+class Spy:
+    """What an engine's client is asked to do."""
+
+    def __init__(self, engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stores: list[tuple[list[bytes], Retention | None]] = []
+        self.touches: list[tuple[list[bytes], float]] = []
+        self.cooled: list[bytes] = []
+        self.lookups: list[bool] = []
+        """host_only, of each."""
+        self.prefetches = 0
+        self._of = client(engine)
+        for name in ("store", "touch", "cool", "start_lookup", "start_prefetch"):
+            monkeypatch.setattr(self._of, name, self._noting(name, getattr(self._of, name)))
+
+    def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(hashes: Sequence[bytes], *rest: Any, **options: Any) -> Any:
+            match name:
+                case "store":
+                    self.stores.append((list(hashes), options.get("retention")))
+                case "touch":
+                    self.touches.append((list(hashes), options.get("hold_s", 0)))
+                case "cool":
+                    self.cooled += hashes
+                case "start_lookup":
+                    self.lookups.append(options.get("host_only", False))
+                case _:
+                    self.prefetches += 1
+            return call(hashes, *rest, **options)
+
+        return noted
+
+
+def compute(engine: MiniEngine, name: str, tokens: list[int], wish: dict[str, Any] | None = None) -> int:
+    """Runs one request until its stores are over and all is said; returns the tokens that nobody computed."""
+    engine.add(name, tokens, kv_transfer_params={"kvtier": wish})
+    engine.run()
+    wait_stored(engine)
+    engine.step()
+    assert engine.finished[name] == output_of(tokens, 8)
+    return engine.cached[name]
+
+
+def has(engine: MiniEngine, hashes: Sequence[bytes]) -> list[bool]:
+    """Which blocks the daemon knows, without using them."""
+    known = client(engine).known_run
+    until(lambda: known(hashes[:1], counted=False) is not None, "there is an index page")
+    return [known([one], counted=False) == 1 for one in hashes]
+
+
+def churn(engine: MiniEngine, over: Callable[[], bool]) -> None:
+    """Computes other prompts until that is so."""
+    numbers = itertools.count()
+
+    def computed() -> bool:
+        number = next(numbers)
+        compute(engine, f"churn {number}", prompt(20 * TOKENS, seed=1_000 + number))
+        return over()
+
+    until(computed, "what goes has gone")
+
+
+def hashes_of(spy: Spy) -> list[bytes]:
+    """Of all blocks that were stored."""
+    return [one for hashes, _ in spy.stores for one in hashes]
+
+
+# --- held ---
+
+
+def test_what_a_request_has_used_is_held_after_its_end(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = patient(pin_s=MANY_S), patient()
+    spy = Spy(engine, monkeypatch)
+    compute(engine, "story", prompt(LENGTH))
+    until(lambda: host.status().held_blocks == BLOCKS, "all of it is held")
+    churn(other, lambda: host.status().counters.evicted_blocks > 2 * host.status().blocks.ready)
+    assert all(has(engine, hashes_of(spy)))
+    engine.forget()
+    assert compute(engine, "again", prompt(LENGTH)) == BLOCKS * TOKENS
+    assert host.status().held_blocks == BLOCKS
+    all_came_back(engine)
+
+
+def test_a_request_asks_to_be_held_within_bounds(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = patient(max_pin_s=100)
+    spy = Spy(engine, monkeypatch)
+    for name, wish, hold_s in (
+        ("plain", None, 0),
+        ("short", {"pin_s": 50}, 50),
+        ("long", {"pin_s": 500}, 100),
+        ("high", {"priority": "high"}, 100),
+    ):
+        spy.touches.clear()
+        compute(engine, name, prompt(LENGTH, seed=len(name)), wish)
+        assert [(len(hashes), held_s) for hashes, held_s in spy.touches] == [(BLOCKS, hold_s)]
+    until(lambda: host.status().held_blocks == 3 * BLOCKS, "those of three are held")
+    all_came_back(engine)
+
+
+def test_what_was_only_loaded_is_held_too(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = patient(salt="same"), patient(salt="same", store=False)
+    compute(one, "story", prompt(LENGTH))
+    spy = Spy(two, monkeypatch)
+    assert compute(two, "again", prompt(LENGTH), {"pin_s": MANY_S}) == BLOCKS * TOKENS
+    assert [len(hashes) for hashes, _ in spy.touches] == [BLOCKS]
+    until(lambda: host.status().held_blocks == BLOCKS, "what it has loaded is held")
+    compute(two, "others", prompt(LENGTH, seed=3))
+    assert len(spy.touches) == 1, "an engine that stores nothing says nothing else"
+
+
+# --- let go first ---
+
+
+def test_what_a_request_of_low_priority_has_made_goes_first_and_what_it_shares_does_not(
+    patient: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = patient(), patient()
+    spy, shared = Spy(engine, monkeypatch), prompt(6 * TOKENS)
+    compute(engine, "shared", [*shared, 1])
+    head = hashes_of(spy)
+    spy.stores.clear()
+    spy.touches.clear()
+    compute(engine, "low", shared + prompt(8 * TOKENS, seed=7), {"priority": "low"})
+    made = hashes_of(spy)
+    assert (len(head), len(made)) == (6, 8)
+    assert spy.cooled == made
+    assert [hashes for hashes, _ in spy.touches] == [head], "what it has used is in use"
+    churn(other, lambda: not any(has(engine, made)))
+    assert all(has(engine, head))
+    all_came_back(engine)
+    all_came_back(other)
+
+
+def test_what_is_there_already_is_nobody_s_to_cool(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = patient(priority="low")
+    spy = Spy(engine, monkeypatch)
+    compute(engine, "first", prompt(LENGTH))
+    assert len(spy.cooled) == BLOCKS
+    assert spy.touches == []
+    compute(engine, "second", prompt(LENGTH))
+    assert len(spy.cooled) == BLOCKS
+    assert [len(hashes) for hashes, _ in spy.touches] == [BLOCKS], "used again"
+    all_came_back(engine)
+
+
+# --- dropped after a time ---
+
+
+def test_blocks_with_a_time_are_gone_after_it(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = patient(ttl_s=2)
+    spy = Spy(engine, monkeypatch)
+    compute(engine, "story", prompt(LENGTH), {"ttl_s": 100})
+    assert {retention for _, retention in spy.stores} == {Retention(ttl_s=2, host_only=True)}
+    until(lambda: host.status().counters.expired_blocks == BLOCKS, "their time is over")
+    engine.forget()
+    assert compute(engine, "again", prompt(LENGTH)) == 0
+    all_came_back(engine)
+
+
+def test_a_request_without_a_time_keeps_what_one_with_a_time_has_made(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the blocks are there, and the engine knows it."""
+    engine, tokens = patient(), prompt(LENGTH)
+    spy = Spy(engine, monkeypatch)
+    compute(engine, "short", tokens, {"ttl_s": 3})
+    compute(engine, "gone", prompt(LENGTH, seed=3), {"ttl_s": 3})
+    made = hashes_of(spy)
+    compute(engine, "plain", tokens)
+    assert spy.stores[-1] == (made[:BLOCKS], None)
+    until(lambda: host.status().counters.expired_blocks == BLOCKS, "the time is over")
+    assert has(engine, made) == [True] * BLOCKS + [False] * BLOCKS
+    stores = len(spy.stores)
+    compute(engine, "short again", tokens, {"ttl_s": 3})
+    assert len(spy.stores) == stores, "they are kept for longer than that"
+    all_came_back(engine)
+
+
+def test_what_was_loaded_may_still_have_a_time(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens = patient(), prompt(LENGTH)
+    compute(engine, "short", tokens, {"ttl_s": 60})
+    engine.forget()
+    spy = Spy(engine, monkeypatch)
+    assert compute(engine, "loads", tokens) == BLOCKS * TOKENS
+    assert [(len(hashes), retention) for hashes, retention in spy.stores] == [(BLOCKS, None)]
+    all_came_back(engine)
+
+
+# --- in some tiers only ---
+
+
+def test_an_engine_of_the_host_alone_asks_no_disk(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = patient(tiers=["host"], changes={"max_num_seqs": 1})
+    spy = Spy(engine, monkeypatch)
+    compute(engine, "story", prompt(LENGTH))
+    assert {retention for _, retention in spy.stores} == {Retention(host_only=True)}
+    engine.forget()
+    engine.add("long", prompt(20, seed=9), max_tokens=40)
+    engine.step()
+    assert compute(engine, "again", prompt(LENGTH), {"tiers": ["host", "disk"]}) == BLOCKS * TOKENS
+    assert spy.lookups
+    assert all(spy.lookups)
+    assert spy.prefetches == 0
+    all_came_back(engine)
+
+
+def test_a_request_leaves_disks_out(patient: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = patient()
+    spy = Spy(engine, monkeypatch)
+    compute(engine, "host", prompt(LENGTH, seed=1), {"tiers": ["host"]})
+    compute(engine, "both", prompt(LENGTH, seed=2))
+    assert [retention for _, retention in spy.stores] == [Retention(host_only=True), None]
+    engine.forget()
+    for seed, wish, host_only in ((1, {"tiers": ["host"]}, True), (2, None, False)):
+        spy.lookups.clear()
+        assert compute(engine, f"again {seed}", prompt(LENGTH, seed), wish) == BLOCKS * TOKENS
+        assert set(spy.lookups) == {host_only}
+    all_came_back(engine)
+
+
+# --- in disorder, and with a daemon that knows nothing of it ---
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "settings",
+    [{"priority": "low", "ttl_s": 2}, {"pin_s": 1, "tiers": ["host"]}],
+    ids=["low and short", "held on the host"],
+)
+def test_disorder_costs_no_byte_no_block_and_no_request(
+    make: Make, host: DaemonHost, settings: dict[str, Any]
+) -> None:
+    engine = make(load_start_deadline_s=0.2, **settings)
+    chaos = Chaos(engine, host, seed=5)
+    chaos.go_on(60)
+    chaos.end()
+
+
+def test_with_an_older_daemon_all_goes_on_as_without_wishes(
+    patient: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "FEATURES", tuple(set(spec.FEATURES) - {"retention"}))
+    engine = patient(priority="low", pin_s=5, ttl_s=1, tiers=["host"])
+    assert not client(engine).status.can_retain
+    spy, granting = Spy(engine, monkeypatch), engine.connector._scheduler._granting
+    compute(engine, "story", prompt(LENGTH), {"priority": "high"})
+    assert granting._told
+    assert {retention for _, retention in spy.stores} == {None}
+    assert {hold_s for _, hold_s in spy.touches} == {0}
+    assert spy.cooled == []
+    engine.forget()
+    assert compute(engine, "again", prompt(LENGTH)) == BLOCKS * TOKENS
+    assert set(spy.lookups) == {False}
+    assert client(engine).status.last_error == ""
+    all_came_back(engine)
+
+
+def daemon(*, able: bool) -> Any:
+    """Its status, as a client has it."""
+    return SimpleNamespace(can_retain=able, daemon_version="0.0.9")
+
+
+def test_settings_that_do_nothing_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = ConnectorConfig.parse({"pin_s": 5, "tiers": ["host"]})
+    granting, controls = Granting(config, log), Controls(config, log)
+    wished = controls.of(SimpleNamespace(kv_transfer_params=None, num_prompt_tokens=100))
+    with caplog.at_level(logging.WARNING, log.name):
+        for _ in range(3):
+            granting.attached(daemon(able=False))
+            assert granting.of(wished) == Control(True, True, None, None)
+    [record] = caplog.records
+    assert "kvtierd 0.0.9" in record.getMessage()
+    assert "upgrade it" in record.getMessage()
+    assert "pin_s, tiers in kv_connector_extra_config" in record.getMessage()
+    granting.attached(daemon(able=True))
+    assert granting.of(wished) == wished
+
+
+def test_wishes_of_requests_that_do_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = ConnectorConfig()
+    granting, controls = Granting(config, log), Controls(config, log)
+
+    def of(wish: dict[str, Any]) -> Control:
+        request = SimpleNamespace(kv_transfer_params={"kvtier": wish}, num_prompt_tokens=100)
+        return granting.of(controls.of(request))
+
+    granting.attached(daemon(able=False))
+    with caplog.at_level(logging.WARNING, log.name):
+        assert of({"max_load_tokens": 5}) == Control(True, True, None, 5)
+        assert not caplog.records, "nothing was wished that it could not do"
+        for wish in ({"ttl_s": 5}, {"priority": "low"}, {"pin_s": 5}):
+            assert of(wish | {"max_load_tokens": 5}) == Control(True, True, None, 5)
+    [record] = caplog.records
+    assert "what requests say of priority, pin_s, ttl_s and tiers" in record.getMessage()
+
+
+# --- what is remembered ---
+
+
+def test_a_store_is_spared_only_where_it_would_change_nothing() -> None:
+    now_s = 0.0
+    known = KnownBlocks(lambda: now_s)
+    [one, two, three, four] = [bytes([number]) * 32 for number in range(4)]
+    host, minute, hour = Kept(on_disks=False), Kept(ttl_s=60), Kept(ttl_s=3_600)
+    for block_hash, kept in ((one, PLAIN), (two, host), (three, hour)):
+        known.add([block_hash], kept)
+    for block_hash, covered in (
+        (one, [True, True, True, True]),
+        (two, [False, True, True, True]),
+        (three, [False, False, True, True]),
+        (four, [False, False, False, False]),
+    ):
+        assert [known.covers(block_hash, kept) for kept in (PLAIN, host, hour, minute)] == covered
+    known.seen([one, three, four])
+    assert [known.covers(each) for each in (one, three, four)] == [True, False, True], "it tells of no time"
+    known.add([four], minute)
+    assert known.covers(four, minute)
+    now_s = 60 * KNOWN_TTL_PART
+    assert not known.covers(four, minute), "its time is to begin anew"
+    assert known.covers(three, hour)
+    now_s = KNOWN_S
+    assert not any(known.covers(each, minute) for each in (one, two, three, four))
+    known.add([three])
+    assert known.covers(three)
+    known.clear()
+    assert not known.covers(three)
+
+
+def test_as_much_is_remembered_as_there_is_room_for() -> None:
+    known = KnownBlocks(lambda: 0.0, most=2)
+    known.add([b"1", b"2"], Kept(ttl_s=60))
+    known.add([b"3"])
+    known.seen([b"4"])
+    assert len(known._until_s) == 2
+    assert known._lesser == {}
+
+
+# --- last words ---
+
+
+class Telling:
+    """A client that only listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[bytes], Any]] = []
+
+    def touch(self, hashes: Sequence[bytes], *, hold_s: float) -> None:
+        self.heard.append(("touch", list(hashes), hold_s))
+
+    def cool(self, hashes: Sequence[bytes], *, group: int) -> None:
+        self.heard.append(("cool", list(hashes), group))
+
+    def touch_groups(self, hashes: Sequence[bytes], queries: Sequence[Any], *, hold_s: float) -> None:
+        self.heard.append(("touch groups", list(hashes), hold_s))
+
+
+HASHES = [bytes([number]) * 32 for number in range(8)]
+
+
+def over(groups: Groups, keeping: Keeping, blocks: int, *, store: bool = True) -> TrackedRequest:
+    """A request that is over, and has submitted so many blocks of each group."""
+    request = SimpleNamespace(block_hashes=HASHES)
+    control = Control(store, True, None, None, keeping)
+    stores = StoreState(request, [blocks] * len(groups.shapes))
+    if keeping.cool:
+        stores.made = Made(len(groups.shapes))
+    return TrackedRequest(request, control, control, stores, keys=lambda hashes: hashes)
+
+
+@pytest.fixture
+def telling() -> Telling:
+    return Telling()
+
+
+def test_a_request_with_wishes_waits_for_its_stores(telling: Telling) -> None:
+    groups, now_s = Groups.one(16), 0.0
+    leaving = Leaving(groups, groups.shapes[0], clock=lambda: now_s)
+    listener = cast(Client, telling)
+    plain, held = over(groups, Keeping(), 4), over(groups, Keeping(hold_s=7), 3)
+    cooled = over(groups, Keeping(hold_s=2, cool=True), 6)
+    for tracked in (plain, held, cooled):
+        tracked.stores.under_way = 1
+        leaving.over(listener, tracked)
+    assert telling.heard == [("touch", HASHES[:4], 0)]
+    leaving.tell(listener)
+    assert (len(telling.heard), len(leaving)) == (1, 2)
+    assert cooled.stores.made is not None
+    for index in (4, 3, 5):
+        cooled.stores.made.add(0, index, HASHES[index])
+    cooled.stores.under_way = 0
+    leaving.tell(listener)
+    assert telling.heard[1:] == [("touch", HASHES[:3], 2), ("cool", HASHES[3:6], 0)]
+    assert len(leaving) == 1
+    now_s = PATIENCE_S + 1
+    leaving.tell(listener)
+    assert (len(telling.heard), len(leaving)) == (3, 0), "a store that never ends is not waited for for ever"
+
+
+def test_without_a_daemon_nothing_is_kept_to_be_told(telling: Telling) -> None:
+    groups = Groups.one(16)
+    leaving = Leaving(groups, groups.shapes[0])
+    for forget in (leaving.clear, lambda: leaving.tell(None)):
+        tracked = over(groups, Keeping(hold_s=7), 3)
+        tracked.stores.under_way = 1
+        leaving.over(cast(Client, telling), tracked)
+        assert len(leaving) == 1
+        forget()
+        assert len(leaving) == 0
+    assert telling.heard == []
+
+
+def test_of_several_groups_each_has_made_its_own(telling: Telling) -> None:
+    groups = Groups((GroupShape(0, 16), GroupShape(1, 32, hash_stride=2)), 16)
+    leaving = Leaving(groups, groups.shapes[0])
+    tracked = over(groups, Keeping(cool=True), 6)
+    assert tracked.stores.made is not None
+    tracked.stores.made.add(0, 2, HASHES[2])
+    tracked.stores.made.add(1, 1, HASHES[3])
+    leaving.over(cast(Client, telling), tracked)
+    assert telling.heard == [
+        ("touch groups", HASHES[:2], 0),
+        ("cool", [HASHES[2]], 0),
+        ("cool", [HASHES[3]], 1),
+    ]
+
+
+def test_a_request_that_stores_nothing_holds_what_it_began_with(telling: Telling) -> None:
+    groups = Groups.one(16)
+    leaving = Leaving(groups, groups.shapes[0])
+    for keeping in (Keeping(hold_s=7), Keeping(), Keeping(cool=True)):
+        tracked = over(groups, keeping, 0, store=False)
+        tracked.expected_tokens = 3 * 16
+        leaving.over(cast(Client, telling), tracked)
+    assert telling.heard == [("touch", HASHES[:3], 7)]
+
+
+def test_an_engine_goes_on_until_all_is_said(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's word that a store has ended may come after the last step that a request needs."""
+    engine = patient(pin_s=MANY_S)
+    side = engine.connector._scheduler
+    poll, polls = side._storer.poll, itertools.count()
+    monkeypatch.setattr(side._storer, "poll", lambda: poll() if next(polls) > 60 else [])
+    engine.add("story", prompt(LENGTH))
+    engine.run()
+    assert next(polls) > 60
+    assert not engine.connector.has_pending_push_work()
+    until(lambda: host.status().held_blocks == BLOCKS, "all of it is held")
+    all_came_back(engine)
