@@ -69,7 +69,7 @@ def lookup(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
     mode = world.random.choice((LookupMode.PREFIX, LookupMode.PREFIX, LookupMode.EXACT))
     lease = world.random.random() < 0.7
-    host_only = world.random.random() < 0.1
+    host_only = world.random.random() < 0.05
     assert engine.scheduler is not None
     reply = world.do(
         LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease, host_only)
@@ -105,7 +105,7 @@ def _check_states(
         states, hits = states[: run + 1], keys[:run]
     assert len(told) == len(states)
     for key, state, said in zip(keys, states, told, strict=False):
-        if state == PENDING and world.is_late(engine, group, key) and not host_only:
+        if state == PENDING and world.is_late(engine, group, key):
             world.outcomes["late promotion is a miss"] += 1
             assert said == MISS
         elif ready and state == MISS and world.is_on_disk(engine, group, key) and not host_only:
@@ -134,7 +134,7 @@ def _signals(world: World, engine: Engine, word: int) -> Signals:
 
 
 def _wishes(world: World) -> Wishes:
-    if world.random.random() < 0.7:
+    if world.random.random() < 0.85:
         return NO_WISHES
     hold_ms = world.random.choice((0, 0, 500, 5_000, 1 << 50))
     ttl_ms = world.random.choice((0, 0, 500, 10_000, 1 << 50))

@@ -197,8 +197,8 @@ class JointLookups:
         host_only: bool = False,
     ) -> JointReply:
         longer = tokens
-        if not host_only and tokens < min(ask.shape.blocks * ask.shape.block_tokens for ask in asks):
-            longer = self._promotion.beyond(instance, asks, tokens, keep)
+        if tokens < min(ask.shape.blocks * ask.shape.block_tokens for ask in asks):
+            longer = self._promotion.beyond(instance, asks, tokens, keep, host_only=host_only)
         groups = []
         states = self._promotion.states(asks, tokens, longer)
         for ask, told, lease in zip(asks, states, leases, strict=True):

@@ -81,8 +81,10 @@ class Leases:
                 self._blocks.touch(found)
         if self._tier is not None:
             self._tier.found(plan.domain, found)
-            if hits < len(hashes) and not stimulus.host_only:
-                promotion = self._tier.promotion
+            promotion = self._tier.promotion
+            if hits < len(hashes) and stimulus.host_only:
+                states = promotion.without_late(plan, hashes, states)
+            elif hits < len(hashes):
                 states = promotion.beyond(
                     instance, plan, hashes, stimulus.mode, found, states, held=lease is not None
                 )
