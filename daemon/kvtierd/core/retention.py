@@ -3,9 +3,11 @@ to stay off the disks.
 
 Wishes are kept in memory only, and end with the daemon. A held block has one pin, however often it was
 wished: it is in nobody's way but eviction's, and goes after all where nothing else could (`room.py`).
+
+Nothing is queued: times lie in arrays, one word for each entry of the table, which are looked through part by
+part. That takes a millisecond a second for four million entries, and the same whatever clients wish.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
 
@@ -19,79 +21,43 @@ from kvtierd.core.history import Fate
 from kvtierd.core.ids import Entries
 from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreLimits, Wishes
-from kvtierd.core.table import U32, BlockFlag
+from kvtierd.core.table import U32, BlockFlag, BlockState
 
+WRITING = int(BlockState.WRITING)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
 CLEAN = int(BlockFlag.CLEAN)
-LOOKED_AT_MAX = 8_192
-"""Blocks whose time is over, in one tick: what is more waits for the next."""
-EXACT_BITS = 9
-"""Of long times; the rest is rounded up, so that a calendar has few pages."""
+TICKS_PER_ROUND = 10
+"""In so many ticks everything is looked at, if not much is due."""
+LOOKED_AT_LEAST = 4_096
+"""Entries in one tick."""
+DUE_MAX = 8_192
+"""Blocks whose time is over, in one tick: the others are found in the next."""
+CANDIDATES_MAX = 4_096
+"""Blocks that are found at once to give way, and remembered."""
+SEARCH_PAUSE_S = 1.0
+"""When no hold was found that could make room, none is looked for again for this long."""
 SECONDS_MAX = 2**31
-MANY = 64
-"""Batches of one second are taken together."""
-BATCH_COST = 32
-"""What a batch adds to the size of a calendar, besides its entries."""
 
 
-class Calendar:
-    """Which blocks are to be looked at in which second. An entry may come several times, and by then be of
-    another block: what counts is its time when it is looked at."""
+class Round:
+    """Goes through an array of times, again and again."""
 
     def __init__(self, times: U32) -> None:
-        """`times`: the second of each entry, 0 if it has none; not changed here."""
         self._times = times
-        self._due: dict[int, list[Entries]] = {}
-        self._seconds: list[int] = []
-        """A heap of the keys."""
-        self._size = 0
-        self._size_max = 2 * len(times) + (1 << 16)
+        self._position = 0
 
-    def add(self, second: int, entries: Entries) -> None:
-        if len(entries) == 0:
-            return
-        if second not in self._due:
-            self._due[second] = []
-            heapq.heappush(self._seconds, second)
-        self._due[second].append(entries)
-        self._size += len(entries) + BATCH_COST
-        if self._size > self._size_max:
-            self._start_anew()
-
-    def _start_anew(self) -> None:
-        """Every block once: blocks that were named over and over fill a calendar that nobody looks at yet."""
-        entries = np.flatnonzero(self._times).astype(np.uint32)
-        entries = entries[np.argsort(self._times[entries], kind="stable")]
-        seconds, first = np.unique(self._times[entries], return_index=True)
-        self._seconds = seconds.tolist()  # ascending, and so a heap
-        self._due = {
-            second: [batch] for second, batch in zip(self._seconds, np.split(entries, first[1:]), strict=True)
-        }
-        self._size = len(entries) + BATCH_COST * len(self._due)
-
-    def take(self, now: int, most: int) -> Entries:
-        """Removes what is due, as far as it is not more than about so many, and returns it, each once."""
-        found: list[Entries] = []
-        room = most
-        while room > 0 and self._seconds and self._seconds[0] <= now:
-            batches = self._due[self._seconds[0]]
-            while batches and room > 0:
-                self._size -= BATCH_COST * (1 if len(batches) < MANY else len(batches))
-                found.append(batches.pop(0) if len(batches) < MANY else _merged(batches))
-                self._size -= len(found[-1])
-                room -= len(found[-1])
-            if not batches:
-                del self._due[heapq.heappop(self._seconds)]
-        return _each_once(np.concatenate(found)) if found else np.empty(0, np.uint32)
-
-    def all(self) -> set[tuple[int, int]]:
-        """Every (second, entry). For the validator."""
-        return {
-            (second, entry)
-            for second, batches in self._due.items()
-            for batch in batches
-            for entry in batch.tolist()
-        }
+    def due(self, now: int) -> Entries:
+        """Of the next part the entries whose time, which is not 0, has come."""
+        times = self._times
+        step = max(LOOKED_AT_LEAST, -(-len(times) // TICKS_PER_ROUND))
+        first, end = self._position, min(self._position + step, len(times))
+        part = times[first:end]
+        found = np.flatnonzero((part != 0) & (part <= now)) + first
+        if len(found) > DUE_MAX:
+            end = int(found[DUE_MAX])
+            found = found[:DUE_MAX]
+        self._position = end % len(times)
+        return found.astype(np.uint32)
 
 
 class Retention:
@@ -105,13 +71,22 @@ class Retention:
         """Second until which each entry is held, by one pin; 0: it is not."""
         self.expires_at: U32 = np.zeros(blocks.capacity, np.uint32)
         """Second in which each entry is dropped; 0: never."""
+        self._to_hold_s: U32 = np.zeros(blocks.capacity, np.uint32)
+        """Of WRITING entries: for how long another store has wished them held."""
+        self._ranks = np.zeros(blocks.capacity, np.int64)
+        """Of held entries: the higher, the later it was wished, or the nearer the head of its sequence."""
+        self._rank = 0
         self.held: Counter[int] = Counter()
         """Held blocks, by domain."""
         self.held_bytes = 0
-        self.ends = Calendar(self.held_until)
-        self.expiries = Calendar(self.expires_at)
+        self._ends = Round(self.held_until)
+        self._expiries = Round(self.expires_at)
         self._any_wishes = False
-        """Whether there ever was a block with a time, or for the host only."""
+        """Whether there ever was a block with a wish that is kept by entry."""
+        self._candidates: tuple[tuple[int, ...], Entries] = ((), np.empty(0, np.uint32))
+        """Held blocks of these domains, those to give way first, first."""
+        self._search_at = 0
+        """When they may be looked for again."""
 
     @property
     def held_blocks(self) -> int:
@@ -122,18 +97,20 @@ class Retention:
         return self._blocks.now // STAMPS_PER_S
 
     def _after(self, milliseconds: int) -> int:
-        """A second in which so much time is over for certain."""
-        seconds = min(-(-milliseconds // 1000), SECONDS_MAX)
-        coarse = max(0, seconds.bit_length() - EXACT_BITS)
-        return (self._now + seconds + (1 << coarse)) >> coarse << coarse
+        """The second in which so much time is over for certain."""
+        return self._now + 1 + min(-(-milliseconds // 1000), SECONDS_MAX)
 
     # --- stores ---
 
     def wished(self, new: Entries, existing: Entries, wishes: Wishes) -> None:
         """A store is submitted, of blocks that are made for it and others that are there, in whatever state.
         Of several wishes for a block the one that keeps it longer is granted, and in more tiers."""
-        limited = wishes.host_only or wishes.ttl_ms > 0
-        if not limited:
+        if wishes.hold_ms and len(existing):
+            self._any_wishes = True
+            writing = existing[self._blocks.table.states(existing) == WRITING]
+            seconds = min(-(-wishes.hold_ms // 1000), int(self._limits.hold_s_max) + 1)
+            self._to_hold_s[writing] = np.maximum(self._to_hold_s[writing], np.uint32(seconds))
+        if not wishes.host_only and not wishes.ttl_ms:
             if self._any_wishes and len(existing):
                 self._blocks.table.clear_flags(existing, HOST_ONLY)
                 self.expires_at[existing] = 0
@@ -145,34 +122,39 @@ class Retention:
             return
         second = self._after(wishes.ttl_ms)
         self.expires_at[new] = second
-        timed = existing[self.expires_at[existing] != 0]
-        self._live_until(timed, second)
+        self._live_until(existing[self.expires_at[existing] != 0], second)
 
     def stored(self, domain: Domain, good: Entries, transfer: Transfer) -> None:
         """A store has made blocks READY. Those that were there already are still pinned by it; what has
         failed is gone."""
         wishes = transfer.wishes
         if wishes.ttl_ms:
-            timed = good[self.expires_at[good] != 0]
-            # What a disk has was stored without a time.
-            on_disk = self._blocks.table.flags(timed) & CLEAN != 0
-            self.expires_at[timed[on_disk]] = 0
-            self._live_until(timed[~on_disk], self._after(wishes.ttl_ms))
+            self._live_until(good[self.expires_at[good] != 0], self._after(wishes.ttl_ms))
         if wishes.hold_ms and not transfer.abandoned:
             batch = good if transfer.batch is None else transfer.batch
             if transfer.failed is not None:
                 batch = batch[~np.isin(batch, transfer.entries[transfer.failed])]
             self.hold(domain, batch, wishes.hold_ms)
+        self.made(domain, good)
+
+    def made(self, domain: Domain, entries: Entries) -> None:
+        """Blocks have become READY: others may have wished them held meanwhile."""
+        if not self._any_wishes:
+            return
+        seconds = self._to_hold_s[entries]
+        for wished_s in np.unique(seconds[seconds != 0]).tolist():
+            self.hold(domain, entries[seconds == wished_s], wished_s * 1000)
+        self._to_hold_s[entries] = 0
 
     def _live_until(self, entries: Entries, second: int) -> None:
         """They have a time, and are not dropped before."""
         self.expires_at[entries] = np.maximum(self.expires_at[entries], np.uint32(second))
-        self.expiries.add(second, entries)
 
     def forget(self, entries: Entries) -> None:
         """They have been removed; none of them is held."""
         if self._any_wishes:
             self.expires_at[entries] = 0
+            self._to_hold_s[entries] = 0
 
     # --- holds ---
 
@@ -183,9 +165,7 @@ class Retention:
         table = self._blocks.table
         second = self._after(min(milliseconds, int(self._limits.hold_s_max * 1000)))
         entries = _each_once(entries[table.states(entries) == READY])
-        until = self.held_until[entries]
-        longer = entries[(until != 0) & (until < second)]
-        new = entries[until == 0]
+        new = entries[self.held_until[entries] == 0]
         most = int(self._limits.held_fraction_max * self._blocks.geometry.capacity_bytes)
         room = max(0, most - self.held_bytes) // domain.block_bytes
         self._tally.unheld_blocks += max(0, len(new) - room)
@@ -195,58 +175,100 @@ class Retention:
         except ValueError:  # so many hold them that they will not go anyway
             self._tally.unheld_blocks += len(new)
             new = new[:0]
-        self.held_until[new] = self.held_until[longer] = second
+        self.held_until[new] = second
         if len(new):
             self.held[domain.domain] += len(new)
             self.held_bytes += len(new) * domain.block_bytes
-        self.ends.add(second, np.concatenate((new, longer)))
+        held = entries[self.held_until[entries] != 0]
+        self.held_until[held] = np.maximum(self.held_until[held], np.uint32(second))
+        self._rank += len(held)
+        self._ranks[held] = self._rank - np.arange(len(held))
 
     def is_held(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """Which of them have a hold's pin."""
         held: npt.NDArray[np.bool_] = self.held_until[entries] != 0
         return held
 
-    def release(self, entries: Entries) -> int:
-        """Ends the holds of those that are held, and returns how many."""
-        entries = _each_once(entries[self.held_until[entries] != 0])
+    def release(self, entries: Entries) -> Entries:
+        """Ends the holds of those that are held, and returns these. They are as recent as if they were used
+        now, in the order in which they were wished, the head of a sequence most of all."""
+        entries = np.unique(entries[self.held_until[entries] != 0])
+        entries = entries[np.argsort(-self._ranks[entries])]
         self.held_until[entries] = 0
+        self._blocks.used_at[entries] = self._blocks.now
         for domain, chosen in self._by_domain(entries):
             self.held[domain.domain] -= len(chosen)
-            self.held += Counter()  # without those that are zero
             self.held_bytes -= len(chosen) * domain.block_bytes
             self._blocks.unpin(domain, chosen)
-        return len(entries)
+        if len(entries):
+            self.held += Counter()  # without those that are zero
+        return entries
 
-    def give_up(self, domains: Collection[Domain], wanted: int) -> int:
-        """Ends holds of blocks of these domains, those that would end first before others, `wanted` at most;
-        returns how many."""
-        numbers = [domain.domain for domain in domains if self.held[domain.domain]]
+    # --- making way ---
+
+    def give_up(self, domains: Collection[Domain], wanted: int) -> bool:
+        """Ends holds of up to `wanted` blocks of these domains that nothing else pins, those that would end
+        first before others, and a tail before its head: they are the next to be evicted. False if there are
+        none, as far as was looked."""
+        numbers = tuple(sorted(domain.domain for domain in domains if self.held[domain.domain]))
         if not numbers:
-            return 0
-        held = np.flatnonzero(self.held_until).astype(np.uint32)
-        held = held[np.isin(self._blocks.table.domains(held), numbers)]
-        first = held[np.argsort(self.held_until[held], kind="stable")[:wanted]]
-        return self.give_up_these(first)
+            return False
+        if self._candidates[0] != numbers or not len(self._left()):
+            if self._blocks.now < self._search_at:
+                return False
+            self._candidates = (numbers, self._search(numbers))
+        chosen = self._left()[:wanted]
+        if not len(chosen):
+            self._search_at = self._blocks.now + int(SEARCH_PAUSE_S * STAMPS_PER_S)
+            return False
+        self.give_up_these(chosen)
+        return True
 
-    def give_up_these(self, entries: Entries) -> int:
-        """Ends the holds of those that are held before their time, and returns how many."""
-        released = self.release(entries)
-        self._tally.unheld_blocks += released
-        return released
+    def _left(self) -> Entries:
+        """The candidates that still are some."""
+        numbers, entries = self._candidates
+        entries = entries[self.held_until[entries] != 0]
+        table = self._blocks.table
+        left: Entries = entries[(table.pins(entries) == 1) & np.isin(table.domains(entries), numbers)]
+        self._candidates = (numbers, left)
+        return left
+
+    def _search(self, numbers: tuple[int, ...]) -> Entries:
+        table = self._blocks.table
+        held = np.flatnonzero(self.held_until).astype(np.uint32)
+        held = held[(table.pins(held) == 1) & np.isin(table.domains(held), numbers)]
+        order = np.lexsort((self._ranks[held], self.held_until[held]))
+        found: Entries = held[order[:CANDIDATES_MAX]]
+        return found
+
+    def give_up_these(self, entries: Entries) -> None:
+        """Ends the holds of those that are held before their time; the first is the next to be evicted."""
+        entries = _each_once(entries[self.held_until[entries] != 0])
+        used_at = self._blocks.used_at[entries]
+        self.release(entries)
+        self._blocks.used_at[entries] = used_at
+        for domain, chosen in self._by_domain(entries):
+            self._blocks.cool(domain, np.ascontiguousarray(chosen[::-1]))
+        self._tally.unheld_blocks += len(entries)
 
     # --- time ---
 
     def tick(self) -> None:
-        now = self._now
-        due = self.ends.take(now, LOOKED_AT_MAX)
-        self.release(due[self.held_until[due] <= now])
-        due = self.expiries.take(now, LOOKED_AT_MAX)
-        due = due[(self.expires_at[due] != 0) & (self.expires_at[due] <= now)]
+        if self.held:
+            self.release(self._ends.due(self._now))
+        if self._any_wishes:
+            self._expire(self._expiries.due(self._now))
+
+    def _expire(self, due: Entries) -> None:
+        """Drops blocks whose time is over, but those that are in use, which are found again."""
         table = self._blocks.table
-        free = (table.states(due) == READY) & (table.pins(due) == 0)
-        self.expiries.add(now + 1, due[~free])
-        self._tally.expired_blocks += int(np.count_nonzero(free))
-        for domain, chosen in self._by_domain(due[free]):
+        # What a disk has was stored without a time.
+        on_disk = table.flags(due) & CLEAN != 0
+        self.expires_at[due[on_disk]] = 0
+        due = due[~on_disk]
+        due = due[(table.states(due) == READY) & (table.pins(due) == 0)]
+        self._tally.expired_blocks += len(due)
+        for domain, chosen in self._by_domain(due):
             self._blocks.drop(domain, chosen, Fate.EXPIRED)
             self._blocks.domains.forget_idle(domain)
 
@@ -254,13 +276,6 @@ class Retention:
         domains = self._blocks.table.domains(entries)
         for number in np.unique(domains).tolist():
             yield self._blocks.domains.by_id[number], entries[domains == number]
-
-
-def _merged(batches: list[Entries]) -> Entries:
-    """All of many small batches, at once."""
-    merged = np.concatenate(batches)
-    batches.clear()
-    return merged
 
 
 def _each_once(entries: Entries) -> Entries:

@@ -113,15 +113,10 @@ def _check_retention(books: Books, dump: Dump) -> None:
     assert retention.held_bytes == held_bytes, f"{retention.held_bytes} bytes held, {held_bytes} counted"
     most = books.limits.held_fraction_max * books.blocks.geometry.capacity_bytes
     assert held_bytes <= most, "more is held than may be"
-    due = retention.ends.all()
-    assert {(int(retention.held_until[entry]), entry) for entry in held.tolist()} <= due, "held for ever"
     timed = np.flatnonzero(retention.expires_at)
     assert (states[timed] != BlockState.ABSENT).all(), "a block that is gone has a time"
     flags = books.blocks.table.flags(timed.astype(np.uint32))
     assert (flags & BlockFlag.HOST_ONLY != 0).all(), "a block with a time may go to a disk"
-    waiting = {entry for _, entry in retention.expiries.all()}
-    ready = timed[states[timed] == BlockState.READY].tolist()
-    assert set(ready) <= waiting, "a time that nobody looks at"
 
 
 def _check_writing(books: Books, dump: Dump) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kvtierd.core.explain import Verdict
-from kvtierd.core.retention import Calendar
+from kvtierd.core.retention import DUE_MAX, LOOKED_AT_LEAST, Round
 from kvtierd.core.stimuli import (
     ClearBlocks,
     CoreLimits,
@@ -111,6 +111,42 @@ class TestHolds:
         store(one, 7_000, hold_ms=60_000)
         assert held(host) == 1, "there is room again"
 
+    def test_a_prefix_that_grows_keeps_its_order_when_its_hold_ends(self, host: Host) -> None:
+        one = host.instance()
+        one.stored(*range(8))
+        touch(one, *range(4), hold_ms=10_000)
+        touch(one, *range(8), hold_ms=60_000)
+        wait(host, 15)
+        wait(host, 60)
+        one.stored(*range(100, 100 + POOL - 8))
+        one.stored(200, 201)
+        assert one.hits(*range(8)) == [0, 1, 2, 3, 4, 5]
+
+    def test_what_another_store_is_writing_is_held_when_it_is_there(self, host: Host) -> None:
+        one, two = host.instance(), host.instance("two")
+        running = one.store(1, 2)
+        second = two.store(1, wishes=Wishes(hold_ms=60_000))
+        assert second.results == [2]
+        running.finish()
+        second.finish()
+        assert held(host) == 1
+        failed = one.store(5)
+        two.store(5, wishes=Wishes(hold_ms=60_000)).finish()
+        failed.part(outcome=Outcome.FAILED)
+        one.stored(5)
+        assert held(host) == 1, "the wish went with the block"
+
+    def test_what_is_being_promoted_is_held_when_it_is_there(self, make_disk_host: MakeDiskHost) -> None:
+        host = make_disk_host()
+        one = host.instance()
+        host.stored_on_disk(one, 1)
+        host.evict_all(one)
+        one.lookup(1)
+        jobs = host.disk.jobs
+        assert one.store(1, wishes=Wishes(hold_ms=60_000)).results == [2]
+        host.disk.finish(jobs[0].job)
+        assert held(host) == 1
+
     def test_blocks_that_are_there_already_are_held_by_a_store(self, host: Host) -> None:
         one = host.instance()
         one.stored(1, 2)
@@ -177,7 +213,7 @@ class TestNothingIsKeptOut:
         touch(one, *range(8, POOL), hold_ms=900_000)
         touch(one, *range(8), hold_ms=60_000)
         one.stored(100, 101, 102)
-        assert len(one.hits(*range(8))) == 5
+        assert one.hits(*range(8)) == [0, 1, 2, 3, 4], "a tail before its head"
         assert one.hits(*range(8, POOL)) == list(range(8, POOL))
         assert host.counters.unheld_blocks == 3
 
@@ -190,6 +226,47 @@ class TestNothingIsKeptOut:
         running = one.store(100)
         assert running.results == [3], "throttled"
         assert one.hits(*range(POOL)) == list(range(POOL))
+        assert (held(host), host.counters.unheld_blocks) == (POOL, 0), "and nothing is let go in vain"
+
+    def test_only_what_nothing_else_pins_goes(self, make_host: MakeHost) -> None:
+        host = make_host(CoreLimits(held_fraction_max=1.0, leased_fraction_max=1.0))
+        one = host.instance()
+        one.stored(*range(POOL))
+        touch(one, *range(8), hold_ms=60_000)
+        one.lease(*range(8))
+        touch(one, *range(8, POOL), hold_ms=900_000)
+        one.stored(100)
+        assert host.counters.unheld_blocks == 1
+        assert one.hits(*range(POOL)) == list(range(POOL - 1))
+
+    def test_a_store_that_finds_some_room_is_content(self, make_host: MakeHost) -> None:
+        host = make_host(CoreLimits(held_fraction_max=1.0))
+        one = host.instance()
+        store(one, *range(16), hold_ms=60_000)
+        running = one.store(*range(100, 150))
+        assert running.results.count(3) == 10
+        assert held(host) == 16
+
+    def test_shards_are_counted(self, make_host: MakeHost) -> None:
+        host = make_host(CoreLimits(held_fraction_max=1.0))
+        one = host.instance(sizes=((4096,) * 4,))
+        one.stored(*range(14))
+        for number in range(14):
+            touch(one, number, hold_ms=60_000 + number * 2_000)
+        one.stored(100)
+        assert host.counters.unheld_blocks == 1
+        assert one.hits(*range(14)) == list(range(1, 14)), "the one that would have ended first"
+
+    def test_a_promotion_breaks_no_holds(self, make_disk_host: MakeDiskHost) -> None:
+        host = make_disk_host(limits=CoreLimits(held_fraction_max=1.0))
+        one = host.instance()
+        host.stored_on_disk(one, 1, 2)
+        host.evict_all(one)
+        for number in one.hits(*range(10_000, 10_064)):
+            touch(one, number, hold_ms=FOREVER_MS)
+        assert held(host) == POOL
+        one.lookup(1, 2)
+        assert held(host) == POOL
 
 
 class TestTimes:
@@ -314,6 +391,22 @@ class TestDisks:
         wait(host, 10)
         assert one.hits(1) == [1]
 
+    def test_what_comes_to_a_disk_after_all_gets_no_time(self, make_disk_host: MakeDiskHost) -> None:
+        host = make_disk_host()
+        one = host.instance()
+        one.stored(1)
+        jobs = host.disk.jobs
+        assert jobs
+        space = host.machine.books.names[one.name].plans[0].space
+        blocks = host.machine.books.blocks
+        entries, _ = blocks.table.lookup(space, keys(1))
+        blocks.actions = []
+        blocks.evict(blocks.domain_of(entries), entries)
+        store(one, 1, ttl_ms=5_000)
+        host.disk.finish(jobs[0].job)
+        wait(host, 10)
+        assert one.hits(1) == [1]
+
     def test_a_lookup_of_the_host_alone_has_nothing_promoted(self, make_disk_host: MakeDiskHost) -> None:
         host = make_disk_host()
         one = host.instance()
@@ -371,27 +464,22 @@ class TestLowPriority:
         assert one.hits(1, 2) == [1, 2]
 
 
-class TestCalendar:
-    def test_it_stays_small_however_often_the_same_is_added(self) -> None:
-        times = np.zeros(64, np.uint32)
-        calendar = Calendar(times)
-        entries = np.arange(64, dtype=np.uint32)
-        for second in range(1, 20_000):
-            times[:] = second
-            calendar.add(second, entries)
-        assert len(calendar.all()) < 2**17 // 64 * 64
-        assert {(19_999, entry) for entry in range(64)} <= calendar.all()
-        assert np.array_equal(np.sort(calendar.take(20_000, 1 << 30)), entries)
-        assert calendar.all() == set()
+class TestRounds:
+    def test_everything_is_looked_at_part_by_part(self) -> None:
+        times = np.zeros(LOOKED_AT_LEAST * 25, np.uint32)
+        times[[0, 7, LOOKED_AT_LEAST * 20]] = 5, 6, 5
+        rounds = Round(times)
+        assert sum(len(rounds.due(4)) for _ in range(10)) == 0
+        assert sorted(entry for _ in range(10) for entry in rounds.due(5).tolist()) == [
+            0,
+            LOOKED_AT_LEAST * 20,
+        ]
+        times[0] = times[LOOKED_AT_LEAST * 20] = 0
+        assert sorted(entry for _ in range(10) for entry in rounds.due(9).tolist()) == [7]
 
-    def test_what_is_due_comes_in_parts_and_in_order(self) -> None:
-        calendar = Calendar(np.zeros(512, np.uint32))
-        for second in (7, 5, 6):
-            for batch in range(100):
-                calendar.add(second, np.array([second * 10 + batch % 10], np.uint32))
-        assert calendar.take(4, 8).tolist() == []
-        seen: list[int] = []
-        while len(part := calendar.take(6, 3)):
-            seen += [entry for entry in part.tolist() if entry not in seen]
-        assert seen == [*range(50, 60), *range(60, 70)]
-        assert {second for second, _ in calendar.all()} == {7}
+    def test_no_more_than_so_many_at_once_and_none_is_forgotten(self) -> None:
+        times = np.ones(3 * DUE_MAX + 5, np.uint32)
+        rounds = Round(times)
+        found = [rounds.due(1) for _ in range(40)]
+        assert max(map(len, found)) <= DUE_MAX
+        assert set(np.concatenate(found).tolist()) == set(range(len(times)))
