@@ -84,6 +84,8 @@ class SchedulerSide:
         self._storer = Storer(groups, threshold=config.store_threshold, events=events)
         self._controls = Controls(config, log)
         self._adapters = Adapters(log)
+        if events is not None:
+            events.keys_of = self._adapters.known_keys
         self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
         """Units: fewer are not loaded."""
         self._loads = LoadCounters()
