@@ -16,6 +16,7 @@ VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = (
     "tests/vllm/test_adapters.py",
     "tests/vllm/test_config.py",
+    "tests/vllm/test_context_parallel.py",
     "tests/vllm/test_control.py",
     "tests/vllm/test_events.py",
     "tests/vllm/test_hybrid.py",

@@ -83,7 +83,7 @@ class Adapters:
         """How the blocks of a request are named. None: not known (yet): nothing of it can be shared."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
-            return _as_they_are
+            return as_they_are
         adapter = self._adapter(lora)
         if adapter.left_out or adapter.revision is None:
             return None
@@ -97,8 +97,19 @@ class Adapters:
         except (UnknownWeights, OSError) as error:
             self._leave_out(adapter, lora, str(error))
             return None
-        made: dict[bytes, bytes] = {}
-        return lambda hashes: DerivedKeys(hashes, revision, made)
+        return _derived_from(revision)
+
+    def known_keys(self, request: Any) -> Keys | None:
+        """As `keys`, of a request whose blocks were stored or loaded before: looks at no file."""
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return as_they_are
+        adapter = self._known.get(_name_of(lora))
+        if adapter is None or adapter.left_out or adapter.revision is None:
+            return None
+        if not adapter.revision.done() or adapter.revision.exception() is not None:
+            return None
+        return _derived_from(adapter.revision.result().encode())
 
     def close(self) -> None:
         """The engine shuts down."""
@@ -106,7 +117,7 @@ class Adapters:
             self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _adapter(self, lora: Any) -> _Adapter:
-        name = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        name = _name_of(lora)
         adapter = self._known.get(name)
         if adapter is None:
             adapter = self._known[name] = self._first_seen(lora)
@@ -144,5 +155,15 @@ class Adapters:
         )
 
 
-def _as_they_are(hashes: Sequence[bytes]) -> Sequence[bytes]:
+def as_they_are(hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys of blocks without an adapter."""
     return hashes
+
+
+def _derived_from(revision: bytes) -> Keys:
+    made: dict[bytes, bytes] = {}
+    return lambda hashes: DerivedKeys(hashes, revision, made)
+
+
+def _name_of(lora: Any) -> tuple[str, int, str]:
+    return lora.lora_name, lora.lora_int_id, lora.lora_path

@@ -30,7 +30,7 @@ from vllm.logger import init_logger
 from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
-from kvtier_vllm.groups import HYBRID_VLLM, groups_of, replicated_groups
+from kvtier_vllm.groups import HYBRID_VLLM, context_ranks, groups_of, replicated_groups
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
@@ -242,8 +242,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         side = self._worker
         if side is not None and not self._is_off:
-            same = replicated_groups(self._kv_cache_config, self._vllm_config)
-            self._guard(lambda: side.register(kv_caches, self._kv_cache_config, same), None)
+            cache, engine = self._kv_cache_config, self._vllm_config
+            same, spread = replicated_groups(cache, engine), context_ranks(cache, engine)
+            self._guard(lambda: side.register(kv_caches, cache, same, spread), None)
             if side.link is not None:
                 side.link.wait_ready(ATTACH_WAIT_S)
 

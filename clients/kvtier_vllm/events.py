@@ -8,17 +8,20 @@ those that were loaded. Announced as removed: of these, what the index page no l
 part per step, so an idle engine tells late), what is too old to be remembered here, and all of them when the
 engine attaches to a daemon anew or its cache is reset: vLLM's AllBlocksCleared would take the engine's own
 blocks along. While a daemon is away nothing is said.
-Not announced: what others store, blocks of LoRA adapters (kvtierd knows them by other keys), and where a
-block lies below kvtierd, whose host memory it passes anyway.
+Blocks of LoRA adapters are announced as all others, by vLLM's hashes and with the adapter's name; kvtierd
+knows them by keys (see `adapters`), by which the index page is asked. Not announced: what others store,
+blocks of an adapter whose files have changed, and where a block lies below kvtierd, whose host memory it
+passes anyway.
 
 Experimental interfaces of vLLM's: take_events, BlockStored, BlockRemoved (0.29 to 0.33).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvtier import Client
@@ -26,6 +29,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from kvtier_vllm.adapters import Keys, as_they_are
 from kvtier_vllm.groups import Groups, GroupShape
 
 try:
@@ -39,7 +43,7 @@ except ImportError:  # before 0.31 events have them as the hash does
 
 LOCALITY, OWNERSHIP = "LOCAL", "kvtier"
 ANNOUNCED_MAX = 262_144
-"""Blocks remembered as announced, of all groups together: some 40 MB."""
+"""Blocks remembered as announced, of all groups together: some 40 MB, half as much again with adapters."""
 WAITING_MAX = 65_536
 """Blocks announced between two calls of `take`. What is beyond it is never announced, which costs hits."""
 CHECKED_PER_STEP = 512
@@ -64,27 +68,34 @@ class BlockEvents:
             (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs
         ]
         self._log = log
-        self._announced: tuple[OrderedDict[bytes, None], ...] = tuple(OrderedDict() for _ in specs)
-        """By group. The oldest, or those whose check was longest ago, come first."""
+        self.keys_of: Callable[[Any], Keys | None] = lambda _: as_they_are
+        """How the daemon knows the blocks of a request; None: nothing of it is announced."""
+        self._announced: tuple[OrderedDict[bytes, bytes], ...] = tuple(OrderedDict() for _ in specs)
+        """By group, vLLM's hash for each of the daemon's keys. The oldest, or those whose check was longest
+        ago, come first."""
         self._announced_max = max(1, announced_max // len(specs))
         self._waiting: list[Any] = []
         self._waiting_max = waiting_max
         self._room = waiting_max
         self._overflowed = False
 
-    def held(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """kvtierd holds these blocks of a request, in rising order. Those that are announced already are not
-        again."""
+    def held(self, request: Any, group: int, indexes: Sequence[int], keys: Sequence[bytes]) -> None:
+        """kvtierd holds these blocks of a request, in rising order, by these keys. Those that are announced
+        already are not again."""
+        keys_now = self.keys_of(request)
+        if keys_now is None:
+            return
         announced = self._announced[group]
         stride = self._groups.shapes[group].hash_stride
-        known = request.block_hashes
+        hashes = request.block_hashes
+        named = keys_now(hashes)
         # A request that goes on with other input may have other hashes than when its store was submitted.
         new = [
             index
-            for index, block_hash in zip(indexes, hashes, strict=True)
-            if block_hash not in announced
-            and (index + 1) * stride <= len(known)
-            and known[(index + 1) * stride - 1] == block_hash
+            for index, key in zip(indexes, keys, strict=True)
+            if key not in announced
+            and (index + 1) * stride <= len(hashes)
+            and named[(index + 1) * stride - 1] == key
         ]
         if len(new) > self._room:
             if not self._overflowed:
@@ -100,35 +111,34 @@ class BlockEvents:
             event = self._stored(request, self._groups.shapes[group], run)
             self._waiting.append(event)
             for index in run:
-                announced[known[(index + 1) * stride - 1]] = None
+                last = (index + 1) * stride - 1
+                announced[named[last]] = hashes[last]
         if len(announced) > self._announced_max:
             count = len(announced) - self._announced_max
-            self._remove(group, [announced.popitem(last=False)[0] for _ in range(count)])
+            self._remove(group, [announced.popitem(last=False)[1] for _ in range(count)])
 
     def check(self, client: Client) -> None:
         """Announces as removed what the daemon has no more, of the next part of what was announced."""
         for group, announced in enumerate(self._announced):
-            hashes = list(_first(announced, CHECKED_PER_STEP))
+            keys = list(itertools.islice(announced, CHECKED_PER_STEP))
             gone: list[bytes] = []
             position = 0
-            while position < len(hashes):
-                known = client.known_run(hashes, position, group=group, counted=False)
+            while position < len(keys):
+                known = client.known_run(keys, position, group=group, counted=False)
                 if known is None:
                     return
                 position += known
-                if position < len(hashes):
-                    gone.append(hashes[position])
+                if position < len(keys):
+                    gone.append(keys[position])
                     position += 1
-            for block_hash in hashes:
-                announced.move_to_end(block_hash)
-            for block_hash in gone:
-                del announced[block_hash]
-            self._remove(group, gone)
+            for key in keys:
+                announced.move_to_end(key)
+            self._remove(group, [announced.pop(key) for key in gone])
 
     def clear(self) -> None:
         """Nothing is known any more of what was announced."""
         for group, announced in enumerate(self._announced):
-            self._remove(group, list(announced))
+            self._remove(group, list(announced.values()))
             announced.clear()
 
     def take(self) -> list[Any]:
@@ -193,8 +203,3 @@ def _runs(indexes: Sequence[int]) -> Iterator[list[int]]:
         run.append(index)
     if run:
         yield run
-
-
-def _first(hashes: OrderedDict[bytes, None], most: int) -> Iterator[bytes]:
-    for _, block_hash in zip(range(most), hashes, strict=False):
-        yield block_hash

@@ -8,7 +8,7 @@ time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ class GroupShape:
     group: int
     """vLLM's number of it, and the daemon's."""
     block_tokens: int
+    """Those of all ranks together, where a block is spread over several."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
     window_blocks: int = 0
@@ -84,7 +85,8 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
     found = kv_cache_config.kv_cache_groups
     if not found:
         raise UnsupportedLayout("the engine has no KV cache")
-    shapes = [shape_of(index, group) for index, group in enumerate(found)]
+    spread = context_ranks(kv_cache_config, vllm_config)
+    shapes = [shape_of(index, group, spread) for index, group in enumerate(found)]
     if any(shape.kind is GroupKind.MAMBA for shape in shapes):
         _refuse_states_elsewhere(vllm_config.cache_config)
     zeroed = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -129,13 +131,50 @@ def drafts_from_hidden_states(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
+def context_ranks(kv_cache_config: Any, vllm_config: Any) -> int:
+    """Over how many ranks the tokens of every block are spread (decode context parallelism): a block has so
+    many times the tokens of vLLM's spec, and each rank's page holds its own of them. 1: it is off. Raises
+    UnsupportedLayout where it is on, and not certain for every block."""
+    ranks = _decode_context_parallel_size(vllm_config)
+    if ranks == 1:
+        return 1
+    groups, what = kv_cache_config.kv_cache_groups, f"decode_context_parallel_size={ranks}"
+    if len(groups) != 1:
+        raise UnsupportedLayout(f"{what} with {len(groups)} KV cache groups: not supported")
+    if drafts_from_hidden_states(vllm_config):
+        raise UnsupportedLayout(f"{what} with a draft model that is fed hidden states: not supported")
+    for spec in _specs_of(groups[0]):
+        spread = getattr(spec, "dcp_sharded", None)
+        if spread is None:
+            raise UnsupportedLayout(
+                f"{what}: this vLLM does not say of a KV cache whether its blocks are spread over the ranks; "
+                "use vLLM 0.31 or later"
+            )
+        if not spread or not _is_full_attention(spec):
+            raise UnsupportedLayout(f"{what} with a {type(spec).__name__} is not supported by this version")
+    return ranks
+
+
+def _decode_context_parallel_size(vllm_config: Any) -> int:
+    return int(getattr(getattr(vllm_config, "parallel_config", None), "decode_context_parallel_size", 1))
+
+
+def _is_full_attention(spec: Any) -> bool:
+    from vllm.v1 import kv_cache_interface as interface
+
+    return type(spec) in (interface.FullAttentionSpec, interface.MLAAttentionSpec)
+
+
 def replicated_groups(kv_cache_config: Any, vllm_config: Any) -> frozenset[int]:
     """The groups of which every rank holds the same bytes: latents of MLA, where nothing but the heads is
-    split. Ranks of a pipeline hold different layers."""
+    split. Ranks of a pipeline hold different layers, those of a context different tokens (with fewer of them
+    than ranks some hold the same, which is stored by each)."""
     from vllm.v1 import kv_cache_interface as interface
 
     parallel = vllm_config.parallel_config
     if not 1 < parallel.world_size == parallel.tensor_parallel_size:
+        return frozenset()
+    if _decode_context_parallel_size(vllm_config) > 1:
         return frozenset()
     return frozenset(
         index
@@ -155,9 +194,9 @@ def _refuse_states_elsewhere(cache_config: Any) -> None:
             raise UnsupportedLayout(f"{name} keeps part of a recurrent state outside its block: turn it off")
 
 
-def shape_of(index: int, group: Any) -> GroupShape:
-    """Of one KVCacheGroupSpec, as if hashes were of its own blocks. Raises UnsupportedLayout."""
-
+def shape_of(index: int, group: Any, spread: int = 1) -> GroupShape:
+    """Of one KVCacheGroupSpec, as if hashes were of its own blocks, each of them `spread` over so many ranks
+    (see `context_ranks`). Raises UnsupportedLayout."""
     if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         raise UnsupportedLayout(
             f"KV cache group {index} lies in host memory, or takes no part in transfers: not supported"
@@ -168,7 +207,8 @@ def shape_of(index: int, group: Any) -> GroupShape:
         raise UnsupportedLayout("layers of one KV cache group have different block sizes")
     if len(shapes) != 1:
         raise UnsupportedLayout(f"the layers of KV cache group {index} need different parts of a prefix")
-    return shapes.pop()
+    shape = shapes.pop()
+    return replace(shape, block_tokens=shape.block_tokens * spread)
 
 
 def _shape_of_layer(index: int, spec: Any) -> GroupShape:

@@ -76,6 +76,12 @@ HOOKS = (
     Hook("reset_cache", ALL, "a new generation of the namespace"),
     Hook("on_new_request", ALL, "prefetching for the queue"),
     Hook("KVCacheConfig, KVCacheTensor, *Spec", ALL, "where the blocks of each group lie"),
+    Hook(
+        "KVCacheSpec.dcp_sharded",
+        "0.31 to 0.33",
+        "blocks whose tokens are spread over the ranks of a context",
+        "decode context parallelism is refused",
+    ),
     Hook("vllm.v1.core.kv_cache_utils: block hashes", ALL, "the keys; NONE_HASH from a fixed seed"),
 )
 

@@ -49,14 +49,16 @@ class GroupLayout:
 
 
 def describe(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory, spread: int = 1
 ) -> tuple[GroupLayout, ...]:
     """Layout of the registered KV caches, group by group.
 
     `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given, `memory`
-    what the caches were allocated from. Raises NotShareable or UnsupportedLayout with the reason.
+    what the caches were allocated from, `spread` over how many ranks the tokens of each block are (see
+    `groups.context_ranks`). Raises NotShareable or UnsupportedLayout with the reason.
     """
-    groups = [(shape_of(index, group), group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
+    found = enumerate(kv_cache_config.kv_cache_groups)
+    groups = [(shape_of(index, group, spread), group) for index, group in found]
     memory.check(kv_caches)
     return tuple(
         GroupLayout(

@@ -128,13 +128,30 @@ def _refuse_what_the_hash_omits(vllm_config: Any, adapters_by_files: bool) -> No
             f"speculative decoding by {speculative.method!r} keeps a draft's KV in the cache: not supported; "
             f"use one of {', '.join(sorted(_DRAFTLESS_METHODS | _DRAFTING_METHODS))}"
         )
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise UnsupportedConfiguration(f"{name}={getattr(parallel, name)}: not supported by this version")
+    _refuse_unsettled_contexts(vllm_config.parallel_config)
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if load_format.rsplit(".", 1)[-1].lower() == "dummy":
         raise UnsupportedConfiguration("the weights are dummies (--load-format dummy): they have no identity")
+
+
+def _refuse_unsettled_contexts(parallel: Any) -> None:
+    """Context parallelism of which this process cannot say which rank holds which tokens. What KV caches may
+    be spread by decode context parallelism is up to `groups`."""
+    prefill = getattr(parallel, "prefill_context_parallel_size", 1)
+    if prefill != 1:
+        raise UnsupportedConfiguration(
+            f"prefill_context_parallel_size={prefill}: not supported by this version"
+        )
+    old = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 and old not in (1, _interleave(parallel)):
+        # Workers put it into cp_kv_cache_interleave_size when they are up; the scheduler's process does not.
+        raise UnsupportedConfiguration(
+            f"dcp_kv_cache_interleave_size={old}: set cp_kv_cache_interleave_size to it instead"
+        )
+
+
+def _interleave(parallel: Any) -> Any:
+    return getattr(parallel, "cp_kv_cache_interleave_size", 1)
 
 
 def _hash_scheme(algorithm: str, version: tuple[int, int]) -> tuple[str, int]:
@@ -186,7 +203,7 @@ def _parallelism(parallel: Any) -> str:
         "pp": parallel.pipeline_parallel_size,
         "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
         "dcp": getattr(parallel, "decode_context_parallel_size", 1),
-        "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
+        "interleave": _interleave(parallel),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 

@@ -88,6 +88,8 @@ class SchedulerSide:
         self._granting = Granting(config, log)
         self._leaving = Leaving(groups, self._longest)
         self._adapters = Adapters(log)
+        if events is not None:
+            events.keys_of = self._adapters.known_keys
         self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
         """Units: fewer are not loaded."""
         self._loads = LoadCounters()

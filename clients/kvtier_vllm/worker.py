@@ -110,16 +110,21 @@ class WorkerSide:
         return self._host_memory.allocation_context()
 
     def register(
-        self, kv_caches: Mapping[str, Any], kv_cache_config: Any, replicated: Collection[int] = ()
+        self,
+        kv_caches: Mapping[str, Any],
+        kv_cache_config: Any,
+        replicated: Collection[int] = (),
+        spread: int = 1,
     ) -> None:
         """Shares the KV cache, in the background; `replicated` are the groups of which every rank holds the
-        same bytes. Raises NotShareable."""
+        same bytes, `spread` is over how many ranks the tokens of each block are. Raises NotShareable."""
         if self._gpu is not None:
             memory = GpuKVMemory(kv_caches)
-            groups = _groups(describe(kv_caches, kv_cache_config, memory), replicated)
+            groups = _groups(describe(kv_caches, kv_cache_config, memory, spread), replicated)
             self._sharing = share_gpu(memory, groups, self._config.share, self._gpu, self._log)
         elif self._host_memory is not None:
-            groups = _groups(describe(kv_caches, kv_cache_config, self._host_memory), replicated)
+            layouts = describe(kv_caches, kv_cache_config, self._host_memory, spread)
+            groups = _groups(layouts, replicated)
             self._sharing = HostSharing(self._host_memory)
         else:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")

@@ -156,6 +156,17 @@ class LimitsConfig:
     leased_fraction_max: Annotated[
         float, Doc("Share of the pool that one instance may lease.", s.fraction, "FRACTION")
     ] = _CORE.leased_fraction_max
+    held_fraction_max: Annotated[
+        float,
+        Doc(
+            "Share of the pool in which blocks may be held for a time (Retention.hold_ms), all together.",
+            s.fraction,
+            "FRACTION",
+        ),
+    ] = _CORE.held_fraction_max
+    hold_s_max: Annotated[
+        float, Doc("Blocks are held no longer than this at a time.", s.seconds, "SECONDS")
+    ] = _CORE.hold_s_max
     lease_ttl_s: Annotated[
         float, Doc("A lease ends this long after its instance's last heartbeat.", s.seconds, "SECONDS")
     ] = _CORE.lease_ttl_s

@@ -142,6 +142,12 @@ class BlockTable:
         READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.
         """
 
+    def cool(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        READY unpinned blocks become the least recent of their domains, in this order: the last of the batch is the
+        first to go. Blocks in other states stay as they are.
+        """
+
     def victims(self, domain: int, n: int) -> numpy.typing.NDArray[numpy.uint32]:
         """
         Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.

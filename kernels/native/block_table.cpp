@@ -201,6 +201,19 @@ void BlockTable::link_newest(std::uint32_t id) {
     ++domain.linked;
 }
 
+void BlockTable::link_oldest(std::uint32_t id) {
+    Entry& entry = entries_[id];
+    Domain& domain = domains_[entry.domain];
+    entry.prev = kNoEntry;
+    entry.next = domain.oldest - 1;  // an empty list's 0 becomes kNoEntry
+    if (domain.oldest != 0)
+        entries_[domain.oldest - 1].prev = id;
+    else
+        domain.newest = id + 1;
+    domain.oldest = id + 1;
+    ++domain.linked;
+}
+
 void BlockTable::unlink(std::uint32_t id) {
     Entry& entry = entries_[id];
     Domain& domain = domains_[entry.domain];
@@ -310,6 +323,15 @@ void BlockTable::touch(Entries entries) {
         if (evictable(entries_[id])) {
             unlink(id);
             link_newest(id);
+        }
+}
+
+void BlockTable::cool(Entries entries) {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    for (const std::uint32_t id : entries)
+        if (evictable(entries_[id])) {
+            unlink(id);
+            link_oldest(id);
         }
 }
 

@@ -74,6 +74,8 @@ class BlockTable {
     void pin(Entries entries);
     void unpin(Entries entries);
     void touch(Entries entries);
+    // The other way round: evictable entries become the least recent, the last of the batch most of all.
+    void cool(Entries entries);
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
     // Of the first `horizon` victims, up to n that have none of these flags.
     std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
@@ -147,6 +149,7 @@ class BlockTable {
     }
     static bool evictable(const Entry& entry) { return entry.state == kReady && entry.pins == 0; }
     void link_newest(std::uint32_t id);
+    void link_oldest(std::uint32_t id);
     void unlink(std::uint32_t id);
 
     KeyHash key_hash_;

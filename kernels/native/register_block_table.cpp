@@ -310,6 +310,9 @@ void register_block_table(nb::module_& module) {
              "of its domain, in the order of the batch.")
         .def("touch", &change<&T::touch>, "entries"_a,
              "READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.")
+        .def("cool", &change<&T::cool>, "entries"_a,
+             "READY unpinned blocks become the least recent of their domains, in this order: the last of the batch is the\n"
+             "first to go. Blocks in other states stay as they are.")
         .def("victims", &victims, "domain"_a, "n"_a,
              "Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.")
         .def("coldest", &coldest, "domain"_a, "n"_a, "without_flags"_a, "horizon"_a,

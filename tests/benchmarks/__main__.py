@@ -28,7 +28,7 @@ BENCHMARKS = {
     "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
     "rpc": "lookups: in the index page, over gRPC unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
-    "engine": "time to the first token of a real vLLM: without a cache, with its own, and with kvtier below",
+    "engine": "time to first token of a real vLLM: without a cache, with its own, kvtier, or LMCache below",
     "transfers": "store to commit and load, end to end, through a real daemon",
 }
 

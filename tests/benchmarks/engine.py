@@ -1,11 +1,13 @@
-"""Time to the first token of a real vLLM under a shared-prefix workload, with and without kvtier.
+"""Time to the first token of a real vLLM under a shared-prefix workload, with and without kvtier or LMCache.
 
     python -m tests.benchmarks.engine [--json]
 
 Requests of two public traces (a chat service, coding agents), shortened: each block of a trace's prompt
-becomes a few tokens, equal blocks equal tokens. They are served one after another, each by three engines in
-turn: without any cache, with vLLM's own prefix cache, and with kvtier below it. The engines' own caches hold
-a few prompts, as a GPU's does of a service with many users. Without the traces a chat of our own is used.
+becomes a few tokens, equal blocks equal tokens. They are served one after another, each by four engines in
+turn: without any cache, with vLLM's own prefix cache, with kvtier below it, and with LMCache's server below
+it, which has as much memory as kvtier. The engines' own caches hold a few prompts, as a GPU's does of a
+service with many users. Without the traces a chat of our own is used; where LMCache cannot be installed, it
+is left out.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tests.benchmarks import lmcache_peer
+from tests.benchmarks.lmcache_peer import LMCacheServer, LMCacheUnavailable
 from tests.support.daemon import DaemonHost
 from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import kv_transfer_config
@@ -40,7 +45,23 @@ OUTPUT_TOKENS = 4
 KV_BLOCKS = 100
 """Of the engine, of 32 tokens each."""
 VOCABULARY = 1_000
-MODES = ("none", "prefix", "kvtier")
+POOL_GIB = 2
+"""Of kvtier, and of LMCache."""
+MODES = ("none", "prefix", "kvtier", "lmcache")
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What is below the engines of one workload, empty at its beginning."""
+
+    kvtier: DaemonHost
+    lmcache: LMCacheServer | None
+    """None where it cannot be installed."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Those that can be measured."""
+        return tuple(mode for mode in MODES if mode != "lmcache" or self.lmcache is not None)
 
 
 @dataclass(frozen=True)
@@ -126,14 +147,23 @@ def own_prompts() -> list[list[int]]:
     return prompts
 
 
-def engine_of(mode: str, model: Path, host: DaemonHost, log: Path) -> Engine:
+def connector_of(mode: str, caches: Caches) -> dict[str, Any] | None:
+    """What an engine of this mode is given as `--kv-transfer-config`."""
+    if mode == "kvtier":
+        return kv_transfer_config(caches.kvtier.socket)
+    if mode == "lmcache" and caches.lmcache is not None:
+        return caches.lmcache.kv_transfer_config()
+    return None
+
+
+def engine_of(mode: str, model: Path, caches: Caches, log: Path) -> Engine:
     """An engine that has computed something already."""
-    config = kv_transfer_config(host.socket) if mode == "kvtier" else None
     options = EngineOptions(
         model,
-        kv_transfer_config=config,
+        kv_transfer_config=connector_of(mode, caches),
         max_model_len=TOKENS_MAX + 64,
         num_blocks=KV_BLOCKS,
+        environment=lmcache_peer.environment() if mode == "lmcache" else {},
         extra={} if mode != "none" else {"enable_prefix_caching": False},
     )
     engine = Engine.start(options, log)
@@ -142,23 +172,57 @@ def engine_of(mode: str, model: Path, host: DaemonHost, log: Path) -> Engine:
     return engine
 
 
-def serve(prompts: list[list[int]], model: Path, host: DaemonHost, logs: Path) -> dict[str, Served]:
-    """All prompts, one after another, each by all three engines in turn: what else the machine does meets
-    all of them."""
-    answers: dict[str, list[Generated]] = {mode: [] for mode in MODES}
+def turns(modes: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """The order of the engines for one prompt: each is first equally often, and each comes as often after
+    the one beside it as before it, whose stores may still be under way."""
+    first = number % len(modes)
+    order = modes[first:] + modes[:first]
+    return order if number // len(modes) % 2 == 0 else order[::-1]
+
+
+def serve(prompts: list[list[int]], model: Path, caches: Caches, logs: Path) -> dict[str, Served]:
+    """All prompts, one after another, each by all engines in turn: what else the machine does meets all of
+    them."""
+    modes = caches.modes
+    answers: dict[str, list[Generated]] = {mode: [] for mode in modes}
     with ExitStack() as stack:
         engines = {
-            mode: stack.enter_context(engine_of(mode, model, host, logs / f"{mode}.log")) for mode in MODES
+            mode: stack.enter_context(engine_of(mode, model, caches, logs / f"{mode}.log")) for mode in modes
         }
-        for tokens in prompts:
-            for mode, engine in engines.items():
-                answers[mode] += engine.generate([tokens], max_tokens=OUTPUT_TOKENS)
-    return {mode: Served(answers[mode], sum(map(len, prompts))) for mode in MODES}
+        for number, tokens in enumerate(prompts):
+            for mode in turns(modes, number):
+                answers[mode] += engines[mode].generate([tokens], max_tokens=OUTPUT_TOKENS)
+    return {mode: Served(answers[mode], sum(map(len, prompts))) for mode in modes}
+
+
+def has_lmcache() -> bool:
+    """Installs LMCache if that is needed; where it cannot be, says so in one line."""
+    try:
+        lmcache_peer.install()
+    except LMCacheUnavailable as error:
+        print(f"without LMCache: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def figures_of(workload: str, served: dict[str, Served]) -> dict[str, float]:
+    """By name: TTFT in ms, tokens/s, part of the prompts that hit, and means ÷ kvtier's."""
+    figures = {}
+    for mode, one in served.items():
+        figures[f"engine_{workload}_{mode}_ttft_ms"] = one.mean_ttft_s * 1e3
+        figures[f"engine_{workload}_{mode}_ttft_p90_ms"] = one.ttft_s(90) * 1e3
+        figures[f"engine_{workload}_{mode}_tokens_per_s"] = one.tokens_per_s
+        figures[f"engine_{workload}_{mode}_hit_rate"] = one.hit_rate
+    for other in (mode for mode in served if mode != "kvtier"):
+        ratio = served[other].mean_ttft_s / served["kvtier"].mean_ttft_s
+        figures[f"engine_{workload}_ttft_{other}_over_kvtier"] = ratio
+    return figures
 
 
 def measure(quiet: bool) -> dict[str, float]:
     """All figures."""
     figures: dict[str, float] = {}
+    compared = has_lmcache()
     with ExitStack() as stack:
         run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
         stack.callback(shutil.rmtree, run)
@@ -171,22 +235,16 @@ def measure(quiet: bool) -> dict[str, float]:
             if not quiet:
                 source = name if trace.exists() else "no trace there: chats of our own"
                 print(f"{workload}: {len(prompts)} prompts, {sum(map(len, prompts)):,} tokens ({source})")
-            host = DaemonHost(run, shm / f"pool-{workload}", pool__size="2GiB")
-            host.start()
-            stack.callback(host.stop)
-            served = serve(prompts, model, host, run)
-            host.stop()
+            with ExitStack() as below:
+                host = DaemonHost(run, shm / f"pool-{workload}", pool__size=f"{POOL_GIB}GiB")
+                below.callback(host.stop)
+                host.start()
+                peer = below.enter_context(LMCacheServer(POOL_GIB, run / "server.log")) if compared else None
+                served = serve(prompts, model, Caches(host, peer), run)
             if not quiet:
                 for mode, one in served.items():
                     print(f"  {mode:<8} {one.text()}", flush=True)
-            for mode, one in served.items():
-                figures[f"engine_{workload}_{mode}_ttft_ms"] = one.mean_ttft_s * 1e3
-                figures[f"engine_{workload}_{mode}_ttft_p90_ms"] = one.ttft_s(90) * 1e3
-                figures[f"engine_{workload}_{mode}_tokens_per_s"] = one.tokens_per_s
-                figures[f"engine_{workload}_{mode}_hit_rate"] = one.hit_rate
-            for other in ("none", "prefix"):
-                ratio = served[other].mean_ttft_s / served["kvtier"].mean_ttft_s
-                figures[f"engine_{workload}_ttft_{other}_over_kvtier"] = ratio
+            figures |= figures_of(workload, served)
     return figures
 
 

@@ -229,6 +229,14 @@ class BlockTable:
             self._forget(entry)
             self._newest(entry)
 
+    def cool(self, entries: U32) -> None:
+        self._blocks(entries)
+        for entry in entries.tolist():
+            block = self.blocks[entry]
+            if block.evictable:
+                self._forget(entry)
+                self.recency[block.domain].insert(0, entry)
+
     def victims(self, domain: int, n: int) -> U32:
         return np.array(self.recency.get(domain, [])[:n], np.uint32)
 

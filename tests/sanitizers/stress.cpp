@@ -207,6 +207,7 @@ void life_of_a_table(std::uint64_t seed) {
         } catch (const std::invalid_argument&) {
         }
         table.unpin(fresh);
+        if (random() % 4 == 0) table.cool(fresh);
         table.lookup(1, keys, found.data(), states.data());
         for (std::size_t i = 0; i < count; ++i) require(found[i] == entries[i], "lookup finds what insert made");
         for (std::uint16_t domain = 0; domain < 3; ++domain) {

@@ -12,6 +12,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.explain import Verdict
 from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.core.stimuli import (
+    NO_WISHES,
     LookupBlocks,
     LookupMode,
     PrefetchBlocks,
@@ -21,6 +22,7 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
+    Wishes,
 )
 
 from tests.simulation.engine import (
@@ -67,11 +69,15 @@ def lookup(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
     mode = world.random.choice((LookupMode.PREFIX, LookupMode.PREFIX, LookupMode.EXACT))
     lease = world.random.random() < 0.7
+    host_only = world.random.random() < 0.05
     assert engine.scheduler is not None
-    reply = world.do(LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease))
+    reply = world.do(
+        LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease, host_only)
+    )
     assert isinstance(reply, LookupReply)
     ready = engine.view is not None and engine.view.ready and not world.draining
-    hits = _check_states(world, engine, group, keys, mode, reply.states.tolist(), ready=ready)
+    told = reply.states.tolist()
+    hits = _check_states(world, engine, group, keys, mode, told, ready=ready, host_only=host_only)
     assert reply.hits == len(hits)
     if reply.lease is not None:
         engine.leases.append(HeldLease(reply.lease, group, hits))
@@ -89,6 +95,7 @@ def _check_states(
     told: list[int],
     *,
     ready: bool,
+    host_only: bool = False,
 ) -> list[bytes]:
     """What a lookup tells, against what the records say afterwards. Returns the hits."""
     states = [world.expected(engine, group, key) if ready else MISS for key in keys]
@@ -101,7 +108,7 @@ def _check_states(
         if state == PENDING and world.is_late(engine, group, key):
             world.outcomes["late promotion is a miss"] += 1
             assert said == MISS
-        elif ready and state == MISS and world.is_on_disk(engine, group, key):
+        elif ready and state == MISS and world.is_on_disk(engine, group, key) and not host_only:
             assert said in (MISS, PENDING)
             world.outcomes["on a disk, " + ("pending" if said == PENDING else "no room")] += 1
         else:
@@ -126,6 +133,14 @@ def _signals(world: World, engine: Engine, word: int) -> Signals:
     return Signals(Ticket(next(engine.tickets)), word, gated, doorbell, value)
 
 
+def _wishes(world: World) -> Wishes:
+    if world.random.random() < 0.85:
+        return NO_WISHES
+    hold_ms = world.random.choice((0, 0, 500, 5_000, 1 << 50))
+    ttl_ms = world.random.choice((0, 0, 500, 10_000, 1 << 50))
+    return Wishes(hold_ms, ttl_ms, world.random.random() < 0.3)
+
+
 def store(world: World, engine: Engine) -> None:
     words = engine.free_part_words()
     group, keys = _hashes(world, engine, 8)
@@ -141,7 +156,13 @@ def store(world: World, engine: Engine) -> None:
     condemned = [(engine.digest, group, key) in world.condemned for key in keys]
     assert engine.scheduler is not None
     stimulus = SubmitStore(
-        engine.scheduler, engine.epoch, signals, group, as_hashes(keys), np.array(blocks, np.uint32)
+        engine.scheduler,
+        engine.epoch,
+        signals,
+        group,
+        as_hashes(keys),
+        np.array(blocks, np.uint32),
+        _wishes(world),
     )
     # The daemon may post and the engine's memory must be right before anything can be copied.
     engine.fill(group, keys, blocks)
@@ -284,7 +305,9 @@ def touch(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
     assert engine.scheduler is not None
     mode = world.random.choice(list(LookupMode))
-    assert world.do(TouchBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode)) is None
+    hold_ms, cold = world.random.choice(((0, False), (0, True), (2_000, False), (30_000, False)))
+    stimulus = TouchBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, hold_ms, cold)
+    assert world.do(stimulus) is None
 
 
 def release(world: World, engine: Engine) -> None:

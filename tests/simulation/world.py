@@ -80,6 +80,7 @@ LIMITS = CoreLimits(
     transfers_max=3,
     leases_max=4,
     leased_fraction_max=0.5,
+    held_fraction_max=0.5,
     lease_ttl_s=10.0,
     lease_lifetime_s=40.0,
     transfer_deadline_s=20.0,
@@ -218,6 +219,8 @@ class World:
         books = self.machine.books
         self.transitions.update(books.transitions.counts)
         self.outcomes["blocks promoted"] += books.tally.promoted_blocks
+        self.outcomes["blocks whose time was over"] += books.tally.expired_blocks
+        self.outcomes["blocks not held as wished"] += books.tally.unheld_blocks
         self.outcomes["blocks evicted before a disk had them"] += books.tally.evicted_unwritten_blocks
         self.outcomes["blocks corrupt on a disk"] += books.tally.corrupt_on_disk
         for disk in books.disks.all:

@@ -6,6 +6,7 @@ counts as computed holds what it must. Steps take about a millisecond; nothing i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -97,22 +98,16 @@ class MiniEngine:
 
     def __init__(self, config: Any, blocks: int = 64, kv_cache_config: Any = None) -> None:
         """`kv_cache_config`: by default one group of full attention."""
-        import torch
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.structured_output import StructuredOutputManager
-        from vllm.v1.worker.utils import allocate_kv_cache
 
         kv_cache_config = kv_cache_config or _kv_cache_config(blocks)
         block_tokens, hash_tokens = self._block_sizes(kv_cache_config, config)
         config.cache_config.num_gpu_blocks = blocks
         self.blocks = blocks
-        self.worker: Any = None
         self.finished: dict[str, list[int]] = {}
         """Output tokens by request."""
         self.cached: dict[str, int] = {}
@@ -125,22 +120,8 @@ class MiniEngine:
         """What vLLM publishes."""
         self._hasher = get_request_block_hasher(hash_tokens, sha256)
         init_none_hash(sha256)
-        context = None
-        if config.kv_transfer_config is not None:
-            connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-            self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
-            context = self.worker.get_mem_pool_context()
-        if context is None:
-            caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
-        else:
-            with context:
-                caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
-        self.pages = [
-            tensor.view(torch.int8).numpy().view(np.uint64) for tensor in dict(caches).values()
-        ]  # [blocks, heads, tokens, words]
-        self.layers = dict(zip(dict(caches), self.pages, strict=True))
-        if self.worker is not None:
-            self.worker.register_kv_caches(dict(caches))
+        self.worker, self.layers = self._start_worker(config, kv_cache_config)
+        self.pages = list(self.layers.values())
         self._ahead = bool(config.scheduler_config.async_scheduling)
         """A step is scheduled before the scheduler hears what the one before it has sampled."""
         self._unheard: list[Callable[[], None]] = []
@@ -154,6 +135,27 @@ class MiniEngine:
         )
         publisher = self.scheduler.kv_event_publisher
         publisher.publish = lambda batch: self.kv_events.extend(batch.events)
+
+    def _start_worker(self, config: Any, kv_cache_config: Any) -> tuple[Any, dict[str, Any]]:
+        """The connector's half of a worker, if there is one, and the pages of each of its layers: words, of
+        shape [blocks, heads, tokens, words]."""
+        import torch
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        worker, context = None, None
+        if config.kv_transfer_config is not None:
+            connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+            worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
+            context = worker.get_mem_pool_context()
+        with context or contextlib.nullcontext():
+            caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
+        if worker is not None:
+            worker.register_kv_caches(dict(caches))
+        pages = {name: cache.view(torch.int8).numpy().view(np.uint64) for name, cache in dict(caches).items()}
+        return worker, pages
 
     def _block_sizes(self, kv_cache_config: Any, config: Any) -> tuple[int, int]:
         """Tokens of what is scheduled at once, and of a block hash."""
@@ -258,13 +260,17 @@ class MiniEngine:
         """What a model runner does with blocks before the connector hears of the step."""
 
     def _connector_output(self, output: Any) -> Any:
+        """What the scheduler is told of the step by the connector."""
+        return self._told_by(self.worker, output)
+
+    def _told_by(self, worker: Any, output: Any) -> Any:
         from vllm.v1.outputs import KVConnectorOutput
 
-        results = self.worker.get_transfer_results(output.finished_req_ids)
+        results = worker.get_transfer_results(output.finished_req_ids)
         told = {
             "finished_sending": results.finished_sending,
             "finished_recving": results.finished_recving,
-            "invalid_block_ids": self.worker.get_block_ids_with_load_errors(),
+            "invalid_block_ids": worker.get_block_ids_with_load_errors(),
         }
         if "failed_recving" in {field.name for field in dataclasses.fields(KVConnectorOutput)}:
             told["failed_recving"] = results.failed_recving

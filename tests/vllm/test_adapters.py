@@ -109,6 +109,27 @@ def test_keys_are_as_long_as_the_hashes_and_slices_are_lists() -> None:
     assert list(keys)[:9] == whole
 
 
+def test_keys_of_what_was_stored_are_known_without_a_look_at_the_files(
+    keyring: Keyring, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1)
+    request, known_keys = asking(folder), keyring.adapters.known_keys
+    assert known_keys(request) is None
+    found = keyring.known(request)
+    (folder / "adapter_model.safetensors").unlink()
+    keys = known_keys(request)
+    assert keys is not None
+    assert list(keys(HASHES)) == found
+    assert keyring.keys(request) is None
+    assert known_keys(request) is None, "now it is known that they have changed"
+    plain = known_keys(SimpleNamespace(lora_request=None))
+    assert plain is not None
+    assert plain(HASHES) == HASHES
+    nowhere = asking(tmp_path / "nowhere", name="nowhere")
+    assert keyring.keys(nowhere) is None
+    assert known_keys(nowhere) is None
+
+
 @pytest.mark.parametrize("broken", ["nothing there", "no safetensors"])
 def test_what_cannot_be_identified_is_left_alone_and_said_once(
     keyring: Keyring, tmp_path: Path, broken: str

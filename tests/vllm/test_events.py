@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvtier_vllm.namespace import TAGGED_EXTRA_KEYS_VLLM, version_of
 from tests.support.daemon import until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, _kv_cache_config
 from tests.vllm.rig import prompt
+from tests.vllm.test_adapters import Shared, lora_request, write_adapter
 from tests.vllm.test_control import compute
 from tests.vllm.test_simulation import all_came_back, client, host, make, step_until, wait_ready
 
@@ -36,11 +38,11 @@ def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 def announcing(make: Callable[..., MiniEngine]) -> Callable[..., MiniEngine]:
     """Makes engines with KV events."""
 
-    def engine(**settings: Any) -> MiniEngine:
+    def engine(changes: dict[str, Any] | None = None, **settings: Any) -> MiniEngine:
         from vllm.config import KVEventsConfig
 
         wanted = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        return make(changes={"kv_events_config": wanted}, **settings)
+        return make(changes={"kv_events_config": wanted, **(changes or {})}, **settings)
 
     return engine
 
@@ -213,6 +215,48 @@ def test_a_connector_that_is_switched_off_takes_everything_back(
     assert announced(engine) == set()
 
 
+def test_blocks_of_an_adapter_are_announced_and_removed_by_vllms_hashes(
+    announcing: Callable[..., MiniEngine], tmp_path: Path
+) -> None:
+    engine = announcing(changes={"enable_lora": True, "max_lora_rank": 16}, adapters="files")
+    folder = write_adapter(tmp_path / "one", 1)
+    adapter, shared = lora_request(folder), Shared(engine)
+    shared.identified(folder)
+    plain, hashes = hashes_of(engine, STORY), hashes_of(engine, STORY, lora_request=adapter)
+    compute(engine, "plain", STORY, max_tokens=2)
+    assert announced(engine) == set(plain)
+    told = len(ours(engine.kv_events))
+    compute(engine, "adapted", STORY, max_tokens=2, lora_request=adapter)
+    stored = ours(engine.kv_events)[told:]
+    assert [block_hash for event in stored for block_hash in event.block_hashes] == hashes
+    assert {(event.lora_name, event.lora_id) for event in stored} == {("one", adapter.adapter_id)}
+    assert stored[0].parent_block_hash is None
+    engine.forget()
+    compute(engine, "loaded", STORY, max_tokens=2, lora_request=adapter)
+    for _ in range(3):
+        engine.step()
+    assert announced(engine) == {*plain, *hashes}, "kvtierd has them, if by other keys"
+    seeds = itertools.count(300)
+
+    def evicted() -> bool:
+        compute(engine, f"filler {(seed := next(seeds))}", prompt(20 * TOKENS, seed))
+        return announced(engine).isdisjoint(hashes)
+
+    until(evicted, "their removal is announced")
+    all_came_back(engine)
+
+
+def test_blocks_of_an_adapter_that_has_changed_are_not_announced(
+    announcing: Callable[..., MiniEngine], tmp_path: Path
+) -> None:
+    engine = announcing(changes={"enable_lora": True, "max_lora_rank": 16}, adapters="files")
+    folder = write_adapter(tmp_path / "one", 1)
+    Shared(engine).identified(folder)
+    write_adapter(folder, 2)
+    compute(engine, "changed", STORY, lora_request=lora_request(folder))
+    assert not ours(engine.kv_events)
+
+
 def one_group(**bounds: int) -> Any:
     """Events without an engine."""
     from kvtier_vllm.events import BlockEvents
@@ -270,6 +314,43 @@ def test_a_request_that_has_other_hashes_by_now_describes_nothing() -> None:
     assert event.block_hashes == [request.block_hashes[2]]
     events.held(request, 0, [4], [b"gone" * 8])
     assert not events.take()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_events_have_vllms_hashes_and_the_index_page_is_asked_by_keys(stride: int) -> None:
+    from kvtier_vllm.adapters import DerivedKeys
+    from kvtier_vllm.events import BlockEvents
+    from kvtier_vllm.groups import Groups, GroupShape
+
+    shape = GroupShape(0, stride * TOKENS, hash_stride=stride)
+    spec = _kv_cache_config(2).kv_cache_groups[0].kv_cache_spec
+    events, request = BlockEvents(Groups((shape,), TOKENS), [spec], log), request_of(4 * stride)
+    events.keys_of = lambda _: lambda hashes: DerivedKeys(hashes, b"weights", {})
+    keys = DerivedKeys(request.block_hashes, b"weights", {})[stride - 1 :: stride]
+    hashes = request.block_hashes[stride - 1 :: stride]
+    events.held(request, 0, [1, 2, 3], keys[1:])
+    [stored] = events.take()
+    assert (stored.block_hashes, stored.parent_block_hash) == (hashes[1:], hashes[0])
+    assert stored.token_ids == list(range(stride * TOKENS, 4 * stride * TOKENS))
+    events.held(request, 0, [0, 1], hashes[:2])
+    assert not events.take(), "these are keys of nothing that it has"
+
+    def known_run(asked: list[bytes], first: int, *, group: int, counted: bool) -> int:
+        """All but one block are there."""
+        assert (group, counted) == (0, False)
+        left = asked[first:]
+        return left.index(keys[2]) if keys[2] in left else len(left)
+
+    client: Any = SimpleNamespace(known_run=known_run)
+    events.check(client)
+    [removed] = events.take()
+    assert removed.block_hashes == [hashes[2]]
+    events.keys_of = lambda _: None
+    events.held(request, 0, [2], [keys[2]])
+    assert not events.take()
+    events.clear()
+    [removed] = events.take()
+    assert removed.block_hashes == [hashes[1], hashes[3]]
 
 
 def test_memory_is_bounded_and_what_is_forgotten_is_removed() -> None:

@@ -73,6 +73,8 @@ def test_a_plain_engine(plain: Any, model: Path) -> None:
         ("cache_config", {"prefix_caching_hash_algo": "sha256_cbor"}),
         ("parallel_config", {"tensor_parallel_size": 2}),
         ("parallel_config", {"pipeline_parallel_size": 2}),
+        ("parallel_config", {"decode_context_parallel_size": 2}),
+        ("parallel_config", {"cp_kv_cache_interleave_size": 4}),
     ],
 )
 def test_whatever_changes_a_blocks_bytes_or_name_separates(
@@ -160,7 +162,13 @@ def _without_prefix_caching(config: Any) -> Any:
         (lambda c: changed(c, "cache_config", cache_dtype="fp8_per_token_head"), "fp8_per_token_head"),
         (lambda c: changed(c, "cache_config", calculate_kv_scales=True), "calculate_kv_scales"),
         (lambda c: changed(c, "load_config", load_format="dummy"), "dummies"),
-        (lambda c: changed(c, "parallel_config", decode_context_parallel_size=2), "decode_context"),
+        (lambda c: changed(c, "parallel_config", prefill_context_parallel_size=2), "prefill_context"),
+        (
+            lambda c: changed(
+                c, "parallel_config", decode_context_parallel_size=2, dcp_kv_cache_interleave_size=4
+            ),
+            "dcp_kv_cache_interleave_size=4: set cp_kv_cache",
+        ),
         (lambda c: changed(c, "model_config", model="/nowhere/at-all"), "commit"),
     ],
 )

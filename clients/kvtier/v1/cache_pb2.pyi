@@ -728,13 +728,15 @@ class Retention(google.protobuf.message.Message):
     TTL_MS_FIELD_NUMBER: builtins.int
     HOST_ONLY_FIELD_NUMBER: builtins.int
     hold_ms: builtins.int
-    """Do not evict the blocks for this long, from when they are READY; at most what is configured (limits.hold_s_max). As far
-    as bytes held stay below limits.held_fraction_max of the pool; beyond it, and where a store would find no room at all,
-    blocks are not held (any more), which is counted. At most `ttl_ms`, if that is not 0.
+    """Do not evict the blocks for this long, from when they are READY; at most what is configured (limits.hold_s_max),
+    rounded up as `ttl_ms`. As far as all that is held stays below limits.held_fraction_max of the pool; beyond it, and
+    where a store would find no room at all, blocks are not held (any more), which is counted. Not more than `ttl_ms`, if
+    that is not 0.
     """
     ttl_ms: builtins.int
-    """Drop the blocks, in all tiers, when so much time has passed since they became READY, as soon as nothing holds them; 0:
-    do not. Rounded up to seconds. Blocks with a time are stored on the host only.
+    """Drop the blocks when so much time has passed since they became READY, as soon as nothing holds them; 0: do not.
+    Rounded up, by less than 2 s and 1 %. Blocks with a time are kept on the host only; one that a disk has was stored
+    without a time as well, and so has none.
     """
     host_only: builtins.bool
     """Do not write the blocks to lower tiers. A copy that is there already stays."""

@@ -3,7 +3,7 @@ slot goes through here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from kvtierd.core.slots import PoolGeometry, SlotAllocator
 from kvtierd.core.status import SizeStatus
 from kvtierd.core.stimuli import CoreIntegrity, Verify
 from kvtierd.core.table import U8, U32, BlockFlag, BlockState, BlockTable
+
+if TYPE_CHECKING:
+    from kvtierd.core.retention import Retention
 
 EVICTING = int(BlockState.EVICTING)
 READY = int(BlockState.READY)
@@ -102,6 +105,8 @@ class Blocks:
         self.actions: list[Action] = []
         self.leaving: Callable[[Entries, Fate], None] | None = None
         """Told of READY blocks that are being evicted or condemned, while they still are in the table."""
+        self.retention: Retention | None = None
+        """What is wished of the host's blocks."""
 
     # --- life of a block ---
 
@@ -146,6 +151,8 @@ class Blocks:
         if n == 0:
             return
         self.table.remove(entries)
+        if self.retention is not None:
+            self.retention.forget(entries)
         self.live -= n
         domain.blocks -= n
         if slots is None:
@@ -209,6 +216,8 @@ class Blocks:
             if self.leaving is not None:
                 self.leaving(ready, Fate.CORRUPT)
             self.remember(ready, Fate.CORRUPT)
+            if self.retention is not None:
+                self.retention.release(ready)
             self.table.condemn(ready)
             self.table.set_flags(ready, VERIFY)  # whoever still loads it shall see it fail
             self.condemned += len(ready)
@@ -247,6 +256,15 @@ class Blocks:
         """Makes blocks recent, the first most of all."""
         self.table.touch(tail_first(entries))
         self.used_at[entries] = self.now
+
+    def cool(self, domain: Domain, entries: Entries) -> None:
+        """Makes those of a domain that may be evicted the next to be, the first of them last. For other
+        domains they are as old then as what was to go before them."""
+        entries = entries[self.table.pins(entries) == 0]
+        oldest = self.table.victims(domain.domain, 1)
+        self.table.cool(entries)
+        if len(oldest):
+            self.used_at[entries] = np.minimum(self.used_at[entries], self.used_at[oldest[0]])
 
     def mark_used(self, entries: Entries, slots: Slots) -> None:
         """Remembers when blocks and their extents were used."""

@@ -11,6 +11,7 @@ from kvtierd.core.entities import Check, GroupPlan, Instance, Lease, Part, Sessi
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.pages import Pages
+from kvtierd.core.retention import Retention
 from kvtierd.core.room import Room
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.status import Tally
@@ -35,6 +36,7 @@ class Books:
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
     room: Room = field(init=False)
+    retention: Retention = field(init=False)
     now_s: float = 0.0
     """Of the stimulus being handled."""
     draining: bool = False
@@ -61,6 +63,7 @@ class Books:
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
+        self.retention = self.blocks.retention = Retention(self.blocks, self.tally, self.limits)
         self.room = Room(self.blocks, self.tally)
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
         self.pages = Pages(self.blocks, self.disks)

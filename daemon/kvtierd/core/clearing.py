@@ -51,6 +51,7 @@ class Clearing:
         host = books.blocks
         entries, states = host.table.lookup(space, hashes)
         there = entries != NO_ENTRY
+        books.retention.release(entries[there])  # an operator's word counts more than wishes
         held = there & (states != WRITING)
         held[held] = (host.table.pins(entries[held]) > 0) | (states[held] != READY)
         under_way = there & (states == WRITING)

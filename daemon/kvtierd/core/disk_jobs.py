@@ -265,6 +265,7 @@ class DiskJobs:
             self._books.disks.late_jobs -= 1
             host.table.clear_flags(job.host_entries, LATE)
         host.commit(domain, job.host_entries[good], job.host_slots[:, good])
+        self._books.retention.made(domain, job.host_entries[good])
         host.table.set_flags(job.host_entries[good & ready], CLEAN)
         host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
         host.domains.forget_idle(domain)

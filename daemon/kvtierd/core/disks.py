@@ -32,6 +32,7 @@ Indexes = npt.NDArray[np.intp]
 CLEAN = int(BlockFlag.CLEAN)
 QUEUED = int(BlockFlag.QUEUED)
 LATE = int(BlockFlag.LATE)
+HOST_ONLY = int(BlockFlag.HOST_ONLY)
 JOB_SLOTS_MAX = 4_096
 """Of one job: it has to fit one packet."""
 READS_MAX = 1_024
@@ -248,8 +249,9 @@ class Disks:
         if fate is not Fate.EVICTED:
             return
         table = self._host.table
-        clean = entries[table.flags(entries) & CLEAN != 0]
-        self._tally.evicted_unwritten_blocks += len(entries) - len(clean)
+        flags = table.flags(entries)
+        clean = entries[flags & CLEAN != 0]
+        self._tally.evicted_unwritten_blocks += int(np.count_nonzero(flags & (CLEAN | HOST_ONLY) == 0))
         if len(clean) == 0:
             return
         hashes = table.hashes(clean)

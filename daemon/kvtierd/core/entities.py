@@ -29,7 +29,7 @@ from kvtierd.core.ids import (
     TransferNumber,
     WorkerId,
 )
-from kvtierd.core.stimuli import GroupGeometry
+from kvtierd.core.stimuli import NO_WISHES, GroupGeometry, Wishes
 from kvtierd.core.transitions import (
     CheckState,
     DiskJobState,
@@ -219,6 +219,8 @@ class Transfer(Entity):
     """LOAD: entries whose checksums are checked on the way."""
     failed: Mask | None = None
     """Entries that failed in some part; None: none so far."""
+    wishes: Wishes = NO_WISHES
+    """STORE: of its blocks."""
     storing: Rank | None = None
     """STORE of a replicated group: who does it."""
     parts: tuple[Part, ...] = ()

@@ -34,6 +34,8 @@ class Verdict(Enum):
     CORRUPT = "corrupt"
     CLEARED = "cleared"
     """An operator has dropped it."""
+    EXPIRED = "expired"
+    """Its time was over."""
     ELSEWHERE = "elsewhere"
     """Never stored in this namespace, as far as is remembered, but in another."""
     NEVER_STORED = "never stored"
@@ -51,6 +53,7 @@ _OF_FATE = {
     Fate.REFUSED: Verdict.REFUSED,
     Fate.CORRUPT: Verdict.CORRUPT,
     Fate.CLEARED: Verdict.CLEARED,
+    Fate.EXPIRED: Verdict.EXPIRED,
 }
 
 

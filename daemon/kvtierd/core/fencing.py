@@ -150,6 +150,7 @@ class Fencing:
         else:
             blocks.commit(domain, good, slots)
         self._tier.stored(plan, good)
+        self._books.retention.stored(domain, good, transfer)
         self._books.tally.stored_blocks += len(good)
         self._books.tally.stored_bytes += len(good) * domain.block_bytes
         if transfer.positions is None and transfer.failed is None:

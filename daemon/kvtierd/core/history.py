@@ -21,6 +21,8 @@ class Fate(IntEnum):
     CORRUPT = 4
     CLEARED = 5
     """An operator has dropped it."""
+    EXPIRED = 6
+    """Its time was over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries
 from kvtierd.core.joint import Shape, longest
 from kvtierd.core.joint_promotion import Ask, JointPromotion
-from kvtierd.core.leases import Leases, check_hashes
+from kvtierd.core.leases import Leases, check_hashes, touch
 from kvtierd.core.promotion import PENDING
 from kvtierd.core.stimuli import GroupQuery, LookupGroups, PrefetchGroups, TouchGroups
 from kvtierd.core.tier import DiskTier
@@ -71,7 +71,7 @@ class JointLookups:
         for ask, entries in zip(asks, found, strict=True):
             self._tier.found(ask.plan.domain, entries)
         keep = [_NO_ENTRIES] * len(asks) if leases[0] is not None else found
-        reply = self._reply(instance, asks, tokens, keep, leases, refused)
+        reply = self._reply(instance, asks, tokens, keep, leases, refused, host_only=stimulus.host_only)
         self._count_misses(asks, tokens, reply)
         return reply
 
@@ -103,7 +103,7 @@ class JointLookups:
         return self._reply(instance, asks, tokens, keep, [None] * len(asks), None)
 
     def touch(self, stimulus: TouchGroups) -> None:
-        """Makes hits recent, group by group; says nothing."""
+        """Makes hits recent, or cold, group by group; says nothing."""
         instance = self._books.submitter(stimulus.session, stimulus.epoch)
         asks = self._asks(instance, stimulus.queries)
         instance.alive_at_s = self._books.now_s
@@ -114,8 +114,7 @@ class JointLookups:
                 entries = entries[raw == READY]
             else:
                 entries, _ = table.lookup_prefix(ask.plan.space, ask.hashes)
-            if len(entries):
-                self._blocks.touch(entries)
+            touch(self._books, ask.plan, entries, stimulus)
 
     def _asks(self, instance: Instance, queries: Sequence[GroupQuery]) -> tuple[Ask, ...] | None:
         """None if the instance cannot load anything now. Refusal for what makes no sense."""
@@ -194,10 +193,12 @@ class JointLookups:
         keep: Sequence[Entries],
         leases: Sequence[Lease | None],
         refused: Refusal | None,
+        *,
+        host_only: bool = False,
     ) -> JointReply:
         longer = tokens
         if tokens < min(ask.shape.blocks * ask.shape.block_tokens for ask in asks):
-            longer = self._promotion.beyond(instance, asks, tokens, keep)
+            longer = self._promotion.beyond(instance, asks, tokens, keep, host_only=host_only)
         groups = []
         states = self._promotion.states(asks, tokens, longer)
         for ask, told, lease in zip(asks, states, leases, strict=True):

@@ -54,12 +54,20 @@ class JointPromotion:
         self._disks = books.disks
         self._tier = tier
 
-    def beyond(self, instance: Instance, asks: Sequence[Ask], tokens: int, keep: Sequence[Entries]) -> int:
+    def beyond(
+        self,
+        instance: Instance,
+        asks: Sequence[Ask],
+        tokens: int,
+        keep: Sequence[Entries],
+        *,
+        host_only: bool = False,
+    ) -> int:
         """Tokens of the prefix that there will be, no fewer than the `tokens` that there are; begins to
         promote what it needs from disks, and nothing else. `keep`: blocks of the host, by group, that must
-        not make way for them."""
+        not make way for them. `host_only`: disks are left alone."""
         most_tokens = self._leasable_tokens(asks)
-        disks = self._disks.any_live
+        disks = self._disks.any_live and not host_only
         longer = self._longest(asks, tokens, most_tokens, disks)
         if longer == tokens or not disks:
             return longer

@@ -9,7 +9,14 @@ from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Lease
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Entries, Hashes, LeaseId
-from kvtierd.core.stimuli import LookupBlocks, LookupMode, PrefetchBlocks, ReleaseLeases, TouchBlocks
+from kvtierd.core.stimuli import (
+    LookupBlocks,
+    LookupMode,
+    PrefetchBlocks,
+    ReleaseLeases,
+    TouchBlocks,
+    TouchGroups,
+)
 from kvtierd.core.table import U8, BlockState
 from kvtierd.core.tier import DiskTier
 from kvtierd.core.transitions import Event
@@ -74,8 +81,10 @@ class Leases:
                 self._blocks.touch(found)
         if self._tier is not None:
             self._tier.found(plan.domain, found)
-            if hits < len(hashes):
-                promotion = self._tier.promotion
+            promotion = self._tier.promotion
+            if hits < len(hashes) and stimulus.host_only:
+                states = promotion.without_late(plan, hashes, states)
+            elif hits < len(hashes):
                 states = promotion.beyond(
                     instance, plan, hashes, stimulus.mode, found, states, held=lease is not None
                 )
@@ -115,14 +124,14 @@ class Leases:
         return PrefetchReply(states)
 
     def touch(self, stimulus: TouchBlocks) -> None:
-        """Makes hits recent; says nothing."""
+        """Makes hits recent, or cold; says nothing."""
         books = self._books
         instance = books.submitter(stimulus.session, stimulus.epoch)
         check_hashes(stimulus.hashes, books.limits.lookup_hashes_max)
         if instance.live:
-            found, _ = self._find(books.plan(instance, stimulus.group), stimulus.hashes, stimulus.mode)
-            if len(found):
-                self._blocks.touch(found)
+            plan = books.plan(instance, stimulus.group)
+            found, _ = self._find(plan, stimulus.hashes, stimulus.mode)
+            touch(books, plan, found, stimulus)
         instance.alive_at_s = books.now_s
 
     def _find(self, plan: GroupPlan, hashes: Hashes, mode: LookupMode) -> tuple[Entries, U8]:
@@ -282,6 +291,17 @@ class Leases:
         del self._books.leases[lease.lease], instance.leases[lease.lease]
         instance.leased_blocks -= len(lease.entries)
         instance.leased_bytes -= len(lease.entries) * instance.plans[lease.group].domain.block_bytes
+
+
+def touch(books: Books, plan: GroupPlan, found: Entries, stimulus: TouchBlocks | TouchGroups) -> None:
+    """Does to READY blocks of one group what is asked, the head of a sequence first."""
+    if len(found) == 0:
+        return
+    if stimulus.cold:
+        books.blocks.cool(plan.domain, found)
+    else:
+        books.blocks.touch(found)
+        books.retention.hold(plan.domain, found, stimulus.hold_ms)
 
 
 def _told(stimulus: LookupBlocks | PrefetchBlocks) -> int:

@@ -194,6 +194,7 @@ class Machine:
 
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()
+        self.books.retention.tick()
         self._transfers.cancel_overdue()
         self._sampler.tick()
         self._tier.tick()
@@ -296,6 +297,8 @@ class Machine:
             quarantined_slots=len(slots.quarantined),
             corrupt_slots=len(slots.corrupt),
             integrity=integrity,
+            held_blocks=books.retention.held_blocks,
+            held_bytes=books.retention.held_bytes,
             expected_detection_s=expected_detection_s(
                 used_bytes, slots_drawn_from, integrity.sample_bytes_per_s
             ),

@@ -61,6 +61,15 @@ class Promotion:
         them cannot come. What must stay on the host is pinned already."""
         return bool(self._promote(plan, hashes, positions, copies, _NO_ENTRIES, in_order=in_order).all())
 
+    def without_late(self, plan: GroupPlan, hashes: Hashes, states: U8) -> U8:
+        """States to tell of the first of these blocks, with misses for what is being promoted and takes too
+        long."""
+        if self._disks.late_jobs:
+            pending = np.flatnonzero(states == PENDING)
+            entries, _ = self._host.table.lookup(plan.space, np.ascontiguousarray(hashes[pending]))
+            states[pending[~self._in_time(entries)]] = MISS
+        return states
+
     # --- a run ---
 
     def _prefix(self, instance: Instance, plan: GroupPlan, hashes: Hashes, hits: int, keep: Entries) -> int:
@@ -115,10 +124,7 @@ class Promotion:
     # --- single blocks ---
 
     def _exact(self, instance: Instance, plan: GroupPlan, hashes: Hashes, states: U8, keep: Entries) -> U8:
-        if self._disks.late_jobs:
-            pending = np.flatnonzero(states == PENDING)
-            entries, _ = self._host.table.lookup(plan.space, np.ascontiguousarray(hashes[pending]))
-            states[pending[~self._in_time(entries)]] = MISS
+        states = self.without_late(plan, hashes, states)
         missed = np.flatnonzero(states == MISS)
         missed_hashes = np.ascontiguousarray(hashes[missed])
         _, raw = self._host.table.lookup(plan.space, missed_hashes)

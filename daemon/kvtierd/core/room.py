@@ -8,6 +8,8 @@ busy models do not take extents from each other in turn; a model that is used no
 extent.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from kvtierd.core.actions import AssignExtent
@@ -33,24 +35,33 @@ class Room:
         self._slots = blocks.slots
         self._tally = tally
         self._not_before = np.zeros(blocks.geometry.extents, np.uint32)
+        self._held_not_before = np.zeros(blocks.geometry.extents, np.uint32)
+        """Likewise, of extents in which held blocks may go."""
 
-    def for_slots(self, domain: Domain, wanted: int) -> int:
-        """Makes room for the slots of up to `wanted` blocks; returns for how many there is."""
+    def for_slots(self, domain: Domain, wanted: int, *, unhold: bool = False) -> int:
+        """Makes room for the slots of up to `wanted` blocks; returns for how many there is. `unhold`: if
+        there is none at all, blocks that are held for a time go."""
         short, sizes = self._short(domain, wanted)
         if short and self._slots.retire_empty(domain.sizes):
             short, sizes = self._short(domain, wanted)
         while short and self._give_way(domain, short, sizes):
             short, sizes = self._short(domain, wanted)
+        while unhold and short == wanted > 0 and self._unhold(domain, short, sizes):
+            short, sizes = self._short(domain, wanted)
+            while short and self._give_way(domain, short, sizes):
+                short, sizes = self._short(domain, wanted)
         return wanted - short
 
-    def for_entries(self, domain: Domain, wanted: int) -> None:
-        """Evicts until the table has `wanted` free entries, or nothing more can go."""
+    def for_entries(self, domain: Domain, wanted: int, *, unhold: bool = False) -> None:
+        """Evicts until the table has `wanted` free entries, or nothing more can go. `unhold`: if it has none
+        at all, blocks that are held for a time go."""
         blocks = self._blocks
         while (short := wanted - (blocks.capacity - blocks.live)) > 0:
             source = self._oldest([other for other in blocks.domains.by_id.values() if other.blocks], domain)
-            if source is None:
+            if source is not None:
+                self._evict(source, short)
+            elif short < wanted or not unhold or not self._give_up(blocks.domains.by_id.values(), short):
                 return
-            self._evict(source, short)
 
     def _short(self, domain: Domain, wanted: int) -> tuple[int, list[int]]:
         """For how many of the wanted blocks slots are missing, and of which sizes; assigns free extents
@@ -88,6 +99,26 @@ class Room:
             return self._evict(rival, -(-slots // fewest))
         return self._evict(domain, short)
 
+    # --- blocks that are held for a time ---
+
+    def _unhold(self, domain: Domain, short: int, sizes: list[int]) -> bool:
+        """Nothing is left that could go, but perhaps blocks that are held for a time. Without this a few of
+        them, one in each extent, would keep all other models out. False if there are none."""
+        sharing = [d for d in self._blocks.domains.by_id.values() if any(size in d.sizes for size in sizes)]
+        if sharing:
+            slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
+            fewest = min(per for each in sharing for size, per in each.per_size if size in sizes)
+            if self._give_up(sharing, -(-slots // fewest)):
+                return True
+        return self._reclaim(domain, 0, held=True)
+
+    def _give_up(self, domains: Collection[Domain], wanted: int) -> bool:
+        """Lets go of up to so many held blocks; False if there are none of these domains."""
+        retention = self._blocks.retention
+        return retention is not None and retention.give_up(domains, wanted)
+
+    # --- ages ---
+
     def _age(self, domain: Domain) -> int | None:
         """How long ago the oldest victim of a domain was used."""
         victim = self._table.victims(domain.domain, 1)
@@ -121,32 +152,41 @@ class Room:
 
     # --- extents of other sizes ---
 
-    def _reclaim(self, domain: Domain, age: int) -> bool:
+    def _reclaim(self, domain: Domain, age: int, *, held: bool = False) -> bool:
         """Takes the coldest extent of a size that the domain does not use, if it is that old and nothing
-        holds it."""
-        slots, now = self._slots, self._blocks.now
+        holds it. `held`: one that only blocks that are held for a time are in the way of."""
+        slots, now, retention = self._slots, self._blocks.now, self._blocks.retention
+        if held and (retention is None or not retention.held_blocks):
+            return False
         old = slots.used_at <= now - age if age <= now else np.zeros(len(slots.used_at), np.bool_)
-        candidates = np.flatnonzero(old & (slots.extent_size != 0) & (self._not_before <= now))
+        not_before = self._held_not_before if held else self._not_before
+        candidates = np.flatnonzero(old & (slots.extent_size != 0) & (not_before <= now))
         if len(candidates) == 0:
             return False
         candidates = candidates[~np.isin(slots.extent_size[candidates], domain.sizes)]
         coldest_first = candidates[np.argsort(slots.used_at[candidates], kind="stable")]
         for extent in coldest_first[:RECLAIM_TRIES].tolist():
-            if self._empty(extent):
+            if self._empty(extent, held=held):
                 slots.retire(extent)
                 self._tally.reclaimed_extents += 1
                 return True
-            self._not_before[extent] = now + int(RECLAIM_PAUSE_S * STAMPS_PER_S)
+            not_before[extent] = now + int(RECLAIM_PAUSE_S * STAMPS_PER_S)
         return False
 
-    def _empty(self, extent: int) -> bool:
-        """Evicts all blocks of an extent, if every slot of it is free or of a block that may go."""
+    def _empty(self, extent: int, *, held: bool) -> bool:
+        """Evicts all blocks of an extent, if every slot of it is free or of a block that may go; `held`: also
+        those that are only held for a time."""
         table, slots = self._table, self._slots
         owners = table.owners(slots.geometry.slots_of(extent, int(slots.extent_size[extent])))
         entries = owned(owners)
         if slots.free_in(extent) != int(np.count_nonzero(owners == NO_ENTRY)):
             return False  # some are quarantined
-        if (table.states(entries) != READY).any() or table.pins(entries).any():
+        if (table.states(entries) != READY).any():
+            return False
+        retention = self._blocks.retention
+        if held and retention is not None and (table.pins(entries) == retention.is_held(entries)).all():
+            retention.give_up_these(entries)
+        if table.pins(entries).any():
             return False
         domains = table.domains(entries)
         for number in np.unique(domains).tolist():

@@ -38,6 +38,10 @@ class Tally:
     """Of the evicted, all together: since each was last used."""
     cleared_blocks: int = 0
     """Dropped by operators, from whatever tiers had them."""
+    expired_blocks: int = 0
+    """Dropped because their time was over."""
+    unheld_blocks: int = 0
+    """That were to be held and are not, or not as long: there was no room to."""
     reclaimed_extents: int = 0
     """Taken from one slot size for another."""
     store_transfers: int = 0
@@ -206,6 +210,9 @@ class CoreStatus:
     corrupt_slots: int
     """Set aside because they have failed a check, by this daemon or an earlier one."""
     integrity: CoreIntegrity
+    held_blocks: int
+    """For a time, as wished."""
+    held_bytes: int
     expected_detection_s: float | None
     """How long sampling takes, on average, to find a slot that has rotted, if copies leave it its time; None
     if it is off."""

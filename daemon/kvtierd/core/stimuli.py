@@ -122,6 +122,22 @@ class RenewSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is wished of blocks besides being stored (kvtier.v1.Retention). Times count from when they are
+    READY."""
+
+    hold_ms: int = 0
+    """Not to be evicted for so long."""
+    ttl_ms: int = 0
+    """To be dropped after so long; 0: no time. Then they are kept on the host only."""
+    host_only: bool = False
+    """Not to be written to disks."""
+
+
+NO_WISHES = Wishes()
+
+
+@dataclass(frozen=True, slots=True)
 class LookupBlocks:
     """Reply: `LookupReply`."""
 
@@ -131,6 +147,8 @@ class LookupBlocks:
     hashes: Hashes
     mode: LookupMode
     lease: bool
+    host_only: bool = False
+    """What only disks have is a miss, and not promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +160,10 @@ class TouchBlocks:
     group: int
     hashes: Hashes
     mode: LookupMode
+    hold_ms: int = 0
+    """They are held as well."""
+    cold: bool = False
+    """Instead they become the least recent, the first of them least of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +196,8 @@ class LookupGroups:
     queries: tuple[GroupQuery, ...]
     """Each group once; all begin at the same token."""
     lease: bool
+    host_only: bool = False
+    """As in `LookupBlocks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +217,8 @@ class TouchGroups:
     session: SessionId
     epoch: Epoch
     queries: tuple[GroupQuery, ...]
+    hold_ms: int = 0
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +240,7 @@ class SubmitStore:
     group: int
     hashes: Hashes
     block_ids: npt.NDArray[np.uint32]
+    wishes: Wishes = NO_WISHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,6 +502,10 @@ class CoreLimits:
     """Live at once, per instance."""
     leased_fraction_max: float = 0.25
     """Of the pool's bytes, per instance."""
+    held_fraction_max: float = 0.25
+    """Of the pool's bytes, that blocks may be held in for a time, of all instances together."""
+    hold_s_max: float = 3_600.0
+    """Blocks are held no longer than this at a time."""
     lease_ttl_s: float = 10.0
     """After the instance's last heartbeat."""
     lease_lifetime_s: float = 600.0

@@ -35,6 +35,8 @@ class BlockFlag(IntEnum):
     """It is being written to a disk."""
     REUSED = 16
     """It was found or loaded since it was stored."""
+    HOST_ONLY = 64
+    """It is not to be written to a disk."""
     LATE = 32
     """On the host, WRITING: the disk takes too long to read it. On a disk, READY: it could not be read
     lately. Whoever asks is told that it is not there."""
@@ -109,6 +111,11 @@ class BlockTable(Protocol):
 
     def touch(self, entries: Entries) -> None:
         """READY unpinned blocks become the most recent, in this order; others are left alone."""
+        ...
+
+    def cool(self, entries: Entries) -> None:
+        """READY unpinned blocks become the least recent, in this order: the last one goes first; others are
+        left alone."""
         ...
 
     def victims(self, domain: int, n: int) -> Entries:

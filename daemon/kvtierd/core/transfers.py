@@ -15,6 +15,8 @@ from kvtierd.core.table import U8, BlockFlag, BlockState
 from kvtierd.core.transitions import Event, MappingState, PartState
 
 TICKET_MAX = 2**56 - 1
+PINS_MANY = 1 << 19
+"""Far below what the table can count, and far more than a batch could add."""
 ACCEPTED, EXISTS, PENDING, THROTTLED = 0, 1, 2, 3
 EXISTED, CREATED, TABLE_FULL = 0, 1, 2
 
@@ -65,8 +67,9 @@ class Transfers:
                 self._make_entries(plan, hashes, entries, created)
             results = self._results(entries, created)
             new = entries[created == CREATED]
+        books.retention.wished(new, entries[created == EXISTED], stimulus.wishes)
 
-        roomy = books.room.for_slots(domain, len(new))
+        roomy = books.room.for_slots(domain, len(new), unhold=True)
         if roomy < len(new):
             # Keys come parents first: what is kept is of use without what is not.
             throttled = new[roomy:]
@@ -76,6 +79,7 @@ class Transfers:
         slots = blocks.give_slots(domain, new)
 
         transfer = self._begin(instance, stimulus, Direction.STORE, len(hashes), new, slots)
+        transfer.wishes = stimulus.wishes
         if plan.replicated:  # by all in turn, so that no GPU's link has more to carry than another's
             transfer.storing = Rank(transfer.transfer % instance.world_size)
         block_ids, new_hashes = stimulus.block_ids, hashes
@@ -104,8 +108,10 @@ class Transfers:
         existing = entries[positions]
         try:
             self._blocks.table.pin(existing)
-        except ValueError:  # so many hold them that they will not go anyway
-            return _NO_ENTRIES, _NO_POSITIONS
+        except ValueError:  # so many hold some of them that these will not go anyway
+            few = self._blocks.table.pins(existing) < PINS_MANY
+            existing, positions = existing[few], positions[few]
+            self._blocks.table.pin(existing)
         self._blocks.used_at[existing] = self._blocks.now
         return existing, positions
 
@@ -113,7 +119,7 @@ class Transfers:
         """Makes room in the table for keys that found none, and tries them again; updates entries and
         created."""
         left_out = np.flatnonzero(created == TABLE_FULL)
-        self._books.room.for_entries(plan.domain, len(left_out))
+        self._books.room.for_entries(plan.domain, len(left_out), unhold=True)
         again = self._blocks.insert(plan.space, plan.domain, np.ascontiguousarray(hashes[left_out]))
         entries[left_out], created[left_out] = again.entries, again.created
 

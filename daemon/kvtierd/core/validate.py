@@ -42,6 +42,7 @@ def validate(machine: Machine) -> None:
     books.blocks.table.check()
     dump = books.blocks.table.dump()
     _check_pins(books, dump)
+    _check_retention(books, dump)
     _check_writing(books, dump)
     plans = [plan for instance in books.instances.values() for plan in instance.plans]
     _check_blocks(books.blocks, dump, Counter(plan.domain.domain for plan in plans))
@@ -80,8 +81,9 @@ def _check_counters(tally: Tally) -> None:
 
 
 def _check_pins(books: Books, dump: Dump) -> None:
-    """The pins in the table are those of leases and transfers, one by one."""
+    """The pins in the table are those of leases, transfers and wishes, one by one."""
     held = [lease.entries for lease in books.leases.values()]
+    held.append(np.flatnonzero(books.retention.held_until).astype(np.uint32))
     for transfer in books.transfers.values():
         held.append(transfer.entries if transfer.direction is Direction.LOAD else transfer.existing)
     owed = np.bincount(np.concatenate([_NONE, *held]), minlength=books.blocks.capacity)
@@ -89,12 +91,32 @@ def _check_pins(books: Books, dump: Dump) -> None:
     counted[dump["entries"]] = dump["pins"]
     wrong = np.flatnonzero(counted != owed)
     assert len(wrong) == 0, (
-        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases and transfers hold {owed[wrong[0]]}"
+        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases, transfers and wishes hold {owed[wrong[0]]}"
     )
     states = np.zeros(books.blocks.capacity, np.uint8)
     states[dump["entries"]] = dump["states"]
     for entries in held:
         assert (states[entries] >= BlockState.READY).all(), "something that is being written is pinned"
+
+
+def _check_retention(books: Books, dump: Dump) -> None:
+    """Wishes are those of blocks that are there, counted, and will be looked at in time."""
+    retention = books.retention
+    held = np.flatnonzero(retention.held_until)
+    states = np.zeros(books.blocks.capacity, np.uint8)
+    states[dump["entries"]] = dump["states"]
+    assert (states[held] == BlockState.READY).all(), "something is held that is not READY"
+    domains = books.blocks.table.domains(held.astype(np.uint32)).tolist()
+    assert retention.held == Counter(domains), "held blocks are counted wrongly"
+    by_id = books.blocks.domains.by_id
+    held_bytes = sum(by_id[number].block_bytes for number in domains)
+    assert retention.held_bytes == held_bytes, f"{retention.held_bytes} bytes held, {held_bytes} counted"
+    most = books.limits.held_fraction_max * books.blocks.geometry.capacity_bytes
+    assert held_bytes <= most, "more is held than may be"
+    timed = np.flatnonzero(retention.expires_at)
+    assert (states[timed] != BlockState.ABSENT).all(), "a block that is gone has a time"
+    flags = books.blocks.table.flags(timed.astype(np.uint32))
+    assert (flags & BlockFlag.HOST_ONLY != 0).all(), "a block with a time may go to a disk"
 
 
 def _check_writing(books: Books, dump: Dump) -> None:

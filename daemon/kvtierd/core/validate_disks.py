@@ -18,6 +18,7 @@ from kvtierd.core.transitions import DiskJobState, DiskState, WorkerState
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.uint32)
 CLEAN, QUEUED, LATE = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED), int(BlockFlag.LATE)
+HOST_ONLY = int(BlockFlag.HOST_ONLY)
 READY, WRITING = int(BlockState.READY), int(BlockState.WRITING)
 
 
@@ -118,6 +119,9 @@ def check_host_flags(books: Books, dump: Dump) -> None:
     wrong = entries[ready & (on_disk != (flags & CLEAN != 0))]
     assert len(wrong) == 0, f"entries {wrong.tolist()} are told CLEAN, or not, against what disks have"
     assert not (flags[states == WRITING] & (CLEAN | QUEUED)).any(), "what is being written is no block yet"
+
+    both = QUEUED | HOST_ONLY
+    assert not (flags & both == both).any(), "what is to stay on the host is being written to a disk"
 
     queued = [_NONE]
     for job in jobs_of(books, DiskJobKind.WRITE):

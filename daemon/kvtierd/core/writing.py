@@ -18,6 +18,7 @@ from kvtierd.core.stimuli import CoreDisks, WriteMode
 from kvtierd.core.table import BlockFlag
 
 REUSED = int(BlockFlag.REUSED)
+NOT_TO_WRITE = CLEAN | QUEUED | int(BlockFlag.HOST_ONLY)
 HORIZON_MAX = 65_536
 """Victims walked over at once, to find those that are not written yet."""
 KEPT_READY_FRACTION = 1 / 16
@@ -67,7 +68,7 @@ class Writing:
             self._write_at_once(domain, first_time)
 
     def _dirty(self, entries: Entries) -> Entries:
-        dirty: Entries = entries[self._host.table.flags(entries) & (CLEAN | QUEUED) == 0]
+        dirty: Entries = entries[self._host.table.flags(entries) & NOT_TO_WRITE == 0]
         return dirty
 
     def _write_at_once(self, domain: Domain, entries: Entries) -> None:
@@ -124,7 +125,7 @@ class Writing:
         all_live = all(disk.live for disk in self._disks.all)
         alone = len(self._disks.all) == 1 and self._policy.mode is not WriteMode.ON_REUSE
         wanted = most + 1 if alone else min(horizon, 4 * most + 1_024) if all_live else horizon
-        coldest = self._host.table.coldest(domain.domain, wanted, CLEAN | QUEUED, horizon)
+        coldest = self._host.table.coldest(domain.domain, wanted, NOT_TO_WRITE, horizon)
         if self._policy.mode is WriteMode.ON_REUSE:
             coldest = coldest[self._host.table.flags(coldest) & REUSED != 0]
         return len(coldest) > 0 and not self._write(domain, coldest, head_first=False)

@@ -261,6 +261,35 @@ DECLARED = (
         "Explains a fall of the hit rate.",
     ),
     Declared(
+        _C,
+        "kvtier_expired_blocks",
+        (),
+        "Blocks dropped because the time that was given to them was over.",
+        "Misses of prompts whose requests have a ttl_s.",
+    ),
+    Declared(
+        _C,
+        "kvtier_unheld_blocks",
+        (),
+        "Blocks that were to be held for a time and are not, or not as long: no room.",
+        "Rising: engines wish for more than limits.held_fraction_max of the pool, or stores found no "
+        "other room.",
+    ),
+    Declared(
+        _G,
+        "kvtier_held_blocks",
+        (),
+        "Blocks held for a time.",
+        "They are not evicted: what remains of the pool is for all others.",
+    ),
+    Declared(
+        _G,
+        "kvtier_held_bytes",
+        (),
+        "Bytes of the blocks that are held for a time.",
+        "Near limits.held_fraction_max of the pool: further wishes are not granted.",
+    ),
+    Declared(
         _S,
         "kvtier_evicted_age_seconds",
         ("tier",),

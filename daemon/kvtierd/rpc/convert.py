@@ -22,6 +22,7 @@ from kvtierd.core.actions import (
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import LeaseId, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
+    NO_WISHES,
     CancelTransfers,
     CoreLimits,
     GroupQuery,
@@ -36,6 +37,7 @@ from kvtierd.core.stimuli import (
     SubmitStore,
     TouchBlocks,
     TouchGroups,
+    Wishes,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
@@ -56,19 +58,23 @@ def lookup_of(
 ) -> LookupBlocks | LookupGroups:
     if is_joint(request.queries):
         queries = queries_of(request.queries, request.hashes, caller, limits)
-        return LookupGroups(caller.session, caller.epoch, queries, request.lease)
+        return LookupGroups(caller.session, caller.epoch, queries, request.lease, request.host_only)
     group, hashes, mode = single_query_of(request.queries[0], request.hashes, caller, limits)
-    return LookupBlocks(caller.session, caller.epoch, group, hashes, mode, request.lease)
+    return LookupBlocks(caller.session, caller.epoch, group, hashes, mode, request.lease, request.host_only)
 
 
 def touch_of(
     request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits
 ) -> TouchBlocks | TouchGroups:
+    if request.cold and request.hold_ms:
+        raise Refusal(
+            Reason.MALFORMED, "blocks that are to go first are not held: send one of the two", field="cold"
+        )
     if len(request.queries) == 1:
         query = single_query_of(request.queries[0], request.hashes, caller, limits)
-        return TouchBlocks(caller.session, caller.epoch, *query)
+        return TouchBlocks(caller.session, caller.epoch, *query, request.hold_ms, request.cold)
     queries = touched_of(request.queries, request.hashes, caller, limits)
-    return TouchGroups(caller.session, caller.epoch, queries)
+    return TouchGroups(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
 
 
 def prefetch_of(
@@ -161,7 +167,21 @@ def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits
             value=len(block_ids),
         )
     signals = _signals(request.signals)
-    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids)
+    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_WISHES
+    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, wishes)
+
+
+def wishes_of(retention: cache_pb2.Retention) -> Wishes:
+    """Refusal MALFORMED for blocks that are to be held longer than they live."""
+    if 0 < retention.ttl_ms < retention.hold_ms:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"blocks that are dropped after {retention.ttl_ms} ms cannot be held longer: make ttl_ms longer, "
+            "or 0",
+            field="retention.hold_ms",
+            value=retention.hold_ms,
+        )
+    return Wishes(retention.hold_ms, retention.ttl_ms, retention.host_only)
 
 
 def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) -> SubmitLoad:

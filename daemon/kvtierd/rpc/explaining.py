@@ -28,6 +28,7 @@ _VERDICT = {
     Verdict.NEVER_STORED: admin_pb2.VERDICT_NEVER_STORED,
     Verdict.ON_DISK: admin_pb2.VERDICT_ON_DISK,
     Verdict.CLEARED: admin_pb2.VERDICT_CLEARED,
+    Verdict.EXPIRED: admin_pb2.VERDICT_EXPIRED,
 }
 _WHY_ENDED = {
     Reason.CANCELLED: "was cancelled",
@@ -79,6 +80,8 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
             return f"evicted{ago} to make room"
         case Verdict.CLEARED:
             return f"cleared{ago} by an operator"
+        case Verdict.EXPIRED:
+            return f"dropped{ago}: the time that its engine gave it was over"
         case Verdict.STORE_ENDED:
             how = _WHY_ENDED.get(each.reason, "failed") if each.reason is not None else "failed"
             return f"its store {how}{ago}"

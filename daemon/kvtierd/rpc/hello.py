@@ -12,7 +12,7 @@ from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
 from kvtierd.rpc.convert import prefill_rate
 
 PROTOCOL_VERSIONS = (1,)
-FEATURES = frozenset({"index-page", "joint-lookup"})
+FEATURES = frozenset({"index-page", "joint-lookup", "retention"})
 HASH_BYTES_MIN = 8
 WORLD_SIZE_MAX = 1_024
 TEXT_BYTES_MAX = 1_024

@@ -109,6 +109,8 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
         leases=core.leases,
         leased_blocks=core.leased_blocks,
         transfers_active=core.transfers_active,
+        held_blocks=core.held_blocks,
+        held_bytes=core.held_bytes,
     )
 
 

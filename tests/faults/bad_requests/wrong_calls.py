@@ -54,6 +54,7 @@ class WrongCalls:
                 self._too_many_hashes,
                 self._store_ids,
                 self._store_signals,
+                self._wishes,
                 self._load_signals,
                 self._lease,
                 self._load_ids,
@@ -96,7 +97,12 @@ class WrongCalls:
         request: Any = self.guest.lookup_request(group, hashes, mode, lease=self.chance.random() < 0.5)
         dice = self.chance.random()
         if dice < 0.2:
-            return "touch", cache_pb2.TouchRequest(session=request.session, queries=request.queries)
+            touch = cache_pb2.TouchRequest(session=request.session, queries=request.queries)
+            if self.chance.random() < 0.5:
+                touch.hold_ms = self._number(0, U64)
+            else:
+                touch.cold = self.chance.random() < 0.5
+            return "touch", touch
         if dice < 0.4:
             return "prefetch", cache_pb2.PrefetchRequest(session=request.session, queries=request.queries)
         return "lookup", request
@@ -124,6 +130,10 @@ class WrongCalls:
             hashes=b"".join(hashes),
             block_ids=range(first, first + len(hashes)),
         )
+        if self.chance.random() < 0.3:
+            hold_ms, ttl_ms = sorted(self._number(0, U64) for _ in range(2))
+            request.retention.hold_ms, request.retention.ttl_ms = hold_ms, ttl_ms
+            request.retention.host_only = self.chance.random() < 0.5
         return "store", request
 
     def _held(self) -> Held | None:
@@ -306,6 +316,18 @@ class WrongCalls:
     def _store_signals(self) -> tuple[str, Message, tuple[Reason, ...]]:
         call, request = self._store()
         return call, request, self._spoil_signals(request)
+
+    def _wishes(self) -> tuple[str, Message, tuple[Reason, ...]]:
+        """To be held longer than they live, or held and cold."""
+        if self.chance.random() < 0.5:
+            call, request = self._lookup()
+            if call == "touch":
+                request.cold, request.hold_ms = True, self._number(1, U64)
+                return call, request, (Reason.MALFORMED,)
+        call, request = self._store()
+        request.retention.ttl_ms = self._number(1, 2**63)
+        request.retention.hold_ms = self._number(request.retention.ttl_ms + 1, U64)
+        return call, request, (Reason.MALFORMED,)
 
     def _load_signals(self) -> tuple[str, Message, tuple[Reason, ...]]:
         held = self._held()

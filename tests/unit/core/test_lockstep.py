@@ -46,6 +46,7 @@ from kvtierd.core.stimuli import (
     TouchBlocks,
     TouchGroups,
     UnregisterMemory,
+    Wishes,
     WorkerExited,
     WorkerLost,
     WriteMode,
@@ -59,6 +60,11 @@ LIMITS = CoreLimits(transfers_max=3, leases_max=3, leased_fraction_max=0.5, term
 HIT = 2
 ASKS = ("look up", "prefetch", "touch")
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
+WISHES = st.builds(
+    Wishes, st.sampled_from([0, 0, 1_000, 1 << 40]), st.sampled_from([0, 0, 2_000, 100_000]), st.booleans()
+)
+HOW = st.sampled_from([(0, False), (0, True), (1, False), (60_000, False)])
+"""Of a touch: milliseconds to hold, and whether it cools."""
 RUNS = st.builds(
     lambda first, length: list(range(first, first + length)), st.integers(0, 40), st.integers(0, 24)
 )
@@ -170,12 +176,13 @@ class Lockstep(RuleBasedStateMachine):
         windows = [data.draw(st.integers(0, 3)) for _ in engine.sizes]
         queries = tuple(GroupQuery(group, keys(*run), window) for group, window in enumerate(windows))
         if ask == "touch":
-            self.do(TouchGroups(engine.scheduler, engine.epoch, queries))
+            self.do(TouchGroups(engine.scheduler, engine.epoch, queries, *data.draw(HOW)))
             return
         if ask == "prefetch":
             self.do(PrefetchGroups(engine.scheduler, engine.epoch, queries))
             return
-        reply = self.do(LookupGroups(engine.scheduler, engine.epoch, queries, lease))
+        host_only = data.draw(st.booleans())
+        reply = self.do(LookupGroups(engine.scheduler, engine.epoch, queries, lease, host_only))
         assert isinstance(reply, JointReply)
         for query, answer in zip(queries, reply.groups, strict=True):
             window = query.window_blocks
@@ -186,11 +193,11 @@ class Lockstep(RuleBasedStateMachine):
                 self.leases.append((engine, answer.lease, query.group))
 
     @precondition(lambda self: self.engines)
-    @rule(run=RUNS, data=st.data())
-    def store(self, run: list[int], data: st.DataObject) -> None:
+    @rule(run=RUNS, data=st.data(), wishes=WISHES)
+    def store(self, run: list[int], data: st.DataObject, wishes: Wishes) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        stimulus = engine.store_of(*run, group=group)
+        stimulus = engine.store_of(*run, group=group, wishes=wishes)
         if not isinstance(self.do(stimulus), Refusal):
             self.tickets.append((engine, stimulus.signals.ticket))
 
@@ -203,11 +210,11 @@ class Lockstep(RuleBasedStateMachine):
             self.tickets.append((engine, stimulus.signals.ticket))
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode))
-    def touch(self, data: st.DataObject, run: list[int], mode: LookupMode) -> None:
+    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode), how=HOW)
+    def touch(self, data: st.DataObject, run: list[int], mode: LookupMode, how: tuple[int, bool]) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        self.do(TouchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode))
+        self.do(TouchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode, *how))
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode))

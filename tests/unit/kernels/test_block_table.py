@@ -52,6 +52,7 @@ def table() -> BlockTable:
         ("unpin", (u32(2, 0),), "entries[1] is 0, which has 0 pins; the batch takes away more than that"),
         ("unpin", (u32(2, 2),), "entries[1] is 2, which has 1 pins; the batch takes away more than that"),
         ("touch", (u32(1, 7),), "entries[1] is 7, which is not an entry of the table"),
+        ("cool", (u32(1, 7),), "entries[1] is 7, which is not an entry of the table"),
         ("set_flags", (u32(1, 7), 1), "entries[1] is 7, which is not an entry of the table"),
         ("clear_flags", (u32(1, 7), 1), "entries[1] is 7, which is not an entry of the table"),
         (
@@ -168,7 +169,7 @@ def test_a_full_table_says_so_per_key_and_still_finds_what_it_has() -> None:
     table.check()
 
 
-def test_the_least_recent_comes_first_and_pins_and_touches_move_blocks_back() -> None:
+def test_the_least_recent_comes_first_and_pins_and_touches_move_blocks() -> None:
     table = BlockTable(8, 10)
     entries, _ = table.insert(1, 3, hashes_of(5))
     table.commit(entries[[4, 3, 2, 1, 0]])
@@ -181,6 +182,11 @@ def test_the_least_recent_comes_first_and_pins_and_touches_move_blocks_back() ->
     assert table.victims(3, 9).tolist() == [2, 3, 4, 0]
     table.unpin(u32(1))
     assert table.victims(3, 2).tolist() == [2, 3]
+    table.cool(u32(0, 1))
+    assert table.victims(3, 9).tolist() == [1, 0, 2, 3, 4]
+    table.pin(u32(2))
+    table.cool(u32(2, 4, 4))
+    assert table.victims(3, 9).tolist() == [4, 1, 0, 3]
     assert table.victims(0, 9).tolist() == []
 
 
@@ -204,7 +210,7 @@ def test_the_smallest_table_works_and_empty_batches_do_nothing() -> None:
     table.attach_slots(entries, u32(1).reshape(1, 1))
     table.commit(entries)
     nothing = u32()
-    for method in ("commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch"):
+    for method in ("commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch", "cool"):
         getattr(table, method)(nothing)
     table.attach_slots(nothing, np.zeros((0, 1), np.uint32))
     assert table.lookup(0, hashes_of(0))[0].size == 0

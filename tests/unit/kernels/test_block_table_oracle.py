@@ -160,7 +160,7 @@ class Tables(RuleBasedStateMachine):
         self.both("unpin", np.array(pinned, np.uint32))
 
     @rule(
-        name=st.sampled_from(["commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch"]),
+        name=st.sampled_from(["commit", "begin_evict", "condemn", "remove", "pin", "unpin", "touch", "cool"]),
         entries=batches,
     )
     def change_any(self, name: str, entries: Any) -> None:

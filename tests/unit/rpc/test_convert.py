@@ -29,6 +29,7 @@ from kvtierd.core.stimuli import (
     RenewSession,
     Signals,
     TouchGroups,
+    Wishes,
 )
 from kvtierd.rpc import convert, queries
 from kvtierd.rpc.queries import Caller
@@ -225,6 +226,27 @@ class TestSeveralGroups:
         request.queries[1].mode = SUFFIX
         assert reason(convert.touch_of, request, CALLER, LIMITS)[1] == "queries[1].mode"
 
+    @pytest.mark.parametrize("groups", [1, 2])
+    def test_a_touch_holds_or_cools(self, groups: int) -> None:
+        asked = [cache_pb2.GroupQuery(group=group, mode=PREFIX, hash_stride=1) for group in range(groups)]
+        request = cache_pb2.TouchRequest(queries=asked, hashes=hashes(3), hold_ms=2**64 - 1)
+        stimulus = convert.touch_of(request, CALLER, LIMITS)
+        assert (stimulus.hold_ms, stimulus.cold) == (2**64 - 1, False)
+        request.cold = True
+        assert reason(convert.touch_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "cold")
+        request.hold_ms = 0
+        assert convert.touch_of(request, CALLER, LIMITS).cold
+
+    @pytest.mark.parametrize("groups", [1, 2])
+    def test_a_lookup_of_the_host_alone(self, groups: int) -> None:
+        request = joint(
+            *({"mode": PREFIX, "hash_stride": 1, "group": group} for group in range(groups)), shared=3
+        )
+        for host_only in (False, True):
+            request.host_only = host_only
+            stimulus = convert.lookup_of(request, CALLER, LIMITS)
+            assert stimulus.host_only is host_only
+
     def test_every_group_is_told_its_own_lease(self) -> None:
         states = np.array([0, 2], np.uint8)
         reply = JointReply((GroupHits(2, states, LeaseId(9), 1), GroupHits(1, states[:1])))
@@ -267,6 +289,16 @@ class TestSubmissions:
         assert stimulus.block_ids.dtype == np.uint32
         assert stimulus.block_ids.tolist() == [7, 2**32 - 1]
         assert stimulus.signals == Signals(Ticket(5), 1, True, 2, 9)
+
+    def test_its_wishes(self) -> None:
+        request = store()
+        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes()
+        request.retention.CopyFrom(cache_pb2.Retention(hold_ms=5, ttl_ms=5, host_only=True))
+        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes(5, 5, True)
+        request.retention.hold_ms = 6
+        assert reason(convert.store_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "retention.hold_ms")
+        request.retention.ttl_ms = 0
+        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes(6, 0, True)
 
     def test_one_block_id_for_each_hash(self) -> None:
         assert reason(convert.store_of, store(2, [1]), CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "block_ids")
