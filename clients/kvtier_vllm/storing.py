@@ -64,8 +64,8 @@ class KnownBlocks:
         self._bound()
 
     def seen(self, hashes: Sequence[bytes]) -> None:
-        """They are there now. That tells nothing of those that are known here already: another engine may have
-        given them a time, which ends only if they are submitted again."""
+        """They are there now. That tells nothing of those that are known here already: another engine may
+        have given them a time, which ends only if they are submitted again."""
         until_s = self._clock() + KNOWN_S
         for block_hash in hashes:
             if block_hash not in self._until_s:
