@@ -22,11 +22,12 @@ class Retention:
     """
 
     hold_s: float = 0.0
-    """The blocks are not evicted for so many seconds from when they can be read, rounded up likewise, as far
-    as the daemon has room for it and its settings allow. No longer than `ttl_s`, if that is not 0."""
+    """The blocks are not evicted for so many seconds from when they can be read, rounded up to whole ones, as
+    far as the daemon has room for it and its settings allow. At most `ttl_s`, if that is not 0."""
     ttl_s: float = 0.0
-    """The blocks are dropped so many seconds after they were stored, or stored again with a time; the daemon
-    rounds up, by less than 2 s and 1 %. Such blocks stay on the host. 0: they live as any others."""
+    """The blocks are dropped so many seconds after they were stored, or stored again with a time, as soon as
+    nothing uses them; the daemon rounds up, by a few seconds at most. Such blocks stay on the host. 0: they
+    live as any others."""
     host_only: bool = False
     """The blocks are not written to disks. A copy that is there already stays."""
 
