@@ -10,7 +10,7 @@ import pytest
 from tests.support.daemon import DaemonHost
 from tests.vllm.engine import EngineOptions
 from tests.vllm.rig import Rig, flip_a_byte_of_every_block, kv_transfer_config, prompt, same, start_rig
-from tests.vllm.tiny_models import FAMILIES, WINDOW_TOKENS, write
+from tests.vllm.tiny_models import FAMILIES, WINDOW_TOKENS, why_not_cached, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -23,6 +23,8 @@ def rig(
 ) -> Iterator[Rig]:
     """An engine of each family, attached."""
     family: str = request.param
+    if why := why_not_cached(FAMILIES[family]):
+        pytest.skip(why)
     folder = tmp_path_factory.mktemp(family)
     model = write(folder / family, FAMILIES[family])
     options = EngineOptions(

@@ -26,7 +26,7 @@ from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, step_until, wait_ready, wait_stored
+from tests.vllm.test_simulation import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 
 pytestmark = [
     pytest.mark.vllm,
@@ -290,21 +290,28 @@ def test_loads_that_wait_leave_each_other_room(make: Make, host: DaemonHost) -> 
         return bool(storer(engine).counters.refused == refused)
 
     until(all_stored, "the daemon takes all of them")
-    engine.forget()
-    for seed, (name, length) in enumerate(wanted.items()):
-        engine.add(f"again {name}", prompt(length, seed=seed))
-    [worker] = host.status().workers
-    os.kill(worker.pid, signal.SIGSTOP)
-    try:
-        engine.step()
-        assert list(engine.states().values()) == ["WAITING_FOR_REMOTE_KVS"] * 2 + ["WAITING"]
-    finally:
-        os.kill(worker.pid, signal.SIGCONT)
-    wait_stored(engine)  # both loads are there before vLLM looks
-    wait_ready(engine)  # while a machine is very busy, a client may take its daemon for silent
-    engine.run()
-    assert [engine.cached[f"again {name}"] for name in wanted] == [192, 224, 224]
-    all_came_back(engine)
+    for attempt in range(10):
+        wait_ready(engine)
+        unanswered = client(engine).status.counters.lookups_unanswered
+        engine.forget()
+        for seed, (name, length) in enumerate(wanted.items()):
+            engine.add(f"{attempt}: {name}", prompt(length, seed=seed))
+        [worker] = host.status().workers
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            engine.step()
+            states = list(engine.states().values())
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        wait_stored(engine)  # both loads are there before vLLM looks
+        engine.run()
+        all_came_back(engine)
+        cached = [engine.cached[f"{attempt}: {name}"] for name in wanted]
+        if (states, cached) == (["WAITING_FOR_REMOTE_KVS"] * 2 + ["WAITING"], [192, 224, 224]):
+            return
+        # A very busy machine's daemon may be taken for silent, which is a miss.
+        assert client(engine).status.counters.lookups_unanswered > unanswered, (states, cached)
+    pytest.fail("the daemon was silent each time")
 
 
 def test_all_stores_of_a_shared_block_end_when_it_is_given_away(make: Make, host: DaemonHost) -> None:

@@ -162,6 +162,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def why_not_cached(family: Family) -> str:
+    """Why vLLM's CPU backend caches no prefixes of this family here; empty if it does."""
+    import torch
+
+    if not isinstance(family, DeepSeek) or torch.cpu._is_amx_tile_supported():
+        return ""
+    return "vLLM caches prefixes of MLA models on processors with AMX only: test_latents.py runs everywhere"
+
+
 def write(directory: Path, family: Family, seed: int = 0) -> Path:
     """Writes config.json and model.safetensors. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,8 @@ def test_a_burst_of_requests_begins_a_few_lookups_in_each_step(
         for request in sorted(waiting):
             found = matcher.match(plain.client, request, stored, 0, len(stored))
             if found is not None:
-                assert found == len(stored)
+                # A very busy machine's daemon may be taken for silent, which is a miss.
+                assert found == len(stored) or plain.client.status.counters.lookups_unanswered
                 waiting.remove(request)
         assert matcher.counters.lookups - before <= STARTS_MAX
         matcher.next_step()
