@@ -602,8 +602,8 @@ class TouchRequest(google.protobuf.message.Message):
     hold_ms: builtins.int
     """Hold the blocks as well, as Retention.hold_ms says. Needs the feature "retention"."""
     cold: builtins.bool
-    """Instead, make the blocks the first to be evicted, the tail of a prefix before its head, unless they are used again.
-    Not with hold_ms. Needs the feature "retention".
+    """Instead, make the blocks the first to be evicted, the tail of a prefix before its head, unless they are used again;
+    those that are leased, being loaded or part of a store just now are left alone. Not with hold_ms. Needs the feature "retention".
     """
     @property
     def session(self) -> global___SessionRef: ...
@@ -729,14 +729,14 @@ class Retention(google.protobuf.message.Message):
     HOST_ONLY_FIELD_NUMBER: builtins.int
     hold_ms: builtins.int
     """Do not evict the blocks for this long, from when they are READY; at most what is configured (limits.hold_s_max),
-    rounded up as `ttl_ms`. As far as all that is held stays below limits.held_fraction_max of the pool; beyond it, and
+    rounded up to seconds. As far as all that is held stays below limits.held_fraction_max of the pool; beyond it, and
     where a store would find no room at all, blocks are not held (any more), which is counted. Not more than `ttl_ms`, if
     that is not 0.
     """
     ttl_ms: builtins.int
-    """Drop the blocks when so much time has passed since they became READY, as soon as nothing holds them; 0: do not.
-    Rounded up, by less than 2 s and 1 %. Blocks with a time are kept on the host only; one that a disk has was stored
-    without a time as well, and so has none.
+    """Drop the blocks when so much time has passed since they became READY, or were stored again, as soon as nothing holds
+    them; 0: do not. Rounded up by a few seconds at most. Blocks with a time are kept on the host only; one that a disk has
+    was stored without a time as well, and so has none.
     """
     host_only: builtins.bool
     """Do not write the blocks to lower tiers. A copy that is there already stays."""
