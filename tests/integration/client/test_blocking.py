@@ -52,7 +52,7 @@ def test_a_second_store_of_the_same_blocks_copies_nothing(connect: Connect) -> N
 def test_an_exact_lookup_tells_of_every_block(connect: Connect) -> None:
     plain = connect()
     plain.store(HASHES[:2])
-    answer = plain.client.lookup([HASHES[1], HASHES[9], HASHES[0]], mode=LookupMode.EXACT)
+    answer = plain.lookup([HASHES[1], HASHES[9], HASHES[0]], LookupMode.EXACT)
     assert (answer.hits, answer.states) == (2, b"\2\0\2")
 
 
@@ -78,15 +78,14 @@ def test_another_namespace_misses(connect: Connect, namespace: Namespace, change
     first = connect("one")
     stranger = connect("two", dataclasses.replace(namespace, **change))  # type: ignore[arg-type]
     first.store(HASHES)
-    answer = stranger.client.lookup(HASHES)
-    assert answer.answered
+    answer = stranger.lookup(HASHES)
     assert answer.hits == 0
 
 
 def test_a_lease_left_by_its_with_is_given_back(shared_host: DaemonHost, connect: Connect) -> None:
     plain = connect()
     plain.store(HASHES)
-    with plain.client.lookup(HASHES, lease=True) as hit:
+    with plain.lookup(HASHES, lease=True) as hit:
         assert hit.lease is not None
         assert shared_host.status().leases == 1
     until(lambda: shared_host.status().leases == 0, "the lease is released")
@@ -104,7 +103,7 @@ def test_a_lease_nobody_waited_for_is_given_back(shared_host: DaemonHost, connec
 def test_a_kept_lease_loads_twice_and_a_consumed_one_once(connect: Connect) -> None:
     plain = connect()
     plain.store(HASHES)
-    with plain.client.lookup(HASHES, lease=True) as hit:
+    with plain.lookup(HASHES, lease=True) as hit:
         assert plain.client.load(hit, [30, 31], first=3, keep_lease=True).wait(60).done
         assert plain.client.load(hit, [40], first=19).wait(60).done
         again = plain.client.load(hit, [50]).wait(60)
@@ -128,7 +127,7 @@ def test_a_revoked_part_never_starts_and_ends_as_cancelled_or_failed(connect: Co
     outcome = transfer.wait(60)
     assert outcome.state in (TransferState.FAILED, TransferState.CANCELLED)
     assert outcome.fenced
-    assert plain.client.lookup(HASHES).hits == 0
+    assert plain.lookup(HASHES).hits == 0
 
 
 def test_a_gated_store_waits_for_its_doorbell(connect: Connect) -> None:
@@ -196,7 +195,7 @@ def test_the_callers_own_mistakes_are_raised_and_change_nothing(connect, call, r
 def test_loads_to_one_place_or_beyond_the_lease_are_raised(connect: Connect) -> None:
     plain = connect()
     plain.store(HASHES)
-    with plain.client.lookup(HASHES, lease=True) as hit:
+    with plain.lookup(HASHES, lease=True) as hit:
         for ids, first, reason in (
             ([1, 1], 0, Reason.BLOCK_ID_DUPLICATE),
             ([1, 2], 19, Reason.COUNT_MISMATCH),

@@ -169,7 +169,7 @@ def test_what_all_ranks_hold_comes_from_each_of_them_in_turn(start: Callable[...
             rank.ring(1, number + 1)
         outcome = transfer.wait(TRANSFER_S)
         assert outcome.state is not TransferState.DONE
-        hits = engine.scheduler.lookup(late).hits
+        hits = engine.scheduler.lookup(late, timeout_s=TRANSFER_S).hits
         assert outcome.succeeded == bytes([hits == 3]) * 3
         kept += hits
     assert kept == 6, "those of the rank that did not revoke"
@@ -191,7 +191,7 @@ def test_one_rank_that_revokes_keeps_the_block_out_of_the_cache(start: Callable[
     outcome = transfer.wait(TRANSFER_S)
     assert outcome.state is not TransferState.DONE
     assert outcome.fenced
-    assert engine.scheduler.lookup(HASHES).hits == 0
+    assert engine.scheduler.lookup(HASHES, timeout_s=TRANSFER_S).hits == 0
 
 
 def test_words_in_use_bound_what_is_in_flight_and_come_back(start: Callable[..., Engine]) -> None:

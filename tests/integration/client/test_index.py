@@ -104,5 +104,5 @@ def test_what_is_evicted_is_known_no_longer(socket_dir: Path, shm_dir: Path, con
     assert plain.client.known_run(HASHES) == 0
     for hashes in stored:
         for value in hashes:
-            assert plain.client.known_run([value]) == plain.client.lookup([value]).hits
+            assert plain.known_run([value]) == plain.lookup([value]).hits
     small.stop()

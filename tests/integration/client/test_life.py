@@ -80,7 +80,7 @@ def test_a_transfer_that_waited_for_its_doorbell_is_over_when_the_daemon_dies(
     host.start()
     plain.ready()
     plain.client.ring(0, 5)
-    assert plain.client.lookup(HASHES).hits == 0
+    assert plain.lookup(HASHES).hits == 0
 
 
 def test_doorbells_that_rang_before_a_restart_still_count_after_it(
@@ -155,7 +155,7 @@ def test_what_has_not_started_in_a_stopped_daemon_can_be_revoked(host: DaemonHos
     host.thaw()
     assert transfer.wait(60).state is not TransferState.DONE
     plain.ready()
-    assert plain.client.lookup(HASHES).hits == 0
+    assert plain.lookup(HASHES).hits == 0
 
 
 def test_a_client_of_a_stopped_daemon_closes_in_time(host: DaemonHost, connect: Connect) -> None:

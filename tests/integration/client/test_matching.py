@@ -95,12 +95,12 @@ def test_a_lookup_tells_what_is_pending(shared_host: DaemonHost, connect_to: Con
     found: list[Lookup] = []
 
     def told() -> bool:
-        found.append(plain.client.lookup(prefix))
+        found.append(plain.lookup(prefix))
         return found[-1].pending
 
     until(told, "the store was accepted")
     assert found[-1].hits == 1
-    assert not plain.client.lookup(prefix[2:]).pending
+    assert not plain.lookup(prefix[2:]).pending
     plain.client.ring(0, 1)
     assert storing.wait(30).done
-    assert not plain.client.lookup(prefix).pending
+    assert not plain.lookup(prefix).pending

@@ -128,7 +128,7 @@ def test_blocks_with_a_time_are_dropped_when_it_is_over(tight: DaemonHost, conne
         assert plain.load(short) == 4, "its time is not over"
     until(lambda: set(verdicts(tight, short)) == {"EXPIRED"}, "its time is over")
     assert time.monotonic() - began_s >= 2
-    assert plain.client.lookup(short).hits == 0
+    assert plain.lookup(short).hits == 0
     assert plain.load(long) == plain.load(forever) == 4
     assert tight.status().counters.expired_blocks == 4
 
@@ -189,15 +189,15 @@ def test_host_only_blocks_come_to_no_disk_and_host_only_lookups_leave_it_alone(
     promoted = tiered.status().counters.promoted_blocks
     client = plain.client
     for answer in (
-        client.lookup(everywhere, host_only=True, lease=True),
-        client.lookup(everywhere, host_only=True, mode=LookupMode.EXACT),
-        client.lookup_groups(everywhere, [GroupQuery(0)], host_only=True),
+        client.lookup(everywhere, host_only=True, lease=True, timeout_s=60),
+        client.lookup(everywhere, host_only=True, mode=LookupMode.EXACT, timeout_s=60),
+        client.lookup_groups(everywhere, [GroupQuery(0)], host_only=True, timeout_s=60),
     ):
         assert (answer.answered, answer.hits, answer.pending) == (True, 0, False)
     assert set(verdicts(tiered, everywhere)) == {"ON_DISK"}
     assert tiered.status().counters.promoted_blocks == promoted
     until(lambda: client.lookup(everywhere).hits == 8, "who asks the disk as well gets them")
-    assert client.lookup(everywhere, host_only=True).hits == 8, "the host has them now"
+    assert client.lookup(everywhere, host_only=True, timeout_s=60).hits == 8, "the host has them now"
 
 
 async def test_the_async_client_wishes_too(tight: DaemonHost, namespace: Namespace) -> None:
@@ -214,14 +214,16 @@ async def test_the_async_client_wishes_too(tight: DaemonHost, namespace: Namespa
             assert client.status.can_retain
             stored = client.store(hashes, range(4), retention=Retention(host_only=True, hold_s=MANY_S))
             assert (await stored.wait(60)).done
-            assert (await client.lookup(hashes, host_only=True)).hits == 4
-            assert (await client.lookup_groups(hashes, [GroupQuery(0)], host_only=True)).hits == 4
+            assert (await client.lookup(hashes, host_only=True, timeout_s=60)).hits == 4
+            assert (
+                await client.lookup_groups(hashes, [GroupQuery(0)], host_only=True, timeout_s=60)
+            ).hits == 4
             assert tight.status().held_blocks == 4
             client.cool(hashes)
             client.touch(hashes, hold_s=1)
             client.touch_groups(hashes, [GroupQuery(0)], hold_s=1)
             client.cool_groups(hashes, [GroupQuery(0)])
-            assert (await client.lookup(hashes)).hits == 4, "it was all understood"
+            assert (await client.lookup(hashes, timeout_s=60)).hits == 4, "it was all understood"
             assert client.status.last_error == ""
     finally:
         cache.close()
