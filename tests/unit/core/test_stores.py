@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvtier_kernels import PINS_MAX
 from kvtierd.core.actions import (
     Action,
     AssignExtent,
@@ -17,13 +18,14 @@ from kvtierd.core.actions import (
     OpenSlots,
     PostPart,
     RevokePart,
+    SubmitReply,
     TransferEnd,
 )
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, SessionId, Ticket
 from kvtierd.core.stimuli import CancelTransfers, CoreLimits, Drain, Outcome, Resume, Tick
 
-from tests.unit.core.host import Host, finished, keys
+from tests.unit.core.host import Host, Running, finished, keys
 
 ACCEPTED, EXISTS, PENDING, THROTTLED = 0, 1, 2, 3
 
@@ -72,6 +74,24 @@ class TestSubmission:
         assert second.posts[0].block_ids.tolist() == [3]
         assert np.array_equal(host.of(OpenSlots)[0].hashes, keys(4))
         assert host.counters.deduplicated_blocks == 3
+
+    def test_a_block_that_can_be_pinned_no_more_costs_the_batch_nothing(self, host: Host) -> None:
+        one = host.instance()
+        one.stored(1, 2)
+        table, space = host.machine.books.blocks.table, host.machine.books.names["engine"].plans[0].space
+        crowd = np.repeat(table.lookup(space, keys(1))[0], PINS_MAX)
+        table.pin(crowd)
+        signals = one.signals()
+        reply, actions = host.machine.handle(one.store_of(1, 2, 3, signals=signals))
+        assert isinstance(reply, SubmitReply)
+        pins = table.pins(table.lookup(space, keys(1, 2))[0]).tolist()
+        assert pins == [PINS_MAX, 1], "who is pinned so often stays without one more"
+        table.unpin(crowd)
+        posts = [action for action in actions if isinstance(action, PostPart)]
+        running = Running(one, reply, signals.ticket, posts)
+        assert running.results == [EXISTS, EXISTS, ACCEPTED]
+        assert running.finish().succeeded.tolist() == [0, 1, 1], "it is not vouched for"
+        assert one.lookup(1, 2, 3).hits == 3
 
     def test_a_store_of_nothing_new_still_posts_a_part_to_every_rank(self, host: Host) -> None:
         pair = host.instance(sizes=((4096, 4096),))
