@@ -85,10 +85,19 @@ class Rounds:
             del self.asked[name]
             self.count["aborts"] += 1
         for _ in range(self.chance.randrange(1, 12)):
-            states = engine.call("step")["requests"]
-            self.preempted += "PREEMPTED" in states.values()
+            states = self._step()
         running = {name.rsplit("-", 1)[0] for name in states}
         self._compare([name for name in self.asked if name not in running])
+
+    def crowd(self) -> None:
+        """So many requests at once that there are not blocks for what all have begun: some are preempted.
+        With a daemon: what it had begun to load it ends."""
+        self._come_back()
+        while len(self.asked) < WAITING_MAX:
+            self._ask(OUTPUT_TOKENS - 1)
+        before = self.preempted
+        while self._step() and self.preempted == before:
+            pass
 
     def end(self) -> None:
         """Everything comes to its end, with a daemon."""
@@ -100,8 +109,15 @@ class Rounds:
         self._compare(list(self.asked))
         self.rig.forget()
 
-    def _ask(self) -> None:
-        asked = Asked(self.chance.randrange(len(self.prompts)), self.chance.randrange(4, OUTPUT_TOKENS))
+    def _step(self) -> dict[str, str]:
+        states: dict[str, str] = self.rig.engine.call("step")["requests"]
+        self.preempted += "PREEMPTED" in states.values()
+        return states
+
+    def _ask(self, tokens_min: int = 4) -> None:
+        asked = Asked(
+            self.chance.randrange(len(self.prompts)), self.chance.randrange(tokens_min, OUTPUT_TOKENS)
+        )
         answer = self.rig.engine.call(
             "add", prompt=self.prompts[asked.prompt], max_tokens=asked.max_tokens, logprobs=0
         )
@@ -163,6 +179,7 @@ def test_no_token_of_any_request_is_ever_another(
         for number in range(1, ROUNDS + 1):
             rounds.act()
             if number % FORGET_EVERY == 0:
+                rounds.crowd()
                 rounds.forget()
         rounds.end()
         assert rig.engine.drain() == {"requests": {}, "free_blocks": BLOCKS - 1}
