@@ -114,11 +114,7 @@ static void perform(struct stream *stream, struct operation *operation) {
     case HOST_FUNCTION:
         operation->function(operation->argument);
         break;
-    case RECORD:
-        pthread_mutex_lock(&process_lock);
-        if (operation->sequence > operation->event->reached)
-            operation->event->reached = operation->sequence;
-        pthread_mutex_unlock(&process_lock);
+    case RECORD: /* in one step with `finished` */
         break;
     case WAIT_EVENT:
         pthread_mutex_lock(&process_lock);
@@ -170,9 +166,13 @@ static void *stream_main(void *argument) {
         if (settings()->latency_us)
             wait_us(stream, settings()->latency_us);
         pthread_mutex_unlock(&process_lock);
-        if (!stopped(stream))
+        const bool performed = !stopped(stream);
+        if (performed)
             perform(stream, operation);
         pthread_mutex_lock(&process_lock);
+        /* Who sees the event complete finds the stream done as well, if nothing comes after it. */
+        if (performed && operation->kind == RECORD && operation->sequence > operation->event->reached)
+            operation->event->reached = operation->sequence;
         stream->running = NULL;
         stream->finished++;
         operation_free(operation);

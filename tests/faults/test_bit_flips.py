@@ -104,14 +104,14 @@ def test_every_corrupted_block_that_is_loaded_is_refused_counted_and_explained(
         for number in range(ROUNDS):
             hashes = hashes_of(f"flips/{number}", BATCH)
             engine.fill(blocks, hashes)
-            assert engine.client.store(hashes, blocks).wait(DEADLINE_S).done
+            assert engine.store(hashes, blocks).wait(DEADLINE_S).done
             slots = pool.slots()
             bad = set(chance.sample(blocks, FLIPPED))
             flipped = {i: flip_somewhere(pool, slots[hashes[i]], chance) for i in bad}
             kinds.update(flipped.values())
 
             engine.wipe(blocks)
-            found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+            found = engine.lookup(hashes, lease=True)
             assert found.hits == BATCH, "nobody has looked at the data yet"
             outcome = engine.client.load(found, blocks).wait(DEADLINE_S)
             assert not outcome.done
@@ -125,13 +125,13 @@ def test_every_corrupted_block_that_is_loaded_is_refused_counted_and_explained(
             assert status.counters.integrity_failures == refused
             assert (status.integrity.found_on_load, status.integrity.corrupt_slots) == (refused, refused)
             for i in chance.sample(sorted(bad), 4):
-                assert engine.client.lookup([hashes[i]], timeout_s=DEADLINE_S).hits == 0
+                assert engine.lookup([hashes[i]]).hits == 0
                 assert explain(daemon, hashes[i]).verdict == admin_pb2.VERDICT_CORRUPT
             assert not {slots[hashes[i]] for i in bad} & set(pool.slots().values())
 
             again = [hashes[i] for i in sorted(bad)]  # stored anew, elsewhere, they are what they were
             engine.fill(blocks[:FLIPPED], again)
-            assert engine.client.store(again, blocks[:FLIPPED]).wait(DEADLINE_S).done
+            assert engine.store(again, blocks[:FLIPPED]).wait(DEADLINE_S).done
             assert not {slots[key] for key in again} & set(pool.slots().values()), "a bad slot is used again"
             assert explain(daemon, again[0]).verdict == admin_pb2.VERDICT_READABLE
     proved(f"{refused} blocks with a flipped bit ({dict(kinds)}), all refused, counted and explained")
@@ -149,7 +149,7 @@ def test_sampling_finds_what_nobody_loads_and_it_is_never_served(
     with PlainEngine(daemon.socket, "lucky", num_blocks=BATCH) as engine, opened(daemon.pool) as pool:
         engine.wait_ready()
         engine.fill(blocks, hashes)
-        assert engine.client.store(hashes, blocks).wait(DEADLINE_S).done
+        assert engine.store(hashes, blocks).wait(DEADLINE_S).done
         slots = pool.slots()
         bad = sorted(chance.sample(blocks, FLIPPED))
         for i in bad:
@@ -158,12 +158,12 @@ def test_sampling_finds_what_nobody_loads_and_it_is_never_served(
         engine.wipe(blocks)
         rest = [i for i in blocks if i not in bad]
         for i in bad:
-            assert engine.client.lookup([hashes[i]], timeout_s=DEADLINE_S).hits == 0
+            assert engine.lookup([hashes[i]]).hits == 0
             assert explain(daemon, hashes[i]).verdict == admin_pb2.VERDICT_CORRUPT
         sound = [hashes[i] for i in rest]
-        found = engine.client.lookup(sound, lease=True, timeout_s=DEADLINE_S)
+        found = engine.lookup(sound, lease=True)
         assert found.hits == len(rest)
-        assert engine.client.load(found, rest).wait(DEADLINE_S).done
+        assert engine.load(found, rest).wait(DEADLINE_S).done
         compare(engine.read(rest), sound, count)
         status = daemon.status()
         assert status.counters.integrity_failures == len(bad)

@@ -101,17 +101,17 @@ def test_a_killed_client_is_forgotten_and_nobody_else_is_harmed(
         own = hashes_of("witness", WITNESS_BLOCKS)
         ids = list(range(WITNESS_BLOCKS))
         witness.fill(ids, own)
-        assert witness.client.store(own, ids).wait(START_S).done
+        assert witness.store(own, ids).wait(START_S).done
         targets = list(range(WITNESS_BLOCKS, 2 * WITNESS_BLOCKS))
 
         def load(hashes: list[bytes]) -> int:
             """Loads what is found of these, checks every byte; returns how many there were."""
-            found = witness.client.lookup(hashes, lease=True, timeout_s=START_S)
+            found = witness.lookup(hashes, lease=True)
             if not found.hits:
                 return 0
             into = targets[: found.hits]
             witness.wipe(into)
-            outcome = witness.client.load(found, into).wait(START_S)
+            outcome = witness.load(found, into).wait(START_S)
             assert outcome.done, outcome
             compare(witness.read(into), hashes[: found.hits], count)
             return int(found.hits)

@@ -24,8 +24,9 @@ from tests.support.process import Daemon
 ROUNDS = 12 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0
-LEASE_TTL_S = 1.0
-SILENCE_S = 6.0
+LEASE_TTL_S = 3.0
+"""A witness that is kept from the processor for a second or two keeps its leases."""
+SILENCE_S = 10.0
 WITNESS_BLOCKS = 64
 KINDS = (
     "until its leases expire",
@@ -111,18 +112,18 @@ class Witness:
         engine.wait_ready()
         ids = list(range(WITNESS_BLOCKS))
         engine.fill(ids, self._own)
-        assert engine.client.store(self._own, ids).wait(DEADLINE_S).done
+        assert engine.store(self._own, ids).wait(DEADLINE_S).done
 
     def load(self, hashes: list[bytes], complete: bool) -> None:
         """Loads what is found, compares every byte; `complete`: all of it must be found."""
-        found = self._engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+        found = self._engine.lookup(hashes, lease=True)
         self._count["lost_blocks"] += len(hashes) - found.hits if complete else 0
         assert not complete or found.hits == len(hashes), f"{len(hashes) - found.hits} blocks are lost"
         if not found.hits:
             return
         into = list(range(found.hits))
         self._engine.wipe(into)
-        assert self._engine.client.load(found, into).wait(DEADLINE_S).done
+        assert self._engine.load(found, into).wait(DEADLINE_S).done
         compare(self._engine.read(into), hashes[: found.hits], self._count)
 
     def until(self, condition: Callable[[], object], what: str) -> None:

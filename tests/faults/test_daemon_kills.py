@@ -14,7 +14,7 @@ from kvtier import Transfer
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
 from tests.faults.campaigns.place import Place, side_by_side
-from tests.support.process import Daemon
+from tests.support.process import Daemon, until
 
 LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 KILLS = 85 if LONG else 5
@@ -61,16 +61,20 @@ def store_until_killed(
 
 def check(engine: PlainEngine, hashes: list[bytes], complete: bool, count: Counter[str]) -> None:
     """Loads what is found and compares every byte; `complete`: all of it must be found."""
-    found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+    found = engine.lookup(hashes, lease=True)
     count["lost_blocks"] += len(hashes) - found.hits if complete else 0
     assert not complete or found.hits == len(hashes), f"{len(hashes) - found.hits} blocks seen DONE are lost"
     if not found.hits:
         return
     into = list(range(IN_FLIGHT * BATCH, IN_FLIGHT * BATCH + found.hits))
     engine.wipe(into)
-    outcome = engine.client.load(found, into).wait(DEADLINE_S)
+    outcome = engine.load(found, into).wait(DEADLINE_S)
     assert outcome.done, outcome
     compare(engine.read(into), hashes[: found.hits], count)
+
+
+def nothing_quarantined(daemon: Daemon) -> bool:
+    return daemon.status().pool.quarantined_slots == 0
 
 
 def chapter(number: int, count: Counter[str]) -> None:
@@ -97,7 +101,7 @@ def chapter(number: int, count: Counter[str]) -> None:
                 check(engine, batch, complete=False, count=count)
             pool = daemon.status().pool
             assert pool.start == "warm", pool.cold_reason
-            assert pool.quarantined_slots == 0
+            until(partial(nothing_quarantined, daemon), "dead writers are seen to be dead")
         engine.wait_ready()
         for batch in survived:
             check(engine, batch, complete=True, count=count)

@@ -21,12 +21,12 @@ def test_a_lease_of_a_killed_daemon_never_loads_blocks_of_the_next_ones(start: C
         engine.wait_ready()
         for hashes in (ours, others):
             engine.fill(list(range(8)), hashes)
-            assert engine.client.store(hashes, range(8)).wait(DEADLINE_S).done
-        promised = engine.client.lookup(ours, lease=True, timeout_s=DEADLINE_S)
+            assert engine.store(hashes, range(8)).wait(DEADLINE_S).done
+        promised = engine.lookup(ours, lease=True)
         daemon.kill()
         start()
         engine.wait_ready()
-        newer = engine.client.lookup(others, lease=True, timeout_s=DEADLINE_S)
+        newer = engine.lookup(others, lease=True)
         assert promised.hits == newer.hits == 8
 
         engine.wipe(list(range(16)))
@@ -36,5 +36,5 @@ def test_a_lease_of_a_killed_daemon_never_loads_blocks_of_the_next_ones(start: C
         assert outcome.error.reason is Reason.UNKNOWN_LEASE
         assert (engine.read(list(range(8))) == 0x5A).all()
         promised.release()  # takes nothing from anybody either
-        assert engine.client.load(newer, range(8, 16)).wait(DEADLINE_S).done
+        assert engine.load(newer, range(8, 16)).wait(DEADLINE_S).done
         assert wrong_blocks(engine.read(list(range(8, 16))), others) == []

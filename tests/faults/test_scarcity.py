@@ -76,7 +76,7 @@ class TestMemory:
             batches = [hashes_of(f"full/{number}", BATCH) for number in range(3 * 32 * 64 // BATCH)]
             for hashes in batches:  # three times what the pool holds
                 engine.fill(list(range(BATCH)), hashes)
-                assert engine.client.store(hashes, range(BATCH)).wait(DEADLINE_S).done
+                assert engine.store(hashes, range(BATCH)).wait(DEADLINE_S).done
             for hashes in batches[-8:]:
                 load(engine, hashes, count)
         assert daemon.stop() == 0
@@ -103,10 +103,10 @@ def no_more_descriptors(pid: int, left: int) -> tuple[int, int]:
 def load(engine: PlainEngine, hashes: list[bytes], count: Counter[str]) -> None:
     """All of them are found, and right."""
     into = list(range(BATCH))
-    found = engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+    found = engine.lookup(hashes, lease=True)
     assert found.hits == BATCH
     engine.wipe(into)
-    assert engine.client.load(found, into).wait(DEADLINE_S).done
+    assert engine.load(found, into).wait(DEADLINE_S).done
     compare(engine.read(into), hashes, count)
 
 
@@ -120,7 +120,7 @@ def test_without_descriptors_newcomers_wait_and_the_others_are_served(
     with PlainEngine(daemon.socket, "first", num_blocks=BATCH) as engine:
         engine.wait_ready()
         engine.fill(list(range(BATCH)), known)
-        assert engine.client.store(known, range(BATCH)).wait(DEADLINE_S).done
+        assert engine.store(known, range(BATCH)).wait(DEADLINE_S).done
         pid = daemon.pid if whose == "front" else daemon.status().workers[0].pid
         limits = no_more_descriptors(pid, left)
         with PlainEngine(daemon.socket, "second", num_blocks=BATCH) as newcomer:
@@ -130,7 +130,7 @@ def test_without_descriptors_newcomers_wait_and_the_others_are_served(
                 load(engine, known, count)
                 fresh = hashes_of(f"fresh/{number}", BATCH)
                 engine.fill(list(range(BATCH)), fresh)
-                assert engine.client.store(fresh, range(BATCH)).wait(DEADLINE_S).done
+                assert engine.store(fresh, range(BATCH)).wait(DEADLINE_S).done
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
             newcomer.wait_ready()
             load(newcomer, known, count)

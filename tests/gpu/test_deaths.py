@@ -11,6 +11,7 @@ import pytest
 from tests.gpu.conftest import Place, StartEngine, gpu_worker, places
 from tests.gpu.test_engines import right, shuffled
 from tests.support.daemon import DaemonHost
+from tests.support.fake_cuda import FakeCuda
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def pool_mib(place: Place) -> int:
     "place", places(real=("driver", "chunks", "torch-caching"), fake=("driver",)), indirect=True
 )
 def test_a_copy_worker_killed_among_its_copies_is_replaced_and_nothing_lands_after_the_fence(
-    start_engine: StartEngine, host: DaemonHost, place: Place, family: str
+    start_engine: StartEngine, host: DaemonHost, place: Place, family: str, fake: FakeCuda | None
 ) -> None:
     count = place.pick(512, 64)  # half a gigabyte on a GPU: about 10 ms
     engine = start_engine(num_blocks=count)
@@ -41,8 +42,11 @@ def test_a_copy_worker_killed_among_its_copies_is_replaced_and_nothing_lands_aft
     }
     assert engine.ask("store", **asked)["done"]
     among = 0
-    for _ in range(place.pick(4, 3)):
+    rounds = place.pick(4, 3)
+    for number in range(rounds):
         worker = gpu_worker(host).pid
+        if fake is not None and number == rounds - 1:
+            fake.hang("cuEventSynchronize", 1, worker)  # however late the kill is, it falls among the copies
         assert engine.ask("begin_load", **asked)["hits"] == count
         os.kill(worker, signal.SIGKILL)
         outcome = engine.ask("outcome")

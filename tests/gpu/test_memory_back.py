@@ -65,7 +65,7 @@ def test_an_engine_killed_among_its_copies_gives_all_its_memory_back(
         victim.close()
         until(lambda: memory_used(survivor) <= before + slack, "the dead engine's memory to be free")
         assert right(survivor.ask("load", family=family, numbers=list(range(32)), ids=shuffled(32)), 32)
-        assert gpu_worker(host).mapped_bytes == mapped
+        until(lambda: gpu_worker(host).mapped_bytes == mapped, "the daemon to know that it is unmapped")
 
 
 @pytest.mark.parametrize("place", places(real=("driver",), fake=("driver",)), indirect=True)

@@ -1,13 +1,17 @@
 """A plain client with a KV cache of its own. Contents follow from hashes, so that any wrong byte shows.
 
 Run as a program it stores block after block until it is killed:
-    python -m tests.support.plain_client SOCKET INSTANCE
+    python -m tests.support.plain_client SOCKET INSTANCE [BATCH MORE MOST]
+or until MORE batches after it was seen in the middle of batch BATCH or a later one, or until batch MOST if
+it never was: then it says OVER, and waits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -170,10 +174,17 @@ class PlainClient:
         self.close()
 
 
-def main(socket: Path, instance: str) -> None:
-    """Stores for ever; says STARTED when a part of its is being copied, and STORED when one is done."""
+def main(socket: Path, instance: str, wanted: int = 0, more: int = 0, most: float = math.inf) -> None:
+    """Stores for ever; says STARTED when a part of its is being copied, and STORED when one is done. With
+    `most` that is its last batch, or the one that is `more` after it has said STARTED of batch `wanted` or a
+    later one."""
     plain = PlainClient(socket, instance).ready()
+    last = most
     for batch in itertools.count():
+        if batch > last:
+            print("OVER", batch, flush=True)
+            while True:
+                signal.pause()
         hashes = block_hashes(instance, range(batch * BLOCKS, (batch + 1) * BLOCKS))
         for index, value in enumerate(hashes):
             plain.cache.fill(index, value)
@@ -181,10 +192,12 @@ def main(socket: Path, instance: str) -> None:
         while transfer.part and not transfer.ended:
             if plain.client.part_state(transfer.part) is PartState.STARTED:
                 print("STARTED", batch, flush=True)
+                if last == most and batch >= wanted:
+                    last = min(most, batch + more)
                 break
         if transfer.wait(TRANSFER_S).done:
             print("STORED", batch, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -90,7 +90,18 @@ class Daemon:
         return next(line.split()[1] for line in self.greeting.splitlines() if "metrics" in line)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample by name, with its labels' values after a dot."""
+        """Every sample by name, with its labels' values after a dot, of now: a daemon whose event loop does
+        not come round tells what it saw last."""
+        found: list[dict[str, float]] = []
+
+        def fresh() -> bool:
+            found.append(self._scrape())
+            return found[-1]["kvtier_snapshot_fresh"] == 1
+
+        until(fresh, "the metrics are of now")
+        return found[-1]
+
+    def _scrape(self) -> dict[str, float]:
         with urllib.request.urlopen(self.metrics_url, timeout=DEADLINE_S) as answer:
             parsed = text_string_to_metric_families(answer.read().decode())
         return {

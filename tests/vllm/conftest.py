@@ -16,7 +16,7 @@ from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.vllm import cpu_platform
 from tests.vllm.engine import Engine, EngineOptions, Generated
-from tests.vllm.rig import Rig, kv_transfer_config, prompt, start_rig
+from tests.vllm.rig import PATIENT_S, Rig, kv_transfer_config, prompt, start_rig
 from tools import tiny_llama
 
 QUICK: dict[str, Any] = {"server__heartbeat_interval_s": "0.2", "workers__copy_deadline_s": "3"}
@@ -29,6 +29,32 @@ cpu_platform.ensure()
 def leak_check() -> None:
     """Tests restart daemons and engines that live as long as the session, which checks that nothing is
     left."""
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in this process that take a daemon on a busy machine for slow, and not for dead."""
+    from kvtier import session
+    from kvtier_vllm import matching
+
+    monkeypatch.setattr(matching, "ANSWER_DEADLINE_S", PATIENT_S)
+    monkeypatch.setattr(session, "SILENCE_S", PATIENT_S)
+
+
+@pytest.fixture
+def hurried() -> None:
+    """For a test that is about the impatience of its engines: they have it."""
+
+
+@pytest.fixture
+def patience(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of engines in this process, which are `unhurried` besides: what they are to store is stored,
+    and what the daemon has they load, however late it gets the processor. Of tests of faults, and of those
+    that ask for `hurried`, engines are as impatient as they come."""
+    if request.node.get_closest_marker("faults") is not None or "hurried" in request.fixturenames:
+        return {}
+    request.getfixturevalue("unhurried")
+    return {"load_start_deadline_s": PATIENT_S}
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +107,7 @@ def first_life(
     engine = Engine.start(options, tmp_path_factory.mktemp("first") / "log")
     try:
         rig = Rig(session_host, engine)
+        rig.patient()
         rig.wait_ready()
         cold = rig.generate(prompt(STORY_TOKENS))
         hit = rig.generate(prompt(STORY_TOKENS))
@@ -114,8 +141,9 @@ def second_life(
 
 @pytest.fixture
 def rig(second_life: SecondLife) -> Iterator[Rig]:
-    """The shared engine, idle and attached, its own cache empty."""
+    """The shared engine, idle and attached, its own cache empty, and patient."""
     rig = second_life.rig
+    rig.patient()
     rig.wait_ready()
     rig.forget()
     yield rig

@@ -51,6 +51,20 @@ def _overwrite_cache(worker: Any, value: int, blocks: list[int] | None) -> int:
     return len(layers)
 
 
+def _set_patience(worker: Any, answer_s: float, silence_s: float, start_s: float) -> None:
+    """Runs in each worker of an engine: what its client and its half of the connector wait for a daemon."""
+    import dataclasses
+
+    from kvtier import session
+    from kvtier_vllm import matching
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    matching.ANSWER_DEADLINE_S, session.SILENCE_S = answer_s, silence_s
+    side: Any = get_kv_transfer_group()
+    if side._worker is not None:
+        side._worker._config = dataclasses.replace(side._worker._config, load_start_deadline_s=start_s)
+
+
 class Runner:
     """Carries out commands on one engine. It is stepped only inside a command, so a test decides when."""
 
@@ -65,6 +79,7 @@ class Runner:
         self._first_token_s: dict[str, float] = {}
         self._finished: dict[str, Answer] = {}
         self._serial = 0
+        self._own_patience: tuple[float, float, float] | None = None
 
     def handle(self, command: Command) -> Answer:
         operation = command.pop("op")
@@ -150,6 +165,21 @@ class Runner:
         afterwards can only have been computed or loaded again."""
         written = self._llm.collective_rpc(_overwrite_cache, args=(value, blocks))
         return {"layers": sum(written)}
+
+    def do_patience(self, seconds: float | None) -> Answer:
+        """How long the engine waits for its daemon's answers, and for copies to start; None: as long as it
+        does by itself. The scheduler has to be in this process."""
+        from kvtier import session
+        from kvtier_vllm import matching
+
+        if self._own_patience is None:
+            config = self._core.scheduler.connector._scheduler._config
+            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, config.load_start_deadline_s
+            self._own_patience = own
+        patience = self._own_patience if seconds is None else (seconds, seconds, seconds)
+        matching.ANSWER_DEADLINE_S, session.SILENCE_S, _ = patience
+        self._llm.collective_rpc(_set_patience, args=patience)
+        return {}
 
     def do_state(self) -> Answer:
         return self._scheduler_state()

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from kvtier_kernels.cuda import Context, Driver, load
 
+from tests.support.fake_cuda import FakeCuda
 from tests.vllm.mini_engine import LAYERS, Digests, MiniEngine
 
 STAGING_BYTES = 1 << 20
+GATE_BYTES = 4096
 
 
 class FakeEngineGpu:
@@ -65,6 +67,31 @@ def alloc_chunks(gpu: FakeEngineGpu, size_bytes: int, *, exportable: bool, chunk
         gpu.driver.chunk_release(handle)
     gpu.driver.allow_access(address, chunk_bytes * chunks, 0)
     return address
+
+
+class Gate:
+    """Where a stream of this process waits until the test opens it, as if a forward pass ran so long."""
+
+    def __init__(self, fake: FakeCuda, gpu: FakeEngineGpu) -> None:
+        """Open."""
+        self._address = alloc(gpu, GATE_BYTES)
+        self._word = fake.view(self._address, 8).view(np.uint64)
+        self._word[0] = 0
+        self._wait = fake.raw.cuStreamWaitValue64_v2
+        self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32]
+        self._passed = 0
+
+    def shut(self) -> None:
+        """For streams that come from now on."""
+        self._passed += 1
+
+    def open(self) -> None:
+        self._word[0] = self._passed
+
+    def wait(self, stream: int) -> None:
+        """The stream comes to the gate."""
+        code = self._wait(stream, self._address, self._passed, 0)
+        assert code == 0, f"cuStreamWaitValue64: {code}"
 
 
 def tensor_at(address: int, size_bytes: int) -> Any:

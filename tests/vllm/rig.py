@@ -14,6 +14,9 @@ from tests.vllm.engine import Engine, EngineOptions, Generated
 
 PAGE_BYTES = 4096
 BLOCK = 32
+PATIENT_S = 60.0
+"""So long do engines of tests wait that are not about their impatience: on a busy machine a daemon may not
+get the processor for seconds."""
 
 
 def kv_transfer_config(socket: Path, **extra: object) -> dict[str, Any]:
@@ -54,12 +57,18 @@ class Rig:
         `rank` their clients."""
         return self.engine.call("evaluate", expression=expression)["value"]
 
+    def patient(self, patient: bool = True) -> None:
+        """From now on the engine takes a daemon that is silent for slow, and not for dead, and gives up no
+        copy that has not started; or not any more."""
+        self.engine.call("patience", seconds=PATIENT_S if patient else None)
+
     def wait_ready(self) -> None:
         """Until lookups, stores and loads work, with the daemon that runs now: stores pause for a moment
         after one was refused."""
         nonce = self.host.status().boot_nonce
         until(
-            lambda: self.look("client.ready and client.status.boot_nonce") == nonce,
+            # After a reset there is no client until a thread has made one.
+            lambda: self.look("client is not None and client.ready and client.status.boot_nonce") == nonce,
             "the engine is attached and registered",
         )
         until(lambda: self.look("side.storing"), "the engine stores")
@@ -110,7 +119,8 @@ def flip_a_byte_of_every_block(pool: Path) -> int:
 
 
 def start_rig(host: DaemonHost, options: EngineOptions, log: Path) -> Rig:
-    """An engine that is attached to its daemon."""
+    """An engine that is attached to its daemon, and patient with it."""
     rig = Rig(host, Engine.start(options, log))
+    rig.patient()
     rig.wait_ready()
     return rig

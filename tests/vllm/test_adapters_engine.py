@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.support.daemon import DaemonHost
+from tests.support.daemon import DaemonHost, until
 from tests.vllm.engine import EngineOptions
 from tests.vllm.rig import Rig, full_blocks, kv_transfer_config, prompt, same, start_rig
 
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 RANK = 8
 LENGTH = 777
+FILES_READ = "all(one.revision.done() for one in side._adapters._known.values())"
 Adapter = tuple[str, int, str]
 
 
@@ -80,7 +81,8 @@ def test_every_adapter_gets_its_own_back(rig: Rig, adapters: list[Adapter]) -> N
     tokens = prompt(LENGTH, seed=1)
     hits = []
     for lora in (None, *adapters):
-        rig.generate(prompt(40, seed=99), lora=lora)  # its files are read meanwhile
+        rig.generate(prompt(40, seed=99), lora=lora)
+        until(lambda: rig.look(FILES_READ), "its files are read")
         cold, hit = rig.generate(tokens, lora=lora), rig.generate(tokens, lora=lora)
         assert (cold.num_cached_tokens, hit.num_cached_tokens) == (0, full_blocks(LENGTH))
         hits.append(hit)

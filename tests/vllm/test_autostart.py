@@ -22,7 +22,11 @@ STORY = prompt(10 * TOKENS + 1, seed=3)
 
 
 def test_an_engine_alone_starts_a_daemon_and_the_next_one_hits(
-    model: Path, socket_dir: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    socket_dir: Path,
+    shm_dir: Path,
+    patience: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.delenv("KVTIER_SOCKET", raising=False)
@@ -35,7 +39,7 @@ def test_an_engine_alone_starts_a_daemon_and_the_next_one_hits(
         "kv_connector_module_path": "kvtier_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"autostart": True},
+        "kv_connector_extra_config": {"autostart": True, **patience},
     }
     cached = []
     try:

@@ -3,6 +3,7 @@ them back, byte by byte. What is not certain is refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import tempfile
@@ -52,7 +53,9 @@ def host() -> Iterator[DaemonHost]:
 
 
 @pytest.fixture
-def make(host: DaemonHost, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(
+    host: DaemonHost, model: Path, patience: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """Makes engines, attached to the daemon, each in a namespace of its own unless `salt` says otherwise."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(connector, "ATTACH_WAIT_S", 0.0)  # a rank alone is never ready
@@ -69,8 +72,8 @@ def make(host: DaemonHost, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         changes: dict[str, Any] | None = None,
         **extra: object,
     ) -> ContextEngine:
-        salt = salt or f"engine {id(made)}/{len(made)}"
-        transfer = kv_transfer_config(host.socket, salt=salt, lookup_budget_ms=1_000, **extra)
+        options = patience | {"salt": salt or f"engine {id(made)}/{len(made)}", "lookup_budget_ms": 1_000}
+        transfer = kv_transfer_config(host.socket, **options | extra)
         fields = {"cp_kv_cache_interleave_size": interleave, **(changes or {})}
         config = context_config(model, transfer, ranks=ranks, spread=spread, **fields)
         made.append(ContextEngine(config, blocks))
@@ -150,11 +153,13 @@ def test_tokens_that_lie_elsewhere_are_other_blocks(make: Make) -> None:
 
 @spread_is_told
 def test_what_one_rank_does_not_get_is_computed_by_all(make: Make) -> None:
-    engine = make(load_start_deadline_s=0.3)
+    engine = make()
     tokens = prompt(3 * engine.block_tokens + 5, seed=4)
     compute(engine, "computed", tokens)
     engine.forget()
-    engine.ranks[1]._worker._sharing.let_load = lambda *_: None
+    worker = engine.ranks[1]._worker
+    worker._sharing.let_load = lambda *_: None
+    worker._config = dataclasses.replace(worker._config, load_start_deadline_s=0.3)  # of no store before
     compute(engine, "failed", tokens)
     assert engine.connector._scheduler._loads.failed == 1
     all_came_back(engine)

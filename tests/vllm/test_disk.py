@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier import session
 from kvtier.v1 import admin_pb2
-from kvtier_vllm import matching
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
@@ -39,8 +37,9 @@ STORY_BLOCKS = 30
 HOST_BLOCKS = 4 * 1024 // 12
 """Of 12 KiB, that the host has room for at most."""
 SEEDS = range(10 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
-UNHURRIED = {"pending_wait_s": 120, "prefill_tokens_per_s": 1}
-"""However slow this machine is, it waits for the disk, and the daemon does not think computing quicker."""
+UNHURRIED = {"pending_wait_s": 120, "prefill_tokens_per_s": 1, "load_start_deadline_s": 60}
+"""However slow this machine is, it waits for the disk and for copies, and the daemon does not think computing
+quicker."""
 
 
 class Disks:
@@ -111,13 +110,6 @@ def make(disks: Disks, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     disks.host.thaw()
     for one in made:
         one.close()
-
-
-@pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that takes a daemon on a busy machine for slow, and not for dead."""
-    monkeypatch.setattr(matching, "ANSWER_DEADLINE_S", 60.0)
-    monkeypatch.setattr(session, "SILENCE_S", 60.0)
 
 
 def compute(engine: MiniEngine, name: str, tokens: list[int]) -> None:

@@ -20,11 +20,11 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
-from tests.vllm.fake_gpu import FakeEngineGpu, LaggingEngine
+from tests.vllm.fake_gpu import FakeEngineGpu, Gate, LaggingEngine
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import MiniEngine, WrongKV, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, wait_ready, wait_stored
+from tests.vllm.test_simulation import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
@@ -47,19 +47,28 @@ class Machine:
     gpu: FakeEngineGpu
     model: Path
     engines: list[MiniEngine]
+    patience: dict[str, Any]
 
-    def engine(self, way: str = "exported", lag_s: float = LAG_S, **extra: Any) -> LaggingEngine:
+    def engine(self, way: str = "exported", **extra: Any) -> LaggingEngine:
         """Attached to the daemon."""
-        engine = self.start(*WAYS[way], lag_s=lag_s, **extra)
+        engine = self.start(*WAYS[way], **extra)
         wait_ready(engine)
         return engine
 
-    def start(self, connector: str, share: str, lag_s: float = LAG_S, **extra: Any) -> LaggingEngine:
-        """In a namespace of its own unless `salt` says otherwise."""
-        options = {"salt": f"engine {len(self.engines)}", "share": share} | extra
+    def start(
+        self,
+        connector: str,
+        share: str,
+        lag_s: float = LAG_S,
+        lag: Callable[[int], None] | None = None,
+        **extra: Any,
+    ) -> LaggingEngine:
+        """In a namespace of its own unless `salt` says otherwise. `lag`: what its streams do instead of
+        resting for `lag_s`."""
+        options = self.patience | {"salt": f"engine {len(self.engines)}", "share": share} | extra
         config = kv_transfer_config(self.host.socket, **options)
         config |= {"kv_connector": connector, "kv_connector_module_path": "tests.vllm.fake_gpu_connector"}
-        lag = lambda stream: self.fake.delay(stream, lag_s)  # noqa: E731
+        lag = lag or (lambda stream: self.fake.delay(stream, lag_s))
         engine = LaggingEngine(engine_config(self.model, config), BLOCKS, self.gpu, lag)
         self.engines.append(engine)
         return engine
@@ -67,7 +76,8 @@ class Machine:
     def hybrid(self, way: str, kinds: Sequence[Kind]) -> HybridEngine:
         """With several KV cache groups; its steps are done when they return."""
         connector, share = WAYS[way]
-        config = kv_transfer_config(self.host.socket, salt=f"engine {len(self.engines)}", share=share)
+        options = self.patience | {"salt": f"engine {len(self.engines)}", "share": share}
+        config = kv_transfer_config(self.host.socket, **options)
         config |= {"kv_connector": connector, "kv_connector_module_path": "tests.vllm.fake_gpu_connector"}
         engine = HybridEngine(self.model, config, kinds, BLOCKS)
         self.engines.append(engine)
@@ -76,7 +86,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(request: pytest.FixtureRequest, model: Path) -> Iterator[Machine]:
+def machine(request: pytest.FixtureRequest, model: Path, patience: dict[str, Any]) -> Iterator[Machine]:
     """`@pytest.mark.parametrize("machine", [{"version": 12080}], indirect=True)` chooses the driver."""
     run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
@@ -90,7 +100,7 @@ def machine(request: pytest.FixtureRequest, model: Path) -> Iterator[Machine]:
     host.start()
     gpu = FakeEngineGpu()
     patch.setattr(fake_gpu_connector, "_gpu", gpu)
-    machine = Machine(fake, host, gpu, model, [])
+    machine = Machine(fake, host, gpu, model, [], patience)
     yield machine
     host.thaw()
     for engine in machine.engines:
@@ -166,16 +176,33 @@ def test_engines_share_blocks_whichever_way_their_memory_goes(machine: Machine) 
 def test_doorbells_rung_by_the_processor_would_come_too_early(
     machine: Machine, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control of every test above: the engine's work really is late."""
-    engine = machine.engine(lag_s=0.2)
+    """The negative control of every test above: where the engine's work is late, and the daemon does not wait
+    for it, that shows."""
+    gate = Gate(machine.fake, machine.gpu)
+    engine = machine.engine(lag=gate.wait)
     sharing = engine.worker._worker._sharing
 
     def at_once(rank: Any, step: int, parts: Any) -> None:
         rank.ring(0 if hook == "let_load" else 1, step)
 
     monkeypatch.setattr(sharing, hook, at_once)
+    engine.add("first", prompt(100, seed=3))
+    if hook == "let_store":
+        gate.shut()
+        step_until(engine, lambda: client(engine).status.counters.stores, "the store begins")
+        wait_stored(engine)  # while what is stored is still to be computed
+        gate.open()
+    engine.run()
+    wait_stored(engine)
+    engine.forget()
+    engine.add("second", prompt(100, seed=3))
+    if hook == "let_load":
+        gate.shut()
+        step_until(engine, lambda: client(engine).status.counters.loads, "the load begins")
+        wait_stored(engine)  # while its blocks are still to be zeroed
+        gate.open()
     with pytest.raises(WrongKV):
-        store_forget_load(engine)
+        engine.run()
 
 
 def test_a_killed_daemon_is_found_again(machine: Machine) -> None:
@@ -184,7 +211,7 @@ def test_a_killed_daemon_is_found_again(machine: Machine) -> None:
     engine.run()
     wait_stored(engine)
     machine.host.restart()
-    wait_ready(engine)
+    wait_ready(engine, machine.host)
     engine.forget()
     engine.add("after", prompt(100))
     engine.run()
@@ -353,6 +380,7 @@ def test_what_was_loaded_into_memory_that_is_gone_is_computed(machine: Machine, 
     engine.forget()
     engine.add("loading", prompt(100))
     rank = engine.worker._worker
+    machine.host.freeze_workers()  # it must not land before it is seen
 
     def loads() -> list[Any]:
         engine.step()
@@ -360,6 +388,7 @@ def test_what_was_loaded_into_memory_that_is_gone_is_computed(machine: Machine, 
 
     until(loads, "a load is under way")
     [load] = rank._loads
+    machine.host.thaw()
     until(lambda: load.left[0].state() is PartState.DONE, "it has landed")
     machine.gpu.synchronize()
     engine.worker.unregister_kv_caches()
@@ -402,13 +431,14 @@ def test_an_engine_wakes_up_even_if_the_daemon_slept_too(
     engine.add("before", prompt(100))
     engine.run()
     wait_stored(engine)
+    epoch = client(engine).status.epoch
     machine.host.freeze(workers=True)
     engine.worker.unregister_kv_caches()
     assert len(told("still held")) == 1
     engine.worker.restore_kv_caches()
     machine.host.thaw()
-    rank = engine.worker._worker
-    until(lambda: rank.link.client is not None and rank.link.client.ready, "the worker is attached anew")
+    # The worker's new client may be welcome in the epoch that ends because of its old one.
+    until(lambda: client(engine).status.epoch not in (None, epoch), "the engine is attached anew")
     wait_ready(engine)
     engine.forget()
     engine.add("awake", prompt(100))

@@ -37,7 +37,7 @@ class Machine:
 
     def options(self, connector: str) -> EngineOptions:
         """Prefills are chunked."""
-        config: dict[str, Any] = kv_transfer_config(self.host.socket, load_start_deadline_s=1.0)
+        config: dict[str, Any] = kv_transfer_config(self.host.socket, load_start_deadline_s=60.0)
         config |= {"kv_connector": connector, "kv_connector_module_path": "tests.vllm.fake_gpu_connector"}
         return EngineOptions(
             self.model,
@@ -76,6 +76,7 @@ def first_life(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Fi
     engine = Engine.start(machine.options("FakeGpuConnector"), tmp_path_factory.mktemp("first") / "log")
     try:
         rig = Rig(machine.host, engine)
+        rig.patient()
         rig.wait_ready()
         assert [found.exporter_pid for found in machine.fake.open_imports()] == [engine.pid]
         cold = rig.generate(prompt(STORY_TOKENS))

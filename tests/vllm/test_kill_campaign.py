@@ -18,7 +18,8 @@ from tests.vllm.rig import Rig, kv_transfer_config, prompt, same
 KILLS = 10 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 RELEASE_S = 1.0
-SLACK = 5
+SLACK = 10
+"""On a busy machine; still far from the silence after which a session ends anyway."""
 PROMPTS = 4
 TOKENS = 600
 HELD = ("kvtier_sessions", "kvtier_leases", "kvtier_client_mapped_bytes", "kvtier_transfers_active")
@@ -65,7 +66,8 @@ def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
             rig = Rig(host, engine)
             rig.wait_ready()
             stored = host.status().counters.stored_blocks
-            engine.send("generate", prompts=mine, max_tokens=100, logprobs=1, engine_timeout_s=60)
+            # Long outputs: it still stores when a busy machine lets us look.
+            engine.send("generate", prompts=mine, max_tokens=1_400, logprobs=1, engine_timeout_s=60)
             until(
                 lambda stored=stored: (
                     host.status().counters.stored_blocks > stored and host.status().transfers_active > 0
@@ -85,6 +87,7 @@ def test_engines_killed_while_they_store_leave_whole_blocks_and_nothing_else(
     hits = 0
     with Engine.start(options, tmp_path / "heir.log") as heir:
         rig = Rig(host, heir)
+        rig.patient()
         rig.wait_ready()
         for tokens in prompts:
             restored = heir.generate([tokens], max_tokens=16)[0]

@@ -47,11 +47,12 @@ def latents() -> Any:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_latents_are_stored_once_and_loaded_by_every_rank(
-    host: DaemonHost, model: Any, monkeypatch: pytest.MonkeyPatch, ranks: int
+    host: DaemonHost, model: Any, patience: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr("kvtier_vllm.connector.ATTACH_WAIT_S", 0.0)  # a rank alone is never ready
-    transfer = kv_transfer_config(host.socket, salt=f"latents {ranks}", lookup_budget_ms=1_000)
+    options = patience | {"salt": f"latents {ranks}", "lookup_budget_ms": 1_000}
+    transfer = kv_transfer_config(host.socket, **options)
     engine = ContextEngine(context_config(model, transfer, ranks=ranks, spread=1), BLOCKS, latents())
     try:
         wait_ready(engine)

@@ -19,7 +19,7 @@ from kvtier_vllm.sharing import Landing
 
 from tests.support.fake_cuda import FakeCuda
 from tests.support.process import until
-from tests.vllm.fake_gpu import FakeEngineGpu, alloc
+from tests.vllm.fake_gpu import FakeEngineGpu, Gate, alloc
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu]
 
@@ -63,6 +63,7 @@ class Bench:
         self.mirror = np.frombuffer(self.mapping, np.uint8).reshape(BLOCKS, PAGE)
         """As the daemon maps it."""
         self.tickets = 0
+        self.gate = Gate(fake, self.gpu)
 
     def part(self, direction: Any, *block_ids: int) -> Part:
         self.tickets += 1
@@ -84,6 +85,11 @@ class Bench:
     def lag(self) -> None:
         self.fake.delay(self.gpu.stream(), LAG_S)
 
+    def busy(self) -> None:
+        """The stream has something to do, until `gate` is opened."""
+        self.gate.shut()
+        self.gate.wait(self.gpu.stream())
+
     def wait_rung(self, *expected: tuple[int, int]) -> None:
         until(lambda: len(self.daemon.rung) >= len(expected), f"{expected} have rung")
         assert self.daemon.rung == list(expected)
@@ -99,6 +105,7 @@ def bench(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Benc
         monkeypatch.setenv(name, value)
     bench = Bench(fake_cuda)
     yield bench
+    bench.gate.open()
     assert bench.sharing.close(10)
     del bench.mirror
     bench.mapping.close()
@@ -106,10 +113,11 @@ def bench(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Benc
 
 def test_a_store_starts_when_its_blocks_are_computed_and_in_the_mirror(bench: Bench) -> None:
     store = bench.part("store", 1, 3)
-    bench.lag()
+    bench.busy()
     bench.let_store(7, store)
     assert bench.daemon.rung == []
     bench.device[1], bench.device[3] = 11, 33  # what the stream was busy with
+    bench.gate.open()
     bench.wait_rung((STORE, 7))
     assert (bench.mirror[1] == 11).all()
     assert (bench.mirror[3] == 33).all()
@@ -118,13 +126,14 @@ def test_a_store_starts_when_its_blocks_are_computed_and_in_the_mirror(bench: Be
 
 def test_a_load_reaches_the_engine_when_it_no_longer_writes_the_blocks(bench: Bench) -> None:
     load = bench.part("load", 2)
-    bench.lag()
+    bench.busy()
     bench.let_load(5, load)
     bench.wait_rung((LOAD, 5))  # the mirror is nobody's but the daemon's
     bench.mirror[2] = 22
     bench.end(load)
     assert bench.sharing.landing(load) is Landing.PENDING
     bench.device[2] = 99  # what the stream was busy with
+    bench.gate.open()
     assert bench.wait_landed(load) is Landing.DONE
     assert (bench.device[2] == 22).all()
 

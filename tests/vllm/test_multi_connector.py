@@ -60,14 +60,18 @@ class TwoConnectors(MiniEngine):
 
 @pytest.fixture(params=["peer first", "kvtier first"])
 def both(
-    request: pytest.FixtureRequest, host: DaemonHost, model: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    host: DaemonHost,
+    model: Path,
+    patience: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., TwoConnectors]]:
     """Makes engines with two connectors, in either order."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made: list[TwoConnectors] = []
 
     def engine(salt: str) -> TwoConnectors:
-        ours = kv_transfer_config(host.socket, salt=salt)
+        ours = kv_transfer_config(host.socket, salt=salt, **patience)
         children = [PEER, ours] if request.param == "peer first" else [ours, PEER]
         config = {
             "kv_connector": "MultiConnector",

@@ -15,6 +15,7 @@ from tests.vllm.conftest import QUICK
 from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import (
     BLOCK,
+    PATIENT_S,
     Rig,
     flip_a_byte_of_every_block,
     full_blocks,
@@ -36,7 +37,7 @@ def start_parallel(model: Path, host: DaemonHost, folder: Path, split: str = "te
     `more`: arguments of vLLM's."""
     options = EngineOptions(
         model,
-        kv_transfer_config=kv_transfer_config(host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000),
+        kv_transfer_config=kv_transfer_config(host.socket, lookup_budget_ms=1000),
         max_num_batched_tokens=256,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         extra=more | {f"{split}_parallel_size": RANKS, "distributed_executor_backend": "mp"},
@@ -186,7 +187,9 @@ def test_a_front_an_engine_core_and_a_worker_in_three_processes(
     """Nothing of the connector is in reach here: what happened is seen from the daemon."""
     options = EngineOptions(
         model,
-        kv_transfer_config=kv_transfer_config(host.socket, load_start_deadline_s=5.0, lookup_budget_ms=1000),
+        kv_transfer_config=kv_transfer_config(
+            host.socket, load_start_deadline_s=PATIENT_S, lookup_budget_ms=1000
+        ),
         max_num_batched_tokens=256,
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
         extra={"distributed_executor_backend": "mp"},
@@ -201,7 +204,13 @@ def test_a_front_an_engine_core_and_a_worker_in_three_processes(
         engine.generate([tokens])
         hit = engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
         assert hit.num_cached_tokens == full_blocks(777)
-        until(lambda: host.status().counters.stored_blocks >= 777 // BLOCK, "all blocks are stored")
+
+        def stored() -> bool:
+            """What it could not store because its daemon was silent, it stores when it has it again."""
+            engine.generate([tokens], max_tokens=1)
+            return host.status().counters.stored_blocks >= 777 // BLOCK
+
+        until(stored, "all blocks are stored")
         restored = regained(engine, tokens)
         assert restored.num_cached_tokens == full_blocks(777)
         assert same(restored, hit)

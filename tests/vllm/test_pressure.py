@@ -76,6 +76,7 @@ def answer_without_daemon(lonely: Rig) -> list[int]:
 @pytest.fixture
 def rig(lonely: Rig, answer_without_daemon: list[int], monkeypatch: pytest.MonkeyPatch) -> Rig:
     """The engine, and its daemon."""
+    lonely.patient()
     if not lonely.look("client.ready"):
         monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:20")
         lonely.host.start()

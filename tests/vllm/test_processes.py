@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,12 +22,22 @@ from tests.vllm.rig import BLOCK, Rig, prompt
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def copies_mapped(host: DaemonHost) -> int:
-    """Mappings of engines' KV caches in the daemon's copy workers."""
-    return sum(
-        Path(f"/proc/{worker.pid}/maps").read_text().count("memfd:kvtier-kv")
-        for worker in host.status().workers
-    )
+def caches_of(pid: int) -> set[str]:
+    """KV caches of engines that a process maps: their inodes."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a worker that has ended meanwhile
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {line.split()[4] for line in lines if "memfd:kvtier-kv" in line}
+    return set()
+
+
+def mapped(host: DaemonHost) -> set[str]:
+    """Those that the daemon's copy workers map."""
+    return set().union(*(caches_of(worker.pid) for worker in host.status().workers))
+
+
+def attached(host: DaemonHost) -> set[int]:
+    """Processes of engines."""
+    return {session.pid for instance in host.status().instances for session in instance.sessions}
 
 
 @pytest.mark.parametrize("moment", ["while it starts", "while it computes", "idle"])
@@ -38,16 +49,15 @@ def test_a_killed_engine_leaves_nothing_behind(
     proved: Callable[[str], None],
     count: Counter[str],
 ) -> None:
-    sessions, mapped = len(session_host.status().instances), copies_mapped(session_host)
     engine = Engine.launch(options, tmp_path / "log")
     try:
         if moment == "while it starts":
-            until(lambda: len(session_host.status().instances) > sessions, "the engine attaches")
+            until(lambda: engine.pid in attached(session_host), "the engine attaches")
         else:
             engine.wait_ready()
             rig = Rig(session_host, engine)
             rig.wait_ready()
-            assert copies_mapped(session_host) > mapped
+            assert caches_of(engine.pid) & mapped(session_host)
         if moment == "while it computes":
             stored = session_host.status().counters.stored_blocks
             engine.send(
@@ -58,12 +68,15 @@ def test_a_killed_engine_leaves_nothing_behind(
                 engine_timeout_s=60,
             )
             until(lambda: session_host.status().counters.stored_blocks > stored, "blocks are stored")
+        os.killpg(engine.pid, signal.SIGSTOP)  # it shares no more than this
+        memory = caches_of(engine.pid)
     finally:
         engine.kill()
     count["engine_kills"] += 1
     killed_s = time.monotonic()
     until(
-        lambda: len(session_host.status().instances) == sessions and copies_mapped(session_host) == mapped,
+        # Of this engine alone: others may come and go, as those of the tests before.
+        lambda: engine.pid not in attached(session_host) and not memory & mapped(session_host),
         "sessions and mappings of the killed engine are gone",
     )
     took_s = time.monotonic() - killed_s

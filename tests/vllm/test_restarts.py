@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mar
 REQUESTS = 4
 PROMPT_TOKENS = 600
 OUTPUT_TOKENS = 40
-STEP_S = 5.0
-"""Far above any budget of a step, far below what waiting for a stopped daemon would take."""
+STEP_S = 20.0
+"""Far above any budget of a step and what a busy machine adds to it, far below what waiting for a stopped
+daemon would take."""
 ALL_FREE = {"requests": {}, "free_blocks": 255}
 
 
@@ -80,6 +81,7 @@ def test_no_step_waits_for_a_stopped_daemon(rig: Rig, count: Counter[str]) -> No
     known = prompt(12 * BLOCK + 1, seed=92)
     hit = rig.compute_and_hit(known)
     rig.forget()
+    rig.patient(False)
     rig.host.freeze(workers=True)
     count["daemon_stops"] += 1
     prompts = [known, *(prompt(PROMPT_TOKENS, seed=420 + n) for n in range(REQUESTS))]
@@ -96,6 +98,7 @@ def test_no_step_waits_for_a_stopped_daemon(rig: Rig, count: Counter[str]) -> No
     assert slowest_s < STEP_S
     assert rig.engine.drain() == ALL_FREE
     rig.host.thaw()
+    rig.patient()
     rig.wait_ready()
     rig.forget()
     assert same(rig.generate(known), hit)

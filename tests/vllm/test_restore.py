@@ -43,8 +43,10 @@ def test_the_part_an_engine_still_has_is_not_loaded(rig: Rig) -> None:
     hit = rig.compute_and_hit(tokens)
     rig.forget()
     rig.generate(tokens[: 8 * BLOCK + 1])
+    rig.wait_stored()  # the daemon has counted the load: the engine goes on before
     before = rig.host.status().counters.loaded_blocks
     restored = rig.generate(tokens)
+    rig.wait_stored()
     assert rig.host.status().counters.loaded_blocks - before == 12
     assert restored.num_cached_tokens == 20 * BLOCK
     assert same(restored, hit)

@@ -174,6 +174,7 @@ def test_no_token_of_any_request_is_ever_another(
     with Engine.start(bare, tmp_path / "plain") as plain:
         expected = [one.tokens for one in plain.generate(prompts(), max_tokens=OUTPUT_TOKENS)]
     rig = start_rig(host, options, tmp_path / "log")
+    rig.patient(False)
     with rig.engine:
         rounds = Rounds(rig, expected, random.Random(SEED), count)
         for number in range(1, ROUNDS + 1):

@@ -45,14 +45,15 @@ def host() -> Iterator[DaemonHost]:
 
 @pytest.fixture
 def make(
-    host: DaemonHost, model: Path, monkeypatch: pytest.MonkeyPatch
+    host: DaemonHost, model: Path, patience: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., MiniEngine]]:
     """Makes engines, attached to the daemon, each in a namespace of its own unless `salt` says otherwise."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made: list[MiniEngine] = []
 
     def engine(salt: str | None = None, changes: dict[str, Any] | None = None, **extra: object) -> MiniEngine:
-        config = kv_transfer_config(host.socket, salt=salt or f"engine {id(made)}/{len(made)}", **extra)
+        options = patience | {"salt": salt or f"engine {id(made)}/{len(made)}"} | extra
+        config = kv_transfer_config(host.socket, **options)
         made.append(MiniEngine(engine_config(model, config, **changes or {}), BLOCKS))
         wait_ready(made[-1])
         return made[-1]
@@ -67,8 +68,16 @@ def client(engine: MiniEngine) -> Any:
     return engine.connector._scheduler.link.client
 
 
-def wait_ready(engine: MiniEngine) -> None:
-    until(lambda: client(engine) is not None and client(engine).ready, "the engine is attached")
+def wait_ready(engine: MiniEngine, host: DaemonHost | None = None) -> None:
+    """`host`: to the daemon that runs now; after a restart it may take a while until the end of the one
+    before is noticed."""
+    nonce = None if host is None else host.status().boot_nonce
+
+    def attached() -> bool:
+        one = client(engine)
+        return one is not None and one.ready and nonce in (None, one.status.boot_nonce)
+
+    until(attached, "the engine is attached")
 
 
 def step_until(engine: MiniEngine, condition: Callable[[], bool], what: str) -> None:

@@ -53,6 +53,11 @@ def host(socket_dir: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> It
     host.stop()
 
 
+def nothing_left(host: DaemonHost) -> bool:
+    left = host.status()
+    return (left.leases, left.transfers_active, left.blocks.writing) == (0, 0, 0)
+
+
 def present(host: DaemonHost) -> int:
     return len(host.status().instances)
 
@@ -87,15 +92,23 @@ def in_another_epoch(rig: Rig, epoch: int) -> bool:
 
 def load(witness: PlainEngine, hashes: list[bytes], count: Counter[str]) -> None:
     into = list(range(len(hashes)))
-    found = witness.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
-    assert found.hits == len(hashes)
-    witness.wipe(into)
-    assert witness.client.load(found, into).wait(DEADLINE_S).done
+
+    def loaded() -> bool:
+        """On a busy machine a witness takes the daemon for silent, and loses its short leases."""
+        found = witness.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+        if not found.answered or found.lease is None:
+            return False
+        assert found.hits == len(hashes)
+        witness.wipe(into)
+        return witness.client.load(found, into).wait(DEADLINE_S).done
+
+    until(loaded, "the witness has its blocks back")
     compare(witness.read(into), hashes, count)
 
 
 def serve(rig: Rig, witness: PlainEngine, plain: Engine, count: Counter[str]) -> None:
     engine, host = rig.engine, rig.host
+    rig.patient()
     rig.wait_ready()
     witness.wait_ready()
     own = hashes_of("witness", WITNESS_BLOCKS)
@@ -118,8 +131,8 @@ def serve(rig: Rig, witness: PlainEngine, plain: Engine, count: Counter[str]) ->
         while present(host) > 1:
             load(witness, own, count)
             assert time.monotonic() < deadline_s, "the stopped engine is still attached"
-        left = host.status()
-        assert (left.leases, left.transfers_active, left.blocks.writing) == (0, 0, 0)
+        # The witness knows that its load is done before the daemon has counted it.
+        until(partial(nothing_left, host), "no lease, no transfer, no half block")
         os.killpg(engine.pid, signal.SIGCONT)
 
         answers = engine.call("finish", requests=requests, engine_timeout_s=60)["results"]

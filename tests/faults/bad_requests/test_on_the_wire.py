@@ -68,15 +68,15 @@ class Bystander:
         self._known = hashes_of("bystander", BLOCKS)
         engine.wait_ready()
         engine.fill(list(range(BLOCKS)), self._known)
-        assert engine.client.store(self._known, range(BLOCKS)).wait(DEADLINE_S).done
+        assert engine.store(self._known, range(BLOCKS)).wait(DEADLINE_S).done
 
     def check(self) -> None:
         engine, into = self._engine, list(range(BLOCKS))
-        found = engine.client.lookup(self._known, lease=True, timeout_s=DEADLINE_S)
+        found = engine.lookup(self._known, lease=True)
         self._count["lost_blocks"] += BLOCKS - found.hits
         assert found.hits == BLOCKS
         engine.wipe(into)
-        assert engine.client.load(found, into).wait(DEADLINE_S).done
+        assert engine.load(found, into).wait(DEADLINE_S).done
         compare(engine.read(into), self._known, self._count)
 
 

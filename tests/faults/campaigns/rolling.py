@@ -14,7 +14,7 @@ from kvtier import Transfer
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
-from tests.support.process import DEADLINE_S, Daemon
+from tests.support.process import DEADLINE_S, Daemon, until
 
 LOOPERS = 2
 BATCH = 16
@@ -93,13 +93,18 @@ class Looper:
         """Every block of them is found and right. Only while it does not run."""
         into = list(range(BATCH))
         for hashes in batches:
-            found = self._engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+            found = self._engine.lookup(hashes, lease=True)
             self._count["lost_blocks"] += BATCH - found.hits
             assert found.hits == BATCH, f"{BATCH - found.hits} blocks seen DONE are lost"
             self._engine.wipe(into)
-            outcome = self._engine.client.load(found, into).wait(DEADLINE_S)
+            outcome = self._engine.load(found, into).wait(DEADLINE_S)
             assert outcome.done, outcome
             compare(self._engine.read(into), hashes, self._count)
+
+    @property
+    def has_loaded(self) -> bool:
+        """Or has failed, which is told elsewhere."""
+        return self.outcomes["load done"] > 0 or self.error is not None
 
     def wait_ready(self) -> None:
         self._engine.wait_ready()
@@ -155,6 +160,7 @@ def restart_again_and_again(
                 looper.wait_ready()
                 looper.stores_left = STORES_PER_LIFE
             assert [looper.error for looper in loopers] == [None] * LOOPERS
+        until(lambda: any(looper.has_loaded for looper in loopers), "one of them has loaded")
     finally:
         for looper in loopers:
             looper.stop()

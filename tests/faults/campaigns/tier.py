@@ -91,6 +91,11 @@ def on_disks(daemon: Daemon) -> int:
     return sum(disk.blocks for disk in daemon.status().disks)
 
 
+def being_written(daemon: Daemon) -> int:
+    """Bytes on their way to a disk."""
+    return sum(disk.writing_bytes for disk in daemon.status().disks)
+
+
 def signal_if_there(pid: int, number: signal.Signals) -> bool:
     try:
         os.kill(pid, number)
@@ -120,8 +125,12 @@ class Owner:
         hashes = self.next_batch()
         before = on_disks(daemon)
         self.engine.fill(list(range(BATCH)), hashes)
-        assert self.engine.client.store(hashes, range(BATCH)).wait(DEADLINE_S).done
-        until(lambda: on_disks(daemon) >= before + BATCH, "the batch is on the disks")
+        assert self.engine.store(hashes, range(BATCH)).wait(DEADLINE_S).done
+        # What is on its way there may be somebody else's as well.
+        until(
+            lambda: on_disks(daemon) >= before + BATCH and not being_written(daemon),
+            "the batch is on the disks",
+        )
         self.settled.append(hashes)
         return hashes
 
@@ -130,7 +139,7 @@ class Owner:
         as that takes."""
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
-            found = self.engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+            found = self.engine.lookup(hashes, lease=True)
             if found.hits == len(hashes) or not complete:
                 break
             found.release()

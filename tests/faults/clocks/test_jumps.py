@@ -61,9 +61,9 @@ class Keeper:
         hashes = hashes_of(f"turn-{self._turns}", BATCH)
         first, second = list(range(BATCH)), list(range(BATCH, 2 * BATCH))
         engine.fill(first, hashes)
-        assert client.store(hashes, first).wait(DEADLINE_S).done
+        assert engine.store(hashes, first).wait(DEADLINE_S).done
         self._known.append(hashes)
-        held = client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+        held = engine.lookup(hashes, lease=True)
         assert held.lease is not None
         waiting = hashes_of(f"waiting-{self._turns}", BATCH)
         engine.fill(second, waiting)
@@ -83,7 +83,7 @@ class Keeper:
     def load(self, held: Lookup, hashes: list[bytes]) -> None:
         into = list(range(2 * BATCH, 2 * BATCH + held.hits))
         self.engine.wipe(into)
-        outcome = self.engine.client.load(held, into).wait(DEADLINE_S)
+        outcome = self.engine.load(held, into).wait(DEADLINE_S)
         assert outcome.done, f"a lease that was kept is worth nothing: {outcome}"
         compare(self.engine.read(into), hashes[: held.hits], self._count)
 
@@ -91,7 +91,7 @@ class Keeper:
         """Every block that it has seen DONE."""
         self.engine.wait_ready()
         for hashes in self._known:
-            held = self.engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+            held = self.engine.lookup(hashes, lease=True)
             self._count["lost_blocks"] += len(hashes) - held.hits
             assert held.hits == len(hashes)
             self.load(held, hashes)
@@ -143,7 +143,7 @@ def test_jumping_clocks_end_nothing_that_is_kept_and_lose_nothing_over_a_kill(
                 assert daemon.status().pool.start == "warm"
         keeper.check()
         # What is not kept ends all the same.
-        held = engine.client.lookup(hashes_of("turn-1", BATCH), lease=True, timeout_s=DEADLINE_S)
+        held = engine.lookup(hashes_of("turn-1", BATCH), lease=True)
         assert held.lease is not None
     until(lambda: not daemon.status().instances, "its session has ended with it")
     assert daemon.status().counters.integrity_failures == 0
@@ -186,7 +186,7 @@ def test_a_daemon_stopped_for_longer_than_every_deadline_has_ended_nothing_when_
             one.over(lambda: None, gated=True)
             one.check()
         # It lives on as it should: who is silent now is ended in time.
-        held = engine.client.lookup(hashes_of("turn-1", BATCH), lease=True, timeout_s=DEADLINE_S)
+        held = engine.lookup(hashes_of("turn-1", BATCH), lease=True)
         assert held.lease is not None
         epoch = keeper.epoch
     until(lambda: not daemon.status().instances, "both are gone")

@@ -86,7 +86,7 @@ class Client:
         for _ in range(12):
             hashes = self._next()
             self._engine.fill(ids, hashes)
-            assert self._engine.client.store(hashes, ids).wait(DEADLINE_S).done
+            assert self._engine.store(hashes, ids).wait(DEADLINE_S).done
             self._done.append(hashes)
         hashes = self._next()
         self._engine.fill(ids, hashes)
@@ -104,16 +104,16 @@ class Client:
         self._engine.wait_ready()
         into = list(range(BATCH, 2 * BATCH))
         for hashes in self._done:
-            found = self._engine.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+            found = self._engine.lookup(hashes, lease=True)
             self._count["lost_blocks"] += BATCH - found.hits
             assert found.hits == BATCH, "blocks are lost from one clock to another"
             self._engine.wipe(into)
-            assert self._engine.client.load(found, into).wait(DEADLINE_S).done
+            assert self._engine.load(found, into).wait(DEADLINE_S).done
             compare(self._engine.read(into), hashes, self._count)
 
     def keep_a_lease(self, daemon: Daemon) -> None:
         """It lasts as long as heartbeats come, and no longer."""
-        found = self._engine.client.lookup(self._done[0], lease=True, timeout_s=DEADLINE_S)
+        found = self._engine.lookup(self._done[0], lease=True)
         assert found.hits == BATCH
         time.sleep(5)
         assert daemon.status().leases == 1

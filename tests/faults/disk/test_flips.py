@@ -139,7 +139,7 @@ def test_every_block_spoilt_on_a_disk_is_refused(proved: Callable[[str], None], 
                     assert owner.load(sound, complete=True) == len(sound)
                 again = sorted(chosen)[:BATCH]  # stored anew, elsewhere, they are what they were
                 engine.fill(list(range(len(again))), again)
-                assert engine.client.store(again, range(len(again))).wait(DEADLINE_S).done
+                assert engine.store(again, range(len(again))).wait(DEADLINE_S).done
                 assert owner.load(again, complete=True) == len(again)
                 assert disks_live(daemon)
         assert daemon.stop() == 0
@@ -172,7 +172,7 @@ def test_a_slab_cut_short_under_a_running_daemon_costs_what_it_held(count: Count
                     owner.load(hashes, complete=False)  # right or not there: `compare` says so
             mine = owner.next_batch()
             engine.fill(list(range(BATCH)), mine)
-            assert engine.client.store(mine, range(BATCH)).wait(DEADLINE_S).done, "the host serves on"
+            assert engine.store(mine, range(BATCH)).wait(DEADLINE_S).done, "the host serves on"
             owner.load(mine, complete=False)
             daemon.kill()
             daemon = tier.start_tier()

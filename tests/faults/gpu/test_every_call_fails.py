@@ -313,7 +313,7 @@ def test_while_an_engine_is_served(rig: Rig, proved: Callable[[str], None]) -> N
     )
 
 
-@pytest.mark.parametrize("rig", [{"daemon": {"workers__copy_deadline_s": 2}}], indirect=True)
+@pytest.mark.parametrize("rig", [{"daemon": {"workers__copy_deadline_s": 4}}], indirect=True)
 def test_calls_that_never_return(rig: Rig, proved: Callable[[str], None]) -> None:
     _, counts = rig.find_calls(rig.devices[0])
     todo: list[Case] = [(Fault(function, 1, 0),) for function in sorted(counts)]
@@ -334,7 +334,7 @@ def test_several_at_once(rig: Rig) -> None:
     in_turns(rig.fails_perhaps, rig.devices, todo)
 
 
-@pytest.mark.parametrize("rig", [{"daemon": {"workers__gpu_idle_s": 0.5}}], indirect=True)
+@pytest.mark.parametrize("rig", [{"daemon": {"workers__gpu_idle_s": 3}}], indirect=True)
 def test_while_a_worker_starts(rig: Rig, proved: Callable[[str], None]) -> None:
     counts, _ = rig.find_calls(rig.devices[0])
     todo = cases(counts)

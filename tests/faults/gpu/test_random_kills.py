@@ -265,12 +265,12 @@ def check_last_stored(witness: PlainEngine, engine: Engine, count: Counter[str])
         return 0
     hashes = hashes_of(family_of(engine.number), BATCH, first=engine.last_stored * BATCH)
     witness.wait_ready()
-    found = witness.client.lookup(hashes, lease=True, timeout_s=DEADLINE_S)
+    found = witness.lookup(hashes, lease=True)
     count["lost_blocks"] += BATCH - found.hits
     assert found.hits == BATCH, f"blocks whose store was DONE are gone: {found}"
     into = list(range(BATCH))
     witness.wipe(into)
-    outcome = witness.client.load(found, into).wait(DEADLINE_S)
+    outcome = witness.load(found, into).wait(DEADLINE_S)
     assert outcome.done, outcome
     compare(witness.read(into), hashes, count)
     return BATCH

@@ -9,17 +9,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvtier import Namespace
+from kvtier import Namespace, session
 
 from tests.support.daemon import DaemonHost
 from tests.support.engine_gpu import EngineGpu
 from tests.support.fake_cuda import FakeCuda
 from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.plain_client import NAMESPACE, PlainClient
+from tests.support.plain_client import NAMESPACE, READY_S, PlainClient
 
 Connect = Callable[..., PlainClient]
 MakeGpu = Callable[..., EngineGpu]
 HEARTBEAT = {"server__heartbeat_interval_s": "0.2"}
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients take a daemon on a busy machine for slow, and not for dead. After a second of silence, which is
+    nothing unusual there, they would refuse stores, loads and lookups by themselves. Tests of that silence
+    set it back."""
+    monkeypatch.setattr(session, "SILENCE_S", READY_S)
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,7 @@ def test_what_all_ranks_hold_is_stored_once_and_survives_as_that(
     store(first)
     assert host.status().counters.stored_bytes == 10 * BLOCK_BYTES, "and not once for each rank"
     host.kill9()
+    until(lambda: not second.scheduler.ready, "its scheduler has noticed")
     host.start()
     second.ready()
     with second.scheduler.lookup(HASHES, lease=True, timeout_s=READY_S) as hit:
@@ -232,7 +233,7 @@ def test_the_death_of_one_rank_ends_the_epoch_and_the_engine_comes_back_without_
     outcome = transfer.wait(TRANSFER_S)
     assert outcome.state in (TransferState.FAILED, TransferState.CANCELLED)
     until(lambda: engine.ranks[0].epoch not in (None, old), "the other rank has attached again")
-    assert engine.scheduler.status.state is not ClientState.READY
+    until(lambda: engine.scheduler.status.state is not ClientState.READY, "so has the scheduler")
     assert engine.ranks[0].part_state(transfer.part).over
     assert engine.ranks[0].revoke(transfer.part).over
     engine.ranks[1] = engine.rank(1)

@@ -3,6 +3,7 @@ byte of every load is checked, and so is that nothing else was touched."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -140,7 +141,8 @@ class Engine:
     def kill_worker(self) -> None:
         for worker in self.host.status().workers:
             if worker.device != "cpu" and worker.state == "live":
-                os.kill(worker.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # killed before, and gone since it was named
+                    os.kill(worker.pid, signal.SIGKILL)
 
     def run(self, rounds: int) -> None:
         actions: list[Callable[[], None]] = [self.store, self.load, self.sleep, self.disturb]

@@ -12,7 +12,7 @@ import pytest
 from kvtier import HIT, MISS, Client, Group, GroupKind, GroupQuery, KvtierError, Namespace, Plane, Reason
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.plain_client import BLOCK_BYTES, NAMESPACE, Cache, block_hashes, content
+from tests.support.plain_client import BLOCK_BYTES, NAMESPACE, READY_S, Cache, block_hashes, content
 
 BLOCKS = 32
 WINDOW = 2
@@ -75,7 +75,7 @@ def test_each_group_is_loaded_under_its_own_lease(engine: Engine) -> None:
     engine.store(0, PREFIX, 0)
     engine.store(1, PREFIX[2:5], 8)
     client = engine.client
-    found = client.lookup_groups(PREFIX, BOTH, lease=True)
+    found = client.lookup_groups(PREFIX, BOTH, lease=True, timeout_s=READY_S)
     assert [group.hits for group in found.groups] == [5, 5]
     assert [list(group.states) for group in found.groups] == [[HIT] * 5, [MISS] * 3 + [HIT] * 2]
     assert [(lease.first, lease.blocks) for lease in found.leases] == [(0, 5), (3, 2)]
@@ -95,7 +95,7 @@ def test_each_group_is_loaded_under_its_own_lease(engine: Engine) -> None:
 def test_leases_that_are_not_loaded_are_given_back_together(shared_host: DaemonHost, engine: Engine) -> None:
     engine.store(0, PREFIX, 0)
     engine.store(1, PREFIX, 8)
-    with engine.client.lookup_groups(PREFIX, BOTH, lease=True) as found:
+    with engine.client.lookup_groups(PREFIX, BOTH, lease=True, timeout_s=READY_S) as found:
         assert shared_host.status().leases == len(found.leases) == 2
     until(lambda: shared_host.status().leases == 0, "both are given back")
     call = engine.client.start_lookup_groups(PREFIX, BOTH, lease=True)
@@ -107,12 +107,14 @@ def test_coarser_blocks_go_by_the_last_hash_of_theirs(shared_host: DaemonHost, e
     engine.store(0, PREFIX, 0)
     engine.store(1, [PREFIX[1], PREFIX[3]], 8)
     # Not this engine's true geometry: the hashes alone are looked at.
-    answer = engine.client.lookup_groups(PREFIX, [GroupQuery(1, window_blocks=1, hash_stride=2)])
+    answer = engine.client.lookup_groups(
+        PREFIX, [GroupQuery(1, window_blocks=1, hash_stride=2)], timeout_s=READY_S
+    )
     assert [group.hits for group in answer.groups] == [2]
     before = shared_host.status().counters
     engine.client.start_prefetch_groups(PREFIX, BOTH).wait(60)
     engine.client.touch_groups(PREFIX, BOTH)
-    assert engine.client.lookup_groups(PREFIX, [FULL]).groups[0].hits == 6
+    assert engine.client.lookup_groups(PREFIX, [FULL], timeout_s=READY_S).groups[0].hits == 6
     assert shared_host.status().counters.lookups == before.lookups + 1
 
 
@@ -124,7 +126,7 @@ async def test_the_async_client_asks_together_too(shared_host: DaemonHost, names
         engine.client.close()
         async with kvtier.aio.Client(**engine.options) as client:
             assert await client.wait_ready(60)
-            found = await client.lookup_groups(PREFIX, BOTH, lease=True)
+            found = await client.lookup_groups(PREFIX, BOTH, lease=True, timeout_s=READY_S)
             assert [lease.blocks for lease in found.leases] == [6, 2]
             outcome = await client.load(found.groups[1], [30, 31], group=1).wait(60)
             assert outcome.done

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kvtier import ClientState, Doorbell, PartState, Reason, TransferState
+from kvtier import ClientState, Doorbell, PartState, Reason, TransferState, session
+from kvtier.session import SILENCE_S
 
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until
-from tests.support.plain_client import block_hashes
+from tests.support.plain_client import PlainClient, block_hashes
 
 pytestmark = pytest.mark.faults
 HASHES = block_hashes("sequence", range(20))
@@ -27,6 +28,12 @@ BUDGET_S = 0.5
 @pytest.fixture
 def connect(idle_host: DaemonHost, connect_to: Connect) -> Connect:
     return partial(connect_to, idle_host)
+
+
+def kill9(host: DaemonHost, plain: PlainClient) -> None:
+    """Returns when the client has noticed: its next `ready` is that of another session then."""
+    host.kill9()
+    until(lambda: not plain.client.ready, "the client has noticed")
 
 
 def test_without_a_daemon_everything_misses_at_once_and_closing_is_quick(connect: Connect) -> None:
@@ -58,6 +65,7 @@ def test_after_kill_nine_and_restart_the_client_attaches_again_and_hits(
         host.kill9()
         answer = plain.client.lookup(HASHES, timeout_s=BUDGET_S)
         assert not answer.answered
+        until(lambda: plain.client.epoch is None, "the client has noticed")
         host.start()
         plain.ready()
         assert plain.load(HASHES) == 20
@@ -88,7 +96,8 @@ def test_doorbells_that_rang_before_a_restart_still_count_after_it(
 ) -> None:
     plain = connect()
     plain.client.ring(2, 7)
-    host.restart()
+    kill9(host, plain)
+    host.start()
     plain.ready()
     assert plain.client.store(HASHES, range(20), doorbell=Doorbell(2, 7)).wait(60).done
 
@@ -101,7 +110,7 @@ def test_transfers_under_way_when_the_daemon_dies_end_fenced(host: DaemonHost, c
         ]
         if boot % 2:
             until(lambda: transfers[0].results is not None, "the first was accepted")  # noqa: B023
-        host.kill9()
+        kill9(host, plain)
         for transfer in transfers:
             outcome = transfer.wait(60)
             assert outcome.state is not TransferState.ACTIVE
@@ -117,6 +126,7 @@ def test_a_stopped_daemon_costs_one_budget_and_is_used_again_when_it_goes_on(
 ) -> None:
     plain = connect()
     assert plain.store(HASHES).done
+    assert plain.known_run(HASHES) == 20, "nothing waits for the daemon that would give it up after a while"
     epoch = plain.client.epoch
     host.freeze()
     started_s = time.monotonic()
@@ -134,9 +144,11 @@ def test_a_stopped_daemon_costs_one_budget_and_is_used_again_when_it_goes_on(
 
 
 def test_a_daemon_that_stops_while_nobody_asks_is_noticed_by_its_heartbeats(
-    host: DaemonHost, connect: Connect
+    host: DaemonHost, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session, "SILENCE_S", SILENCE_S)
     plain = connect()
+    assert plain.known_run(HASHES) == 0, "nothing waits for the daemon that would give it up after a while"
     host.freeze()
     until(lambda: plain.client.status.state is ClientState.UNRESPONSIVE, "the silence is noticed")
     assert "does not answer" in plain.client.status.why

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from kvtier import Doorbell, Lookup
+from kvtier_vllm import matching
 from kvtier_vllm.matching import STARTS_MAX, Matcher
 
 from tests.integration.client.conftest import Connect
@@ -10,6 +12,12 @@ from tests.support.daemon import DaemonHost, until
 from tests.support.plain_client import block_hashes
 
 REQUESTS = 5 * STARTS_MAX
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup that is given up is a miss for good: on a busy machine an answer takes longer than 0.2 s."""
+    monkeypatch.setattr(matching, "ANSWER_DEADLINE_S", 60.0)
 
 
 def test_a_burst_of_requests_begins_a_few_lookups_in_each_step(
@@ -26,8 +34,7 @@ def test_a_burst_of_requests_begins_a_few_lookups_in_each_step(
         for request in sorted(waiting):
             found = matcher.match(plain.client, request, stored, 0, len(stored))
             if found is not None:
-                # A very busy machine's daemon may be taken for silent, which is a miss.
-                assert found == len(stored) or plain.client.status.counters.lookups_unanswered
+                assert found == len(stored)
                 waiting.remove(request)
         assert matcher.counters.lookups - before <= STARTS_MAX
         matcher.next_step()

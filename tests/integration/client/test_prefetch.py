@@ -16,7 +16,7 @@ from kvtier.v1 import cache_pb2, types_pb2
 from tests.integration.client.conftest import Connect
 from tests.integration.daemon.raw import RawSession, Refused
 from tests.support.daemon import DaemonHost, until
-from tests.support.plain_client import Cache, block_hashes
+from tests.support.plain_client import READY_S, Cache, block_hashes
 
 PREFIX = block_hashes("prefetched", range(4))
 
@@ -38,16 +38,16 @@ def test_a_prefetch_tells_what_a_lookup_would_and_leases_nothing(
     storing = plain.client.store(PREFIX[2:3], [2], doorbell=Doorbell(0, 1))
     until(lambda: storing.results is not None, "the daemon has accepted it")
     before = shared_host.status().counters
-    answer = plain.client.prefetch(PREFIX)
+    answer = plain.client.prefetch(PREFIX, timeout_s=READY_S)
     assert (answer.answered, answer.hits, answer.states) == (True, 2, bytes([HIT, HIT, PENDING]))
     assert answer.pending
-    exact = plain.client.prefetch(PREFIX[::-1], mode=LookupMode.EXACT)
+    exact = plain.client.prefetch(PREFIX[::-1], mode=LookupMode.EXACT, timeout_s=READY_S)
     assert (exact.hits, exact.states) == (2, bytes([MISS, PENDING, HIT, HIT]))
     status = shared_host.status()
     assert (status.leases, status.counters.lookups) == (0, before.lookups)
     plain.client.ring(0, 1)
     assert storing.wait(30).done
-    assert not plain.client.prefetch(PREFIX[:3]).pending
+    assert not plain.client.prefetch(PREFIX[:3], timeout_s=READY_S).pending
 
 
 async def test_the_async_client_prefetches_too(shared_host: DaemonHost, namespace: Namespace) -> None:
@@ -63,7 +63,7 @@ async def test_the_async_client_prefetches_too(shared_host: DaemonHost, namespac
         ) as client:
             assert await client.wait_ready(60)
             assert (await client.store(PREFIX[:2], [0, 1]).wait(30)).done
-            answer = await client.prefetch(PREFIX)
+            answer = await client.prefetch(PREFIX, timeout_s=READY_S)
             assert (answer.hits, answer.lease) == (2, None)
             client.report_prefill_rate(15_000.0)
     finally:
@@ -115,4 +115,4 @@ def test_a_client_refuses_such_a_rate_itself(shared_host: DaemonHost, connect_to
         with pytest.raises(KvtierError) as refused:
             plain.client.report_prefill_rate(rate)
         assert (refused.value.reason, refused.value.field) == (Reason.MALFORMED, "prefill_tokens_per_s")
-    assert plain.client.prefetch(PREFIX).answered
+    assert plain.client.prefetch(PREFIX, timeout_s=READY_S).answered

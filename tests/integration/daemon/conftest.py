@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.client.conftest import unhurried as unhurried
 from tests.integration.daemon.gpu import connect_gpu as connect_gpu
 from tests.integration.daemon.gpu import fake as fake
 from tests.integration.daemon.gpu import gpu as gpu

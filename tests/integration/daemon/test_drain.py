@@ -143,7 +143,11 @@ class TestDrain:
                 admin_pb2.DrainRequest(for_restart=True, timeout_ms=LONG_MS), timeout=DEADLINE_S
             )
             assert next(iter(call)).state == "waiting"
+            watched = daemon.sockets()
             call.cancel()
+        # The daemon must know before the store ends: what is answered after the connection is gone shows it.
+        until(lambda: daemon.sockets() < watched, "its connection is gone")
+        assert daemon.status().transfers_active == 1
         session.ring(0, 1)
         until(lambda: daemon.status().transfers_active == 0, "the store has ended")
         assert daemon.process.poll() is None

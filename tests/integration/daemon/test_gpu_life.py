@@ -21,6 +21,10 @@ from tests.support.process import DEADLINE_S, Daemon, until
 pytestmark = pytest.mark.fake_gpu
 
 SLOW_START = "cuDevicePrimaryCtxRetain:1:1500"
+SLOWER_START = "cuDevicePrimaryCtxRetain:1:6000"
+"""Long enough for a busy machine to kill it meanwhile."""
+HUNG_START = "cuDevicePrimaryCtxRetain:1:0"
+"""Until the test lifts it."""
 DONE = types_pb2.TRANSFER_STATE_DONE
 
 
@@ -86,7 +90,7 @@ class TestOnDemand:
     def test_sessions_that_ask_at_once_share_one_worker(
         self, start: Start, connect_gpu: ConnectGpu, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("FAKE_CUDA_HANG", SLOW_START)
+        monkeypatch.setenv("FAKE_CUDA_HANG", HUNG_START)
         daemon = start()
         crowd = [connect_gpu() for _ in range(6)]
         for number, session in enumerate(crowd):
@@ -94,7 +98,14 @@ class TestOnDemand:
         for session in crowd:
             session.request_words()
         until(lambda: gpu_workers(daemon), "a worker is being started")
-        assert gpu_workers(daemon)[0].state == "starting"
+        [worker] = gpu_workers(daemon)
+        assert worker.state == "starting"
+
+        def came_up() -> bool:
+            gpu.fake.lift(worker.pid)
+            return bool(gpu_workers(daemon)[0].state == "live")
+
+        until(came_up, "its context is made")
         pids = {session.side.receive()[0].words_registered.worker_pid for session in crowd}
         assert pids == {gpu_workers(daemon)[0].pid}
         assert gpu_workers(daemon)[0].state == "live"
@@ -208,7 +219,7 @@ class TestLoss:
     def test_a_worker_that_does_not_come_up_is_tried_again(
         self, start: Start, connect_gpu: ConnectGpu, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("FAKE_CUDA_HANG", SLOW_START)
+        monkeypatch.setenv("FAKE_CUDA_HANG", SLOWER_START)
         daemon = start()
         daemon.may_complain = True
         session = connect_gpu()

@@ -106,7 +106,7 @@ class TestCrowds:
         status = daemon.status()
         assert (status.leases, status.transfers_active, status.blocks.writing) == (0, 0, 0)
         until(lambda: daemon.sockets() <= before[0] + 2, "their sockets are closed")
-        assert threads(daemon) <= before[1] + 4
+        until(lambda: threads(daemon) <= before[1] + 4, "so are gRPC's threads, which come when it is busy")
 
     def test_slow_scrapers_give_way_to_others(self, daemon: Daemon, sockets: list[socket.socket]) -> None:
         daemon.metrics()

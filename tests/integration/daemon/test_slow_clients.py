@@ -50,10 +50,13 @@ def deaf_instance(daemon: Daemon) -> admin_pb2.InstanceStatus | None:
 
 
 @pytest.fixture
-def deaf(start: Start, connect: Connect) -> Iterator[tuple[Daemon, RawSession]]:
+def deaf(
+    start: Start, connect: Connect, request: pytest.FixtureRequest
+) -> Iterator[tuple[Daemon, RawSession]]:
+    """`indirect` parameters are how long it may be silent."""
     daemon = start(
         server__outgoing_max=16,
-        server__session_silence_s=3,
+        server__session_silence_s=getattr(request, "param", 3),
         server__heartbeat_interval_s=0.5,
         limits__lookup_hashes_max=HASHES,
     )
@@ -74,6 +77,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_falls_silent(
     assert daemon.stop() == 0, "it does not hold up the end either"
 
 
+@pytest.mark.parametrize("deaf", [30], indirect=True)  # so that nothing else ends it first
 def test_events_that_pile_up_end_the_session_at_once(
     deaf: tuple[Daemon, RawSession], connect: Connect
 ) -> None:

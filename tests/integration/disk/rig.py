@@ -5,11 +5,13 @@ file system. Blocks' bytes follow from their keys, so that whoever reads one can
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +134,7 @@ class Worker:
         )
         os.close(status_fd)
         theirs.close()
+        self._socket = ours
         self.channel = BlockingPacketChannel(ours)
         self.finished: dict[int, Finished] = {}
         self.order: list[int] = []
@@ -160,6 +163,25 @@ class Worker:
 
     def send(self, **body: Any) -> None:
         self.channel.send(wire.ToWorker(**body).SerializeToString())
+
+    def wait_until_heard(self) -> None:
+        """Its main thread has dealt with all that was sent, or, if the channel is closed, with its end. Its
+        other threads may be held meanwhile."""
+        deadline_s = time.monotonic() + SLACK_S
+        while self._socket.fileno() >= 0 and self._unread_bytes():
+            assert time.monotonic() < deadline_s, "the worker reads nothing"
+            time.sleep(0.002)
+        # It comes round after each message. After the channel's end only the second time says anything: the
+        # first may be from just before.
+        for _ in range(2):
+            since_ns = time.monotonic_ns()
+            while self.status.read()[StatusWord.HEARTBEAT] <= since_ns:
+                assert time.monotonic() < deadline_s, "its main thread does not come round"
+                time.sleep(0.002)
+
+    def _unread_bytes(self) -> int:
+        """Of what was sent."""
+        return int.from_bytes(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
     def wait(self, job: int) -> Finished:
         while job not in self.finished:

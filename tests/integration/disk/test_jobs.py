@@ -305,6 +305,7 @@ class TestOrder:
         check = front.post(wire.DISK_CHECK, disk)
         write, _ = front.post_write(hosts[1:])
         read, _ = front.post_read(disk)
+        front.worker.wait_until_heard()
         front.release()
         front.worker.wait(check)
         assert front.worker.order[-4:] == [first, read, write, check]
@@ -319,6 +320,7 @@ class TestOrder:
         write, written = front.post_write(hosts)
         front.wait_until_held()
         read, _ = front.post_read(disk)
+        front.worker.wait_until_heard()
         front.release()
         assert front.worker.wait(write).failed == []
         assert front.worker.order[-2:] == [read, write]
@@ -350,12 +352,14 @@ class TestEnds:
         worker = front.worker
         if how == "stop":
             worker.send(stop=wire.Stop())
+            worker.wait_until_heard()
             front.release()
             worker.drain()
             assert worker.order == [begun]
             assert worker.stop() == 0
         else:
             worker.channel.close()
+            worker.wait_until_heard()
             front.release()
             assert worker.hang_up() == 0
         assert front.is_ready(begun_disk)

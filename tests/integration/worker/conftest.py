@@ -8,10 +8,11 @@ import pytest
 import pytest_asyncio
 import uvloop
 from kvtierd.memory import HostPool
+from kvtierd.transfer import lifecycle
 from kvtierd.transfer.supervisor import SupervisorLimits, WorkerOptions
 
 from tests.integration.worker.devices import USUAL, Gpu, Mode, params
-from tests.integration.worker.rig import Rig
+from tests.integration.worker.rig import SLACK_S, Rig
 from tests.support.fake_cuda import FakeCuda
 
 StartRig = Callable[..., Awaitable[Rig]]
@@ -28,6 +29,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mode" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("modes")
         metafunc.parametrize("mode", params(marker.args if marker else USUAL), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _how_workers_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests want to hear how a worker has exited, and on a busy machine that comes long after the end of its
+    channel."""
+    monkeypatch.setattr(lifecycle, "EXIT_GRACE_S", SLACK_S)
 
 
 @pytest.fixture

@@ -265,6 +265,11 @@ class Rig:
         taken, free[:count] = free[:count], []
         return np.array(taken, np.uint32)
 
+    def give_back(self, slots: npt.NDArray[np.uint32], slot_bytes: int) -> None:
+        """Slots that nobody uses any more are handed out again, first of all."""
+        self.pool.records.free(slots)
+        self._free[slot_bytes][:0] = slots.tolist()
+
     def open(self, count: int, slot_bytes: int) -> npt.NDArray[np.uint32]:
         """Slots in state WRITING, as the core has them opened before it posts a store."""
         slots = self.slots(count, slot_bytes)

@@ -1,18 +1,25 @@
 """Bytes go where they belong, or the block is reported as failed."""
 
+import time
+
 import numpy as np
 import pytest
-from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
+from kvtier_kernels import PART_ARMED, PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import RegistrationId, SessionId
-from kvtierd.core.stimuli import Outcome, Signals
+from kvtierd.core.stimuli import Outcome, PartFinished, Signals
 from kvtierd.transfer.packets import PACKET_BYTES_MAX
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ALL, GPU_ROWS, on
-from tests.integration.worker.rig import PARTS, Layout, Rig, until
+from tests.integration.worker.rig import PARTS, Client, Layout, Rig, until
 
 pytestmark = on(*ALL, GPU_ROWS)
+
+SLOW_S = 1.0
+"""What a chunk takes at least, where slots are taken away from under it."""
+TRIES = 20
+"""Until what has to come within SLOW_S of the post does: a busy machine may be late, which shows nothing."""
 
 
 async def test_a_store_puts_every_byte_and_its_checksum_in_place(rig: Rig) -> None:
@@ -113,32 +120,58 @@ async def test_a_slot_that_was_given_away_is_not_loaded(rig: Rig) -> None:
     assert [client.block(20), client.block(21)] == [untouched, sources[1]]
 
 
-async def test_a_slot_given_away_during_the_copy_fails_the_load(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:1000")
-    client = await rig.client()
-    client.fill(8)
+async def load_and_give_away(rig: Rig, client: Client, seed: int) -> tuple[PartFinished, int, bool]:
+    """Of two slots the second is given away once its bytes have arrived: how the part ended, its state just
+    before, and whether that was in time."""
+    client.fill(seed)
     slots = await rig.store(client, [0, 1])
     generations = rig.pool.records.generations(slots)
+    posted_s = time.monotonic()
     part, ticket = rig.post(client, Direction.LOAD, [20, 21], slots, generations=generations)
     await until(lambda: client.block(21) == client.block(1), "the bytes to arrive")
-    assert client.part_state(ticket) == PART_STARTED
+    state = client.part_state(ticket)
     rig.pool.records.free(slots[1:])
-    finished = await rig.finished(part)
+    in_time = time.monotonic() - posted_s < SLOW_S
+    return await rig.finished(part), state, in_time
+
+
+async def test_a_slot_given_away_during_the_copy_fails_the_load(start_rig: StartRig) -> None:
+    rig = await start_rig(fault=f"slow-copy:{SLOW_S * 1_000:.0f}")
+    client = await rig.client()
+    for seed in range(TRIES):
+        finished, state, in_time = await load_and_give_away(rig, client, seed)
+        if in_time:
+            break
+    assert in_time, f"late {TRIES} times"
+    assert state == PART_STARTED
     assert (finished.outcome, finished.corrupt) == (Outcome.FAILED, True)
     assert finished.failed.tolist() == [1]
 
 
-async def test_a_slot_taken_back_during_the_copy_fails_the_store(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:1000")
-    client = await rig.client()
+async def store_and_take_back(rig: Rig, client: Client) -> tuple[PartFinished, int, bool]:
+    """The slots are taken back once the store has started: how it ended, its state then, and whether that was
+    in time."""
     slots = rig.open(2, client.layout.slot_bytes)
+    posted_s = time.monotonic()
     part, ticket = rig.post(client, Direction.STORE, [0, 1], slots)
-    await until(lambda: client.part_state(ticket) == PART_STARTED)
+    await until(lambda: client.part_state(ticket) != PART_ARMED)
     rig.pool.records.free(slots)
+    in_time = time.monotonic() - posted_s < SLOW_S
     finished = await rig.finished(part)
+    return finished, client.part_state(ticket), in_time
+
+
+async def test_a_slot_taken_back_during_the_copy_fails_the_store(start_rig: StartRig) -> None:
+    rig = await start_rig(fault=f"slow-copy:{SLOW_S * 1_000:.0f}")
+    client = await rig.client()
+    for _ in range(TRIES):
+        finished, state, in_time = await store_and_take_back(rig, client)
+        if in_time:
+            break
+    assert in_time, f"late {TRIES} times"
     assert finished.outcome == Outcome.FAILED
     assert finished.failed.tolist() in ([], [0, 1])  # none named is all of them
-    assert client.part_state(ticket) == PART_FAILED
+    assert state == PART_FAILED
 
 
 async def test_a_store_into_a_slot_that_is_not_open_fails_and_writes_nothing(rig: Rig) -> None:

@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 from kvtier_kernels import PART_ARMED, PART_DONE, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
-from kvtierd.core.ids import PartId
+from kvtierd.core.ids import PartId, Slots
 from kvtierd.core.stimuli import Outcome, PartFinished
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ALL, on
-from tests.integration.worker.rig import Layout, Rig, is_armed, until
+from tests.integration.worker.rig import Client, Layout, Rig, is_armed, until
 
 BIG = Layout(num_blocks=64, fragments=(1 << 20,))
 """Four blocks a chunk."""
+CHUNK_S = 0.06
+"""What each takes at least, where loads overtake a store."""
+TRIES = 20
 
 
 async def test_nothing_moves_before_the_doorbell(rig: Rig) -> None:
@@ -101,7 +105,7 @@ async def test_the_front_revokes_what_has_not_started(rig: Rig) -> None:
 
 
 async def test_a_started_part_runs_on_when_the_front_revokes_it(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:500")
+    rig = await start_rig(fault="slow-copy:2500")  # longer than the machine may keep us from revoking
     client = await rig.client()
     slots = rig.open(3, client.layout.slot_bytes)
     # The second may have started as well: a GPU has two chunks on their way.
@@ -111,13 +115,13 @@ async def test_a_started_part_runs_on_when_the_front_revokes_it(start_rig: Start
     rig.supervisor.revoke(rig.worker, third)
     rig.supervisor.revoke(rig.worker, first)
     assert (await rig.finished(third)).outcome == Outcome.REVOKED
-    assert not rig.is_over(first)
     assert (await rig.finished(first)).outcome == Outcome.DONE
+    assert [event.part for event in rig.seen(PartFinished)][:2] == [third, first]
     assert client.part_state(ticket) == PART_DONE
 
 
 async def test_a_store_that_its_client_withdraws_while_it_runs_stores_nothing(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:800")
+    rig = await start_rig(fault="slow-copy:2500")  # longer than the machine may keep us from withdrawing
     client = await rig.client()
     slots = rig.open(2, client.layout.slot_bytes)
     part, ticket = rig.post(client, Direction.STORE, [0, 1], slots)
@@ -142,16 +146,33 @@ async def test_a_gate_that_does_not_open_in_time_ends_the_part(rig: Rig) -> None
 
 @on(*ALL)
 async def test_loads_overtake_a_store_that_runs(start_rig: StartRig) -> None:
-    rig = await start_rig(fault="slow-copy:60", pool_bytes=130 << 20)
+    rig = await start_rig(fault=f"slow-copy:{CHUNK_S * 1_000:.0f}", pool_bytes=130 << 20)
     client = await rig.client(BIG)
     client.fill(3)
     slots = await rig.store(client, [0])
-    store, ticket = rig.post(client, Direction.STORE, list(range(1, 61)), rig.open(60, BIG.slot_bytes))
-    await until(lambda: client.part_state(ticket) == PART_STARTED)
-    # A GPU's store has four chunks, two of which may be on their way.
-    loads = [rig.post(client, Direction.LOAD, [63], slots)[0] for _ in range(2)]
-    assert (await rig.finished(store)).outcome == Outcome.DONE
+    for _ in range(TRIES):
+        store, loads, in_time = await overtaken(rig, client, slots)
+        assert (await rig.finished(store)).outcome == Outcome.DONE
+        for load in loads:
+            await rig.finished(load)
+        if in_time:
+            break
+    assert in_time, f"late {TRIES} times"
     assert [event.part for event in rig.seen(PartFinished)][-3:] == [*loads, store]
+
+
+async def overtaken(rig: Rig, client: Client, slots: Slots) -> tuple[PartId, list[PartId], bool]:
+    """A store, two loads once it has started, and whether these were asked for in time."""
+    targets = rig.open(60, BIG.slot_bytes)
+    posted_s = time.monotonic()
+    store, ticket = rig.post(client, Direction.STORE, list(range(1, 61)), targets)
+    await until(lambda: client.part_state(ticket) != PART_ARMED)
+    loads = [rig.post(client, Direction.LOAD, [63], slots)[0] for _ in range(2)]
+    # A GPU's store has four chunks, two of which may be on their way: the loads need no longer than the rest.
+    in_time = time.monotonic() - posted_s < CHUNK_S
+    await rig.finished(store)
+    rig.give_back(targets, BIG.slot_bytes)
+    return store, loads, in_time
 
 
 async def test_loads_without_end_do_not_starve_a_store(start_rig: StartRig) -> None:
@@ -178,12 +199,14 @@ async def test_an_idle_worker_sleeps(rig: Rig) -> None:
     pid = rig.pid
 
     def wakeups() -> dict[str, int]:
-        """By thread; one that has just ended is left out."""
+        """By thread; one that has just ended is left out. Being preempted is no wakeup."""
         counts = {}
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 status = Path(f"/proc/{pid}/task/{task}/status").read_text().splitlines()
-                counts[task] = sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
+                counts[task] = sum(
+                    int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt")
+                )
         return counts
 
     before = wakeups()

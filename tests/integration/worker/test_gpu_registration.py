@@ -108,14 +108,18 @@ async def test_two_workers_register_one_after_the_other(
 async def test_a_worker_that_hangs_in_registering_is_killed_and_the_others_go_on(
     start_rig: StartRig, gpu: Gpu, other_gpu: Gpu
 ) -> None:
-    limits = SupervisorLimits(copy_deadline_s=3.0)
-    rig = await start_rig(limits=limits, environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1"})
-    await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the first to begin")
-    del rig.environment["FAKE_CUDA_HANG"]
+    rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=8.0), worker=False)
+    # The other one first, so that it is asked at once: its background cannot register the pool.
+    rig.environment["FAKE_CUDA_FAIL"] = f"{REGISTERS}:1:2"
     await rig.supervisor.worker_for(other_gpu.name)
     healthy = rig.beside(other_gpu)
+    await until(lambda: gpu.fake.calls(REGISTERS, healthy.pid) == 1, "the other to have tried")
     client = await healthy.client(LAYOUT)
     slots = healthy.open(1, LAYOUT.slot_bytes)
+    del rig.environment["FAKE_CUDA_FAIL"]
+    rig.environment["FAKE_CUDA_HANG"] = f"{REGISTERS}:1"
+    await rig.supervisor.worker_for(rig.device)
+    await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the one to begin")
     part, _ = healthy.post(client, Direction.STORE, [0], slots)
     # It waits for less time than would make it look stuck itself.
     finished = await healthy.finished(part)
@@ -131,10 +135,10 @@ async def test_the_background_goes_on_however_long_others_have_been_registering(
     start_rig: StartRig, gpu: Gpu
 ) -> None:
     """With eight GPUs that is no rarity; the pool is to be ready before it is needed all the same."""
-    rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=1.0), worker=False)
+    rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=3.0), worker=False)
     fcntl.lockf(rig.pool.fd, fcntl.LOCK_EX)
     await rig.supervisor.worker_for(rig.device)
-    await asyncio.sleep(2.5)  # several times what a lane would wait
+    await asyncio.sleep(5)  # several times what a lane would wait
     assert rig.supervisor.registered_bytes(rig.worker) == 0
     fcntl.lockf(rig.pool.fd, fcntl.LOCK_UN)
     await registered(rig, extents_bytes(rig))

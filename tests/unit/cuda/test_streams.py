@@ -1,5 +1,6 @@
 """Streams, events and values written by streams."""
 
+import ctypes
 import mmap
 import os
 import threading
@@ -113,10 +114,14 @@ def test_a_failure_under_way_surfaces_at_the_query(gpu: Gpu) -> None:
 def test_work_under_way_is_not_done_and_no_error(gpu_of_version: Gpu) -> None:
     driver = gpu_of_version.driver
     stream, event = stream_and_event(driver)
-    gpu_of_version.fake.delay(stream, 0.2)
+    gate = Pinned(gpu_of_version, 4096)
+    # Work that ends when we say so, not by itself while this process waits for the processor.
+    waits = gpu_of_version.fake.raw.cuStreamWaitValue64_v2
+    assert waits(ctypes.c_void_p(stream), ctypes.c_uint64(gate.address), ctypes.c_uint64(1), 0) == 0
     driver.event_record(event, stream)
     assert not driver.stream_is_done(stream)
     assert not driver.event_is_done(event)
+    gate.bytes[0] = 1
     driver.event_synchronize(event)
     assert driver.event_is_done(event)
     until(lambda: driver.stream_is_done(stream))

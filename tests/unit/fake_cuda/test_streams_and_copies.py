@@ -235,12 +235,14 @@ def test_an_eager_driver_reads_sources_of_any_order_during_the_call(make_fake_cu
 
 
 def test_a_throttled_copy_can_be_seen_half_done(make_fake_cuda: Callable[..., FakeCuda]):
-    fake = make_fake_cuda(bandwidth=HALF)
+    # A quarter of a second until the first piece, and 15 more until the last: time enough to look between.
+    size = 16 * BYTES
+    fake = make_fake_cuda(bandwidth=BYTES)
     raw = Raw(fake.library).start()
-    host, address, stream = Host(raw), raw.alloc(BYTES), raw.stream()
+    host, address, stream = Host(raw, size), raw.alloc(size), raw.stream()
     host.array[:] = 1
-    raw.copy(address, host.address, BYTES, stream)
-    view = fake.view(address, BYTES)
+    raw.copy(address, host.address, size, stream)
+    view = fake.view(address, size)
     until(lambda: view[0] == 1, "the first piece has arrived")
     assert view[-1] == 0
     assert raw.code("cuStreamQuery", ctypes.c_void_p(stream)) == 600
