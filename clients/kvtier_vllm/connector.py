@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
-from kvtier import Client, Group, Namespace, Role
+from kvtier import ClientOptions, Group, Namespace, Role
 from kvtier.memory import Memory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -347,10 +347,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     log.exception("kvtier: the connection could not be ended")
 
     def _connect_scheduler(self, generation: int) -> Link:
-        return Link(lambda: self._identity.client(generation, Role.SCHEDULER), self._disable)
+        return Link(lambda: self._identity.options(generation, Role.SCHEDULER), self._disable)
 
     def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: Memory) -> Link:
-        return Link(lambda: self._identity.client(generation, Role.RANK, groups, memory), self._disable)
+        return Link(lambda: self._identity.options(generation, Role.RANK, groups, memory), self._disable)
 
 
 def _register() -> None:
@@ -372,17 +372,18 @@ class _Identity:
         self._config = config
         self._derived: EngineNamespace | None = None
 
-    def client(
+    def options(
         self,
         generation: int,
         role: Role,
         groups: tuple[Group, ...] = (),
         memory: Memory | None = None,
-    ) -> Client:
-        """A client of this process. Slow: may read the model's weights. Raises UnsupportedConfiguration."""
+    ) -> ClientOptions:
+        """Of a client of this process. Slow: may read the model's weights. Raises
+        UnsupportedConfiguration."""
         parallel = self._vllm_config.parallel_config
         engine = self._vllm_config.kv_transfer_config.engine_id
-        return Client(
+        return ClientOptions(
             # A generation is an instance of its own, so that its processes never meet those of the one
             # before.
             instance=f"{engine}-dp{parallel.data_parallel_rank}" + (f"-g{generation}" if generation else ""),

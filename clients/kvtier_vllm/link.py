@@ -7,18 +7,25 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvtier import Client
+from kvtier import Client, ClientOptions
 
-CLOSE_TIMEOUT_S = 1.0
 POLL_S = 0.02
 
 
 class Link:
-    """Makes one client in a thread of its own, and owns it. No call waits unless it says so."""
+    """Makes one client in a thread of its own, and owns it. No call waits unless it says so.
 
-    def __init__(self, make: Callable[[], Client], on_refused: Callable[[Exception], None]) -> None:
-        """Starts at once. `make` runs in the thread; what it raises goes to `on_refused`, also there."""
-        self._make = make
+    A client connects from the moment it is made, and then others may submit transfers that concern it. So it
+    is made under the lock under which it is asked for: who finds none here knows that there is none, and that
+    no transfer of it can have begun.
+    """
+
+    def __init__(
+        self, find_options: Callable[[], ClientOptions], on_refused: Callable[[Exception], None]
+    ) -> None:
+        """Starts at once. `find_options` runs in the thread; what it raises, or the client's own refusal,
+        goes to `on_refused`, also there."""
+        self._find_options = find_options
         self._on_refused = on_refused
         self._lock = threading.Lock()
         self._client: Client | None = None
@@ -29,13 +36,14 @@ class Link:
     @property
     def client(self) -> Client | None:
         """None until it is made, and if it cannot be."""
-        return self._client
+        with self._lock:
+            return self._client
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Waits until the client works, at most `timeout_s`; not at all for a daemon that is not there."""
         deadline_s = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
-        client = self._client
+        client = self.client
         while client is not None and time.monotonic() < deadline_s:
             if client.wait_ready(POLL_S):
                 return True
@@ -44,7 +52,8 @@ class Link:
         return False
 
     def close(self, timeout_s: float) -> bool:
-        """Closes the client, now or as soon as it is made. True if no copy touches our memory any more."""
+        """Closes the client; one that is not made yet never will be. True if no copy touches our memory any
+        more."""
         with self._lock:
             self._closed = True
             client = self._client
@@ -52,12 +61,9 @@ class Link:
 
     def _run(self) -> None:
         try:
-            client = self._make()
+            options = self._find_options()
+            with self._lock:
+                if not self._closed:
+                    self._client = Client(**options)
         except Exception as error:
             self._on_refused(error)
-            return
-        with self._lock:
-            self._client = client
-            closed = self._closed
-        if closed:
-            client.close(CLOSE_TIMEOUT_S)
