@@ -192,7 +192,7 @@ def main(socket: Path, instance: str, wanted: int = 0, more: int = 0, most: floa
         while transfer.part and not transfer.ended:
             if plain.client.part_state(transfer.part) is PartState.STARTED:
                 print("STARTED", batch, flush=True)
-                if last == most and batch >= wanted:
+                if last == most < math.inf and batch >= wanted:
                     last = min(most, batch + more)
                 break
         if transfer.wait(TRANSFER_S).done:
