@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvtier import Client, Role
-from kvtier_vllm import connector, link
+from kvtier_vllm import link
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
@@ -26,7 +26,8 @@ LATE_S = 1.0
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Ranks' clients come late, once this is set."""
-    monkeypatch.setattr(connector, "ATTACH_WAIT_S", 0.0)
+    # An engine that waited for the client as it starts would wait in vain: no scheduler is there yet.
+    monkeypatch.setattr(link.Link, "wait_ready", lambda self, timeout_s: False)
     come = threading.Event()
 
     def make_client(**options: Any) -> Client:
