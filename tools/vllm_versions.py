@@ -22,6 +22,7 @@ TESTS = (
     "tests/vllm/test_hybrid.py",
     "tests/vllm/test_keys.py",
     "tests/vllm/test_kv_memory_and_layout.py",
+    "tests/vllm/test_late_link.py",
     "tests/vllm/test_latents.py",
     "tests/vllm/test_multi_connector.py",
     "tests/vllm/test_namespace.py",
