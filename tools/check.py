@@ -96,13 +96,13 @@ FAKE_GPU = [
         "tests-fake-gpu",
         "fake_gpu and not faults and not vllm and not gpu",
         "Copies from and to a GPU keep the same contract as those of the CPU (driver: a double of our own).",
-        deadline_s=720,
+        deadline_s=1_200,
     ),
     pytest_stage(
         "tests-fake-gpu-faults",
         "fake_gpu and faults and not vllm and not gpu",
         "Driver calls that fail or hang, and processes that are killed, cost no more than one GPU's worker.",
-        deadline_s=720,
+        deadline_s=1_200,
     ),
     pytest_stage(
         "tests-vllm-fake-gpu",
