@@ -13,7 +13,7 @@ POLL_S = 0.02
 
 
 class Link:
-    """Makes one client in a thread of its own, and owns it. No call waits unless it says so.
+    """Makes one client in a thread of its own, and owns it. No call waits for the daemon unless it says so.
 
     A client connects from the moment it is made, and then others may submit transfers that concern it. So it
     is made under the lock under which it is asked for: who finds none here knows that there is none, and that

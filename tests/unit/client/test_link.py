@@ -28,8 +28,14 @@ class SlowClient:
         return True
 
 
-_connected, _go_on = threading.Event(), threading.Event()
+_known, _connected, _go_on = threading.Event(), threading.Event(), threading.Event()
 OPTIONS: Any = {"instance": "engine"}
+
+
+def slow_options() -> ClientOptions:
+    assert _known.wait(DEADLINE_S)
+    found: ClientOptions = OPTIONS
+    return found
 
 
 def refused(error: Exception) -> None:
@@ -39,6 +45,7 @@ def refused(error: Exception) -> None:
 @pytest.fixture(autouse=True)
 def slow_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(link, "Client", SlowClient)
+    _known.clear()
     _connected.clear()
     _go_on.clear()
     yield
@@ -66,32 +73,18 @@ def test_a_client_that_is_connected_is_seen() -> None:
 
 
 def test_nobody_waits_while_it_is_found_out_what_the_client_is_to_be() -> None:
-    known = threading.Event()
-
-    def options() -> ClientOptions:
-        assert known.wait(DEADLINE_S)
-        found: ClientOptions = OPTIONS
-        return found
-
     _go_on.set()
-    made = Link(options, refused)
+    made = Link(slow_options, refused)
     assert made.client is None
-    known.set()
+    _known.set()
     join(made)
     assert made.client is not None
 
 
 def test_closed_before_it_is_made_it_never_connects() -> None:
-    known = threading.Event()
-
-    def options() -> ClientOptions:
-        assert known.wait(DEADLINE_S)
-        found: ClientOptions = OPTIONS
-        return found
-
-    made = Link(options, refused)
+    made = Link(slow_options, refused)
     assert made.close(0)
-    known.set()
+    _known.set()
     join(made)
     assert made.client is None
     assert not _connected.is_set()
