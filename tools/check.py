@@ -73,7 +73,8 @@ def pytest_stage(
     without: str = "",
 ) -> Stage:
     """A stage that runs the tests of `folder`, except those of the folder `without`, that `marks` selects;
-    none selected is a failure."""
+    none selected is a failure. Each test has its own timeout: `deadline_s` is for a run that does not end,
+    and three times what the stage takes on two cores of its own, as a machine may be shared."""
     command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", folder]
     command += [f"--ignore={without}"] * bool(without)
     return Stage(name, command, proves, deadline_s, is_pytest=True, least=least or {})
@@ -127,7 +128,7 @@ REST = [
         "tests",
         "not vllm and not gpu and not fake_gpu and not deploy",
         "The unit, contract, simulation and integration tests pass, those of single faults among them.",
-        deadline_s=1_800,
+        deadline_s=3_000,
         without=CAMPAIGNS,
     ),
     pytest_stage(
@@ -142,7 +143,7 @@ REST = [
         "tests-vllm",
         "vllm and not fake_gpu and not gpu",
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
-        deadline_s=1_500,
+        deadline_s=2_400,
     ),
     *FAKE_GPU,
 ]
