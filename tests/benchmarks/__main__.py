@@ -24,6 +24,7 @@ BENCHMARKS = {
     "kernels": "gather and scatter against one large memcpy; the index at 4 M entries",
     "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
     "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
+    "restart_disk": "a disk's records read back and believed at start, against slots",
     "disk": "a disk's worker against fio, at the same record size and depth",
     "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
     "rpc": "lookups: in the index page, over gRPC unary and stream, and behind a large lookup",
@@ -65,6 +66,7 @@ TARGETS = {
         Target("lookup_grpc_stream_1024_p50_us", at_most=500),
         Target("lookup_one_behind_8192_p99_us", at_most=2_000),
         Target("restart_1m_s", at_most=1.0),
+        Target("restart_disk_1m_s", at_most=1.0),
         *(
             Target(f"disk_{what}_{size}_ratio", at_least=0.95)
             for what in ("write", "read")
