@@ -24,9 +24,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from kvtier_kernels import BlockTable
+from kvtier_kernels import BlockTable, PoolRecords
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
+from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.memory import HostPool
 
@@ -54,31 +55,29 @@ def fill(path: Path, slots: int) -> None:
     """
     pool = HostPool.open(path, pool_bytes(slots), EXTENT_BYTES, lock_timeout_s=1)
     writer = pool.register_writer(os.getpid())
+    record_blocks(pool.records, pool.geometry, slots, writer, pool.boot_nonce)
+    print(slots, flush=True)
+    signal.pause()
+
+
+def record_blocks(
+    records: PoolRecords, geometry: PoolGeometry, slots: int, writer: int, boot_nonce: int
+) -> None:
+    """Every extent becomes one of slots of this size, and the first `slots` of them hold a block each, as far
+    as the records say."""
     random = np.random.default_rng(1)
     stored = 0
-    for extent in range(pool.geometry.extents):
-        pool.records.format_extent(extent, SLOT_BYTES)
-        places = pool.geometry.slots_of(extent, SLOT_BYTES)[: slots - stored]
+    for extent in range(geometry.extents):
+        records.format_extent(extent, SLOT_BYTES)
+        places = geometry.slots_of(extent, SLOT_BYTES)[: slots - stored]
         for start in range(0, len(places), BATCH):
             batch = places[start : start + BATCH]
             hashes = random.integers(0, 256, (len(batch), 32), np.uint8)
-            pool.records.open(
-                batch,
-                writer,
-                pool.boot_nonce,
-                stored + start,
-                b"benchmark-space!",
-                0,
-                0,
-                1,
-                hashes,
-                SLOT_BYTES,
-            )
-            clocks = np.arange(stored + start, stored + start + len(batch), dtype=np.uint64)
-            pool.records.commit(batch, clocks)
-        stored += len(places)
-    print(stored, flush=True)
-    signal.pause()
+            records.open(batch, writer, boot_nonce, stored, b"benchmark-space!", 0, 0, 1, hashes, SLOT_BYTES)
+            records.commit(batch, np.arange(stored, stored + len(batch), dtype=np.uint64))
+            stored += len(batch)
+    if stored != slots:
+        raise SystemExit(f"there was room for {stored} of {slots} blocks")
 
 
 def measure(name: str, slots: int) -> dict[str, float]:

@@ -23,22 +23,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import PoolRecords, format_pool
+from kvtier_kernels import format_pool
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.memory.pool_file import config_digest
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import Slab, load
 
-EXTENT_BYTES = 64 << 20
-SLOT_BYTES = 4096
-BATCH = 8192
-REPETITIONS = 3
-SIZES = {"10k": 10_000, "100k": 100_000, "1m": 1_000_000}
-
-
-def slab_bytes(slots: int) -> int:
-    per_extent = EXTENT_BYTES // (SLOT_BYTES + 128) - 1
-    return (2 << 20) + (slots // per_extent + 1) * EXTENT_BYTES
+from tests.benchmarks.restart import EXTENT_BYTES, REPETITIONS, SIZES, pool_bytes, record_blocks
 
 
 def main() -> int:
@@ -47,7 +38,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="on the disk to read")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
-    if shutil.disk_usage(arguments.directory).free < 2 * slab_bytes(max(SIZES.values())):
+    if shutil.disk_usage(arguments.directory).free < 2 * pool_bytes(max(SIZES.values())):
         print(f"restart_disk: skipped, no room in {arguments.directory}", file=sys.stderr)
     else:
         for name, slots in SIZES.items():
@@ -64,9 +55,9 @@ def measure(folder: Path, slots: int) -> dict[str, float]:
     fill(folder, slots)
     reads, recoveries = [], []
     for repetition in range(REPETITIONS):
-        with DiskImage(disk_geometry(slab_bytes(slots), EXTENT_BYTES)) as image:
+        with DiskImage(disk_geometry(pool_bytes(slots), EXTENT_BYTES)) as image:
             began_s = time.perf_counter()
-            slab = Slab.open(folder, slab_bytes(slots), EXTENT_BYTES, create=False)
+            slab = Slab.open(folder, pool_bytes(slots), EXTENT_BYTES, create=False)
             if reason := slab.reason_to_remake():
                 raise SystemExit(f"the slab would be made anew: {reason}")
             load(slab, mapped(image))
@@ -91,30 +82,17 @@ def mapped(image: DiskImage) -> npt.NDArray[np.uint8]:
 
 def fill(folder: Path, slots: int) -> None:
     """A slab whose records say that it holds `slots` blocks of one shard."""
-    random = np.random.default_rng(1)
-    with DiskImage(disk_geometry(slab_bytes(slots), EXTENT_BYTES)) as image:
+    with DiskImage(disk_geometry(pool_bytes(slots), EXTENT_BYTES)) as image:
         pages, geometry = mapped(image), image.geometry
         format_pool(pages, geometry.extent_bytes, geometry.extents, config_digest(geometry))
-        slab = Slab.open(folder, slab_bytes(slots), EXTENT_BYTES, create=True)
+        slab = Slab.open(folder, pool_bytes(slots), EXTENT_BYTES, create=True)
         slab.make(bytes(pages[:PAGE_BYTES]), lambda: None)
-        records = PoolRecords(pages)
-        records.start_boot(1)
-        stored = 0
+        image.recover(boot_nonce=1)
+        record_blocks(image.records, geometry, slots, WRITER, boot_nonce=1)
         for extent in range(geometry.extents):
-            records.format_extent(extent, SLOT_BYTES)
-            places = geometry.slots_of(extent, SLOT_BYTES)[: slots - stored]
-            for start in range(0, len(places), BATCH):
-                batch = places[start : start + BATCH]
-                hashes = random.integers(0, 256, (len(batch), 32), np.uint8)
-                generations = records.open(
-                    batch, WRITER, 1, stored, b"benchmark-space!", 0, 0, 1, hashes, SLOT_BYTES
-                )
-                records.set_data_checksums(batch, generations, np.ones(len(batch), np.uint64))
-                records.commit(batch, np.arange(stored, stored + len(batch), dtype=np.uint64))
-                stored += len(batch)
             start = slab.extent_offset(extent)
             slab.write(pages[start : start + PAGE_BYTES].data, start)
-            offset, length = records.table_range(extent)
+            offset, length = image.records.table_range(extent)
             slab.write(pages[offset : offset + length].data, offset)
         forget(slab)
 
