@@ -158,6 +158,12 @@ class ClientBase(ABC):
         with self._lock:
             return self._session.epoch
 
+    @property
+    def transfer_blocks_max(self) -> int:
+        """Blocks that the daemon takes in one store or load; 0 while there is no session."""
+        with self._lock:
+            return self._session.transfer_blocks_max
+
     # --- the submitter's side ---
 
     def _start_lookup(
@@ -307,6 +313,8 @@ class ClientBase(ABC):
         spec = self._submitting()
         lease = source.lease if isinstance(source, Lookup) else source
         if lease is None:
+            if isinstance(source, Lookup) and source.error is not None:
+                raise source.error
             message = "the lookup holds no lease: ask with lease=True, and load only what hit"
             raise KvtierError(Reason.UNKNOWN_LEASE, message, field="source", value="no lease")
         ids = list_block_ids(block_ids, spec.block_ids_max(group), distinct=True)

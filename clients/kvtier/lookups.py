@@ -55,8 +55,9 @@ class Lookup:
     """
 
     hits: int = 0
-    """Prefix mode: length of the leading run of hits. Exact mode: number of hits. Joint: length of the
-    prefix, in blocks of the group; of the first group, where it stands for all."""
+    """Blocks that can be loaded now. Prefix mode: length of the leading run. Exact mode: how many. Joint:
+    length of the prefix, in blocks of the group; of the first group, where it stands for all. If a lease was
+    asked for, what it does not hold is no hit."""
     states: bytes = field(default=b"", repr=False)
     """MISS, PENDING or HIT for each hash. Prefix mode: up to and including the first that is not a hit.
     Joint: for each block of the prefix that there will be when what is PENDING has come; MISS is not there
@@ -64,10 +65,14 @@ class Lookup:
     lease: Lease | None = None
     answered: bool = False
     error: KvtierError | None = None
-    """Why there is no answer; or, with hits and no lease although one was asked for, why it was refused."""
+    """Why there is no answer; or why a lease that was asked for holds fewer blocks than are readable."""
     _release: Callable[[Lease], None] | None = field(default=None, repr=False, compare=False)
     groups: "tuple[Lookup, ...]" = ()
     """Joint: the answer for each group, in the order of the queries, with its lease."""
+    unleased: int = 0
+    """Blocks that are readable and that the lease had no room for; in prefix mode those right behind the
+    hits. Load the hits and look the others up again: they have their turn once the load has ended. Joint: 0.
+    """
 
     @property
     def pending(self) -> bool:
@@ -147,7 +152,8 @@ def answer_of(
         return Lookup(answer.hits, answer.states, answered=True)
     lease = Lease(response.lease_id, epoch, answer.hits) if response.lease_id else None
     error = KvtierError.from_proto(response.lease_refused) if response.HasField("lease_refused") else None
-    return Lookup(answer.hits, answer.states, lease, True, error, release)
+    unleased = max(0, answer.readable - answer.hits)
+    return Lookup(answer.hits, answer.states, lease, True, error, release, unleased=unleased)
 
 
 def _joint_answer_of(

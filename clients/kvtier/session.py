@@ -235,6 +235,11 @@ class Session:
         return None if self._attachment is None else self._attachment.epoch
 
     @property
+    def transfer_blocks_max(self) -> int:
+        """Blocks of one transfer, 0 without a session."""
+        return 0 if self._attachment is None else self._attachment.transfer_blocks_max
+
+    @property
     def state(self) -> ClientState:
         """See ClientState."""
         if self._closed:

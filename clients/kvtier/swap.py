@@ -330,6 +330,10 @@ class SwapSpace:
         if swapped._called != swapped.blocks:  # a sequence has ended meanwhile: asked again
             answer.release()
             return False
+        if answer.unleased > 0 and answer.hits + answer.unleased == len(swapped._called):
+            answer.release()  # all are there, and cannot all be held just now
+            self._unanswered(swapped, answer.error)
+            return False
         if answer.hits < len(swapped._called) or answer.lease is None:
             answer.release()
             lost = SwapState.KEPT if swapped.state is SwapState.GOING_OUT else SwapState.LOST

@@ -91,7 +91,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.SCHEDULER:
                 if self._config.autostart:
                     _autostart(self._config.socket)
-                _warn_of_failure_policy(transfer)
                 self._scheduler = SchedulerSide(
                     self._config,
                     groups,
@@ -99,6 +98,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     log,
                     None if self._config.prefill_tokens_per_s else _prefill_meter(vllm_config),
                     _block_events(vllm_config, kv_cache_config),
+                    in_parts=_failures_recompute(transfer),
                 )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
@@ -459,11 +459,14 @@ def _refuse_hybrid_models(kv_cache_config: KVCacheConfig, vllm_version: tuple[in
         )
 
 
-def _warn_of_failure_policy(transfer: Any) -> None:
+def _failures_recompute(transfer: Any) -> bool:
+    """Whether vLLM computes what cannot be loaded. If not, that is said."""
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
-    if policy != "recompute":
-        log.warning(
-            "kvtier: kv_load_failure_policy is %r: a request whose blocks cannot be loaded fails instead of "
-            'being computed; set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
-            policy,
-        )
+    if policy == "recompute":
+        return True
+    log.warning(
+        "kvtier: kv_load_failure_policy is %r: a request whose blocks cannot be loaded fails instead of "
+        'being computed; set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+        policy,
+    )
+    return False

@@ -69,7 +69,8 @@ class Grant:
     """The right to load a request's blocks from `first` on."""
 
     lookup: Lookup
-    """With a lease, or one for each group."""
+    """With a lease, or one for each group; on all blocks that were promised, but for those that are
+    `unleased` and have to be looked up again."""
     first: int
 
 
@@ -168,6 +169,8 @@ class Matcher:
     pending_poll_s: float = PENDING_POLL_S
     clock: Callable[[], float] = time.monotonic
     question: OneGroup = field(default_factory=OneGroup)
+    in_parts: bool = True
+    """Blocks that are readable and not leased yet are promised as well, behind some that are leased."""
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
     _starts: int = field(init=False, default=0)
@@ -200,8 +203,8 @@ class Matcher:
         *,
         host_only: bool = False,
     ) -> int | None:
-        """How many blocks from block `local` on can be loaded, counting to block `total` at most; 0 if they
-        are fewer than `least`. `host_only`: without those that only disks have.
+        """How many blocks from block `local` on can be loaded, at once or in parts, counting to block `total`
+        at most; 0 if they are fewer than `least`. `host_only`: without those that only disks have.
 
         None: the answer, or the next block, is on its way; ask again in the next step. A lease holds what is
         promised until `take` or `drop`; there is never a second one.
@@ -300,7 +303,8 @@ class Matcher:
 
     def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
         """Whether the answer that has come is taken, or a better one is worth waiting for."""
-        if not answer.pending or self.pending_wait_s <= 0:
+        in_parts = self.in_parts and answer.unleased > 0 and bool(answer.leases)
+        if not answer.pending or in_parts or self.pending_wait_s <= 0:
             self._settle(request, match)
             return
         now_s, end_hash = self.clock(), self.question.pending_hash(answer, hashes, match.first)
@@ -373,6 +377,7 @@ class Matcher:
         match.answer, match.call = answer, None
         if answer.leases:
             match.end = match.first + self.question.hits(answer)
+            match.end += answer.unleased if self.in_parts else 0
         self.counters.hits += answer.hits > 0
         self._judge(request, match, answer, hashes)
         return not match.waiting

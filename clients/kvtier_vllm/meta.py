@@ -16,17 +16,21 @@ DOORBELLS = 2
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """A load to follow, and to report once as finished."""
+    """A load to follow, and to report once as finished; or more of one that has a rest."""
 
     request: str
     parts: tuple[PartRef | None, ...]
-    """One for each group. None: it was refused; the request is reported as failed, when the others are over.
-    """
+    """One for each transfer. None: it was refused; the request is reported as failed, when the others are
+    over."""
     block_ids: tuple[tuple[int, ...], ...]
     """Where each goes."""
     blocks_tell: bool = True
     """A failure is told by its blocks, and what was loaded before them stays; else all of it counts as
     failed. vLLM knows blocks of one group only."""
+    goes_on: bool = False
+    """It is more of a load that an earlier order has begun; of one that was reported already, nothing."""
+    rest: tuple[int, ...] = ()
+    """Blocks that are to be loaded by later orders of the same request: it is not reported before them."""
 
 
 @dataclass(frozen=True, slots=True)

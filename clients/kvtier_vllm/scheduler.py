@@ -6,14 +6,13 @@ request is reported and goes on.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier import Client, Doorbell, KvtierError, Transfer
+from kvtier import Client
 from kvtier.joint import JOINT_LOOKUP
 
 from kvtier_vllm.adapters import Adapters
@@ -25,21 +24,22 @@ from kvtier_vllm.holding import BlockHolds, BlockPool
 from kvtier_vllm.hooks import block_table
 from kvtier_vllm.leaving import Leaving
 from kvtier_vllm.link import Link
+from kvtier_vllm.loading import Load, Loader
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
-from kvtier_vllm.meta import LOAD_DOORBELL, KvtierMetadata, LoadOrder
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.retaining import Granting
 from kvtier_vllm.room import LoadRoom
 from kvtier_vllm.storing import Made, Storer
-from kvtier_vllm.tables import Target, beyond, hashes_of, newly_allocated, targets_of
-from kvtier_vllm.tracking import Load, LoadCounters, TrackedRequest
+from kvtier_vllm.tables import beyond, hashes_of, newly_allocated, targets_of
+from kvtier_vllm.tracking import LoadCounters, TrackedRequest
 
 if TYPE_CHECKING:
     from kvtier_vllm.events import BlockEvents
 
-BLOCKS_LOADED_MAX = 8_192
-"""Of one request: what the daemon takes in one transfer by default. The rest is computed."""
+BLOCKS_LOADED_MAX = 65_536
+"""Of one request: what the daemon takes in one lookup by default. The rest is computed."""
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
@@ -61,9 +61,12 @@ class SchedulerSide:
         log: logging.Logger,
         prefill: PrefillMeter | None = None,
         events: BlockEvents | None = None,
+        *,
+        in_parts: bool = True,
     ) -> None:
         """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
-        declared. `events`: None if nobody wants to be told what is held."""
+        declared. `events`: None if nobody wants to be told what is held. `in_parts`: a prefix that cannot be
+        leased at once is promised whole; if some of it cannot be loaded in the end, vLLM computes it."""
         self._config = config
         self._groups = groups
         smallest = min(groups.shapes, key=lambda shape: shape.block_tokens)
@@ -80,6 +83,7 @@ class SchedulerSide:
             config.pending_wait_s,
             config.pending_poll_s,
             question=OneGroup() if groups.plain else SeveralGroups(groups),
+            in_parts=in_parts,
         )
         self._prefill = prefill
         self._events = events
@@ -93,6 +97,7 @@ class SchedulerSide:
         self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
         """Units: fewer are not loaded."""
         self._loads = LoadCounters()
+        self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
         self._requests: dict[str, TrackedRequest] = {}
         self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
@@ -184,17 +189,19 @@ class SchedulerSide:
         tracked.expected_tokens = begin + num_external_tokens
         self._room.take(request, begin + num_external_tokens)
         targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
-        transfers = tuple(self._submit_load(grant, target) for target in targets)
-        if grant is not None and len(targets) < len(grant.lookup.leases):
-            self._give_back(grant)  # what no load has taken
-        loaded = tuple((target, target.hashes_of(tracked.hashes)) for target in targets)
-        ids = tuple(target.block_ids for target in targets)
-        tracked.load = Load(transfers, frozenset().union(*ids), loaded, num_external_tokens, time.monotonic())
-        parts = tuple(None if transfer is None else transfer.part for transfer in transfers)
-        one_group = len(self._groups.shapes) == 1
-        self._out.loads.append(LoadOrder(request.request_id, parts, ids, blocks_tell=one_group))
+        tracked.load, order = self._loader.begin(
+            self._link.client,
+            request.request_id,
+            grant,
+            targets,
+            tracked.hashes,
+            num_external_tokens,
+            self._step,
+            host_only=tracked.control.keeping.host_only,
+        )
+        self._out.loads.append(order)
         if self._storer.watches:
-            self._out.fence += self._storer.withdraw(itertools.chain(*ids))
+            self._out.fence += self._storer.withdraw(tracked.load.block_ids)
 
     def promise_failed(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
         """A load into some of these blocks was promised to vLLM and could not be submitted: have it reported
@@ -220,7 +227,7 @@ class SchedulerSide:
         client = self._ready_client()
         self._out.revoke += self._storer.poll()
         self._leaving.tell(client)
-        self._take_in_loads()
+        self._go_on_loading(client)
         if self._prefill is not None:
             self._measure(self._prefill, output)
         if client is not None:
@@ -261,6 +268,9 @@ class SchedulerSide:
             if tracked_or_none is None or tracked_or_none.load is None:
                 continue
             load, tracked_or_none.load = tracked_or_none.load, None
+            if load.rest is not None:  # the workers were stopped
+                load.rest.drop()
+                load.failed = True
             self._loads.loads += 1
             self._loads.failed += load.failed
             self._loads.seconds += time.monotonic() - load.submitted_s
@@ -305,6 +315,7 @@ class SchedulerSide:
         if tracked.load is not None:
             # vLLM keeps the blocks until the load is reported as finished.
             self._out.revoke += tracked.load.parts
+            self._load_no_further(request_id, tracked.load)
             return False
         self._out.revoke += self._storer.poll()
         client = self._ready_client()
@@ -402,44 +413,36 @@ class SchedulerSide:
         self._leaving.clear()
         if self._events is not None:
             self._events.clear()
-        for tracked in self._requests.values():
+        for request_id, tracked in self._requests.items():
+            if tracked.load is not None:
+                self._load_no_further(request_id, tracked.load)
             self._grant(tracked)
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
-
-    def _submit_load(self, grant: Grant | None, target: Target) -> Transfer | None:
-        client = self._link.client
-        if grant is None or client is None:
-            return None
-        lookup, group = grant.lookup, target.group
-        # The block of the request with which the lookup began, and that with which the lease does.
-        start = grant.first * self._groups.unit_tokens // target.block_tokens
-        if lookup.groups:
-            lookup = lookup.groups[group]
-            start += 0 if lookup.lease is None else lookup.lease.first
-        doorbell = Doorbell(LOAD_DOORBELL, self._step)
-        try:
-            return client.load(
-                lookup, target.block_ids, group=group, first=target.first - start, doorbell=doorbell
-            )
-        except KvtierError as error:
-            self._log.warning("kvtier: a load was refused: %s", error)
-            self._give_back(grant)
-            return None
 
     def _give_back(self, grant: Grant | None) -> None:
         if grant is not None:
             grant.lookup.release()
 
-    def _take_in_loads(self) -> None:
-        """Loads that the daemon refused after they were submitted: no worker will ever start them."""
-        for tracked in self._requests.values():
+    def _go_on_loading(self, client: Client | None) -> None:
+        """Takes in loads that the daemon refused after they were submitted, which no worker will ever start,
+        and begins the next parts of others."""
+        for request_id, tracked in self._requests.items():
             load = tracked.load
-            if load is None or load.failed:
+            if load is None:
                 continue
-            if any(one is not None and one.ended and not one.outcome.done for one in load.transfers):
+            if not load.failed and load.spoiled:
                 load.failed = True
                 self._out.revoke += load.parts
+            order = self._loader.go_on(client, request_id, load, self._step)
+            if order is not None:
+                self._out.loads.append(order)
+
+    def _load_no_further(self, request_id: str, load: Load) -> None:
+        """What is not submitted of a load fails."""
+        order = self._loader.give_up(request_id, load)
+        if order is not None:
+            self._out.loads.append(order)
 
     def _forget_preempted(self) -> None:
         for tracked in self._requests.values():

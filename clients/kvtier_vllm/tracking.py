@@ -6,30 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier import PartRef, Transfer
-
 from kvtier_vllm.adapters import Keys
 from kvtier_vllm.control import Control
+from kvtier_vllm.loading import Load
 from kvtier_vllm.storing import StoreState
-from kvtier_vllm.tables import Target
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """What was promised to vLLM."""
-
-    transfers: tuple[Transfer | None, ...]
-    """One for each group; None: it was refused."""
-    block_ids: frozenset[int]
-    loaded: tuple[tuple[Target, Sequence[bytes]], ...]
-    """For each group: where it goes, and its hashes."""
-    tokens: int
-    submitted_s: float
-    failed: bool = False
-
-    @property
-    def parts(self) -> list[PartRef]:
-        return [one.part for one in self.transfers if one is not None and one.part is not None]
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier import Client, Group, PartRef, PartState, Plane
@@ -48,6 +48,13 @@ class _Load:
     bad_blocks: set[int] = field(default_factory=set)
     in_vain: bool = False
     """The engine has given the memory back that it goes to."""
+
+    def nothing_more(self) -> None:
+        """No order will come for the rest."""
+        if self.order.rest:
+            self.failed = True
+            self.bad_blocks.update(self.order.rest)
+            self.order = replace(self.order, rest=())
 
 
 @dataclass(slots=True)
@@ -202,15 +209,9 @@ class WorkerSide:
         self._new_loads, self._new_stores = [], []
         client, now_s = self._client, self._clock()
         for load in meta.loads:
-            order = _Load(load, in_vain=self._asleep)
-            for part, block_ids in zip(load.parts, load.block_ids, strict=True):
-                if part is None:
-                    order.failed = True
-                    order.bad_blocks.update(block_ids)
-                else:
-                    order.left.append(Part(client, part, block_ids, now_s))
-            self._loads.append(order)
-            self._new_loads += order.left
+            self._new_loads += self._follow(load, client, now_s)
+        if meta.stopped or self._stopped:
+            self._nothing_more()
         for store in meta.stores:
             source = Part(client, store.part, store.block_ids, now_s)
             self._stores.setdefault(store.request, []).append(source)
@@ -250,6 +251,7 @@ class WorkerSide:
     def stop(self) -> None:
         """Disables this side for good: nothing starts any more. `fence` and `poll` go on for what is open."""
         self._stopped = True
+        self._nothing_more()
         for link in self._links():
             link.close(0)
 
@@ -290,6 +292,34 @@ class WorkerSide:
             self._link = None
         self._attach()
 
+    def _nothing_more(self) -> None:
+        for load in self._loads:
+            load.nothing_more()
+
+    def _follow(self, order: LoadOrder, client: Client | None, now_s: float) -> list[Part]:
+        """The parts of an order, of a new load or of one that has a rest."""
+        load = next(
+            (each for each in self._loads if each.order.rest and each.order.request == order.request), None
+        )
+        if load is None and order.goes_on:
+            for part in order.parts:
+                if part is not None:
+                    Part(client, part, (), now_s).revoke()
+            return []
+        if load is None:
+            load = _Load(order, in_vain=self._asleep)
+            self._loads.append(load)
+        load.order = order
+        parts = []
+        for part, block_ids in zip(order.parts, order.block_ids, strict=True):
+            if part is None:
+                load.failed = True
+                load.bad_blocks.update(block_ids)
+            else:
+                parts.append(Part(client, part, block_ids, now_s))
+        load.left += parts
+        return parts
+
     def _revoke(self, refs: Iterable[PartRef]) -> None:
         wanted = {ref.ticket for ref in refs}
         if not wanted:
@@ -321,7 +351,7 @@ class WorkerSide:
             if landing is Landing.FAILED or load.in_vain:
                 load.failed = True
                 load.bad_blocks.update(part.block_ids)
-        if load.left:
+        if load.left or load.order.rest:
             return False
         results.received.add(load.order.request)
         if load.failed:

@@ -154,7 +154,13 @@ class LimitsConfig:
     )
     leases_max: Annotated[int, Doc("Leases at once per instance.", s.count, "N")] = _CORE.leases_max
     leased_fraction_max: Annotated[
-        float, Doc("Share of the pool that one instance may lease.", s.fraction, "FRACTION")
+        float,
+        Doc(
+            "Share of the pool that leases and running loads of all instances may hold; stores find room in "
+            "the rest.",
+            s.fraction,
+            "FRACTION",
+        ),
     ] = _CORE.leased_fraction_max
     held_fraction_max: Annotated[
         float,

@@ -69,6 +69,11 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
         f"  leases     {status.leases:,} on {status.leased_blocks:,} blocks, "
         f"{counters.expired_leases:,} expired"
     )
+    if counters.refused_leases:
+        yield (
+            f"             {counters.refused_leases:,} lookups found more than they could lease: "
+            f"{counters.missed_lease_limit:,} blocks; the pool is small for such prompts (pool.size)"
+        )
     if counters.integrity_failures:
         by = status.integrity
         yield (

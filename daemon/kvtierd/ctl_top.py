@@ -11,7 +11,7 @@ from kvtierd.settings import human_size
 
 WIDTH = 80
 ENGINES_MAX = 8
-REASONS = ("absent", "pending", "beyond", "recompute", "draining", "not_ready")
+REASONS = ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready")
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,20 @@ CASES = [
         "25% of the blocks for host-1 find no room",
     ),
     Case(
+        "KvtierLeasesCut",
+        "warning",
+        {
+            'kvtier_lookup_misses_total{reason="lease_limit"}': "0+25x30",
+            'kvtier_lookup_hits_total{tier="host"}': "0+75x30",
+        },
+        {
+            'kvtier_lookup_misses_total{reason="lease_limit"}': "0+1x30",
+            'kvtier_lookup_hits_total{tier="host"}': "0+99x30",
+        },
+        "30m",
+        "25% of what host-1 has for its engines cannot be leased at once",
+    ),
+    Case(
         "KvtierForgetsSoon",
         "info",
         {

@@ -94,6 +94,8 @@ WANTED_OUTCOMES = (
     "on a disk, pending",
     "on a disk, no room",
     "blocks cleared",
+    "lease on fewer blocks than readable",
+    "lease on none of them",
     "held when cleared",
     "under way when cleared",
     *(f"explained {verdict.value}" for verdict in Verdict if verdict is not Verdict.ELSEWHERE),

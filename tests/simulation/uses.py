@@ -77,13 +77,20 @@ def lookup(world: World, engine: Engine) -> None:
     assert isinstance(reply, LookupReply)
     ready = engine.view is not None and engine.view.ready and not world.draining
     told = reply.states.tolist()
-    hits = _check_states(world, engine, group, keys, mode, told, ready=ready, host_only=host_only)
-    assert reply.hits == len(hits)
+    leased = reply.hits if lease else None
+    readable = _check_states(
+        world, engine, group, keys, mode, told, ready=ready, host_only=host_only, leased=leased
+    )
+    hits = readable if leased is None else readable[:leased]
+    assert (reply.hits, reply.readable if ready else 0) == (len(hits), len(readable))
     if reply.lease is not None:
         engine.leases.append(HeldLease(reply.lease, group, hits))
-    elif lease and hits:
-        assert reply.lease_refused is not None
+    elif lease:
+        assert not hits, "what no lease holds is no hit"
+    assert (reply.lease_refused is not None) == (len(hits) < len(readable))
+    if reply.lease_refused is not None:
         assert reply.lease_refused.reason is Reason.LEASE_LIMIT
+        world.outcomes["lease on " + ("fewer blocks than readable" if hits else "none of them")] += 1
 
 
 def _check_states(
@@ -96,13 +103,22 @@ def _check_states(
     *,
     ready: bool,
     host_only: bool = False,
+    leased: int | None = None,
 ) -> list[bytes]:
-    """What a lookup tells, against what the records say afterwards. Returns the hits."""
+    """What a lookup tells, against what the records say afterwards. `leased`: of the readable blocks only so
+    many are told as hits. Returns the readable ones."""
     states = [world.expected(engine, group, key) if ready else MISS for key in keys]
     hits = [key for key, state in zip(keys, states, strict=True) if state == HIT]
     if mode is LookupMode.PREFIX:
         run = next((i for i, state in enumerate(states) if state != HIT), len(states))
         states, hits = states[: run + 1], keys[:run]
+    if leased is not None and leased < len(hits):
+        if mode is LookupMode.PREFIX:
+            states = states[: leased + 1]
+        beyond = [i for i, state in enumerate(states) if state == HIT][leased:]
+        assert all(told[i] in (MISS, PENDING) for i in beyond), "what is not leased is no hit"
+        for i in beyond:
+            states[i] = told[i]
     assert len(told) == len(states)
     for key, state, said in zip(keys, states, told, strict=False):
         if state == PENDING and world.is_late(engine, group, key):

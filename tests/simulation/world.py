@@ -79,7 +79,6 @@ LIMITS = CoreLimits(
     transfer_blocks_max=8,
     transfers_max=3,
     leases_max=4,
-    leased_fraction_max=0.5,
     held_fraction_max=0.5,
     lease_ttl_s=10.0,
     lease_lifetime_s=40.0,
@@ -122,6 +121,8 @@ class World:
         self.transitions: Counter[tuple[State, Event]] = Counter()
         self.refusals: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
+        self.leased_fraction = self.random.choice((0.2, 0.6, 0.95))
+        """Of the pool, which holds a few prefixes."""
         self.pool = FakePool(GEOMETRY)
         self.sessions = itertools.count(1)
         self.worker_ids = itertools.count(1)
@@ -145,7 +146,7 @@ class World:
         self.machine = Machine(
             table,
             lambda: self.now_s,
-            LIMITS,
+            replace(LIMITS, leased_fraction_max=self.leased_fraction),
             GEOMETRY,
             integrity=CoreIntegrity(self.verify, SAMPLED_BYTES_PER_S, REMEMBERED),
             disks=[

@@ -993,6 +993,8 @@ class Counters(google.protobuf.message.Message):
     CLEARED_BLOCKS_FIELD_NUMBER: builtins.int
     EXPIRED_BLOCKS_FIELD_NUMBER: builtins.int
     UNHELD_BLOCKS_FIELD_NUMBER: builtins.int
+    MISSED_LEASE_LIMIT_FIELD_NUMBER: builtins.int
+    REFUSED_LEASES_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -1034,6 +1036,10 @@ class Counters(google.protobuf.message.Message):
     """Blocks dropped because their time was over."""
     unheld_blocks: builtins.int
     """Blocks that were to be held and are not, or not as long: there was no room to."""
+    missed_lease_limit: builtins.int
+    """Hashes of lookups (see `missed_absent`) that were readable, and more than could be leased just then."""
+    refused_leases: builtins.int
+    """Leases on fewer blocks than were readable, or on none."""
     def __init__(
         self,
         *,
@@ -1066,7 +1072,9 @@ class Counters(google.protobuf.message.Message):
         cleared_blocks: builtins.int = ...,
         expired_blocks: builtins.int = ...,
         unheld_blocks: builtins.int = ...,
+        missed_lease_limit: builtins.int = ...,
+        refused_leases: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_lease_limit", b"missed_lease_limit", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "refused_leases", b"refused_leases", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks"]) -> None: ...
 
 global___Counters = Counters

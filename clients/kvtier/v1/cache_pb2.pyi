@@ -335,7 +335,7 @@ class Limits(google.protobuf.message.Message):
     transfers_max: builtins.int
     """Transfers of an instance in flight."""
     leased_blocks_max: builtins.int
-    """Blocks an instance may hold by leases."""
+    """Blocks that all instances may hold by leases and by loads that run, if each were as small as can be."""
     lease_ttl_ms: builtins.int
     """A lease ends this long after the last heartbeat."""
     heartbeat_interval_ms: builtins.int
@@ -495,8 +495,9 @@ class LookupRequest(google.protobuf.message.Message):
     HASHES_FIELD_NUMBER: builtins.int
     HOST_ONLY_FIELD_NUMBER: builtins.int
     lease: builtins.bool
-    """Lease the blocks that hit, so that they stay until loaded, released or expired. Of a joint prefix exactly what it
-    needs: all of its blocks, or in suffix mode the last ones. All groups get their lease, or none.
+    """Lease the blocks that hit, so that they stay until loaded, released or expired: as many of them, from the first on, as
+    there is room for. The others are no hits: PENDING if a later lookup can lease more, else MISS. Of a joint prefix
+    exactly what it needs: all of its blocks, or in suffix mode the last ones. All groups get their lease, or none.
     """
     hashes: builtins.bytes
     """See GroupQuery.hash_stride."""
@@ -531,10 +532,11 @@ class GroupAnswer(google.protobuf.message.Message):
     STATES_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_FIRST_FIELD_NUMBER: builtins.int
+    READABLE_FIELD_NUMBER: builtins.int
     group: builtins.int
     hits: builtins.int
     """Prefix mode: length of the leading run of hits. Exact mode: number of hits. Joint: length of the joint prefix, in
-    blocks of this group.
+    blocks of this group. What is readable and not leased although a lease was asked for is no hit.
     """
     states: builtins.bytes
     """One BlockState byte per hash. Prefix mode: only up to and including the first that is not a hit. Joint: one per block
@@ -546,6 +548,10 @@ class GroupAnswer(google.protobuf.message.Message):
     `hits` of the query: the `first` of a load counts from `lease_first`.
     """
     lease_first: builtins.int
+    readable: builtins.int
+    """By itself: blocks that are readable, the hits and those behind them that the lease had no room for. Load the hits and
+    look the others up again: they have their turn once the load has ended. Joint, or from an older daemon: 0.
+    """
     def __init__(
         self,
         *,
@@ -554,8 +560,9 @@ class GroupAnswer(google.protobuf.message.Message):
         states: builtins.bytes = ...,
         lease_id: builtins.int = ...,
         lease_first: builtins.int = ...,
+        readable: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "hits", b"hits", "lease_first", b"lease_first", "lease_id", b"lease_id", "states", b"states"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "hits", b"hits", "lease_first", b"lease_first", "lease_id", b"lease_id", "readable", b"readable", "states", b"states"]) -> None: ...
 
 global___GroupAnswer = GroupAnswer
 
@@ -574,7 +581,7 @@ class LookupResponse(google.protobuf.message.Message):
 
     @property
     def lease_refused(self) -> kvtier.v1.types_pb2.Error:
-        """The lease was asked for, and refused for this reason although blocks hit."""
+        """Why the lease holds fewer blocks than are readable, or why there is none."""
 
     def __init__(
         self,

@@ -235,11 +235,15 @@ class Attached:
 @dataclass(frozen=True, slots=True)
 class LookupReply:
     hits: int
+    """Readable blocks; if a lease was asked for, those of them that it holds."""
     states: npt.NDArray[np.uint8]
     """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit); prefix mode: up to the first that is no hit."""
     lease: LeaseId | None
     """Holds the hits, in the order of the lookup: what a load's `first` counts in."""
     lease_refused: Refusal | None
+    """Why the lease holds less than is readable, or why there is none."""
+    readable: int = 0
+    """Blocks that are readable, the hits and those behind them that the lease does not hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from kvtierd.core.disks import Disks
 from kvtierd.core.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.lease_room import LeaseRoom
 from kvtierd.core.pages import Pages
 from kvtierd.core.retention import Retention
 from kvtierd.core.room import Room
@@ -37,6 +38,7 @@ class Books:
     transitions: Transitions = field(default_factory=Transitions)
     room: Room = field(init=False)
     retention: Retention = field(init=False)
+    lease_room: LeaseRoom = field(init=False)
     now_s: float = 0.0
     """Of the stimulus being handled."""
     draining: bool = False
@@ -65,6 +67,9 @@ class Books:
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
         self.retention = self.blocks.retention = Retention(self.blocks, self.tally, self.limits)
         self.room = Room(self.blocks, self.tally)
+        self.lease_room = LeaseRoom(
+            self.blocks.capacity, self.blocks.geometry, self.limits.leased_fraction_max
+        )
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
         self.pages = Pages(self.blocks, self.disks)
 

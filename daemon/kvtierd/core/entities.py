@@ -29,6 +29,7 @@ from kvtierd.core.ids import (
     TransferNumber,
     WorkerId,
 )
+from kvtierd.core.lease_room import Held
 from kvtierd.core.stimuli import NO_WISHES, GroupGeometry, Wishes
 from kvtierd.core.transitions import (
     CheckState,
@@ -112,9 +113,23 @@ class GroupPlan:
     device_bytes: tuple[tuple[str, int], ...] = ()
     """Of one block, by the device whose worker loads them; likewise."""
 
+    cut: "LeaseCut | None" = None
+    """The latest."""
+
     def shard(self, rank: Rank) -> int:
         """Which shard of a block this rank loads."""
         return 0 if self.replicated else rank
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCut:
+    """A lookup that found more than it could lease."""
+
+    at: int
+    """In the unit of `Blocks.now`."""
+    leased: int
+    readable: int
+    """Blocks of one group."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -130,6 +145,8 @@ class Instance(Entity):
     model: str
     alive_at_s: float
     """When its scheduler was last heard of."""
+    held: Held
+    """By its leases, and by its loads that run."""
     sessions: dict[SessionId, Session] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
     """How fast it computes a prompt; 0: not known."""

@@ -4,13 +4,14 @@ Questions of people; nothing here changes anything.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 
 from kvtierd.core.blocks import STAMPS_PER_S
 from kvtierd.core.books import Books
+from kvtierd.core.entities import LeaseCut
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.history import Fate, Memory
 from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Hashes, NamespaceDigest, SpaceId
@@ -79,6 +80,9 @@ class Explanation:
     """Why its store ended."""
     elsewhere: tuple[Place, ...]
     """Where a block of this hash is readable, on a disk or being written now."""
+    cut: LeaseCut | None = None
+    """The latest lookup in this place, of an instance that still lives, that found more than it could lease:
+    a readable block may have been among the others. `at` is seconds ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +147,21 @@ def _explain(
     if state:
         verdict = _OF_STATE[BlockState(state)]
         since = past.at if past is not None and verdict is Verdict.CORRUPT else None
-        return Explanation(place, verdict, _ago(now, since), None, elsewhere)
+        cut = _latest_cut(books, space, now) if verdict is Verdict.READABLE else None
+        return Explanation(place, verdict, _ago(now, since), None, elsewhere, cut)
     if _is_on_disk(books, space, row):
         return Explanation(place, Verdict.ON_DISK, None, None, elsewhere)
     if past is not None:
         return Explanation(place, _OF_FATE[past.fate], _ago(now, past.at), past.reason, elsewhere)
     verdict = Verdict.ELSEWHERE if elsewhere else Verdict.NEVER_STORED
     return Explanation(place, verdict, None, None, elsewhere)
+
+
+def _latest_cut(books: Books, space: SpaceId, now: int) -> LeaseCut | None:
+    plans = [plan for instance in books.instances.values() for plan in instance.plans]
+    cuts = [plan.cut for plan in plans if plan.space == space and plan.cut is not None]
+    latest = max(cuts, key=lambda cut: cut.at, default=None)
+    return None if latest is None else replace(latest, at=(now - latest.at) // STAMPS_PER_S)
 
 
 def _ago(now: int, at: int | None) -> float | None:

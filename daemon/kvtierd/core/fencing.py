@@ -187,6 +187,7 @@ class Fencing:
             sound = verified[blocks.table.states(verified) == READY]
             blocks.sound(sound)
         blocks.unpin(domain, entries)
+        self._books.lease_room.remove(transfer.instance.held, domain, entries)
         self._books.tally.loaded_blocks += len(good)
         self._books.tally.loaded_bytes += len(good) * domain.block_bytes
         if transfer.failed is None:

@@ -76,6 +76,7 @@ class Instances:
                 hash_bytes=stimulus.hash_bytes,
                 model=stimulus.model,
                 alive_at_s=books.now_s,
+                held=books.lease_room.new_holder(),
             )
             books.names[instance.name] = books.instances[instance.epoch] = instance
         session = Session(

@@ -135,13 +135,14 @@ class JointPromotion:
 
     def _leasable_tokens(self, asks: Sequence[Ask]) -> int:
         """No longer prefix than an instance could lease is waited for."""
-        left = self._books.limits.leased_fraction_max * self._host.geometry.capacity_bytes
+        room = self._books.lease_room
+        left = float(room.alone_bytes)
         per_token = 0.0
         for ask in asks:
             if ask.shape.window_blocks:
-                left -= min(ask.shape.window_blocks, ask.shape.blocks) * ask.plan.domain.block_bytes
+                left -= min(ask.shape.window_blocks, ask.shape.blocks) * room.block_bytes(ask.plan.domain)
             else:
-                per_token += ask.plan.domain.block_bytes / ask.shape.block_tokens
+                per_token += room.block_bytes(ask.plan.domain) / ask.shape.block_tokens
         longest_asked = min(ask.shape.blocks * ask.shape.block_tokens for ask in asks)
         return int(min(longest_asked, max(0.0, left) / per_token)) if per_token else longest_asked
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvtierd.core.actions import LookupReply, PrefetchReply
 from kvtierd.core.books import Books
-from kvtierd.core.entities import GroupPlan, Instance, Lease
+from kvtierd.core.entities import GroupPlan, Instance, Lease, LeaseCut
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Entries, Hashes, LeaseId
 from kvtierd.core.stimuli import (
@@ -66,30 +66,31 @@ class Leases:
             tally.missed_recompute += len(found)
             self._count_misses(stimulus.mode, len(hashes) - len(found), states)
             return LookupReply(0, np.zeros_like(states[: _told(stimulus)]), None, None)
-        hits = len(found)
-        tally.lookup_hits += hits
+        readable = hits = len(found)
         lease: Lease | None = None
         refused: Refusal | None = None
-        if hits:
-            if stimulus.lease:
-                try:
-                    lease = self._grant(instance, stimulus.group, plan, found)
-                except Refusal as refusal:
-                    tally.refused_leases += 1
-                    refused = refusal
-            if lease is None:
-                self._blocks.touch(found)
+        if readable and stimulus.lease:
+            lease, refused = self._grant(instance, stimulus.group, plan, found)
+            hits = 0 if lease is None else len(lease.entries)
+        tally.lookup_hits += hits
+        self._blocks.touch(found if lease is None else found[hits:])
         if self._tier is not None:
             self._tier.found(plan.domain, found)
             promotion = self._tier.promotion
-            if hits < len(hashes) and stimulus.host_only:
+            if readable < len(hashes) and stimulus.host_only:
                 states = promotion.without_late(plan, hashes, states)
-            elif hits < len(hashes):
+            elif readable < len(hashes) and refused is None:
                 states = promotion.beyond(
                     instance, plan, hashes, stimulus.mode, found, states, held=lease is not None
                 )
-        self._count_misses(stimulus.mode, len(hashes) - hits, states)
-        return LookupReply(hits, states, None if lease is None else lease.lease, refused)
+        self._count_misses(stimulus.mode, len(hashes) - readable, states)
+        if refused is not None:
+            tally.refused_leases += 1
+            tally.missed_lease_limit += readable - hits
+            plan.cut = LeaseCut(self._blocks.now, hits, readable)
+            more_later = hits < min(readable, books.lease_room.alone_blocks(plan.domain))
+            states = _cut(stimulus.mode, states, hits, PENDING if more_later else MISS)
+        return LookupReply(hits, states, None if lease is None else lease.lease, refused, readable)
 
     def _count_misses(self, mode: LookupMode, misses: int, states: U8) -> None:
         """Of a lookup, by what is told of them."""
@@ -149,32 +150,34 @@ class Leases:
 
     # --- leases ---
 
-    def _grant(self, instance: Instance, group: int, plan: GroupPlan, entries: Entries) -> Lease:
-        books, limits = self._books, self._books.limits
+    def _grant(
+        self, instance: Instance, group: int, plan: GroupPlan, found: Entries
+    ) -> tuple[Lease | None, Refusal | None]:
+        """A lease on as many of these READY blocks as there is room for, from the first on; and, where that
+        is not all of them, why."""
+        books, room = self._books, self._books.lease_room
+        limits = books.limits
         if len(instance.leases) >= limits.leases_max:
-            raise Refusal(
+            return None, Refusal(
                 Reason.LEASE_LIMIT,
-                f"an instance may hold {limits.leases_max} leases: load or release some",
+                f"an instance may hold {limits.leases_max} leases (limits.leases_max): load or release some",
                 field="lease",
                 value=len(instance.leases),
             )
-        bytes_after = instance.leased_bytes + len(entries) * plan.domain.block_bytes
-        most = limits.leased_fraction_max * self._blocks.geometry.capacity_bytes
-        if bytes_after > most:
-            raise Refusal(
-                Reason.LEASE_LIMIT,
-                f"an instance may lease {int(most)} bytes: load or release some, or ask for fewer blocks",
-                field="lease",
-                value=f"{bytes_after} bytes",
-            )
+        fitting = room.fitting(instance.held, plan.domain, found)
+        refused = None if fitting == len(found) else self.no_room(instance, fitting, len(found), "blocks")
+        if fitting == 0:
+            return None, refused
+        entries = found[:fitting]
         try:
             self._blocks.table.pin(entries)
         except ValueError as error:
-            raise Refusal(
+            return None, Refusal(
                 Reason.LEASE_LIMIT,
                 f"too many hold these blocks at once: {error}; release some",
                 field="lease",
-            ) from error
+            )
+        room.add(instance.held, plan.domain, entries)
         self._blocks.used_at[entries] = self._blocks.now
         lease = Lease(
             lease=LeaseId(next(books.lease_ids)),
@@ -186,21 +189,35 @@ class Leases:
         books.leases[lease.lease] = lease
         instance.leases[lease.lease] = lease
         instance.leased_blocks += len(entries)
-        instance.leased_bytes = bytes_after
-        return lease
+        instance.leased_bytes += len(entries) * plan.domain.block_bytes
+        return lease, refused
+
+    def no_room(self, instance: Instance, fitting: int, readable: int, unit: str) -> Refusal:
+        """Why no more than so many of the readable blocks, or tokens, are leased."""
+        room = self._books.lease_room
+        return Refusal(
+            Reason.LEASE_LIMIT,
+            f"{fitting} of {readable} readable {unit} are leased: leases and loads may hold "
+            f"{room.leasable_bytes >> 20:,} MiB of the pool (limits.leased_fraction_max); of them all "
+            f"instances hold {room.all.bytes >> 20:,} MiB, this one {instance.held.bytes >> 20:,} MiB. Load "
+            "or release what is leased and ask again, or make the pool larger (pool.size)",
+            field="lease",
+            value=readable,
+        )
 
     def grant_all(
         self, instance: Instance, wanted: Sequence[tuple[int, GroupPlan, Entries]]
     ) -> tuple[Lease, ...]:
         """A lease for each group, on READY blocks. Refusal LEASE_LIMIT: then none is granted."""
         granted: list[Lease] = []
-        try:
-            for group, plan, entries in wanted:
-                granted.append(self._grant(instance, group, plan, entries))
-        except Refusal:
-            for lease in granted:
-                self._drop(lease, Event.RELEASE)
-            raise
+        for group, plan, entries in wanted:
+            lease, refused = self._grant(instance, group, plan, entries)
+            if lease is not None:
+                granted.append(lease)
+            if refused is not None:
+                for lease in granted:
+                    self._drop(lease, Event.RELEASE)
+                raise refused
         return tuple(granted)
 
     def held(self, instance: Instance, lease: LeaseId) -> Lease:
@@ -289,8 +306,10 @@ class Leases:
         self._books.tally.ended_leases += 1
         self._books.tally.lease_held_s += self._held_s(lease, self._books.now_s)
         del self._books.leases[lease.lease], instance.leases[lease.lease]
+        domain = instance.plans[lease.group].domain
+        self._books.lease_room.remove(instance.held, domain, lease.entries)
         instance.leased_blocks -= len(lease.entries)
-        instance.leased_bytes -= len(lease.entries) * instance.plans[lease.group].domain.block_bytes
+        instance.leased_bytes -= len(lease.entries) * domain.block_bytes
 
 
 def touch(books: Books, plan: GroupPlan, found: Entries, stimulus: TouchBlocks | TouchGroups) -> None:
@@ -302,6 +321,14 @@ def touch(books: Books, plan: GroupPlan, found: Entries, stimulus: TouchBlocks |
     else:
         books.blocks.touch(found)
         books.retention.hold(plan.domain, found, stimulus.hold_ms)
+
+
+def _cut(mode: LookupMode, states: U8, hits: int, beyond: int) -> U8:
+    """What to tell if no more than `hits` of the readable blocks are leased, and `beyond` of the others."""
+    if mode is LookupMode.PREFIX:
+        states = states[: hits + 1]
+    states[np.flatnonzero(states == HIT)[hits:]] = beyond
+    return states
 
 
 def _told(stimulus: LookupBlocks | PrefetchBlocks) -> int:

@@ -74,7 +74,7 @@ class Promotion:
 
     def _prefix(self, instance: Instance, plan: GroupPlan, hashes: Hashes, hits: int, keep: Entries) -> int:
         """State of the first block beyond the hits."""
-        end = min(len(hashes), self._longest(plan))
+        end = min(len(hashes), self._books.lease_room.alone_blocks(plan.domain))
         if hits >= end:  # an instance could not lease any more of it
             entries, raw = self._host.table.lookup(plan.space, hashes[hits : hits + 1])
             return PENDING if raw[0] == WRITING and self._in_time(entries)[0] else MISS
@@ -115,11 +115,6 @@ class Promotion:
                 plan, hashes, positions, np.concatenate(copies), np.concatenate(kept), in_order=True
             )
         return MISS if positions[0] == hits and not coming[0] else first
-
-    def _longest(self, plan: GroupPlan) -> int:
-        """Blocks of one run that are brought up: as many as one instance may lease."""
-        most = self._books.limits.leased_fraction_max * self._host.geometry.capacity_bytes
-        return int(most // plan.domain.block_bytes)
 
     # --- single blocks ---
 

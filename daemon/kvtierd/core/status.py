@@ -23,6 +23,8 @@ class Tally:
     """Behind the first that was no hit, of a prefix."""
     missed_recompute: int = 0
     """There, and computing them is faster."""
+    missed_lease_limit: int = 0
+    """Readable, and more than could be leased just then."""
     missed_draining: int = 0
     missed_not_ready: int = 0
     """Ranks of the instance were missing."""
@@ -57,6 +59,7 @@ class Tally:
     lease_held_s: float = 0.0
     expired_leases: int = 0
     refused_leases: int = 0
+    """Leases on fewer blocks than were readable, or on none."""
     corrupt_on_load: int = 0
     """Blocks whose record or checksum did not match when they were to be loaded."""
     corrupt_after_restart: int = 0

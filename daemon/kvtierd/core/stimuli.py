@@ -500,8 +500,8 @@ class CoreLimits:
     """In flight, per instance."""
     leases_max: int = 8_192
     """Live at once, per instance."""
-    leased_fraction_max: float = 0.25
-    """Of the pool's bytes, per instance."""
+    leased_fraction_max: float = 0.95
+    """Of the pool, that leases and running loads may hold, of all instances together."""
     held_fraction_max: float = 0.25
     """Of the pool's bytes, that blocks may be held in for a time, of all instances together."""
     hold_s_max: float = 3_600.0

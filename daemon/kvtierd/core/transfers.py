@@ -192,6 +192,7 @@ class Transfers:
             books.step(lease, Event.LOAD_AND_KEEP)
         else:
             self._leases.consume(lease, first, end)
+        books.lease_room.add(instance.held, plan.domain, entries)
         instance.alive_at_s = books.now_s
 
         slots = blocks.slots_of(plan.domain, entries)

@@ -53,6 +53,7 @@ def validate(machine: Machine) -> None:
     for instance in books.instances.values():
         _check_instance(books, instance)
     _check_leases(books)
+    _check_lease_room(books)
     for transfer in books.transfers.values():
         _check_transfer(books, transfer)
     _check_transfers_together(books)
@@ -75,7 +76,7 @@ def validate(machine: Machine) -> None:
 def _check_counters(tally: Tally) -> None:
     """Every hash that was asked for was a hit, or missed for one reason."""
     reasons = [tally.missed_absent, tally.missed_pending, tally.missed_beyond, tally.missed_recompute]
-    reasons += [tally.missed_draining, tally.missed_not_ready]
+    reasons += [tally.missed_lease_limit, tally.missed_draining, tally.missed_not_ready]
     assert min(reasons) >= 0, reasons
     assert tally.lookup_hits + sum(reasons) == tally.lookup_hashes, (tally.lookup_hits, reasons)
 
@@ -253,7 +254,6 @@ def _check_instance(books: Books, instance: Instance) -> None:
     sizes = [len(lease.entries) for lease in instance.leases.values()]
     leased = sum(count * plan.domain.block_bytes for count, plan in zip(sizes, plan_of, strict=True))
     assert (instance.leased_blocks, instance.leased_bytes) == (sum(sizes), leased), "leases are miscounted"
-    assert instance.leased_bytes <= books.limits.leased_fraction_max * books.blocks.geometry.capacity_bytes
     assert len(instance.leases) <= books.limits.leases_max
     assert len(instance.transfers) <= books.limits.transfers_max
     assert len(instance.ended) <= books.limits.terminal_kept
@@ -268,6 +268,31 @@ def _check_instance(books: Books, instance: Instance) -> None:
 
 
 # --- leases and transfers ---
+
+
+def _check_lease_room(books: Books) -> None:
+    """What is held for loads is what leases and running loads hold, each block once."""
+    room = books.lease_room
+    everything = np.zeros(books.blocks.capacity, np.int64)
+    for instance in books.instances.values():
+        own = np.zeros(books.blocks.capacity, np.int64)
+        size = np.zeros(books.blocks.capacity, np.int64)
+        holders = [(lease.entries, lease.group) for lease in instance.leases.values()]
+        for transfer in instance.transfers.values():
+            if transfer.direction is Direction.LOAD:
+                holders.append((transfer.entries, transfer.group))
+        for entries, group in holders:
+            own[np.unique(entries)] += 1
+            size[entries] = room.block_bytes(instance.plans[group].domain)
+        everything += own
+        assert (instance.held.counts == own).all(), f"held blocks are miscounted: {instance.describe()}"
+        assert instance.held.bytes == size.sum(), f"held bytes are miscounted: {instance.describe()}"
+    assert (room.all.counts == everything).all(), "held blocks are miscounted"
+    held = np.flatnonzero(everything).astype(np.uint32)
+    of_domain = Counter(books.blocks.table.domains(held).tolist())
+    by_id = books.blocks.domains.by_id
+    assert room.all.bytes == sum(n * room.block_bytes(by_id[domain]) for domain, n in of_domain.items())
+    assert room.all.bytes <= room.leasable_bytes or len(held) == 1, "more is held than may be"
 
 
 def _check_leases(books: Books) -> None:

@@ -199,8 +199,8 @@ DECLARED = (
         "kvtier_lookup_misses",
         ("reason",),
         "Block hashes that were no hits: absent, pending (being stored or promoted), beyond (behind the "
-        "first of a prefix that was none), recompute (there, but computing is faster), draining, "
-        "not_ready (ranks missing).",
+        "first of a prefix that was none), recompute (there, but computing is faster), lease_limit "
+        "(readable, but more than could be leased at once), draining, not_ready (ranks missing).",
         "Why the hit rate is what it is; kvtierctl explain says it of one block.",
     ),
     Declared(
@@ -407,8 +407,8 @@ DECLARED = (
         _C,
         "kvtier_leases_refused",
         (),
-        "Leases that blocks hit for and a limit refused.",
-        "Rising: limits.leased_fraction_max is too small for the prompts.",
+        "Leases on fewer blocks than were readable, or on none.",
+        "Rising: the pool is too small for the prompts (alert KvtierLeasesCut).",
     ),
     Declared(
         _C,

@@ -63,7 +63,7 @@ def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_index_lookups", counters.index_lookups)
     sheet.set("kvtier_lookup_hashes", counters.lookup_hashes)
     sheet.set("kvtier_lookup_hits", counters.lookup_hits, TIER)
-    for reason in ("absent", "pending", "beyond", "recompute", "draining", "not_ready"):
+    for reason in ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready"):
         sheet.set("kvtier_lookup_misses", getattr(counters, f"missed_{reason}"), reason)
     sheet.set("kvtier_store_blocks", counters.stored_blocks, TIER)
     sheet.set("kvtier_store_bytes", counters.stored_bytes, TIER)

@@ -1,5 +1,6 @@
 """What each call does, for the stream and the unary services: convert, ask the façade, convert back."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,17 +8,27 @@ from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.cache import Cache
 from kvtierd.core.actions import JointReply, LookupReply, PrefetchReply, SubmitReply
+from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreLimits, LookupGroups, PrefetchGroups
+from kvtierd.logs import logger
 from kvtierd.rpc import convert
 from kvtierd.rpc.queries import Caller
+
+TELL_EVERY_S = 60.0
+"""Between two lines of the log about leases that are too small."""
+
+log = logger(__name__)
 
 
 class Calls:
     """The calls of `kvtier.v1.Cache`, but for Attach. All raise Refusal, and nothing has changed then."""
 
-    def __init__(self, cache: Cache, limits: CoreLimits) -> None:
+    def __init__(self, cache: Cache, limits: CoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
         self._limits = limits
+        self._clock = clock
+        self._told_s = -TELL_EVERY_S
+        """When the log was told last that leases are too small."""
         self.by_body: dict[str, Callable[[Any, Caller], tuple[str, Any]]] = {
             "lookup": lambda request, caller: ("lookup", self.lookup(request, caller)),
             "touch": lambda request, caller: ("touch", self.touch(request, caller)),
@@ -32,11 +43,23 @@ class Calls:
     def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
         stimulus = convert.lookup_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
+        assert isinstance(reply, JointReply | LookupReply)
+        if reply.lease_refused is not None:
+            self._tell(caller, reply.lease_refused)
         if isinstance(stimulus, LookupGroups):
             assert isinstance(reply, JointReply)
             return convert.joint_reply(stimulus.queries, reply)
         assert isinstance(reply, LookupReply)
         return convert.lookup_reply(stimulus.group, reply)
+
+    def _tell(self, caller: Caller, refused: Refusal) -> None:
+        """That blocks are there and were not leased: in the log, now and then; all of them are counted."""
+        now_s = self._clock()
+        if now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            log.warning(
+                "a lookup found more than it could lease", epoch=int(caller.epoch), why=refused.message
+            )
 
     def touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
         self._cache.handle(convert.touch_of(request, caller, self._limits))

@@ -88,8 +88,11 @@ def prefetch_of(
 
 
 def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
+    answer = cache_pb2.GroupAnswer(
+        group=group, hits=reply.hits, states=reply.states.tobytes(), readable=reply.readable
+    )
     response = cache_pb2.LookupResponse(
-        answers=[cache_pb2.GroupAnswer(group=group, hits=reply.hits, states=reply.states.tobytes())],
+        answers=[answer],
         lease_id=reply.lease or 0,
     )
     if reply.lease_refused is not None:

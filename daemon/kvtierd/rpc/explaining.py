@@ -70,6 +70,12 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
     ago = "" if each.age_s is None else f" {each.age_s:.0f} s ago"
     back_s = uptime_s if explained.remembered_s is None else explained.remembered_s
     match each.verdict:
+        case Verdict.READABLE if each.cut is not None:
+            return (
+                f"readable now; but {each.cut.at} s ago a lookup here found {each.cut.readable} blocks and "
+                f"could lease {each.cut.leased} of them: what leases and loads hold at once is limited "
+                "(limits.leased_fraction_max of pool.size)"
+            )
         case Verdict.READABLE:
             return "readable now"
         case Verdict.ON_DISK:

@@ -180,13 +180,14 @@ class TestARun:
         host.disk.finish_all()
         assert told(one, *range(8)) == [HIT] * 8
 
-    def test_longer_than_an_instance_may_lease_is_not_promoted_to_its_end(self, disk_host: DiskHost) -> None:
-        one = cold(disk_host, *range(40))
+    def test_longer_than_an_instance_may_lease_is_not_promoted_to_its_end(self, make_disk_host: Make) -> None:
+        host = make_disk_host(limits=CoreLimits(leased_fraction_max=0.5))
+        one = cold(host, *range(40))
         for _ in range(3):
             one.lookup(*range(40))
-            disk_host.disk.finish_all()
-        assert told(one, *range(40)) == [HIT] * 16 + [MISS], "a quarter of the pool's bytes"
-        assert disk_host.of(OpenSlots) == []
+            host.disk.finish_all()
+        assert told(one, *range(40)) == [HIT] * 26 + [MISS], "15/16 of half of the pool's 56 blocks"
+        assert host.of(OpenSlots) == []
 
     def test_is_looked_at_in_windows(self, make_disk_host: Make) -> None:
         host = make_disk_host(limits=CoreLimits(leased_fraction_max=1.0))

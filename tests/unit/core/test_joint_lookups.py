@@ -128,22 +128,53 @@ class TestLeases:
         host.do(ReleaseLeases(one.scheduler, one.epoch, tuple(leases(reply))))
         assert host.machine.status().leases == 0
 
-    @pytest.mark.parametrize(
-        "limits", [CoreLimits(leases_max=1), CoreLimits(leased_fraction_max=5 / 56)], ids=["number", "bytes"]
-    )
-    def test_are_granted_to_all_groups_or_to_none(
-        self, make_host: Callable[..., Host], limits: CoreLimits
-    ) -> None:
-        host = make_host(limits)
+    def test_are_granted_to_all_groups_or_to_none(self, make_host: Callable[..., Host]) -> None:
+        host = make_host(CoreLimits(leases_max=1))
         one = both(host)
         one.stored(1, 2, 3, 4)
         one.stored(1, 2, 3, 4, group=1)
         reply = one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
-        assert hits(reply) == [4, 4]
+        assert hits(reply) == [0, 0]
+        assert states(reply) == [[PENDING] * 4, [MISS, MISS, PENDING, PENDING]]
         assert [answer.lease for answer in reply.groups] == [None, None]
         assert reply.lease_refused is not None
         assert reply.lease_refused.reason is Reason.LEASE_LIMIT
         assert host.machine.status().leases == 0
+
+    @pytest.mark.parametrize(("blocks", "fits"), [(3, 1), (5, 3), (6, 4), (7, 5), (8, 6)])
+    def test_hold_the_longest_prefix_that_there_is_room_for(
+        self, make_host: Callable[..., Host], blocks: int, fits: int
+    ) -> None:
+        """A prefix of n blocks costs n of the one group, and a window of two of the other."""
+        host = make_host(CoreLimits(leased_fraction_max=16 / 15 * blocks / 56 + 0.001))
+        one = both(host)
+        one.stored(*PREFIX)
+        one.stored(*PREFIX, group=1)
+        reply = one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
+        assert hits(reply) == [fits, fits]
+        assert len(leases(reply)) == 2
+        assert (reply.lease_refused is None) == (fits == 6)
+        if fits < 6:
+            assert states(reply)[0] == [HIT] * fits, "never more, so there is nothing to wait for"
+            counters = host.counters
+            assert (counters.missed_lease_limit, counters.refused_leases) == (2 * (6 - fits), 1)
+        one.load(leases(reply)[0], list(range(fits)), group=0)
+
+    def test_that_find_no_room_beside_others_are_worth_waiting_for(
+        self, make_host: Callable[..., Host]
+    ) -> None:
+        host = make_host(CoreLimits(leased_fraction_max=10 / 56))
+        one = both(host)
+        one.stored(*PREFIX)
+        one.stored(*PREFIX, group=1)
+        one.stored(*range(10, 17))
+        lease = one.lease(*range(10, 17))
+        reply = one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
+        assert hits(reply) == [0, 0]
+        assert states(reply)[0] == [PENDING] * 6
+        host.do(ReleaseLeases(one.scheduler, one.epoch, (lease,)))
+        reply = one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
+        assert hits(reply) == [6, 6]
 
     def test_touch_keeps_what_several_groups_use(self, host: Host) -> None:
         one = both(host)
@@ -200,7 +231,7 @@ class TestDisks:
     def test_no_longer_prefix_is_waited_for_than_can_be_leased(
         self, make_disk_host: Callable[..., DiskHost]
     ) -> None:
-        host = make_disk_host(limits=CoreLimits(leased_fraction_max=6 / 56))
+        host = make_disk_host(limits=CoreLimits(leased_fraction_max=7 / 56))
         one = on_disk(host)
         reply = one.lookup_groups((0, PREFIX), (2, PREFIX))
         assert [len(told) for told in states(reply)] == [4, 4]

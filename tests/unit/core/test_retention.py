@@ -221,7 +221,9 @@ class TestNothingIsKeptOut:
         host = make_host(CoreLimits(held_fraction_max=1.0, leased_fraction_max=1.0))
         one = host.instance()
         one.stored(*range(POOL))
-        one.lease(*range(POOL))
+        one.lease(*range(POOL - 4))
+        host.instance("twin").lease(*range(POOL - 4, POOL - 1))
+        host.instance("third").lease(POOL - 1)
         touch(one, *range(POOL), hold_ms=FOREVER_MS)
         running = one.store(100)
         assert running.results == [3], "throttled"
