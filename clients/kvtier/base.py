@@ -164,6 +164,13 @@ class ClientBase(ABC):
         with self._lock:
             return self._session.transfer_blocks_max
 
+    @property
+    def prefix_tokens_max(self) -> int:
+        """Tokens of the longest prefix that the daemon's pool can hold; 0: not known, or longer ones can be
+        kept on disks. Of a longer one store no more: its end would push its beginning out."""
+        with self._lock:
+            return self._session.prefix_tokens_max
+
     # --- the submitter's side ---
 
     def _start_lookup(

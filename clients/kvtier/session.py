@@ -240,6 +240,11 @@ class Session:
         return 0 if self._attachment is None else self._attachment.transfer_blocks_max
 
     @property
+    def prefix_tokens_max(self) -> int:
+        """Tokens of the longest prefix that the pool can hold; 0: not known, or not bounded."""
+        return 0 if self._attachment is None else self._attachment.instance.prefix_tokens_max
+
+    @property
     def state(self) -> ClientState:
         """See ClientState."""
         if self._closed:

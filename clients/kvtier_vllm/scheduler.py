@@ -465,6 +465,8 @@ class SchedulerSide:
                 computed = min(computed, tracked.expected_tokens)
         if (end_tokens := tracked.control.store_end_tokens) is not None:
             computed = min(computed, end_tokens)
+        if longest := client.prefix_tokens_max:
+            computed = min(computed, longest)
         for shape in self._groups.shapes:
             full = min(computed // shape.block_tokens, known // shape.hash_stride)
             if shape.handed_off or full <= tracked.stores.next_block[shape.group]:

@@ -250,7 +250,7 @@ class Storer:
             request.next_block[group] = len(block_ids)
             return None
         first = request.next_block[group]
-        end = min(len(block_ids), first + BLOCKS_MAX)
+        end = min(len(block_ids), first + min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX))
         known = self.known[group]
         indexes = [index for index in range(first, end) if not known.covers(hashes[index], request.kept)]
         if self._groups.shapes[group].window_blocks:

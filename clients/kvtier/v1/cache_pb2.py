@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import types_pb2 as kvtier_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\x1a\x15kvtier/v1/types.proto\"*\n\nSessionRef\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xcb\x03\n\rAttachRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12*\n\x06lookup\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.LookupRequestH\x00\x12(\n\x05store\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.StoreRequestH\x00\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.LoadRequestH\x00\x12,\n\x07release\x18\x07 \x01(\x0b\x32\x19.kvtier.v1.ReleaseRequestH\x00\x12*\n\x06\x63\x61ncel\x18\x08 \x01(\x0b\x32\x18.kvtier.v1.CancelRequestH\x00\x12&\n\x04wait\x18\t \x01(\x0b\x32\x16.kvtier.v1.WaitRequestH\x00\x12(\n\x05touch\x18\n \x01(\x0b\x32\x17.kvtier.v1.TouchRequestH\x00\x12.\n\x08prefetch\x18\x0b \x01(\x0b\x32\x1a.kvtier.v1.PrefetchRequestH\x00\x42\x06\n\x04\x62ody\"\xde\x04\n\x0e\x41ttachResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12%\n\x07welcome\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12\x30\n\rheartbeat_ack\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.HeartbeatAckH\x00\x12+\n\x06lookup\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.LookupResponseH\x00\x12+\n\x06submit\x18\x05 \x01(\x0b\x32\x19.kvtier.v1.SubmitResponseH\x00\x12-\n\x07release\x18\x06 \x01(\x0b\x32\x1a.kvtier.v1.ReleaseResponseH\x00\x12+\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x19.kvtier.v1.CancelResponseH\x00\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x17.kvtier.v1.WaitResponseH\x00\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x10.kvtier.v1.ErrorH\x00\x12,\n\x08transfer\x18\n \x01(\x0b\x32\x18.kvtier.v1.TransferEventH\x00\x12,\n\x08instance\x18\x0b \x01(\x0b\x32\x18.kvtier.v1.InstanceEventH\x00\x12%\n\x07goodbye\x18\x0c \x01(\x0b\x32\x12.kvtier.v1.GoodbyeH\x00\x12)\n\x05touch\x18\r \x01(\x0b\x32\x18.kvtier.v1.TouchResponseH\x00\x12/\n\x08prefetch\x18\x0e \x01(\x0b\x32\x1b.kvtier.v1.PrefetchResponseH\x00\x42\x06\n\x04\x62ody\"\x8f\x02\n\x05Hello\x12\x19\n\x11protocol_versions\x18\x01 \x03(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x03(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x10\n\x08instance\x18\x04 \x01(\t\x12\x1d\n\x04role\x18\x05 \x01(\x0e\x32\x0f.kvtier.v1.Role\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\'\n\tnamespace\x18\x08 \x01(\x0b\x32\x14.kvtier.v1.Namespace\x12 \n\x06groups\x18\t \x03(\x0b\x32\x10.kvtier.v1.Group\x12\x0e\n\x06\x63lient\x18\n \x01(\t\x12\x1c\n\x14prefill_tokens_per_s\x18\x0b \x01(\x01\"\xdb\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nboot_nonce\x18\x04 \x01(\x06\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x05 \x01(\t\x12!\n\x06limits\x18\x06 \x01(\x0b\x32\x11.kvtier.v1.Limits\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12*\n\x08instance\x18\x08 \x01(\x0b\x32\x18.kvtier.v1.InstanceEvent\"\xdc\x01\n\x06Limits\x12\x19\n\x11lookup_hashes_max\x18\x01 \x01(\r\x12\x1b\n\x13transfer_blocks_max\x18\x02 \x01(\r\x12\x15\n\rtransfers_max\x18\x03 \x01(\r\x12\x19\n\x11leased_blocks_max\x18\x04 \x01(\x04\x12\x14\n\x0clease_ttl_ms\x18\x05 \x01(\r\x12\x1d\n\x15heartbeat_interval_ms\x18\x06 \x01(\r\x12\x18\n\x10gate_deadline_ms\x18\x07 \x01(\r\x12\x19\n\x11message_bytes_max\x18\x08 \x01(\r\"V\n\tHeartbeat\x12\x1c\n\x14prefill_tokens_per_s\x18\x01 \x01(\x01\x12\x15\n\rindex_lookups\x18\x02 \x01(\x04\x12\x14\n\x0cindex_hashes\x18\x03 \x01(\x04\"\x0e\n\x0cHeartbeatAck\"i\n\rInstanceEvent\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x15\n\rmissing_ranks\x18\x02 \x03(\r\x12\x18\n\x10namespace_digest\x18\x03 \x01(\t\x12\x18\n\x10reregister_ranks\x18\x04 \x03(\r\"(\n\x07Goodbye\x12\x1d\n\x03why\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.Error\"|\n\nGroupQuery\x12\r\n\x05group\x18\x01 \x01(\r\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x15\n\rwindow_blocks\x18\x04 \x01(\r\x12\x13\n\x0bhash_stride\x18\x05 \x01(\r\"\x91\x01\n\rLookupRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12&\n\x07queries\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.GroupQuery\x12\r\n\x05lease\x18\x03 \x01(\x08\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12\x11\n\thost_only\x18\x05 \x01(\x08\"s\n\x0bGroupAnswer\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04hits\x18\x02 \x01(\r\x12\x0e\n\x06states\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x13\n\x0blease_first\x18\x05 \x01(\r\x12\x10\n\x08readable\x18\x06 \x01(\r\"t\n\x0eLookupResponse\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.GroupAnswer\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\'\n\rlease_refused\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Error\"\x8d\x01\n\x0cTouchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12&\n\x07queries\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.GroupQuery\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0f\n\x07hold_ms\x18\x04 \x01(\x04\x12\x0c\n\x04\x63old\x18\x05 \x01(\x08\"\x0f\n\rTouchResponse\"q\n\x0fPrefetchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12&\n\x07queries\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.GroupQuery\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\";\n\x10PrefetchResponse\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.GroupAnswer\"u\n\x07Signals\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x11\n\tpart_word\x18\x02 \x01(\r\x12\x1d\n\x04gate\x18\x03 \x01(\x0e\x32\x0f.kvtier.v1.Gate\x12\x10\n\x08\x64oorbell\x18\x04 \x01(\r\x12\x16\n\x0e\x64oorbell_value\x18\x05 \x01(\x04\"?\n\tRetention\x12\x0f\n\x07hold_ms\x18\x01 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\x12\x11\n\thost_only\x18\x03 \x01(\x08\"\xb6\x01\n\x0cStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12#\n\x07signals\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.Signals\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\'\n\tretention\x18\x06 \x01(\x0b\x32\x14.kvtier.v1.Retention\"\xb1\x01\n\x0bLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12#\n\x07signals\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.Signals\x12\r\n\x05group\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\r\n\x05\x66irst\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x12\n\nkeep_lease\x18\x07 \x01(\x08\"J\n\x0eSubmitResponse\x12\'\n\x08transfer\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.TransferId\x12\x0f\n\x07results\x18\x02 \x01(\x0c\"K\n\x0eReleaseRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x11\n\x0fReleaseResponse\"H\n\rCancelRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0f\n\x07tickets\x18\x02 \x03(\x04\"\x10\n\x0e\x43\x61ncelResponse\"Z\n\x0bWaitRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0f\n\x07tickets\x18\x02 \x03(\x04\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\";\n\x0cWaitResponse\x12+\n\ttransfers\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.TransferEvent\"\xa5\x01\n\rTransferEvent\x12\'\n\x08transfer\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.TransferId\x12\x0e\n\x06ticket\x18\x02 \x01(\x04\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.kvtier.v1.TransferState\x12\x11\n\tsucceeded\x18\x04 \x01(\x0c\x12\x1f\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Error*p\n\nLookupMode\x12\x1b\n\x17LOOKUP_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOOKUP_MODE_PREFIX\x10\x01\x12\x16\n\x12LOOKUP_MODE_SUFFIX\x10\x02\x12\x15\n\x11LOOKUP_MODE_EXACT\x10\x03\x32\xbc\x04\n\x05\x43\x61\x63he\x12\x41\n\x06\x41ttach\x12\x18.kvtier.v1.AttachRequest\x1a\x19.kvtier.v1.AttachResponse(\x01\x30\x01\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12:\n\x05Touch\x12\x17.kvtier.v1.TouchRequest\x1a\x18.kvtier.v1.TouchResponse\x12\x43\n\x08Prefetch\x12\x1a.kvtier.v1.PrefetchRequest\x1a\x1b.kvtier.v1.PrefetchResponse\x12;\n\x05Store\x12\x17.kvtier.v1.StoreRequest\x1a\x19.kvtier.v1.SubmitResponse\x12\x39\n\x04Load\x12\x16.kvtier.v1.LoadRequest\x1a\x19.kvtier.v1.SubmitResponse\x12@\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x1a.kvtier.v1.ReleaseResponse\x12=\n\x06\x43\x61ncel\x12\x18.kvtier.v1.CancelRequest\x1a\x19.kvtier.v1.CancelResponse\x12\x37\n\x04Wait\x12\x16.kvtier.v1.WaitRequest\x1a\x17.kvtier.v1.WaitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/cache.proto\x12\tkvtier.v1\x1a\x15kvtier/v1/types.proto\"*\n\nSessionRef\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\xcb\x03\n\rAttachRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x05hello\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12*\n\x06lookup\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.LookupRequestH\x00\x12(\n\x05store\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.StoreRequestH\x00\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.LoadRequestH\x00\x12,\n\x07release\x18\x07 \x01(\x0b\x32\x19.kvtier.v1.ReleaseRequestH\x00\x12*\n\x06\x63\x61ncel\x18\x08 \x01(\x0b\x32\x18.kvtier.v1.CancelRequestH\x00\x12&\n\x04wait\x18\t \x01(\x0b\x32\x16.kvtier.v1.WaitRequestH\x00\x12(\n\x05touch\x18\n \x01(\x0b\x32\x17.kvtier.v1.TouchRequestH\x00\x12.\n\x08prefetch\x18\x0b \x01(\x0b\x32\x1a.kvtier.v1.PrefetchRequestH\x00\x42\x06\n\x04\x62ody\"\xde\x04\n\x0e\x41ttachResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12%\n\x07welcome\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12\x30\n\rheartbeat_ack\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.HeartbeatAckH\x00\x12+\n\x06lookup\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.LookupResponseH\x00\x12+\n\x06submit\x18\x05 \x01(\x0b\x32\x19.kvtier.v1.SubmitResponseH\x00\x12-\n\x07release\x18\x06 \x01(\x0b\x32\x1a.kvtier.v1.ReleaseResponseH\x00\x12+\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x19.kvtier.v1.CancelResponseH\x00\x12\'\n\x04wait\x18\x08 \x01(\x0b\x32\x17.kvtier.v1.WaitResponseH\x00\x12!\n\x05\x65rror\x18\t \x01(\x0b\x32\x10.kvtier.v1.ErrorH\x00\x12,\n\x08transfer\x18\n \x01(\x0b\x32\x18.kvtier.v1.TransferEventH\x00\x12,\n\x08instance\x18\x0b \x01(\x0b\x32\x18.kvtier.v1.InstanceEventH\x00\x12%\n\x07goodbye\x18\x0c \x01(\x0b\x32\x12.kvtier.v1.GoodbyeH\x00\x12)\n\x05touch\x18\r \x01(\x0b\x32\x18.kvtier.v1.TouchResponseH\x00\x12/\n\x08prefetch\x18\x0e \x01(\x0b\x32\x1b.kvtier.v1.PrefetchResponseH\x00\x42\x06\n\x04\x62ody\"\x8f\x02\n\x05Hello\x12\x19\n\x11protocol_versions\x18\x01 \x03(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x03(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x10\n\x08instance\x18\x04 \x01(\t\x12\x1d\n\x04role\x18\x05 \x01(\x0e\x32\x0f.kvtier.v1.Role\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\'\n\tnamespace\x18\x08 \x01(\x0b\x32\x14.kvtier.v1.Namespace\x12 \n\x06groups\x18\t \x03(\x0b\x32\x10.kvtier.v1.Group\x12\x0e\n\x06\x63lient\x18\n \x01(\t\x12\x1c\n\x14prefill_tokens_per_s\x18\x0b \x01(\x01\"\xdb\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nboot_nonce\x18\x04 \x01(\x06\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x05 \x01(\t\x12!\n\x06limits\x18\x06 \x01(\x0b\x32\x11.kvtier.v1.Limits\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12*\n\x08instance\x18\x08 \x01(\x0b\x32\x18.kvtier.v1.InstanceEvent\"\xdc\x01\n\x06Limits\x12\x19\n\x11lookup_hashes_max\x18\x01 \x01(\r\x12\x1b\n\x13transfer_blocks_max\x18\x02 \x01(\r\x12\x15\n\rtransfers_max\x18\x03 \x01(\r\x12\x19\n\x11leased_blocks_max\x18\x04 \x01(\x04\x12\x14\n\x0clease_ttl_ms\x18\x05 \x01(\r\x12\x1d\n\x15heartbeat_interval_ms\x18\x06 \x01(\r\x12\x18\n\x10gate_deadline_ms\x18\x07 \x01(\r\x12\x19\n\x11message_bytes_max\x18\x08 \x01(\r\"V\n\tHeartbeat\x12\x1c\n\x14prefill_tokens_per_s\x18\x01 \x01(\x01\x12\x15\n\rindex_lookups\x18\x02 \x01(\x04\x12\x14\n\x0cindex_hashes\x18\x03 \x01(\x04\"\x0e\n\x0cHeartbeatAck\"\x84\x01\n\rInstanceEvent\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x15\n\rmissing_ranks\x18\x02 \x03(\r\x12\x18\n\x10namespace_digest\x18\x03 \x01(\t\x12\x18\n\x10reregister_ranks\x18\x04 \x03(\r\x12\x19\n\x11prefix_tokens_max\x18\x05 \x01(\x04\"(\n\x07Goodbye\x12\x1d\n\x03why\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.Error\"|\n\nGroupQuery\x12\r\n\x05group\x18\x01 \x01(\r\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.kvtier.v1.LookupMode\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x15\n\rwindow_blocks\x18\x04 \x01(\r\x12\x13\n\x0bhash_stride\x18\x05 \x01(\r\"\x91\x01\n\rLookupRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12&\n\x07queries\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.GroupQuery\x12\r\n\x05lease\x18\x03 \x01(\x08\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12\x11\n\thost_only\x18\x05 \x01(\x08\"s\n\x0bGroupAnswer\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04hits\x18\x02 \x01(\r\x12\x0e\n\x06states\x18\x03 \x01(\x0c\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x13\n\x0blease_first\x18\x05 \x01(\r\x12\x10\n\x08readable\x18\x06 \x01(\r\"t\n\x0eLookupResponse\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.GroupAnswer\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\'\n\rlease_refused\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Error\"\x8d\x01\n\x0cTouchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12&\n\x07queries\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.GroupQuery\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0f\n\x07hold_ms\x18\x04 \x01(\x04\x12\x0c\n\x04\x63old\x18\x05 \x01(\x08\"\x0f\n\rTouchResponse\"q\n\x0fPrefetchRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12&\n\x07queries\x18\x02 \x03(\x0b\x32\x15.kvtier.v1.GroupQuery\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\";\n\x10PrefetchResponse\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.GroupAnswer\"u\n\x07Signals\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x11\n\tpart_word\x18\x02 \x01(\r\x12\x1d\n\x04gate\x18\x03 \x01(\x0e\x32\x0f.kvtier.v1.Gate\x12\x10\n\x08\x64oorbell\x18\x04 \x01(\r\x12\x16\n\x0e\x64oorbell_value\x18\x05 \x01(\x04\"?\n\tRetention\x12\x0f\n\x07hold_ms\x18\x01 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\x12\x11\n\thost_only\x18\x03 \x01(\x08\"\xb6\x01\n\x0cStoreRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12#\n\x07signals\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.Signals\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\'\n\tretention\x18\x06 \x01(\x0b\x32\x14.kvtier.v1.Retention\"\xb1\x01\n\x0bLoadRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12#\n\x07signals\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.Signals\x12\r\n\x05group\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\r\n\x05\x66irst\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x12\n\nkeep_lease\x18\x07 \x01(\x08\"J\n\x0eSubmitResponse\x12\'\n\x08transfer\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.TransferId\x12\x0f\n\x07results\x18\x02 \x01(\x0c\"K\n\x0eReleaseRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x11\n\x0fReleaseResponse\"H\n\rCancelRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0f\n\x07tickets\x18\x02 \x03(\x04\"\x10\n\x0e\x43\x61ncelResponse\"Z\n\x0bWaitRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.SessionRef\x12\x0f\n\x07tickets\x18\x02 \x03(\x04\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\";\n\x0cWaitResponse\x12+\n\ttransfers\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.TransferEvent\"\xa5\x01\n\rTransferEvent\x12\'\n\x08transfer\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.TransferId\x12\x0e\n\x06ticket\x18\x02 \x01(\x04\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.kvtier.v1.TransferState\x12\x11\n\tsucceeded\x18\x04 \x01(\x0c\x12\x1f\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.kvtier.v1.Error*p\n\nLookupMode\x12\x1b\n\x17LOOKUP_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOOKUP_MODE_PREFIX\x10\x01\x12\x16\n\x12LOOKUP_MODE_SUFFIX\x10\x02\x12\x15\n\x11LOOKUP_MODE_EXACT\x10\x03\x32\xbc\x04\n\x05\x43\x61\x63he\x12\x41\n\x06\x41ttach\x12\x18.kvtier.v1.AttachRequest\x1a\x19.kvtier.v1.AttachResponse(\x01\x30\x01\x12=\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x19.kvtier.v1.LookupResponse\x12:\n\x05Touch\x12\x17.kvtier.v1.TouchRequest\x1a\x18.kvtier.v1.TouchResponse\x12\x43\n\x08Prefetch\x12\x1a.kvtier.v1.PrefetchRequest\x1a\x1b.kvtier.v1.PrefetchResponse\x12;\n\x05Store\x12\x17.kvtier.v1.StoreRequest\x1a\x19.kvtier.v1.SubmitResponse\x12\x39\n\x04Load\x12\x16.kvtier.v1.LoadRequest\x1a\x19.kvtier.v1.SubmitResponse\x12@\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x1a.kvtier.v1.ReleaseResponse\x12=\n\x06\x43\x61ncel\x12\x18.kvtier.v1.CancelRequest\x1a\x19.kvtier.v1.CancelResponse\x12\x37\n\x04Wait\x12\x16.kvtier.v1.WaitRequest\x1a\x17.kvtier.v1.WaitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOOKUPMODE']._serialized_start=4126
-  _globals['_LOOKUPMODE']._serialized_end=4238
+  _globals['_LOOKUPMODE']._serialized_start=4154
+  _globals['_LOOKUPMODE']._serialized_end=4266
   _globals['_SESSIONREF']._serialized_start=59
   _globals['_SESSIONREF']._serialized_end=101
   _globals['_ATTACHREQUEST']._serialized_start=104
@@ -50,50 +50,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEAT']._serialized_end=1979
   _globals['_HEARTBEATACK']._serialized_start=1981
   _globals['_HEARTBEATACK']._serialized_end=1995
-  _globals['_INSTANCEEVENT']._serialized_start=1997
-  _globals['_INSTANCEEVENT']._serialized_end=2102
-  _globals['_GOODBYE']._serialized_start=2104
-  _globals['_GOODBYE']._serialized_end=2144
-  _globals['_GROUPQUERY']._serialized_start=2146
-  _globals['_GROUPQUERY']._serialized_end=2270
-  _globals['_LOOKUPREQUEST']._serialized_start=2273
-  _globals['_LOOKUPREQUEST']._serialized_end=2418
-  _globals['_GROUPANSWER']._serialized_start=2420
-  _globals['_GROUPANSWER']._serialized_end=2535
-  _globals['_LOOKUPRESPONSE']._serialized_start=2537
-  _globals['_LOOKUPRESPONSE']._serialized_end=2653
-  _globals['_TOUCHREQUEST']._serialized_start=2656
-  _globals['_TOUCHREQUEST']._serialized_end=2797
-  _globals['_TOUCHRESPONSE']._serialized_start=2799
-  _globals['_TOUCHRESPONSE']._serialized_end=2814
-  _globals['_PREFETCHREQUEST']._serialized_start=2816
-  _globals['_PREFETCHREQUEST']._serialized_end=2929
-  _globals['_PREFETCHRESPONSE']._serialized_start=2931
-  _globals['_PREFETCHRESPONSE']._serialized_end=2990
-  _globals['_SIGNALS']._serialized_start=2992
-  _globals['_SIGNALS']._serialized_end=3109
-  _globals['_RETENTION']._serialized_start=3111
-  _globals['_RETENTION']._serialized_end=3174
-  _globals['_STOREREQUEST']._serialized_start=3177
-  _globals['_STOREREQUEST']._serialized_end=3359
-  _globals['_LOADREQUEST']._serialized_start=3362
-  _globals['_LOADREQUEST']._serialized_end=3539
-  _globals['_SUBMITRESPONSE']._serialized_start=3541
-  _globals['_SUBMITRESPONSE']._serialized_end=3615
-  _globals['_RELEASEREQUEST']._serialized_start=3617
-  _globals['_RELEASEREQUEST']._serialized_end=3692
-  _globals['_RELEASERESPONSE']._serialized_start=3694
-  _globals['_RELEASERESPONSE']._serialized_end=3711
-  _globals['_CANCELREQUEST']._serialized_start=3713
-  _globals['_CANCELREQUEST']._serialized_end=3785
-  _globals['_CANCELRESPONSE']._serialized_start=3787
-  _globals['_CANCELRESPONSE']._serialized_end=3803
-  _globals['_WAITREQUEST']._serialized_start=3805
-  _globals['_WAITREQUEST']._serialized_end=3895
-  _globals['_WAITRESPONSE']._serialized_start=3897
-  _globals['_WAITRESPONSE']._serialized_end=3956
-  _globals['_TRANSFEREVENT']._serialized_start=3959
-  _globals['_TRANSFEREVENT']._serialized_end=4124
-  _globals['_CACHE']._serialized_start=4241
-  _globals['_CACHE']._serialized_end=4813
+  _globals['_INSTANCEEVENT']._serialized_start=1998
+  _globals['_INSTANCEEVENT']._serialized_end=2130
+  _globals['_GOODBYE']._serialized_start=2132
+  _globals['_GOODBYE']._serialized_end=2172
+  _globals['_GROUPQUERY']._serialized_start=2174
+  _globals['_GROUPQUERY']._serialized_end=2298
+  _globals['_LOOKUPREQUEST']._serialized_start=2301
+  _globals['_LOOKUPREQUEST']._serialized_end=2446
+  _globals['_GROUPANSWER']._serialized_start=2448
+  _globals['_GROUPANSWER']._serialized_end=2563
+  _globals['_LOOKUPRESPONSE']._serialized_start=2565
+  _globals['_LOOKUPRESPONSE']._serialized_end=2681
+  _globals['_TOUCHREQUEST']._serialized_start=2684
+  _globals['_TOUCHREQUEST']._serialized_end=2825
+  _globals['_TOUCHRESPONSE']._serialized_start=2827
+  _globals['_TOUCHRESPONSE']._serialized_end=2842
+  _globals['_PREFETCHREQUEST']._serialized_start=2844
+  _globals['_PREFETCHREQUEST']._serialized_end=2957
+  _globals['_PREFETCHRESPONSE']._serialized_start=2959
+  _globals['_PREFETCHRESPONSE']._serialized_end=3018
+  _globals['_SIGNALS']._serialized_start=3020
+  _globals['_SIGNALS']._serialized_end=3137
+  _globals['_RETENTION']._serialized_start=3139
+  _globals['_RETENTION']._serialized_end=3202
+  _globals['_STOREREQUEST']._serialized_start=3205
+  _globals['_STOREREQUEST']._serialized_end=3387
+  _globals['_LOADREQUEST']._serialized_start=3390
+  _globals['_LOADREQUEST']._serialized_end=3567
+  _globals['_SUBMITRESPONSE']._serialized_start=3569
+  _globals['_SUBMITRESPONSE']._serialized_end=3643
+  _globals['_RELEASEREQUEST']._serialized_start=3645
+  _globals['_RELEASEREQUEST']._serialized_end=3720
+  _globals['_RELEASERESPONSE']._serialized_start=3722
+  _globals['_RELEASERESPONSE']._serialized_end=3739
+  _globals['_CANCELREQUEST']._serialized_start=3741
+  _globals['_CANCELREQUEST']._serialized_end=3813
+  _globals['_CANCELRESPONSE']._serialized_start=3815
+  _globals['_CANCELRESPONSE']._serialized_end=3831
+  _globals['_WAITREQUEST']._serialized_start=3833
+  _globals['_WAITREQUEST']._serialized_end=3923
+  _globals['_WAITRESPONSE']._serialized_start=3925
+  _globals['_WAITRESPONSE']._serialized_end=3984
+  _globals['_TRANSFEREVENT']._serialized_start=3987
+  _globals['_TRANSFEREVENT']._serialized_end=4152
+  _globals['_CACHE']._serialized_start=4269
+  _globals['_CACHE']._serialized_end=4841
 # @@protoc_insertion_point(module_scope)

@@ -407,10 +407,15 @@ class InstanceEvent(google.protobuf.message.Message):
     MISSING_RANKS_FIELD_NUMBER: builtins.int
     NAMESPACE_DIGEST_FIELD_NUMBER: builtins.int
     REREGISTER_RANKS_FIELD_NUMBER: builtins.int
+    PREFIX_TOKENS_MAX_FIELD_NUMBER: builtins.int
     ready: builtins.bool
     """True when every rank has attached and registered its memory."""
     namespace_digest: builtins.str
     """Hex digest of the namespace with all layouts; empty until ready once."""
+    prefix_tokens_max: builtins.int
+    """Tokens of the longest prefix that the pool can hold, in all groups. Stored beyond that, a prefix would push out its own
+    beginning, and nothing of it could be used. 0: not known yet, or longer ones can be kept in lower tiers.
+    """
     @property
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ranks still missing, in order."""
@@ -426,8 +431,9 @@ class InstanceEvent(google.protobuf.message.Message):
         missing_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         namespace_digest: builtins.str = ...,
         reregister_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        prefix_tokens_max: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["missing_ranks", b"missing_ranks", "namespace_digest", b"namespace_digest", "ready", b"ready", "reregister_ranks", b"reregister_ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_ranks", b"missing_ranks", "namespace_digest", b"namespace_digest", "prefix_tokens_max", b"prefix_tokens_max", "ready", b"ready", "reregister_ranks", b"reregister_ranks"]) -> None: ...
 
 global___InstanceEvent = InstanceEvent
 

@@ -185,6 +185,9 @@ class InstanceView:
     missing_ranks: tuple[Rank, ...]
     namespace: NamespaceDigest | None
     reregister_ranks: tuple[Rank, ...]
+    prefix_tokens_max: int = 0
+    """Of the longest prefix that the pool can hold, in all groups; 0: not known yet, or longer ones can be
+    kept on disks."""
 
 
 @dataclass(frozen=True, slots=True)

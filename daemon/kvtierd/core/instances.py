@@ -386,7 +386,8 @@ class Instances:
     def view(self, instance: Instance) -> InstanceView:
         missing = self._missing(instance)
         lost = [rank for rank, session in instance.ranks.items() if session.lost]
-        return InstanceView(not missing, missing, instance.digest, tuple(sorted(lost)))
+        longest = 0 if self._tier else self._books.lease_room.prefix_tokens(instance.plans)
+        return InstanceView(not missing, missing, instance.digest, tuple(sorted(lost)), longest)
 
     @staticmethod
     def _missing(instance: Instance) -> tuple[Rank, ...]:

@@ -11,6 +11,9 @@ come to equal parts; and a newcomer always finds something. There is nothing to 
 nothing to take back from anybody.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +24,15 @@ from kvtierd.core.table import U32
 
 SHARE = 15
 """Times what is free. The larger, the more one instance gets alone, and the less is left for a newcomer."""
+
+
+class Plan(Protocol):
+    """Of a group's plan, what matters here."""
+
+    @property
+    def domain(self) -> Domain: ...
+    @property
+    def block_tokens(self) -> int: ...
 
 
 class Held:
@@ -76,6 +88,15 @@ class LeaseRoom:
             per_block * -(-geometry.extent_bytes // geometry.slots_per_extent(slot_bytes))
             for slot_bytes, per_block in domain.per_size
         )
+
+    def prefix_tokens(self, plans: Sequence[Plan]) -> int:
+        """Of the longest prefix whose blocks of all these groups may be in the pool at once; 0 for none."""
+        extents_per_token = sum(
+            per_block / self._geometry.slots_per_extent(slot_bytes) / plan.block_tokens
+            for plan in plans
+            for slot_bytes, per_block in plan.domain.per_size
+        )
+        return int(self._geometry.extents / extents_per_token + 1e-6) if extents_per_token else 0
 
     @property
     def alone_bytes(self) -> int:

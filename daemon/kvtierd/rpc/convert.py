@@ -249,6 +249,7 @@ def instance_event(view: InstanceView) -> cache_pb2.InstanceEvent:
         missing_ranks=view.missing_ranks,
         namespace_digest=view.namespace.hex() if view.namespace else "",
         reregister_ranks=view.reregister_ranks,
+        prefix_tokens_max=view.prefix_tokens_max,
     )
 
 
