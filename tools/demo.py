@@ -1,6 +1,7 @@
 """`make demo`: one cache, two engines. A vLLM computes a long prefix and is killed; another gets it back.
 Then the daemon is killed while that engine lives: it is started again, and the engine hits again. Then its
-pool is taken away as well, as a reboot of the host would: the engine hits from disk.
+pool is taken away as well, as a reboot of the host would: the engine hits from disk. At last the pool is
+made so small that the prompt nearly fills it.
 
 Everything is real: kvtierd on its embedded default and a folder for its disk tier, two vLLM engines on the
 CPU, a model made on the spot, and the text of LICENSE as prompt (its bytes are the token ids). The last line
@@ -11,6 +12,7 @@ under build/demo/.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -282,6 +284,13 @@ def settle_on_disk(daemon: Daemon) -> None:
     )
 
 
+def tight_pool(status: dict[str, Any]) -> str:
+    """Of a size that the prompt's blocks fill most of, as a setting."""
+    block_bytes = int(status["pool"]["used_bytes"]) / int(status["blocks"]["ready"])
+    blocks = (PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_TOKENS
+    return f"{math.ceil(blocks * block_bytes / 0.8 / (1 << 20)) + 2}MiB"
+
+
 def ready(daemon: Daemon) -> None:
     """Waits until an engine has attached with its memory, and its scheduler too: they come one by one."""
 
@@ -405,7 +414,31 @@ def story(stack: ExitStack) -> dict[str, Any]:
     else:
         say(f"  its output {'changed' if changed else 'DID NOT CHANGE'}")
 
-    say("\n8. What Prometheus sees.")
+    say("\n8. A pool that the prompt nearly fills, and no disk: all of it comes back all the same.")
+    tight = tight_pool(daemon.status)
+    daemon.stop()
+    pool.unlink()
+    daemon = Daemon(
+        environment | {"KVTIER_POOL_SIZE": tight, "KVTIER_DISK_PATHS": ""}, OUT / "kvtierd-tight.log"
+    )
+    stack.callback(daemon.stop)
+    daemon.start()
+    ready(daemon)
+    forget(second)
+    one(second, prompt)
+    settle(daemon)
+    forget(second)
+    large = one(second, prompt)
+    settle(daemon)
+    used, usable = (int(daemon.status["pool"][name]) for name in ("used_bytes", "capacity_bytes"))
+    share = used / usable
+    whole = same(large, local) and large.num_cached_tokens == full_tokens
+    say(
+        f"  pool of {tight}: the prompt's blocks fill {share:.0%} of it;"
+        f" {large.num_cached_tokens} tokens not computed; identical: {'yes' if whole else 'NO'}"
+    )
+
+    say("\n9. What Prometheus sees.")
     for line in daemon.metric_lines(
         "kvtier_lookup_hits_total",
         "kvtier_store_bytes_total",
@@ -434,6 +467,9 @@ def story(stack: ExitStack) -> dict[str, Any]:
         "bit_identical_from_disk": returned,
         "negative_control_detected": detected,
         "integrity_failures": refused,
+        "large_prefix_restored_tokens": large.num_cached_tokens,
+        "large_prefix_share_of_pool": round(share, 3),
+        "bit_identical_large_prefix": whole,
         "stored_blocks": len(slots),
     }
 
@@ -454,6 +490,11 @@ def verdict(figures: dict[str, Any]) -> list[str]:
         wrong.append(
             f"after the pool was deleted the engine got {figures['restored_tokens_from_disk']} tokens back,"
             f" {figures['promoted_blocks']} blocks of it from disk, or other ones"
+        )
+    if not figures["bit_identical_large_prefix"] or figures["large_prefix_share_of_pool"] < 0.5:
+        wrong.append(
+            f"of a prompt that fills {figures['large_prefix_share_of_pool']:.0%} of its pool"
+            f" {figures['large_prefix_restored_tokens']} tokens came back, or other ones"
         )
     if not figures["negative_control_detected"]:
         wrong.append("a corrupted block was neither refused nor visible")
@@ -492,7 +533,8 @@ def main() -> int:
             f" bit, with its first token after {figures['ttft_restored_s']:.3f} s instead of"
             f" {figures['ttft_cold_s']:.3f} s ({speedup:.1f} times sooner); the daemon was killed,"
             " and the engine that lived on got them back as well; the pool was deleted, and it got them back"
-            " from disk; a corrupted block was refused."
+            " from disk; a corrupted block was refused; a prompt that fills"
+            f" {figures['large_prefix_share_of_pool']:.0%} of its pool came back whole."
             f" Logs: {OUT.relative_to(REPO)}/"
         )
     print(json.dumps(figures), flush=True)
