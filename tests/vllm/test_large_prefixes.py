@@ -3,6 +3,7 @@ need be; and what cannot be loaded in the end is computed. Every KV byte that a 
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from tests.support.leaks import SHM, SHM_PREFIX
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import all_came_back, step_until, wait_ready, wait_stored
+from tests.vllm.test_simulation import Chaos, all_came_back, step_until, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -24,6 +25,7 @@ POOL_BLOCKS = 168
 """Of 12 KiB, in two extents. Leases may hold 159 of them, those of one engine alone 149."""
 TRANSFER_BLOCKS = 60
 ENGINE_BLOCKS = 400
+SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,10 @@ def make(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made: list[MiniEngine] = []
 
-    def engine(**extra: object) -> MiniEngine:
+    def engine(ahead: bool = False, **extra: object) -> MiniEngine:
         settings = {"pending_wait_s": 120, "salt": f"large {id(made)}"}
         config = kv_transfer_config(host.socket, **settings | patience | extra)
-        changes = {"max_model_len": 4096, "max_num_batched_tokens": 800}
+        changes = {"max_model_len": 4096, "max_num_batched_tokens": 800, "async_scheduling": ahead}
         made.append(MiniEngine(engine_config(model, config, **changes), ENGINE_BLOCKS))
         wait_ready(made[-1], host)
         return made[-1]
@@ -196,3 +198,33 @@ def test_of_a_prefix_that_is_larger_than_its_pool_the_head_is_kept(
     engine.run()
     assert engine.cached["again"] >= POOL_BLOCKS * TOKENS * 3 // 4
     assert engine.finished["again"] == output_of(tokens, 8)
+
+
+class LargePrompts(Chaos):
+    """Of three families, each of which fills much of the pool, or more than all of it."""
+
+    def _add(self) -> None:
+        blocks = self.random.choice([40, 100, 150, POOL_BLOCKS, POOL_BLOCKS + 20])
+        tokens = prompt(blocks * TOKENS, seed=self.random.randrange(3))
+        tokens += prompt(1 + self.random.randrange(40), seed=self.random.randrange(4))
+        count = self.random.randrange(1, 20)
+        self.serial += 1
+        name = f"{self.tag}{self.serial}"
+        self.expected[name] = output_of(tokens, count)
+        self.engine.add(name, tokens, count)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", SEEDS)
+def test_disorder_in_a_pool_of_a_few_prefixes_costs_no_byte_no_block_and_no_request(
+    make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:5" if seed % 2 else "")
+    host.restart()
+    engine = make(ahead=seed % 4 > 1, load_start_deadline_s=0.2, pending_wait_s=0.5)
+    chaos = LargePrompts(engine, host, seed)
+    chaos.go_on(40)
+    chaos.end()
+    assert chaos.loaded
+    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT")
+    host.restart()
