@@ -52,6 +52,31 @@ class IndexReader:
         How many of `hashes[first:end]` are there, up to the first that is not. ValueError for one of another length.
         """
 
+class HoldCounts:
+    """
+    How many hold each entry of a BlockTable, from `BlockTable.hold_counts`. One writer. An entry out
+    of range is a ValueError, which changes nothing.
+    """
+
+    def add(self, entries: numpy.typing.NDArray[numpy.uint32]) -> int:
+        """
+        One holder more for each occurrence of an entry. Returns how many entries had none before.
+        """
+
+    def remove(self, entries: numpy.typing.NDArray[numpy.uint32]) -> int:
+        """
+        Undoes an `add` of the same entries. Returns how many entries have none now. ValueError for an entry that
+        nobody holds; nothing is changed then.
+        """
+
+    def fitting(self, entries: numpy.typing.NDArray[numpy.uint32], room: int) -> int:
+        """
+        The longest run of entries, from the first on, of which no more than `room` are held by nobody.
+        """
+
+    def of(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
+        """How many hold each entry."""
+
 NO_ENTRY: int = 4294967295
 
 NO_SLOT: int = 0
@@ -202,6 +227,11 @@ class BlockTable:
 
     def withdraw(self, space: int) -> None:
         """Lets go of a space's page and leaves it as it is."""
+
+    def hold_counts(self) -> HoldCounts:
+        """
+        Counts of who holds which entries, all zero. Their memory is used as entries are held.
+        """
 
     def count(self, space: int) -> int:
         """Number of blocks of a space, in whatever state."""

@@ -5,7 +5,8 @@ NB_MODULE(_native, module) {
     // A daemon may exit with live tables; the operating system takes their memory back.
     nanobind::set_leak_warnings(false);
     kvtier::register_index_page(module);
-    kvtier::register_block_table(module);  // takes IndexPage
+    kvtier::register_hold_counts(module);
+    kvtier::register_block_table(module);  // takes IndexPage, makes HoldCounts
     kvtier::register_checksum(module);
     kvtier::register_copy_plan(module);
     kvtier::register_device_plan(module);

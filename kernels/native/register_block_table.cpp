@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <random>
 #include <string>
@@ -8,10 +9,12 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include "arrays.hpp"
 #include "block_table.hpp"
 #include "gil.hpp"
+#include "hold_counts.hpp"
 #include "one_caller.hpp"
 #include "register.hpp"
 #include "shared_index_page.hpp"
@@ -344,6 +347,10 @@ void register_block_table(nb::module_& module) {
              "all are in the page.")
         .def("withdraw", [](GuardedTable& guarded, std::uint32_t space) { Table(guarded)->withdraw(space); }, "space"_a,
              "Lets go of a space's page and leaves it as it is.")
+        .def("hold_counts", [](GuardedTable& guarded) {
+                 return std::make_unique<HoldCounts>(Table(guarded)->stats().capacity);
+             },
+             "Counts of who holds which entries, all zero. Their memory is used as entries are held.")
         .def("count", [](GuardedTable& guarded, std::uint32_t space) { return Table(guarded)->count(space); }, "space"_a,
              "Number of blocks of a space, in whatever state.")
         .def("entries_of", &entries_of, "space"_a,

@@ -52,6 +52,43 @@ class IndexPage:
         self.is_complete = True
 
 
+class HoldCounts:
+    """Who holds which entries, as counts."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.holders: Counter[int] = Counter()
+
+    def add(self, entries: U32) -> int:
+        held = len(+self._checked(entries))
+        self.holders.update(entries.tolist())
+        return len(+self.holders) - held
+
+    def remove(self, entries: U32) -> int:
+        held = len(+self._checked(entries))
+        left = self.holders.copy()
+        left.subtract(entries.tolist())
+        if min(left.values(), default=0) < 0:
+            raise ValueError("nobody holds an entry")
+        self.holders = +left
+        return held - len(self.holders)
+
+    def fitting(self, entries: U32, room: int) -> int:
+        self._checked(entries)
+        costly = [i for i, entry in enumerate(entries.tolist()) if not self.holders[entry]]
+        return costly[room] if len(costly) > room else len(entries)
+
+    def of(self, entries: U32) -> U32:
+        self._checked(entries)
+        return np.array([self.holders[entry] for entry in entries.tolist()], np.uint32)
+
+    def _checked(self, entries: U32) -> Counter[int]:
+        array(entries, "entries", np.uint32, 1)
+        if any(entry >= self.capacity for entry in entries.tolist()):
+            raise ValueError("an entry is out of range")
+        return self.holders
+
+
 class BlockTable:
     def __init__(self, capacity: int, pool_pages: int, seed: int | None = None) -> None:
         if not 1 <= capacity <= 1 << 30:
@@ -289,6 +326,9 @@ class BlockTable:
         return np.array([self.generation[entry] for entry in entries.tolist()], np.uint32)
 
     # --- the whole ---
+
+    def hold_counts(self) -> HoldCounts:
+        return HoldCounts(self.capacity)
 
     def count(self, space: int) -> int:
         return sum(block.space == space for block in self.blocks.values())

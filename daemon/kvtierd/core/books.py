@@ -67,9 +67,7 @@ class Books:
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
         self.retention = self.blocks.retention = Retention(self.blocks, self.tally, self.limits)
         self.room = Room(self.blocks, self.tally)
-        self.lease_room = LeaseRoom(
-            self.blocks.capacity, self.blocks.geometry, self.limits.leased_fraction_max
-        )
+        self.lease_room = LeaseRoom(self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max)
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
         self.pages = Pages(self.blocks, self.disks)
 

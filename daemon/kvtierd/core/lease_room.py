@@ -20,10 +20,12 @@ import numpy.typing as npt
 from kvtierd.core.domains import Domain
 from kvtierd.core.ids import Entries
 from kvtierd.core.slots import PoolGeometry
-from kvtierd.core.table import U32
+from kvtierd.core.table import BlockTable, HoldCounts
 
 SHARE = 15
 """Times what is free. The larger, the more one instance gets alone, and the less is left for a newcomer."""
+KNOWN_MAX = 1_024
+"""Layouts whose blocks' size is remembered."""
 
 
 class Plan(Protocol):
@@ -38,56 +40,48 @@ class Plan(Protocol):
 class Held:
     """Blocks that are held for loads, each counted once."""
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity`: entries of the table. Memory is used as they are counted."""
-        self.counts: U32 = np.zeros(capacity, np.uint32)
+    def __init__(self, counts: HoldCounts) -> None:
+        self.counts = counts
         """By entry: the leases and loads that hold it."""
         self.bytes = 0
         """Of the pool, that all blocks take which are held."""
 
     def add(self, entries: Entries, block_bytes: int) -> None:
-        """One lease or load more holds these blocks of `block_bytes` each; an entry that comes twice counts
-        once."""
-        fresh = entries[self.counts[entries] == 0]
-        self.counts[entries] += 1
-        self.bytes += self._distinct(fresh, 1) * block_bytes
+        """One lease or load more holds these blocks of `block_bytes` each."""
+        self.bytes += self.counts.add(entries) * block_bytes
 
     def remove(self, entries: Entries, block_bytes: int) -> None:
         """Undoes an `add` of the same entries."""
-        self.counts[entries] -= 1
-        gone = entries[self.counts[entries] == 0]
-        self.bytes -= self._distinct(gone, 0) * block_bytes
-
-    def _distinct(self, entries: Entries, count: int) -> int:
-        """How many different ones there are among entries that all have this count."""
-        numbers = np.arange(len(entries), dtype=np.uint32)
-        self.counts[entries] = numbers  # of equal entries, the last one's number stays
-        distinct = int(np.count_nonzero(self.counts[entries] == numbers))
-        self.counts[entries] = count
-        return distinct
+        self.bytes -= self.counts.remove(entries) * block_bytes
 
 
 class LeaseRoom:
     """Of one pool."""
 
-    def __init__(self, capacity: int, geometry: PoolGeometry, fraction: float) -> None:
-        """`capacity`: entries of the table. `fraction`: of the pool, that may be held for loads in all."""
-        self._capacity = capacity
+    def __init__(self, table: BlockTable, geometry: PoolGeometry, fraction: float) -> None:
+        """`fraction`: of the pool, that may be held for loads in all."""
+        self._table = table
         self._geometry = geometry
+        self._block_bytes: dict[tuple[int, ...], int] = {}
+        """By slot sizes of a block's shards."""
         self.leasable_bytes = int(fraction * geometry.capacity_bytes)
-        self.all = Held(capacity)
+        self.all = self.new_holder()
 
     def new_holder(self) -> Held:
         """For one instance."""
-        return Held(self._capacity)
+        return Held(self._table.hold_counts())
 
     def block_bytes(self, domain: Domain) -> int:
         """What one block takes of the pool, with what is lost where slots do not fill their extents."""
-        geometry = self._geometry
-        return sum(
-            per_block * -(-geometry.extent_bytes // geometry.slots_per_extent(slot_bytes))
-            for slot_bytes, per_block in domain.per_size
-        )
+        geometry, known = self._geometry, self._block_bytes
+        if domain.sizes not in known:
+            if len(known) >= KNOWN_MAX:
+                known.clear()
+            known[domain.sizes] = sum(
+                per_block * -(-geometry.extent_bytes // geometry.slots_per_extent(slot_bytes))
+                for slot_bytes, per_block in domain.per_size
+            )
+        return known[domain.sizes]
 
     def prefix_tokens(self, plans: Sequence[Plan]) -> int:
         """Of the longest prefix whose blocks of all these groups may be in the pool at once; 0 for none."""
@@ -114,7 +108,7 @@ class LeaseRoom:
 
     def costs(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """Which of these blocks nobody holds yet: the others cost nothing."""
-        costs: npt.NDArray[np.bool_] = self.all.counts[entries] == 0
+        costs: npt.NDArray[np.bool_] = self.all.counts.of(entries) == 0
         return costs
 
     def fitting(self, own: Held, domain: Domain, entries: Entries) -> int:
@@ -123,14 +117,16 @@ class LeaseRoom:
         room_blocks = self.room_bytes(own) // self.block_bytes(domain)
         if not self.all.bytes:
             room_blocks = max(1, room_blocks)
-        return int(np.searchsorted(np.cumsum(self.costs(entries)), room_blocks, "right"))
+        return self.all.counts.fitting(entries, room_blocks)
 
     def add(self, own: Held, domain: Domain, entries: Entries) -> None:
         """A lease or load of an instance holds these blocks from now on."""
-        for held in (own, self.all):
-            held.add(entries, self.block_bytes(domain))
+        block_bytes = self.block_bytes(domain)
+        own.add(entries, block_bytes)
+        self.all.add(entries, block_bytes)
 
     def remove(self, own: Held, domain: Domain, entries: Entries) -> None:
         """Undoes an `add` of the same entries."""
-        for held in (own, self.all):
-            held.remove(entries, self.block_bytes(domain))
+        block_bytes = self.block_bytes(domain)
+        own.remove(entries, block_bytes)
+        self.all.remove(entries, block_bytes)

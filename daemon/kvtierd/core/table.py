@@ -51,6 +51,26 @@ class IndexPage(Protocol):
         ...
 
 
+class HoldCounts(Protocol):
+    """How many hold each entry of a table."""
+
+    def add(self, entries: Entries) -> int:
+        """One holder more for each occurrence of an entry. Returns how many entries had none before."""
+        ...
+
+    def remove(self, entries: Entries) -> int:
+        """Undoes an `add` of the same entries. Returns how many entries have none now."""
+        ...
+
+    def fitting(self, entries: Entries, room: int) -> int:
+        """The longest run of entries, from the first on, of which no more than `room` are held by nobody."""
+        ...
+
+    def of(self, entries: Entries) -> U32:
+        """How many hold each entry."""
+        ...
+
+
 class BlockTable(Protocol):
     """Metadata of all blocks of one tier, in arrays; one writer."""
 
@@ -157,6 +177,10 @@ class BlockTable(Protocol):
 
     def withdraw(self, space: int) -> None:
         """Lets go of a space's page, and leaves it as it is."""
+        ...
+
+    def hold_counts(self) -> HoldCounts:
+        """Of the table's own kind, all zero."""
         ...
 
     def count(self, space: int) -> int: ...

@@ -274,6 +274,7 @@ def _check_lease_room(books: Books) -> None:
     """What is held for loads is what leases and running loads hold, each block once."""
     room = books.lease_room
     everything = np.zeros(books.blocks.capacity, np.int64)
+    everybody = np.arange(books.blocks.capacity, dtype=np.uint32)
     for instance in books.instances.values():
         own = np.zeros(books.blocks.capacity, np.int64)
         size = np.zeros(books.blocks.capacity, np.int64)
@@ -282,12 +283,14 @@ def _check_lease_room(books: Books) -> None:
             if transfer.direction is Direction.LOAD:
                 holders.append((transfer.entries, transfer.group))
         for entries, group in holders:
-            own[np.unique(entries)] += 1
+            np.add.at(own, entries, 1)
             size[entries] = room.block_bytes(instance.plans[group].domain)
         everything += own
-        assert (instance.held.counts == own).all(), f"held blocks are miscounted: {instance.describe()}"
+        assert (instance.held.counts.of(everybody) == own).all(), (
+            f"held blocks are miscounted: {instance.describe()}"
+        )
         assert instance.held.bytes == size.sum(), f"held bytes are miscounted: {instance.describe()}"
-    assert (room.all.counts == everything).all(), "held blocks are miscounted"
+    assert (room.all.counts.of(everybody) == everything).all(), "held blocks are miscounted"
     held = np.flatnonzero(everything).astype(np.uint32)
     of_domain = Counter(books.blocks.table.domains(held).tolist())
     by_id = books.blocks.domains.by_id
