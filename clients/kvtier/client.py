@@ -345,12 +345,12 @@ class Client(ClientBase):
                 for one in stream:
                     one.over = True
                 closing = self._closing.is_set()
-                known = closing or self._session.status().last_error == why
+                known = closing or self._is_known(why)
                 if not closing:
                     self._session.lost(why)
             self._tear_down(stream)
             if not known:
-                log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
+                self._tell_lost(why)
             if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
                 backoff.reset()
             self._closing.wait(backoff.next_s())
@@ -384,6 +384,9 @@ class Client(ClientBase):
                 wait_s = min(wait_s, self._session.tick())
                 self._wake_writer()
                 self._changed.notify_all()
+                newly_ready = self._session.take_ready()
+            if newly_ready:
+                self._tell_ready()
             for fd, _ in poll.poll(wait_s * 1_000):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)

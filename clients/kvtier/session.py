@@ -97,6 +97,8 @@ class Session:
         self._last_error = ""
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
+        self._ready_epoch: int | None = None
+        """Of which `take_ready` has told."""
         self._news = News(spec.prefill_tokens_per_s)
 
     # --- what the shell does for the connection ---
@@ -116,12 +118,20 @@ class Session:
     @property
     def needs_attention(self) -> bool:
         """Whether the shell has something to do besides sending."""
-        return self.ended is not None or self.memory.wants_registration or self.wants_index
+        wanted = self.memory.wants_registration or self.wants_index or self._newly_ready
+        return self.ended is not None or wanted
 
     @property
     def wants_index(self) -> bool:
         """Whether the daemon's index pages are to be asked for."""
         return self._attachment is not None and self._attachment.wants_index
+
+    def take_ready(self) -> bool:
+        """Whether it is ready, and was not before in this epoch. True once for each."""
+        newly = self._newly_ready
+        if newly:
+            self._ready_epoch = self.epoch
+        return newly
 
     def begin_index(self) -> Index | None:
         """What the pages are put into; None without a session."""
@@ -268,6 +278,7 @@ class Session:
             daemon_pid=self._daemon_pid or None,
             daemon_version=welcome.daemon_version if welcome else "",
             features=frozenset(welcome.features) if welcome else frozenset(),
+            pool_bytes=welcome.pool_bytes if welcome else 0,
             boot_nonce=welcome.boot_nonce if welcome else 0,
             layout_fingerprint=welcome.layout_fingerprint if welcome else "",
             namespace_digest=attachment.instance.namespace_digest if attachment else "",
@@ -481,6 +492,10 @@ class Session:
         return record.outcome
 
     # --- inside ---
+
+    @property
+    def _newly_ready(self) -> bool:
+        return self.state is ClientState.READY and self.epoch != self._ready_epoch
 
     def _send(self, pending: Pending, **body: object) -> None:
         message = cache_pb2.AttachRequest(id=self._next_id, **body)  # type: ignore[arg-type]

@@ -59,6 +59,9 @@ class ClientStatus:
     daemon_version: str
     features: frozenset[str]
     """What the daemon can do beside the protocol, as of the last session; empty before the first."""
+    pool_bytes: int
+    """Size of the daemon's pool as of the last session; 0 before the first, and if the daemon does not say.
+    """
     boot_nonce: int
     layout_fingerprint: str
     """Hex, empty for a scheduler. Ranks share blocks only under equal fingerprints and namespaces."""

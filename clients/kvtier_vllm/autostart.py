@@ -1,23 +1,31 @@
 """`autostart`: where no daemon answers, one is started, so that a single vLLM flag is enough to try kvtier.
 
-The daemon outlives the engine, as every other does: the next engine finds the cache. In production something
-that supervises it should start it.
+The daemon outlives the engine, however that ends: it is nobody's child, so vLLM, which kills all descendants
+of its engine core when it shuts down, does not reach it. The next engine finds the cache. What ends every
+process of a container or of a systemd unit ends it too; in production something that supervises it should
+start it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import select
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from kvtier.address import Address, resolve
+
+from kvtier_vllm import detach
 
 START_TIMEOUT_S = 20.0
 """For the daemon to listen; it needs half a second, and longer for a large pool."""
@@ -26,6 +34,10 @@ TOLD_CHARS = 400
 """Of what a daemon that would not start has said."""
 HIDDEN = ("CUDA_VISIBLE_DEVICES",)
 """Variables that are the engine's own: the daemon is every engine's, and names GPUs by their UUIDs."""
+ALREADY_RUNNING = "already running"
+"""What a daemon says that finds another one at its socket: that one may need a moment to listen."""
+CREDENTIALS = struct.Struct("3i")
+"""The kernel's `struct ucred`: process, user, group."""
 
 
 class AutostartError(Exception):
@@ -42,12 +54,14 @@ class Started:
 
 def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> Started | None:
     """Starts a daemon at the socket that a user named, or at the default one, unless somebody listens there;
-    returns when it does. None: there was one. Its settings are the defaults, and KVTIER_ variables.
+    returns when it does. None: there was one, or another process was faster. Its settings are the defaults,
+    and KVTIER_ variables.
 
-    Of several processes that start one at a time, all but one end by themselves. Raises AutostartError.
+    Of several daemons that are started at the same time, all but one end by themselves. Raises
+    AutostartError.
     """
     address = resolve(given or None)
-    if _listens(address):
+    if _server(address) is not None:
         return None
     if importlib.util.find_spec("kvtierd") is None:
         raise AutostartError("autostart: the daemon is not installed here; pip install 'kvtier[daemon]'")
@@ -55,44 +69,107 @@ def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> Started 
     command = [sys.executable, "-m", "kvtierd.cli", "serve", f"--server-socket={address.socket}"]
     environment = {name: value for name, value in environ.items() if name not in HIDDEN}
     try:
+        began_at = log.stat().st_size if log.exists() else 0
+        start = _Start(command, log, environment)
+    except OSError as error:
+        raise AutostartError(f"autostart: {error}") from error
+    with start:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while (server := _server(address)) is None:
+            said = log.read_bytes()[began_at:].decode(errors="replace").strip()
+            if start.over and ALREADY_RUNNING not in said and _server(address) is None:
+                raise AutostartError(f"autostart: {start.how_it_ended}: {said[-TOLD_CHARS:]} (see {log})")
+            if time.monotonic() > deadline_s:
+                who = "another kvtierd" if start.over else f"kvtierd (pid {start.pid})"
+                raise AutostartError(
+                    f"autostart: {who} does not serve after {START_TIMEOUT_S:g} s; it may still come; see "
+                    f"{log}"
+                )
+            start.wait(POLL_S)
+        return Started(server, log) if server == start.pid else None
+
+
+def wait(given: str, timeout_s: float) -> bool:
+    """Waits until somebody listens at the socket that a user named, or at the default one, at most
+    `timeout_s`. Returns whether somebody does."""
+    address = resolve(given or None)
+    deadline_s = time.monotonic() + timeout_s
+    while _server(address) is None:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+class _Start:
+    """A daemon on its way, for as long as it is watched. It is nobody's child (see `detach`), and goes on."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        """Raises OSError."""
+        self.pid: int | None = None
+        """None until it runs."""
+        self.over = False
+        """Whether it has ended, or could not be started."""
+        self._status: int | None = None
+        self._told = ""
         with log.open("ab") as output:
-            began_at = output.tell()
-            process = subprocess.Popen(
-                command,
+            self._starter = subprocess.Popen(
+                [sys.executable, "-I", "-S", detach.__file__, *command],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE,
                 stderr=output,
                 env=environment,
                 cwd="/",
                 start_new_session=True,  # what ends the engine's group does not end it
             )
-    except OSError as error:
-        raise AutostartError(f"autostart: {error}") from error
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not _listens(address):
-        if process.poll() is not None and not _listens(address):
-            said = log.read_bytes()[began_at:].decode(errors="replace").strip()[-TOLD_CHARS:]
-            raise AutostartError(
-                f"autostart: kvtierd ended with status {process.returncode}: {said} (see {log})"
-            )
-        if time.monotonic() > deadline_s:
-            raise AutostartError(
-                f"autostart: kvtierd (pid {process.pid}) does not serve after {START_TIMEOUT_S:g} s; it may "
-                f"still come; see {log}"
-            )
-        time.sleep(POLL_S)
-    return Started(process.pid, log) if process.poll() is None else None
+        assert self._starter.stdout is not None
+        self._pipe = self._starter.stdout.fileno()
+        os.set_blocking(self._pipe, False)
+
+    @property
+    def how_it_ended(self) -> str:
+        """For people, once it is over."""
+        if self._status is None:
+            return "kvtierd could not be started"
+        return f"kvtierd ended with status {self._status}"
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for news, at most `timeout_s`."""
+        if self.over:
+            time.sleep(timeout_s)
+            return
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        if not poll.poll(timeout_s * 1_000):
+            return
+        part = os.read(self._pipe, 1_024)
+        self.over = not part
+        self._told += part.decode()
+        facts = {name: int(value) for name, value in map(str.split, self._told.split("\n")[:-1])}
+        self.pid, self._status = facts.get("pid"), facts.get("status")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._starter.stdout is not None
+        self._starter.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._starter.wait(START_TIMEOUT_S)  # it ended at once, unless something stopped it
 
 
-def _listens(address: Address) -> bool:
-    """Whether somebody accepts connections there; nothing is said to them."""
+def _server(address: Address) -> int | None:
+    """The process that accepts connections there, 0 if it is not visible from here; None if nobody does.
+    Nothing is said to it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as side:
         side.settimeout(1.0)
         try:
             side.connect(os.fspath(address.side_socket))
+            credentials = side.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         except OSError:
-            return False
-    return True
+            return None
+    pid: int = CREDENTIALS.unpack(credentials)[0]
+    return pid
 
 
 def _log_file(address: Address) -> Path:

@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
-from kvtier import ClientOptions, Group, Namespace, Role
+from kvtier import ClientOptions, ClientStatus, Group, Namespace, Role
+from kvtier.address import resolve
+from kvtier.joint import JOINT_LOOKUP
 from kvtier.memory import Memory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.logger import init_logger
 
 from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
@@ -34,6 +35,7 @@ from kvtier_vllm.groups import HYBRID_VLLM, context_ranks, groups_of, replicated
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
+from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, version_of
 from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
@@ -53,9 +55,6 @@ if TYPE_CHECKING:
 
     from kvtier_vllm.events import BlockEvents
 
-# A child of vLLM's own logger: its handlers and format apply.
-log = init_logger("vllm.kvtier")
-
 ATTACH_WAIT_S = 1.0
 """How long the start of an engine may wait for the daemon, so that its first requests can hit already."""
 
@@ -73,6 +72,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Raises ConnectorConfigError, and nothing else of ours, for settings that cannot be used."""
         super().__init__(vllm_config, role, kv_cache_config)
+        adopt_client_log()
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
         self._off: str | None = None
@@ -81,6 +81,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_without_us = 0
         self._bad_blocks: set[int] = set()
         self._increments = Increments()
+        self._attachments = 0
         try:
             gpu = self._engine_gpu()
             if gpu is not None:
@@ -88,6 +89,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._identity = _Identity(vllm_config, self._config)
             _refuse_hybrid_models(kv_cache_config, version_of(vllm.__version__))
             groups = groups_of(kv_cache_config, vllm_config)
+            self._plain = groups.plain
             if role is KVConnectorRole.SCHEDULER:
                 if self._config.autostart:
                     _autostart(self._config.socket)
@@ -245,8 +247,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             cache, engine = self._kv_cache_config, self._vllm_config
             same, spread = replicated_groups(cache, engine), context_ranks(cache, engine)
             self._guard(lambda: side.register(kv_caches, cache, same, spread), None)
-            if side.link is not None:
-                side.link.wait_ready(ATTACH_WAIT_S)
+            if side.link is not None and not self._config.autostart:  # else the scheduler, which comes next,
+                side.link.wait_ready(ATTACH_WAIT_S)  # may have to start a daemon first
 
     def unregister_kv_caches(self) -> None:
         """From vLLM 0.33 on: the engine goes to sleep, and gives the memory of its KV cache back."""
@@ -347,10 +349,27 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     log.exception("kvtier: the connection could not be ended")
 
     def _connect_scheduler(self, generation: int) -> Link:
-        return Link(lambda: self._identity.options(generation, Role.SCHEDULER), self._disable)
+        def find_options() -> ClientOptions:
+            options = self._identity.options(generation, Role.SCHEDULER)
+            return ClientOptions(**options, on_ready=self._say_attached)
+
+        return Link(find_options, self._disable)
 
     def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: Memory) -> Link:
-        return Link(lambda: self._identity.options(generation, Role.RANK, groups, memory), self._disable)
+        def find_options() -> ClientOptions:
+            options = self._identity.options(generation, Role.RANK, groups, memory)
+            if self._config.autostart:  # the scheduler starts a daemon, and comes later than the workers
+                autostart.wait(self._config.socket, autostart.START_TIMEOUT_S)
+            return options
+
+        return Link(find_options, self._disable)
+
+    def _say_attached(self, status: ClientStatus) -> None:
+        """Success is told aloud, as failure is. The scheduler's part warns of a daemon that is too old."""
+        again, self._attachments = self._attachments > 0, self._attachments + 1
+        if self._plain or JOINT_LOOKUP in status.features:
+            socket = str(resolve(self._config.socket or None).socket)
+            log.info("%s", attached(status, socket, self._config, again=again))
 
 
 def _register() -> None:

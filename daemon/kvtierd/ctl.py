@@ -18,6 +18,8 @@ from kvtierd import settings
 from kvtierd.ctl_bench import BenchError, bench
 from kvtierd.ctl_bench import lines as bench_lines
 from kvtierd.ctl_clear import cleared, question
+from kvtierd.ctl_engine import EngineCheck, verdict
+from kvtierd.ctl_engine_http import Server, server_of
 from kvtierd.ctl_host import completion, doctor
 from kvtierd.ctl_lists import engines as list_engines
 from kvtierd.ctl_lists import namespaces as list_namespaces
@@ -29,6 +31,7 @@ TIMEOUT_S = 5.0
 CLEAR_S = 60.0
 """To drop millions of blocks, beside engines that are served."""
 EXIT_CORRUPT = 1
+EXIT_NOT_PROVEN = 1
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
 """Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
@@ -44,9 +47,9 @@ SCRUB_POLL_S = 0.2
 def main() -> None:
     """Look at a running kvtierd, and at the host it is to run on.
 
-    Exit status: 0 well; 1 something is wrong with what was looked at (doctor, scrub, bench); 2 the command
-    line is wrong; 69 no daemon answers, or it has refused; 75 not done, or not wholly, try again; 78 the
-    configuration cannot be used; 130 interrupted.
+    Exit status: 0 well; 1 something is wrong with what was looked at (doctor, scrub, bench, check-engine); 2
+    the command line is wrong; 69 no daemon answers, or it has refused; 75 not done, or not wholly, try again;
+    78 the configuration cannot be used; 130 interrupted.
     """
 
 
@@ -306,6 +309,53 @@ def measure(socket: Path | None, size: str | None, block: str, as_json: bool) ->
         sys.exit(EXIT_CORRUPT)
     if figures.left_blocks:
         sys.exit(EXIT_NOT_YET)
+
+
+@main.command("check-engine")
+@click.argument("url")
+@_socket_option
+@click.option("--model", help="One that the server serves; default: its first that is no adapter.")
+@click.option("--api-key", envvar="VLLM_API_KEY", default="", help="If the server wants one. [VLLM_API_KEY]")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(1, 3_600),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for each answer, and for each thing that is to happen.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as a JSON object.")
+def check_engine(
+    url: str, socket: Path | None, model: str | None, api_key: str, timeout_s: float, as_json: bool
+) -> None:
+    """Prove that a running vLLM stores in kvtierd and loads from it. URL is where it serves:
+    http://127.0.0.1:8000.
+
+    A new prompt is sent, and sent again after the engine was told to forget its own prefix cache. It forgets
+    that of other requests too, and has them from kvtierd then. This takes an engine with
+    VLLM_SERVER_DEV_MODE=1 in its environment. Exit status 1: not proven, and why; 69: no daemon answers.
+    """
+    try:
+        server = Server(server_of(url), api_key, timeout_s)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="URL") from None
+    path = socket or _configured_socket()
+
+    def say(line: str) -> None:
+        if not as_json:
+            click.echo(line)
+
+    try:
+        with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
+            check = EngineCheck(server, admin_pb2_grpc.AdminStub(channel), path, timeout_s, say)
+            proof, status = check.run(model), 0
+    except grpc.RpcError as error:
+        proof, status = check.proof, EXIT_NO_DAEMON
+        proof.why_not = explain(path, error)
+        proof.advice = "start kvtierd, or name the socket that the engine uses with --socket"
+    click.echo(json.dumps(asdict(proof), indent=2) if as_json else "\n".join(verdict(proof)))
+    sys.exit(status or (0 if proof.proven else EXIT_NOT_PROVEN))
 
 
 @main.command()

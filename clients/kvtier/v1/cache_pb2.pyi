@@ -284,6 +284,7 @@ class Welcome(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
+    POOL_BYTES_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     epoch: builtins.int
     """Epoch of the instance: every session of it has the same one; it ends when any of them dies."""
@@ -291,6 +292,8 @@ class Welcome(google.protobuf.message.Message):
     daemon_version: builtins.str
     layout_fingerprint: builtins.str
     """Hex digest of what this rank's layout was found to be; empty for ROLE_SCHEDULER."""
+    pool_bytes: builtins.int
+    """Of the pool: what all blocks on the host can take together."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -310,9 +313,10 @@ class Welcome(google.protobuf.message.Message):
         limits: global___Limits | None = ...,
         layout_fingerprint: builtins.str = ...,
         instance: global___InstanceEvent | None = ...,
+        pool_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["instance", b"instance", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot_nonce", b"boot_nonce", "daemon_version", b"daemon_version", "epoch", b"epoch", "features", b"features", "instance", b"instance", "layout_fingerprint", b"layout_fingerprint", "limits", b"limits", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_nonce", b"boot_nonce", "daemon_version", b"daemon_version", "epoch", b"epoch", "features", b"features", "instance", b"instance", "layout_fingerprint", b"layout_fingerprint", "limits", b"limits", "pool_bytes", b"pool_bytes", "protocol_version", b"protocol_version"]) -> None: ...
 
 global___Welcome = Welcome
 

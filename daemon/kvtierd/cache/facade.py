@@ -311,6 +311,11 @@ class Cache:
     def boot_nonce(self) -> int:
         return self._pool.boot_nonce
 
+    @property
+    def pool_bytes(self) -> int:
+        """Of the host tier."""
+        return self._pool.geometry.capacity_bytes
+
     def snapshot(self) -> Snapshot:
         """A picture of everything, for people and metrics. Costs about as much as a few lookups."""
         now = self._clock()

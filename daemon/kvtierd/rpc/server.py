@@ -86,6 +86,7 @@ class RpcServer:
             outgoing_max=settings.outgoing_max,
             limits=wire_limits(limits, settings),
             daemon_version=about.version,
+            pool_bytes=cache.pool_bytes,
         )
         hard_limit = settings.message_bytes_max * HARD_LIMIT_FACTOR
         self._server = grpc.aio.server(

@@ -36,6 +36,7 @@ class StreamSettings:
     """Events that wait for the client to read them."""
     limits: cache_pb2.Limits
     daemon_version: str
+    pool_bytes: int
 
 
 class Stream:
@@ -205,6 +206,7 @@ class Stream:
             limits=self._settings.limits,
             layout_fingerprint=attached.fingerprint.hex() if attached.fingerprint else "",
             instance=convert.instance_event(attached.instance),
+            pool_bytes=self._settings.pool_bytes,
         )
         return cache_pb2.AttachResponse(id=request.id, welcome=welcome)
 

@@ -67,35 +67,80 @@ def test_a_daemon_is_started_once_and_is_there_for_everybody(socket: Path) -> No
 
 def test_of_many_that_start_one_at_once_one_stays(socket: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
-        results = list(threads.map(lambda _: _or_error(socket), range(4)))
+        results = list(threads.map(lambda _: autostart.ensure(str(socket)), range(4)))
     until(lambda: len(daemons(socket)) == 1, "all others have ended")
-    assert any(not isinstance(result, autostart.AutostartError) for result in results)
-    for result in results:
-        assert not isinstance(result, autostart.AutostartError) or "already running" in str(result)
+    [daemon] = daemons(socket)
+    assert [started.pid for started in results if started is not None] == [daemon.pid]
 
 
-def _or_error(socket: Path) -> autostart.Started | autostart.AutostartError | None:
-    try:
-        return autostart.ensure(str(socket))
-    except autostart.AutostartError as error:
-        return error
+STARTER = (
+    "import sys, time; from kvtier_vllm import autostart; "
+    "print(autostart.ensure(sys.argv[1]).pid, flush=True); time.sleep(600)"
+)
 
 
-def test_it_goes_on_when_the_one_that_started_it_is_killed(socket: Path) -> None:
-    code = (
-        "import sys, time; from kvtier_vllm import autostart; "
-        "print(autostart.ensure(sys.argv[1]).pid, flush=True); time.sleep(600)"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", code, str(socket)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def test_it_is_nobodys_child_when_the_one_that_started_it_is_killed_with_all_descendants(
+    socket: Path,
+) -> None:
+    """As vLLM's `kill_process_tree` does with the engine core."""
+    command = [sys.executable, "-c", STARTER, str(socket)]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert engine.stdout is not None
     pid = int(engine.stdout.readline())
+    tree = psutil.Process(engine.pid).children(recursive=True)
+    assert pid not in [process.pid for process in tree]
+    for process in tree:
+        process.kill()
     os.killpg(engine.pid, signal.SIGKILL)
-    engine.wait()
+    engine.wait(60)
+    engine.stdout.close()
     assert [process.pid for process in daemons(socket)] == [pid]
     with PlainClient(socket, "one").ready() as plain:
         assert plain.store(HASHES).done
+
+
+SUBREAPER = """
+import ctypes, os, subprocess, sys
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+import psutil
+engine = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
+pid = int(engine.stdout.readline())
+for process in [*psutil.Process(engine.pid).children(recursive=True), engine]:
+    process.kill()
+engine.wait(60)
+print(pid, flush=True)
+"""
+
+
+def test_below_a_subreaper_it_is_no_descendant_of_the_engine_either(socket: Path) -> None:
+    """An API server that is process 1 of a container adopts the daemon, and kills its engine core's
+    descendants only."""
+    server = subprocess.run(
+        [sys.executable, "-c", SUBREAPER, STARTER, str(socket)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert [process.pid for process in daemons(socket)] == [int(server.stdout)]
+
+
+def test_nothing_stays_of_what_started_it(socket: Path) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    started = autostart.ensure(str(socket))
+    assert started is not None
+
+    def helpers() -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline"])
+        return [
+            process
+            for process in found
+            if process.pid not in before and "detach.py" in " ".join(process.info["cmdline"] or [])
+        ]
+
+    until(lambda: not helpers(), "what watched its start has ended")
+    assert psutil.Process(started.pid).is_running()
 
 
 def test_what_keeps_it_from_starting_is_said(socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
