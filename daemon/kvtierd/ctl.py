@@ -29,6 +29,7 @@ TIMEOUT_S = 5.0
 CLEAR_S = 60.0
 """To drop millions of blocks, beside engines that are served."""
 EXIT_CORRUPT = 1
+EXIT_USAGE = 2
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
 """Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
@@ -243,7 +244,7 @@ def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskSta
 @main.command()
 @_socket_option
 @click.option("--namespace", metavar="DIGEST", help="Its digest, or how it begins; default: all of them.")
-@click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
+@click.option("--yes", is_flag=True, help="Do not ask; needed where nobody can be asked.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -258,26 +259,44 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
     """Drop cached blocks, of all namespaces or of one, from memory and from disks.
 
     Engines go on, and compute what they miss. Blocks that are leased or under way stay, and are counted. What
-    was dropped does not come back, whatever happens to the daemon. Exit status 75: a disk does not keep it
-    yet, or the answer was no.
+    was dropped does not come back, whatever happens to the daemon.
+
+    On a terminal it asks first, and drops nothing unless the answer is yes. Without one, and with --json, it
+    drops nothing without --yes. Exit status 2: --yes is missing; 75: a disk does not keep it yet, or the
+    answer was no.
     """
     if namespace == "":  # a script's variable that is not set must not mean everything
         raise click.BadParameter(
             "name a namespace, or leave the option out for all", param_hint="--namespace"
         )
+    if not yes and (as_json or not _can_ask()):
+        click.echo("kvtierctl: nothing was dropped: nobody can be asked here; add --yes to drop it", err=True)
+        sys.exit(EXIT_USAGE)
     chosen = (namespace or "").lower()
     with _admin(socket or _configured_socket()) as admin:
-        if not yes and sys.stdin.isatty():
+        if not yes:
             found = admin.ListNamespaces(
                 admin_pb2.ListNamespacesRequest(), timeout=TIMEOUT_S, wait_for_ready=False
             )
-            if not click.confirm(question(found, chosen), err=True):
+            if not _confirmed(question(found, chosen)):
+                click.echo("kvtierctl: nothing was dropped", err=True)
                 sys.exit(EXIT_NOT_YET)
         request = admin_pb2.ClearRequest(namespace=chosen, timeout_ms=round(timeout_s * 1000))
         answer = admin.Clear(request, timeout=timeout_s + CLEAR_S, wait_for_ready=False)
     click.echo(to_json(answer) if as_json else "\n".join(cleared(answer)))
     if answer.unsettled_paths:
         sys.exit(EXIT_NOT_YET)
+
+
+def _can_ask() -> bool:
+    """Whether somebody is there to answer."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def _confirmed(question: str) -> bool:
+    """Only y and yes are a yes: what ends the input, or is anything else, is a no."""
+    click.echo(f"{question} [y/N]: ", err=True, nl=False)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @main.command("bench")

@@ -60,6 +60,8 @@ class HostPool:
     """
 
     fd: int
+    size_bytes: int
+    """What was asked for; the file has as many whole extents as fit."""
     geometry: PoolGeometry
     records: PoolRecords
     array: npt.NDArray[np.uint8]
@@ -138,6 +140,7 @@ class HostPool:
                 ensure_allocated(fd, length)
                 array = map_pool(fd, length)
             pool = cls(fd, geometry, array, cold_reason, began_s)
+            pool.size_bytes = size_bytes
         except BaseException:
             if path is not None and os.fstat(fd).st_size == 0:
                 path.unlink(missing_ok=True)  # nothing was in it: leave no trace of a start that failed
