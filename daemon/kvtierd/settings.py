@@ -219,6 +219,12 @@ def declared(cls: type) -> Iterator[Setting]:
             yield Setting(section, item.name, item.default, doc.sentence, doc.parse, doc.metavar)
 
 
+def sections(cls: type) -> Iterator[tuple[str, str]]:
+    """Every section of a configuration class, in order, with its sentence: the docstring of its class."""
+    for section, section_cls in _sections(cls):
+        yield section, section_cls.__doc__
+
+
 def _sections(cls: type) -> Iterator[tuple[str, Any]]:
     for section in dataclasses.fields(cls):
         yield section.name, section.default_factory
