@@ -27,8 +27,8 @@ def page() -> str:
     for item in settings.declared(config.Config):
         if item.section != section:
             section = item.section
-            lines += [f"## {section}", "", sentences[section], "", "| setting | default | means |", "|---|---|---|"]
-            lines += [*rows(section), ""]
+            lines += [f"## {section}", "", sentences[section], ""]
+            lines += ["| setting | default | means |", "|---|---|---|", *rows(section), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

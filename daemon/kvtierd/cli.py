@@ -1,5 +1,10 @@
 """The `kvtierd` command: serve, and look at the configuration."""
 
+if __name__ == "__main__":  # first of all: what follows takes a second to import
+    from kvtierd.entry import kvtierd
+
+    kvtierd()
+
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,26 +90,31 @@ def serve(config_file: Path | None, **flags: str | None) -> None:
     """Run the daemon in the foreground. SIGTERM drains and stops it; a second one stops it at once.
 
     Every flag below is a setting, and may be in the configuration file or in the environment as well:
-    --pool-size 64GiB is `size = "64GiB"` in the file's section [pool], and KVTIER_POOL_SIZE=64GiB. Flags count
-    more than the environment, which counts more than the file.
+    --pool-size 64GiB is `size = "64GiB"` in the file's section [pool], and KVTIER_POOL_SIZE=64GiB. Flags
+    count more than the environment, which counts more than the file.
     """
     loaded = _load(config_file, flags)
     given = _given(flags)
     # Imported late: `kvtierd config` and `--help` need neither gRPC nor the native core.
     from kvtierd import serve as root
+    from kvtierd.interrupts import StoppedEarly
     from kvtierd.memory import PoolError
+    from kvtierd.preflight import NotReadyError
     from kvtierd.rpc.sockets import SocketError
     from kvtierd.transfer.supervisor import WorkerStartError
 
     logs.configure(loaded.config.log.level, loaded.config.log.format)
     try:
-        sys.exit(root.run(loaded.config, lambda: configuration.load(config_file, given).config))
+        sys.exit(root.run(loaded, lambda: configuration.load(config_file, given).config))
+    except NotReadyError as error:
+        _fail(error, error.status)
     except settings.ConfigError as error:
         _fail(error, EXIT_CONFIG)
     except (PoolError, SocketError, WorkerStartError) as error:
         _fail(error, EXIT_CANNOT_START)
-    except KeyboardInterrupt:
-        _fail(RuntimeError("stopped before it was serving"), 130)
+    except StoppedEarly as error:
+        click.echo(f"kvtierd: {error} before it was serving", err=True)
+        sys.exit(error.status)
 
 
 @main.group()
@@ -125,7 +135,3 @@ def check(config_file: Path | None, **flags: str | None) -> None:
 def show(config_file: Path | None, **flags: str | None) -> None:
     """Print the whole configuration as TOML, with what each setting means and where it came from."""
     click.echo(configuration.show(_load(config_file, flags)), nl=False)
-
-
-if __name__ == "__main__":
-    main()

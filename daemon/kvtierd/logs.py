@@ -75,7 +75,7 @@ def rfc3339(seconds: float) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (RFC 3339, UTC, microseconds), `level`, `logger`, `message`, the fields."""
+    """One JSON object a line: `time` (RFC 3339, in UTC), `level`, `logger`, `message`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

@@ -192,9 +192,7 @@ class TestCommands:
         places = [said.index(f"\n{name.capitalize()}:\n") for name, _ in settings.sections(config.Config)]
         assert places == sorted(places)
         ends = [*places[1:], len(said)]
-        for (name, sentence), first, last in zip(
-            settings.sections(config.Config), places, ends, strict=True
-        ):
+        for (name, sentence), first, last in zip(settings.sections(config.Config), places, ends, strict=True):
             part = " ".join(said[first:last].split())
             assert sentence in part
             mine = [item for item in settings.declared(config.Config) if item.section == name]
@@ -206,7 +204,8 @@ class TestCommands:
 
     def test_every_section_has_one_line_for_people(self) -> None:
         for name, sentence in settings.sections(config.Config):
-            assert sentence.endswith(".") and "(" not in sentence.split()[0], name
+            assert sentence.endswith("."), name
+            assert "(" not in sentence.split()[0], name
             assert f"# {sentence}\n[{name}]\n" in config.show(config.load(environ={}))
 
     def test_show_says_where_a_value_came_from(self) -> None:
