@@ -23,11 +23,12 @@ def page() -> str:
     """The whole page."""
     lines = [HEAD]
     section = ""
+    sentences = dict(settings.sections(config.Config))
     for item in settings.declared(config.Config):
         if item.section != section:
             section = item.section
-            lines += [f"## {section}", "", "| setting | default | means |", "|---|---|---|"]
-            lines += [*rows(section), ""]
+            lines += [f"## {section}", "", sentences[section], ""]
+            lines += ["| setting | default | means |", "|---|---|---|", *rows(section), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

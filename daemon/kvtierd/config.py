@@ -33,6 +33,8 @@ _WORKERS = WorkerOptions()
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
+    """Where engines and operators reach the daemon, and how it treats its sessions."""
+
     socket: Annotated[
         Path | None,
         Doc(
@@ -104,6 +106,8 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
+    """The host memory that holds the blocks."""
+
     path: Annotated[
         Path | None, Doc("Pool file, on tmpfs or hugetlbfs. Empty: /dev/shm/kvtier-UID/pool.", s.path, "PATH")
     ] = None
@@ -143,6 +147,8 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
+    """What one engine, or one call of it, may use."""
+
     lookup_hashes_max: Annotated[int, Doc("Hashes in one lookup.", s.count, "N")] = _CORE.lookup_hashes_max
     transfer_blocks_max: Annotated[
         int,
@@ -195,6 +201,8 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityConfig:
+    """When stored bytes are compared with their checksums."""
+
     verify: Annotated[
         str,
         Doc(
@@ -228,6 +236,8 @@ class IntegrityConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
+    """The processes that copy blocks between engines and the pool."""
+
     copy_deadline_s: Annotated[
         float,
         Doc(
@@ -263,6 +273,8 @@ class WorkersConfig:
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
+    """What Prometheus scrapes."""
+
     listen: Annotated[
         str,
         Doc(
@@ -275,6 +287,8 @@ class MetricsConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
+    """The daemon's log, on its standard error."""
+
     level: Annotated[
         str, Doc("debug, info, warning or error.", s.choice("debug", "info", "warning", "error"), "LEVEL")
     ] = "info"
@@ -388,10 +402,11 @@ def show(loaded: Loaded) -> str:
     """The whole configuration as TOML that `--config` would read, with each setting's sentence and origin."""
     lines: list[str] = []
     section = ""
+    sentences = dict(s.sections(Config))
     for item in s.declared(Config):
         if item.section != section:
             section = item.section
-            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+            lines += [*([""] if lines else []), f"# {sentences[section]}", f"[{section}]"]
         value = getattr(getattr(loaded.config, item.section), item.name)
         source = loaded.given[item.key].source if item.key in loaded.given else "default"
         lines += [f"# {item.sentence} ({source})", f"{item.name} = {as_toml(item, value)}"]

@@ -1,10 +1,16 @@
 """The `kvtierctl` command: what operators ask of a running daemon."""
 
+if __name__ == "__main__":  # first of all: what follows takes a second to import
+    from kvtierd.entry import kvtierctl
+
+    kvtierctl()
+
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +20,7 @@ from google.protobuf.message import Message
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
-from kvtierd import settings
+from kvtierd import interrupts, settings
 from kvtierd.ctl_bench import BenchError, bench
 from kvtierd.ctl_bench import lines as bench_lines
 from kvtierd.ctl_clear import cleared, question
@@ -32,10 +38,10 @@ CLEAR_S = 60.0
 """To drop millions of blocks, beside engines that are served."""
 EXIT_CORRUPT = 1
 EXIT_NOT_PROVEN = 1
+EXIT_USAGE = 2
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
 """Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
-EXIT_INTERRUPTED = 130
 END_GRACE_S = 30.0
 """For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
 END_POLL_S = 0.02
@@ -92,21 +98,21 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
     path = socket or _configured_socket()
     before: Picture | None = None
     shown = 0
-    with suppress(KeyboardInterrupt):
-        while True:
-            with _admin(path) as admin:
-                answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-            now = Picture(answer, time.monotonic())
-            if as_json:
-                click.echo(json.dumps(_plain(answer)))
-            else:
-                click.clear()  # nothing where nobody watches
-                click.echo("\n".join(frame(before, now, interval_s)))
-            before = now
-            shown += 1
-            if shown == frames:
-                return
-            time.sleep(interval_s)
+    interrupts.instead("", 0)  # how it is meant to end
+    while True:
+        with _admin(path) as admin:
+            answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+        now = Picture(answer, time.monotonic())
+        if as_json:
+            click.echo(json.dumps(_plain(answer)))
+        else:
+            click.clear()  # nothing where nobody watches
+            click.echo("\n".join(frame(before, now, interval_s)))
+        before = now
+        shown += 1
+        if shown == frames:
+            return
+        time.sleep(interval_s)
 
 
 @main.command()
@@ -156,18 +162,18 @@ def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: boo
     request = admin_pb2.DrainRequest(for_restart=for_restart, timeout_ms=round(timeout_s * 1000))
     progress = admin_pb2.DrainProgress()
     told = -1
-    try:
-        with _admin(path) as admin:
-            for progress in admin.Drain(request, timeout=timeout_s + TIMEOUT_S, wait_for_ready=False):
-                if progress.state == "waiting" and progress.transfers_active != told:
-                    told = progress.transfers_active
-                    what = count(told, "transfer") if told else "blocks that a disk is reading"
-                    click.echo(f"waiting for {what}", err=as_json)
-            if progress.state == "stopping":
-                _wait_gone(path, lock_before)
-    except KeyboardInterrupt:
-        click.echo("kvtierctl: the daemon goes on draining; `kvtierctl resume` takes that back", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+    with _admin(path) as admin:
+        for progress in admin.Drain(request, timeout=timeout_s + TIMEOUT_S, wait_for_ready=False):
+            interrupts.instead(
+                "kvtierctl: interrupted: the daemon goes on draining; `kvtierctl resume` takes that back"
+            )
+            if progress.state == "waiting" and progress.transfers_active != told:
+                told = progress.transfers_active
+                what = count(told, "transfer") if told else "blocks that a disk is reading"
+                click.echo(f"waiting for {what}", err=as_json)
+        if progress.state == "stopping":
+            interrupts.instead("kvtierctl: interrupted: the daemon is stopping all the same")
+            _wait_gone(path, lock_before)
     click.echo(to_json(progress) if as_json else "\n".join(drained(progress)))
     if progress.state not in ("drained", "stopping"):
         sys.exit(EXIT_NOT_YET)
@@ -212,24 +218,21 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
             response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
             return {disk.path: disk for disk in response.disks}
 
-        try:
-            before = disks()
-            admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+        before = disks()
+        admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+        interrupts.instead(
+            "kvtierctl: interrupted: the disks go on with it; `kvtierctl status` says how far they are"
+        )
+        now = disks()
+        while waiting := _unscrubbed(now.values()):
+            for disk in waiting:
+                if told.get(disk.path) != (line := scrub_line(disk)):
+                    told[disk.path] = line
+                    click.echo(line, err=as_json)
+            if time.monotonic() >= deadline_s:
+                break
+            time.sleep(SCRUB_POLL_S)
             now = disks()
-            while waiting := _unscrubbed(now.values()):
-                for disk in waiting:
-                    if told.get(disk.path) != (line := scrub_line(disk)):
-                        told[disk.path] = line
-                        click.echo(line, err=as_json)
-                if time.monotonic() >= deadline_s:
-                    break
-                time.sleep(SCRUB_POLL_S)
-                now = disks()
-        except KeyboardInterrupt:
-            click.echo(
-                "kvtierctl: the disks go on with it; `kvtierctl status` says how far they are", err=True
-            )
-            sys.exit(EXIT_INTERRUPTED)
     found = {path: disk.corrupt_blocks - before[path].corrupt_blocks for path, disk in now.items()}
     click.echo(to_json_list(now.values()) if as_json else "\n".join(scrubbed(now.values(), found)))
     if any(found.values()):
@@ -246,7 +249,7 @@ def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskSta
 @main.command()
 @_socket_option
 @click.option("--namespace", metavar="DIGEST", help="Its digest, or how it begins; default: all of them.")
-@click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
+@click.option("--yes", is_flag=True, help="Do not ask; needed where nobody can be asked.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -261,26 +264,46 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
     """Drop cached blocks, of all namespaces or of one, from memory and from disks.
 
     Engines go on, and compute what they miss. Blocks that are leased or under way stay, and are counted. What
-    was dropped does not come back, whatever happens to the daemon. Exit status 75: a disk does not keep it
-    yet, or the answer was no.
+    was dropped does not come back, whatever happens to the daemon.
+
+    On a terminal it asks first, and drops nothing unless the answer is yes. Without one, and with --json, it
+    drops nothing without --yes. Exit status 2: --yes is missing; 75: a disk does not keep it yet, or the
+    answer was no.
     """
     if namespace == "":  # a script's variable that is not set must not mean everything
         raise click.BadParameter(
             "name a namespace, or leave the option out for all", param_hint="--namespace"
         )
+    interrupts.instead("kvtierctl: interrupted: nothing was dropped")
+    if not yes and (as_json or not _can_ask()):
+        click.echo("kvtierctl: nothing was dropped: nobody can be asked here; add --yes to drop it", err=True)
+        sys.exit(EXIT_USAGE)
     chosen = (namespace or "").lower()
     with _admin(socket or _configured_socket()) as admin:
-        if not yes and sys.stdin.isatty():
+        if not yes:
             found = admin.ListNamespaces(
                 admin_pb2.ListNamespacesRequest(), timeout=TIMEOUT_S, wait_for_ready=False
             )
-            if not click.confirm(question(found, chosen), err=True):
+            if not _confirmed(question(found, chosen)):
+                click.echo("kvtierctl: nothing was dropped", err=True)
                 sys.exit(EXIT_NOT_YET)
+        interrupts.instead("kvtierctl: interrupted: some blocks may have been dropped already")
         request = admin_pb2.ClearRequest(namespace=chosen, timeout_ms=round(timeout_s * 1000))
         answer = admin.Clear(request, timeout=timeout_s + CLEAR_S, wait_for_ready=False)
     click.echo(to_json(answer) if as_json else "\n".join(cleared(answer)))
     if answer.unsettled_paths:
         sys.exit(EXIT_NOT_YET)
+
+
+def _can_ask() -> bool:
+    """Whether somebody is there to answer."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def _confirmed(question: str) -> bool:
+    """Only y and yes are a yes: what ends the input, or is anything else, is a no."""
+    click.echo(f"{question} [y/N]: ", err=True, nl=False)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @main.command("bench")
@@ -299,8 +322,12 @@ def measure(socket: Path | None, size: str | None, block: str, as_json: bool) ->
     block_bytes = _size("--block", block)
     path = socket or _configured_socket()
     with _admin(path) as admin:
+        stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=1)
         try:
-            figures = bench(path, admin, size_bytes, block_bytes)
+            figures = bench(path, admin, size_bytes, block_bytes, stop.check)
+        except interrupts.StoppedEarly as error:
+            click.echo("kvtierctl: interrupted; what was stored for it is cleared", err=True)
+            sys.exit(error.status)
         except BenchError as error:
             click.echo(f"kvtierctl: {error}", err=True)
             sys.exit(EXIT_NO_DAEMON)
@@ -489,7 +516,3 @@ def _plain(message: Message) -> dict[str, object]:
         else:
             plain[field.name] = [_plain(item) if isinstance(item, Message) else item for item in value]
     return plain
-
-
-if __name__ == "__main__":
-    main()

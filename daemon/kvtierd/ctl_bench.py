@@ -67,10 +67,16 @@ class Figures:
     """That could not be cleared afterwards, because they were still on their way to a disk."""
 
 
-def bench(socket: Path, admin: admin_pb2_grpc.AdminStub, size_bytes: int | None, block_bytes: int) -> Figures:
+def bench(
+    socket: Path,
+    admin: admin_pb2_grpc.AdminStub,
+    size_bytes: int | None,
+    block_bytes: int,
+    check_stop: Callable[[], None],
+) -> Figures:
     """Measures. `size_bytes`, at most, are stored, in blocks of `block_bytes`; None: SIZE_BYTES, or what the
-    pool allows. Raises BenchError, and grpc.RpcError if the daemon ends meanwhile; nothing of it stays unless
-    the daemon has ended."""
+    pool allows. Calls `check_stop()` again and again; what that raises ends it. Raises BenchError, and
+    grpc.RpcError if the daemon ends meanwhile; nothing of it stays unless the daemon has ended."""
     status = admin.Status(admin_pb2.StatusRequest(), timeout=WAIT_S, wait_for_ready=False)
     most = min(SIZE_BYTES_MAX, int(status.pool.capacity_bytes * POOL_FRACTION_MAX))
     if size_bytes is None:
@@ -107,7 +113,8 @@ def bench(socket: Path, admin: admin_pb2_grpc.AdminStub, size_bytes: int | None,
                 raise BenchError(f"it could not be used as an engine uses it within {READY_S:g} s: {why}")
             digest = client.status.namespace_digest
             try:
-                run = _Run(client, memory.array.reshape(2 * blocks, block_bytes), blocks, block_bytes)
+                array = memory.array.reshape(2 * blocks, block_bytes)
+                run = _Run(client, array, blocks, block_bytes, check_stop)
                 store_s = run.store()
                 load_s, wrong = run.load()
                 one, every, missed = run.lookups()
@@ -130,7 +137,15 @@ def bench(socket: Path, admin: admin_pb2_grpc.AdminStub, size_bytes: int | None,
 class _Run:
     """The first half of the memory is stored, the second half is loaded to."""
 
-    def __init__(self, client: Client, memory: "np.ndarray", blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        memory: "np.ndarray",
+        blocks: int,
+        block_bytes: int,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self._check_stop = check_stop
         self._client = client
         self._memory = memory
         self._blocks = blocks
@@ -167,10 +182,12 @@ class _Run:
         running: list[Transfer] = []
         began_s = time.perf_counter()
         for first in range(0, self._blocks, BATCH):
+            self._check_stop()
             if len(running) == TRANSFERS_AT_ONCE:
                 _check(what, running.pop(0).wait(WAIT_S))
             running.append(submit(first, min(first + BATCH, self._blocks)))
         for transfer in running:
+            self._check_stop()
             _check(what, transfer.wait(WAIT_S))
         return time.perf_counter() - began_s
 
@@ -186,6 +203,7 @@ class _Run:
     def _latency(self, hashes: Sequence[bytes]) -> Latency:
         taken = []
         for _ in range(LOOKUPS):
+            self._check_stop()
             began_s = time.perf_counter()
             self._client.lookup(hashes, timeout_s=WAIT_S)
             taken.append((time.perf_counter() - began_s) * 1e6)

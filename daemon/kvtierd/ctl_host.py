@@ -8,11 +8,11 @@ from click.shell_completion import get_completion_class
 
 from kvtierd import config as configuration
 from kvtierd import settings
-from kvtierd.doctor import Finding, Verdict, examine
+from kvtierd.preflight import Finding, Verdict, examine
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 78
-MARKS = {Verdict.OK: "ok  ", Verdict.WARN: "warn", Verdict.FAIL: "FAIL"}
+MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.FAILURE: "FAILURE"}
 
 
 @click.command()
@@ -20,33 +20,43 @@ MARKS = {Verdict.OK: "ok  ", Verdict.WARN: "warn", Verdict.FAIL: "FAIL"}
 def doctor(as_json: bool) -> None:
     """Look at this host, with the configuration that kvtierd would use, and say what to change.
 
-    Run it as the daemon's user, with its environment. Exit status 1: something would keep the daemon from
-    starting, or from doing what it is configured to. 78: the configuration cannot be used.
+    The checks are those of `kvtierd serve`, which does not start while one of them fails. What a daemon that
+    runs with this configuration uses is well. Run it as the daemon's user, with its environment and its
+    limits. Exit status 1: a check has failed. 78: the configuration cannot be used.
     """
     try:
         loaded = configuration.load()
     except settings.ConfigError as error:
         click.echo(f"kvtierctl: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    findings = list(examine(loaded.config))
+    findings = examine(loaded, may_run=True)
     if as_json:
-        found = [
-            {"about": each.about, "verdict": each.verdict.value, "found": each.found, "advice": each.advice}
-            for each in findings
-        ]
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps([plain(each) for each in findings], indent=2))
     else:
         click.echo(f"configuration: {loaded.file or 'no file'}, {len(loaded.given)} settings given")
         for each in findings:
             click.echo("\n".join(lines(each)))
-    if any(each.verdict is Verdict.FAIL for each in findings):
+    if any(each.verdict is Verdict.FAILURE for each in findings):
         sys.exit(EXIT_FAILED)
+
+
+def plain(finding: Finding) -> dict[str, str | None]:
+    """A finding for programs; `field` and `value` are null where it is about no setting."""
+    return {
+        "name": finding.name,
+        "verdict": finding.verdict.value,
+        "found": finding.found,
+        "remedy": finding.remedy,
+        "field": finding.field or None,
+        "value": str(finding.value) if finding.field else None,
+    }
 
 
 def lines(finding: Finding) -> list[str]:
     """A finding for people."""
-    text = [f"{MARKS[finding.verdict]}  {finding.about}: {finding.found}"]
-    return [*text, f"      {finding.advice}"] if finding.advice else text
+    about = f" ({finding.field} = {finding.value})" if finding.remedy and finding.field else ""
+    text = [f"{MARKS[finding.verdict]}  {finding.name}{about}: {finding.found}"]
+    return [*text, f"{'':9}{finding.remedy}"] if finding.remedy else text
 
 
 @click.command()

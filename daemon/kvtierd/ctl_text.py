@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from kvtier.v1 import admin_pb2
 
-from kvtierd.settings import human_size
+from kvtierd.settings import human_size, size_and_parts
 
 CPU = "cpu"
 """What a StatusResponse calls the device that is the host itself."""
@@ -22,6 +22,8 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
     yield ""
     share = pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
     yield f"Pool         {pool.path or 'anonymous memory'}"
+    if pool.size_bytes:  # else the daemon is an older one
+        yield f"  size       {size_and_parts(pool.size_bytes, pool.file_bytes, pool.capacity_bytes)}"
     yield (
         f"  used       {bar(share)} {share:4.0%}  "
         f"{human_size(pool.used_bytes)} of {human_size(pool.capacity_bytes)}"

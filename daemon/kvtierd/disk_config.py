@@ -25,6 +25,8 @@ _DISKS = CoreDisks()
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
+    """The disk tier: folders that take the blocks that memory has no room for."""
+
     paths: Annotated[
         tuple[Path, ...],
         Doc(

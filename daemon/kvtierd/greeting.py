@@ -12,7 +12,7 @@ from kvtierd.cache import Snapshot
 from kvtierd.config import Config
 from kvtierd.logs import logger
 from kvtierd.memory import PoolStart
-from kvtierd.settings import human_size
+from kvtierd.settings import human_size, size_and_parts
 
 VLLM_FLAG = (
     '--kv-transfer-config \'{"kv_connector":"KvtierConnector",'
@@ -39,11 +39,12 @@ def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snap
         if start.warm
         else f"cold: {start.cold_reason}"
     )
-    capacity_bytes = snapshot.pool.capacity_bytes
+    pool = snapshot.pool
+    size = size_and_parts(pool.size_bytes, pool.file_bytes, pool.capacity_bytes)
     lines = (
         f"kvtierd {version()} is serving, pid {os.getpid()}",
         f"  socket   {socket}",
-        f"  pool     {config.pool.file or 'anonymous memory'}, {human_size(capacity_bytes)}",
+        f"  pool     {config.pool.file or 'anonymous memory'}, {size}",
         f"  start    {how} ({start.seconds:.2f} s)",
         *(f"  disk     {line}" for line in _disk_lines(snapshot)),
         f"  metrics  {metrics_url or 'off'}",
@@ -57,7 +58,7 @@ def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snap
         pid=os.getpid(),
         socket=socket,
         pool=config.pool.file or "",
-        pool_bytes=capacity_bytes,
+        pool_bytes=pool.capacity_bytes,
         start="warm" if start.warm else "cold",
         metrics=metrics_url,
     )

@@ -9,6 +9,7 @@ import os
 import select
 import sys
 import time
+from datetime import UTC, datetime
 from typing import TextIO
 
 
@@ -67,12 +68,18 @@ def _short(value: object) -> str:
     )
 
 
+def rfc3339(seconds: float) -> str:
+    """A time since 1970 as `2026-11-23T04:05:06.123456Z`."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return f"{moment.replace(tzinfo=None).isoformat(timespec='microseconds')}Z"
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (seconds since 1970), `level`, `logger`, `message`, then the fields."""
+    """One JSON object a line: `time` (RFC 3339, in UTC), `level`, `logger`, `message`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": round(record.created, 6),
+            "time": rfc3339(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

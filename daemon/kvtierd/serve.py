@@ -7,9 +7,10 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -18,17 +19,19 @@ from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
 from kvtierd.cache import Cache, Disk
-from kvtierd.config import Config
+from kvtierd.config import Config, Loaded
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES, DiskId
 from kvtierd.core.machine import Machine
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Reconfigure
 from kvtierd.greeting import command_line, greet, version
+from kvtierd.interrupts import Noted
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.notify import Notifier
+from kvtierd.preflight import descriptors_wanted, require
 from kvtierd.reload import Reloaded, compare
 from kvtierd.rpc.server import RpcServer, RpcSettings
 from kvtierd.rpc.sessions import Sessions
@@ -60,31 +63,21 @@ END_S = 30.0
 """More than all that follows the transfers takes: streams, copy workers, those of them that are killed."""
 SIDE_QUEUE_PACKETS_MAX = 64
 SIDE_QUEUE_BYTES_MAX = 1 << 20
-DESCRIPTORS_OF_OUR_OWN = 256
-DESCRIPTORS_OF_CHUNKS = 2_048
-"""On their way from 16 ranks that register memory of GPUs at once: 64 each, and 64 for their workers."""
-DESCRIPTORS_PER_DISK = 8
-"""Its image, and its worker's channel and pidfd, twice while one worker replaces another."""
-DESCRIPTORS_PER_SESSION = 4
-"""Its two connections, its pidfd, and one on its way to a copy worker."""
 log = logger(__name__)
 
 
-def run(config: Config, read_again: Callable[[], Config]) -> int:
+def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
     """Serves until SIGTERM, SIGINT or an internal error; returns the exit status.
 
     `read_again()` reads the configuration as it is now, for a reload; it may raise ConfigError.
 
-    Raises ConfigError, SocketError, PoolError or WorkerStartError if it cannot start, and leaves nothing.
+    Raises NotReadyError, with every reason, before anything is made; ConfigError, SocketError, PoolError or
+    WorkerStartError if it cannot start nevertheless; StoppedEarly after a signal. Leaves nothing then.
     """
-    # Until the loop handles them, both signals end the start like Ctrl-C, with everything cleaned up.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    want_descriptors(
-        DESCRIPTORS_OF_OUR_OWN
-        + DESCRIPTORS_OF_CHUNKS
-        + len(config.disk.paths) * DESCRIPTORS_PER_DISK
-        + config.server.sessions_max * DESCRIPTORS_PER_SESSION
-    )
+    require(loaded)
+    stop = Noted(signal.SIGINT, signal.SIGTERM)
+    config = loaded.config
+    want_descriptors(descriptors_wanted(config))
     with ExitStack() as stack:
         notifier = Notifier()
         stack.callback(notifier.close)
@@ -93,14 +86,14 @@ def run(config: Config, read_again: Callable[[], Config]) -> int:
         server = config.server
         sockets = OwnedSockets(server.socket_path, server.side_socket_path, server.lock_path, gid)
         stack.callback(sockets.release)
-        pool = open_pool(config, notifier)
+        pool = open_pool(config, notifier, stop.check)
         stack.callback(pool.close)
         disks = []
         for disk in open_disks(config):
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(config, read_again, notifier, sockets, pool, disks, gid).run())
+            return runner.run(_Daemon(config, read_again, stop, notifier, sockets, pool, disks, gid).run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -109,18 +102,12 @@ def first_epoch(boot_nonce: int) -> int:
 
 
 def want_descriptors(count: int) -> None:
-    """Raises the limit on open descriptors as far as it may go, and says so if that is not enough."""
+    """Raises the limit on open descriptors as far as it may go."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < count:
-        log.warning(
-            "server.sessions_max may need more descriptors: raise the hard limit (LimitNOFILE, ulimit -Hn)",
-            allowed=allowed,
-            needed=count,
-        )
 
 
 def group_id(name: str) -> int | None:
@@ -135,8 +122,8 @@ def group_id(name: str) -> int | None:
         ) from None
 
 
-def open_pool(config: Config, notifier: Notifier) -> HostPool:
-    """Raises ConfigError or PoolError."""
+def open_pool(config: Config, notifier: Notifier, check_stop: Callable[[], None]) -> HostPool:
+    """Raises ConfigError, PoolError or what `check_stop()` raises, which is called again and again."""
     told_s = 0.0
 
     def progress(done: int, of: int) -> None:
@@ -148,7 +135,6 @@ def open_pool(config: Config, notifier: Notifier) -> HostPool:
     path = config.pool.file
     if path is not None:
         make_private_directory(path.parent)
-        check_room(path, config.pool.size)
     try:
         return HostPool.open(
             path,
@@ -156,6 +142,7 @@ def open_pool(config: Config, notifier: Notifier) -> HostPool:
             config.pool.extent_size or None,
             lock_timeout_s=config.pool.lock_timeout_s,
             progress=progress,
+            check_stop=check_stop,
         )
     except ValueError as error:
         raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
@@ -171,24 +158,16 @@ def open_disks(config: Config) -> Iterator[Disk]:
         yield Disk(DiskId(number), path, image)
 
 
-def check_room(path: Path, size_bytes: int) -> None:
-    """Raises ConfigError if the pool's file system could never hold it."""
-    found = os.statvfs(path.parent)
-    total = found.f_blocks * found.f_frsize
-    if size_bytes > total:
-        raise ConfigError(
-            "pool.size",
-            human_size(size_bytes),
-            f"is larger than the file system of {path} ({human_size(total)}): "
-            f"lower pool.size, enlarge it (mount -o remount,size=... {_mount_point(path.parent)}), "
-            "or set pool.path to a larger one",
-        )
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What a daemon that serves consists of."""
 
-
-def _mount_point(path: Path) -> Path:
-    while not path.is_mount():
-        path = path.parent
-    return path
+    cache: Cache
+    workers: Supervisor
+    sessions: Sessions
+    rpc: RpcServer
+    side: SideServer
+    manager: ServiceManager
 
 
 class _Daemon:
@@ -198,6 +177,7 @@ class _Daemon:
         self,
         config: Config,
         read_again: Callable[[], Config],
+        early: Noted,
         notifier: Notifier,
         sockets: OwnedSockets,
         pool: HostPool,
@@ -206,6 +186,7 @@ class _Daemon:
     ) -> None:
         self._config = config
         self._read_again = read_again
+        self._early = early
         self._notifier = notifier
         self._sockets = sockets
         self._pool = pool
@@ -215,88 +196,110 @@ class _Daemon:
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
-        config = self._config
+        """Raises StoppedEarly if a signal came before it served."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
+        with self._early.told(lambda number: loop.call_soon_threadsafe(self._signalled, number)):
+            self._early.check()
+            async with AsyncExitStack() as stack:
+                serving = await self._or_stopped(self._start(stack))
+                await self._serve(serving)
+                await serving.workers.stop(WORKERS_GRACE_S)
+                return EXIT_INTERNAL if serving.cache.poisoned.is_set() else 0
+
+    async def _serve(self, serving: "_Serving") -> None:
+        cache = serving.cache
+        background = [
+            asyncio.create_task(cache.run_ticks(), name="ticks"),
+            asyncio.create_task(self._end_silent(serving.sessions), name="silence"),
+            asyncio.create_task(serving.manager.run(), name="service manager"),
+        ]
+        try:
+            await self._until_told(cache, background)
+            self._notifier.stopping("Stopping", self._config.server.drain_s + END_S)
+            await self._wind_down(cache, serving.sessions, serving.rpc, serving.side)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    # --- starting ---
+
+    async def _or_stopped(self, start: Coroutine[Any, Any, "_Serving"]) -> "_Serving":
+        """What a start comes to; StoppedEarly, and it is cancelled, if a signal comes first."""
+        starting = asyncio.create_task(start, name="start")
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                self._early.check()
+            return await starting
+        finally:
+            for task in (starting, stopped):
+                task.cancel()
+            await asyncio.gather(starting, stopped, return_exceptions=True)
+
+    async def _start(self, stack: AsyncExitStack) -> "_Serving":
+        """Everything up to the greeting; `stack` takes it down again."""
+        config = self._config
         limits = config.limits.to_core()
         clock = SteadyClock()
         metrics = Metrics(CollectorRegistry(), version())
-        async with AsyncExitStack() as stack:
-            machine = Machine(
-                _block_table(self._pool.geometry, len(self._pool.array)),
-                clock,
-                limits,
-                self._pool.geometry,
-                first_epoch=first_epoch(self._pool.boot_nonce),
-                integrity=config.integrity.to_core(),
-                randomness=np.random.default_rng(),
-                disks=[
-                    (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
-                    for disk in self._disks
-                ],
-                disk_policy=config.disk.to_core(),
-            )
-            workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
-            cache = Cache(
-                machine,
-                self._pool,
-                workers,
-                limits,
-                disks=self._disks,
-                pool_path=config.pool.file,
-                clock=clock,
-                observe_lag=metrics.observe_lag,
-            )
-            cache.handle(self._pool.recovered)
-            stack.push_async_callback(workers.stop, 0)
-            self._notifier.starting("Starting the copy workers", EXTENSION_S)
-            await workers.start()
-            if self._disks:
-                starting_s = config.disk.start_deadline_s + EXTENSION_S
-                self._notifier.starting("Reading what the disks hold", starting_s)
-            await self._wait_for_disks(workers, cache)
-            sessions = Sessions(
-                cache,
-                sessions_max=config.server.sessions_max,
-                hello_deadline_s=config.server.hello_deadline_s,
-                silence_s=config.server.session_silence_s,
-                clock=clock,
-            )
-            metrics_url = self._serve_metrics(metrics, cache, stack)
-            rpc = RpcServer(
-                cache,
-                sessions,
-                limits,
-                self._rpc_settings(),
-                AboutDaemon(
-                    version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()
-                ),
-                metrics.observe_rpc,
-                self._drained,
-                lambda: self._reload(cache, workers, sessions, manager),
-            )
-            manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
-            side = await self._listen(rpc, sessions, cache, stack)
-            greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
-            manager.ready()
-            background = [
-                asyncio.create_task(cache.run_ticks(), name="ticks"),
-                asyncio.create_task(self._end_silent(sessions), name="silence"),
-                asyncio.create_task(manager.run(), name="service manager"),
-            ]
-            try:
-                await self._until_told(cache, background)
-                self._notifier.stopping("Stopping", self._config.server.drain_s + END_S)
-                await self._wind_down(cache, sessions, rpc, side)
-            finally:
-                for task in background:
-                    task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
-            await workers.stop(WORKERS_GRACE_S)
-            return EXIT_INTERNAL if cache.poisoned.is_set() else 0
-
-    # --- starting ---
+        machine = Machine(
+            _block_table(self._pool.geometry, len(self._pool.array)),
+            clock,
+            limits,
+            self._pool.geometry,
+            first_epoch=first_epoch(self._pool.boot_nonce),
+            integrity=config.integrity.to_core(),
+            randomness=np.random.default_rng(),
+            disks=[
+                (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
+                for disk in self._disks
+            ],
+            disk_policy=config.disk.to_core(),
+        )
+        workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
+        cache = Cache(
+            machine,
+            self._pool,
+            workers,
+            limits,
+            disks=self._disks,
+            pool_path=config.pool.file,
+            clock=clock,
+            observe_lag=metrics.observe_lag,
+        )
+        cache.handle(self._pool.recovered)
+        stack.push_async_callback(workers.stop, 0)
+        self._notifier.starting("Starting the copy workers", EXTENSION_S)
+        await workers.start()
+        if self._disks:
+            starting_s = config.disk.start_deadline_s + EXTENSION_S
+            self._notifier.starting("Reading what the disks hold", starting_s)
+        await self._wait_for_disks(workers, cache)
+        sessions = Sessions(
+            cache,
+            sessions_max=config.server.sessions_max,
+            hello_deadline_s=config.server.hello_deadline_s,
+            silence_s=config.server.session_silence_s,
+            clock=clock,
+        )
+        metrics_url = self._serve_metrics(metrics, cache, stack)
+        rpc = RpcServer(
+            cache,
+            sessions,
+            limits,
+            self._rpc_settings(),
+            AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
+            metrics.observe_rpc,
+            self._drained,
+            lambda: self._reload(cache, workers, sessions, manager),
+        )
+        manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
+        side = await self._listen(rpc, sessions, cache, stack)
+        greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
+        manager.ready()
+        return _Serving(cache, workers, sessions, rpc, side, manager)
 
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config

@@ -171,6 +171,18 @@ def human_size(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def size_and_parts(size_bytes: int, file_bytes: int, extents_bytes: int) -> str:
+    """The configured size of a pool or a slab, and what becomes of it, for people: `64 MiB (62 MiB for blocks
+    and their slot tables, 2 MiB for the file's header)`. The file is its header and whole extents."""
+    parts = [
+        f"{human_size(extents_bytes)} for blocks and their slot tables",
+        f"{human_size(file_bytes - extents_bytes)} for the file's header",
+    ]
+    if size_bytes > file_bytes:
+        parts.append(f"{human_size(size_bytes - file_bytes)} too little for another extent")
+    return f"{human_size(size_bytes)} ({', '.join(parts)})"
+
+
 # --- reading ---
 
 
@@ -205,6 +217,12 @@ def declared(cls: type) -> Iterator[Setting]:
         for item in dataclasses.fields(section_cls):
             doc = hints[item.name].__metadata__[0]
             yield Setting(section, item.name, item.default, doc.sentence, doc.parse, doc.metavar)
+
+
+def sections(cls: type) -> Iterator[tuple[str, str]]:
+    """Every section of a configuration class, in order, with its sentence: the docstring of its class."""
+    for section, section_cls in _sections(cls):
+        yield section, section_cls.__doc__
 
 
 def _sections(cls: type) -> Iterator[tuple[str, Any]]:

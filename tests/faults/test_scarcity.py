@@ -61,7 +61,7 @@ class TestMemory:
         wrap = small_tmpfs(folder, before=somebody)
         status, said = refused_start(socket_dir, folder / "pool", "--pool-size=34MiB", wrap=wrap)
         assert status == 69
-        for part in (f"8.0 MiB free of {TMPFS_MIB}.0 MiB", str(folder), "Lower pool.size"):
+        for part in (f"8.0 MiB free of {TMPFS_MIB}.0 MiB", str(folder), "lower pool.size"):
             assert part in said
         assert list(socket_dir.iterdir()) == []
 

@@ -78,12 +78,9 @@ class Daemon:
         return self._log.read()
 
     def complaints(self) -> list[str]:
-        """What is in the log that a healthy daemon with well-behaved clients does not say."""
-        return [
-            line
-            for line in self.log().splitlines()
-            if not line.startswith("{") or json.loads(line)["level"] in ("warning", "error", "critical")
-        ]
+        """What is in the log that a healthy daemon with well-behaved clients does not say. What it finds the
+        host to lack before it starts is the test's choice."""
+        return [line for line in self.log().splitlines() if _complains(line)]
 
     @property
     def metrics_url(self) -> str:
@@ -156,6 +153,13 @@ class Daemon:
     def _close(self) -> None:
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def _complains(line: str) -> bool:
+    if not line.startswith("{"):
+        return True
+    said = json.loads(line)
+    return said["level"] in ("warning", "error", "critical") and said["logger"] != "kvtierd.preflight"
 
 
 def _flags(given: dict[str, object]) -> list[tuple[str, object]]:

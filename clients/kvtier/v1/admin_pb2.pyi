@@ -789,6 +789,8 @@ class PoolStatus(google.protobuf.message.Message):
     QUARANTINED_SLOTS_FIELD_NUMBER: builtins.int
     DISCARDED_SLOTS_FIELD_NUMBER: builtins.int
     RECOVERY_S_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    FILE_BYTES_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Empty for an anonymous pool that dies with the daemon."""
     capacity_bytes: builtins.int
@@ -807,6 +809,10 @@ class PoolStatus(google.protobuf.message.Message):
     discarded_slots: builtins.int
     """READY records of the scan that were refused: bad checksum or missing shards."""
     recovery_s: builtins.float
+    size_bytes: builtins.int
+    """What was configured, pool.size."""
+    file_bytes: builtins.int
+    """The length of the pool's file, or of the anonymous memory: its header, and `capacity_bytes`."""
     def __init__(
         self,
         *,
@@ -822,8 +828,10 @@ class PoolStatus(google.protobuf.message.Message):
         quarantined_slots: builtins.int = ...,
         discarded_slots: builtins.int = ...,
         recovery_s: builtins.float = ...,
+        size_bytes: builtins.int = ...,
+        file_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "discarded_slots", b"discarded_slots", "extents", b"extents", "extents_free", b"extents_free", "path", b"path", "quarantined_slots", b"quarantined_slots", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "recovery_s", b"recovery_s", "start", b"start", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "discarded_slots", b"discarded_slots", "extents", b"extents", "extents_free", b"extents_free", "file_bytes", b"file_bytes", "path", b"path", "quarantined_slots", b"quarantined_slots", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "recovery_s", b"recovery_s", "size_bytes", b"size_bytes", "start", b"start", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

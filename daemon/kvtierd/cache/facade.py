@@ -329,6 +329,8 @@ class Cache:
             boot_nonce=self._pool.boot_nonce,
             pool=PoolSnapshot(
                 path=str(self._pool_path or ""),
+                size_bytes=self._pool.size_bytes,
+                file_bytes=len(self._pool.array),
                 capacity_bytes=self._pool.geometry.capacity_bytes,
                 warm=start.warm,
                 cold_reason=start.cold_reason,

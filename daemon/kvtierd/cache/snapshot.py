@@ -23,6 +23,10 @@ class SessionAbout:
 class PoolSnapshot:
     path: str
     """Empty for an anonymous pool."""
+    size_bytes: int
+    """What was configured."""
+    file_bytes: int
+    """The header and `capacity_bytes`: what fits `size_bytes` in whole extents."""
     capacity_bytes: int
     warm: bool
     cold_reason: str

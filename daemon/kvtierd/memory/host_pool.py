@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,13 @@ from kvtierd.memory.pool_file import (
     gib,
     make_pool,
     map_pool,
+    never_stop,
     no_progress,
     open_locked,
     read_header,
     reason_to_remake,
     refuse_foreign,
+    remove_unmade,
 )
 from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, set_aside, writers_named
 from kvtierd.memory.replacing import replace_memory
@@ -60,6 +63,8 @@ class HostPool:
     """
 
     fd: int
+    size_bytes: int
+    """What was asked for; the file has as many whole extents as fit."""
     geometry: PoolGeometry
     records: PoolRecords
     array: npt.NDArray[np.uint8]
@@ -107,22 +112,30 @@ class HostPool:
         *,
         lock_timeout_s: float,
         progress: Progress = no_progress,
+        check_stop: Callable[[], None] = never_stop,
     ) -> "HostPool":
         """Open the pool at `path`: recover what is there, or make a new one; None: a new one in a memfd.
 
         The file is at most `size_bytes`: a 2 MiB header and whole extents. `extent_bytes` None keeps that of
         the pool found, else chooses one. Blocks: for the lock up to `lock_timeout_s`, and about 0.8 CPU
-        seconds per GiB made, of which `progress` is told. Raises PoolLocked, PoolTooLarge or PoolRefused,
-        each naming the path and what to do, and ValueError for sizes out of range; the pool found is
-        unchanged then. A pool that cannot be kept is remade: `start.cold_reason`.
+        seconds per GiB made, of which `progress` is told. Meanwhile it calls `check_stop()` again and again;
+        what that raises ends it, and a pool that is not made yet is removed. Raises PoolLocked, PoolTooLarge
+        or PoolRefused, each naming the path and what to do, and ValueError for sizes out of range; the pool
+        found is unchanged then. A pool that cannot be kept is remade: `start.cold_reason`.
         """
         began_s = time.monotonic()
         wanted = geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes))
         if path is None:
             fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC)
         else:
-            fd = open_locked(path, lock_timeout_s)
+            fd = open_locked(path, lock_timeout_s, check_stop=check_stop)
+
+        def populated(done: int, of: int) -> None:
+            progress(done, of)
+            check_stop()
+
         try:
+            check_stop()
             if path is None:
                 header: Header | str = "the pool is not persistent"
             else:
@@ -132,15 +145,16 @@ class HostPool:
             cold_reason = reason_to_remake(header, length, size_bytes, extent_bytes) or ""
             if isinstance(header, str) or cold_reason:
                 geometry = wanted
-                array = make_pool(fd, path, geometry, progress)
+                array = make_pool(fd, path, geometry, populated)
             else:
                 geometry = header.geometry
                 ensure_allocated(fd, length)
                 array = map_pool(fd, length)
             pool = cls(fd, geometry, array, cold_reason, began_s)
+            pool.size_bytes = size_bytes
         except BaseException:
-            if path is not None and os.fstat(fd).st_size == 0:
-                path.unlink(missing_ok=True)  # nothing was in it: leave no trace of a start that failed
+            if path is not None:
+                remove_unmade(fd, path)
             os.close(fd)
             raise
         pool._log(path)

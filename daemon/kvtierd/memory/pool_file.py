@@ -48,6 +48,10 @@ def no_progress(done: int, of: int) -> None:
     """For callers whom nobody asks."""
 
 
+def never_stop() -> None:
+    """For callers who wait to the end."""
+
+
 def gib(size: int) -> str:
     """A size for a reader: "64.0 GiB", "12.5 MiB"."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
@@ -98,19 +102,26 @@ def file_bytes(geometry: PoolGeometry) -> int:
 # --- opening and locking ------------------------------------------------------------------------------------
 
 
-def open_locked(path: Path, lock_timeout_s: float, naming: Naming = POOL, *, create: bool = True) -> int:
+def open_locked(
+    path: Path,
+    lock_timeout_s: float,
+    naming: Naming = POOL,
+    *,
+    create: bool = True,
+    check_stop: Callable[[], None] = never_stop,
+) -> int:
     """Open (or create, empty) a pool file that is safe to use, and hold its lock through the descriptor
     returned.
 
-    Waits at most `lock_timeout_s` for the processes that hold it. Raises PoolLocked, or PoolRefused for a
-    path that is not a private regular file of this user.
+    Waits at most `lock_timeout_s` for the processes that hold it, and calls `check_stop()`, which may raise,
+    meanwhile. Raises PoolLocked, or PoolRefused for a path that is not a private regular file of this user.
     """
     deadline = time.monotonic() + lock_timeout_s
     while True:
         fd = _open(path, naming, create)
         try:
             _require_private(path, os.fstat(fd), naming)
-            _lock(fd, path, deadline, lock_timeout_s, naming)
+            _lock(fd, path, deadline, lock_timeout_s, naming, check_stop)
             if same_file(fd, path):
                 return fd
         except BaseException:
@@ -157,6 +168,13 @@ def _require_private(path: Path, found: os.stat_result, naming: Naming) -> None:
         )
 
 
+def remove_unmade(fd: int, path: Path) -> None:
+    """Remove a pool file, locked through `fd`, in which there is no pool: a start that failed, now or
+    earlier, leaves no trace of it."""
+    if os.fstat(fd).st_size == 0 or os.pread(fd, len(MAGIC), 0) == MAGIC_MAKING:
+        path.unlink(missing_ok=True)
+
+
 def same_file(fd: int, path: Path) -> bool:
     """Whether the path still names the file that is open here."""
     try:
@@ -167,7 +185,14 @@ def same_file(fd: int, path: Path) -> bool:
     return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
 
-def _lock(fd: int, path: Path, deadline: float, waited_s: float, naming: Naming) -> None:
+def _lock(
+    fd: int,
+    path: Path,
+    deadline: float,
+    waited_s: float,
+    naming: Naming,
+    check_stop: Callable[[], None],
+) -> None:
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,6 +201,7 @@ def _lock(fd: int, path: Path, deadline: float, waited_s: float, naming: Naming)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise PoolLocked(path, holders(fd), waited_s, naming) from None
+        check_stop()
         time.sleep(min(LOCK_POLL_S, left_s))
 
 
@@ -331,6 +357,8 @@ def _require_room(fd: int, path: Path | None, length: int) -> None:
             )
         return
     system = os.fstatvfs(fd)
+    if system.f_blocks == 0:
+        return  # hugetlbfs without a size says nothing; mapping the pool reserves its pages, or fails
     have = os.fstat(fd).st_blocks * 512
     free = system.f_bavail * system.f_frsize
     if length > free + have:
@@ -363,8 +391,12 @@ def populate_all(pool: npt.NDArray[np.uint8], progress: Progress = no_progress) 
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="pool-populate") as executor:
             offsets = range(0, len(pool), POPULATE_CHUNK_BYTES)
-            for offset, _ in zip(offsets, executor.map(one, offsets), strict=True):
-                progress(min(offset + POPULATE_CHUNK_BYTES, len(pool)), len(pool))
+            try:
+                for offset, _ in zip(offsets, executor.map(one, offsets), strict=True):
+                    progress(min(offset + POPULATE_CHUNK_BYTES, len(pool)), len(pool))
+            except BaseException:
+                executor.shutdown(wait=True, cancel_futures=True)  # the others would all be done first
+                raise
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

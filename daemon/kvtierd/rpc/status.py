@@ -45,6 +45,8 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
             quarantined_slots=pool.quarantined_slots,
             discarded_slots=pool.discarded_slots,
             recovery_s=pool.recovery_s,
+            size_bytes=pool.size_bytes,
+            file_bytes=pool.file_bytes,
         ),
         blocks=admin_pb2.BlockStatus(
             writing=core.blocks.writing,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvtierd.transfer.channel import PacketChannel
 from kvtierd.transfer.kinds import WorkerKind
 from kvtierd.transfer.packets import packet_socketpair
+from kvtierd.transfer.signals import held_back
 from kvtierd.transfer.status import StatusPage, create_status_fd
 
 EXITED_WELL = "exited with status 0"
@@ -120,9 +121,10 @@ def _start(
     command = [sys.executable, "-P", "-m", module]
     for name, value in arguments.items():
         command += [name] if value is None else [name, str(value)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        pass_fds=fds,
-        env={**os.environ, **_WORKER_ENVIRONMENT, **(environment or {})},
-    )
+    with held_back():
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            env={**os.environ, **_WORKER_ENVIRONMENT, **(environment or {})},
+        )

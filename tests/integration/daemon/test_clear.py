@@ -36,7 +36,7 @@ def ctl(daemon: Daemon, *arguments: str, code: int = 0) -> str:
 
 
 def cleared(daemon: Daemon, *arguments: str, code: int = 0) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(ctl(daemon, "clear", "--json", *arguments, code=code))
+    answer: dict[str, Any] = json.loads(ctl(daemon, "clear", "--yes", "--json", *arguments, code=code))
     return answer
 
 
@@ -86,7 +86,7 @@ def test_leased_blocks_stay_and_can_be_loaded(start: Start, connect: Connect) ->
         assert (said["cleared_blocks"], said["held_blocks"]) == (BLOCKS - 10, 10)
         assert plain.client.load(leased, range(10)).wait(DEADLINE_S).done
     idle(daemon)
-    assert "10 blocks dropped" in ctl(daemon, "clear")
+    assert "10 blocks dropped" in ctl(daemon, "clear", "--yes")
     assert "cleared" in ctl(daemon, "explain", hashes[0].hex())
 
 
@@ -100,8 +100,24 @@ def test_one_namespace_only(start: Start, socket_dir: Path, connect: Connect) ->
         assert cleared(daemon, f"--namespace={digest}")["cleared_blocks"] == BLOCKS
         assert hits(other, batch("a", 0)) == 0
     assert plain.load(batch("a", 0)) == BLOCKS
-    ctl(daemon, "clear", "--namespace=" + "0" * 32, code=69)
+    ctl(daemon, "clear", "--yes", "--namespace=" + "0" * 32, code=69)
     ctl(daemon, "clear", "--namespace=", code=2)
+    assert plain.load(batch("a", 0)) == BLOCKS
+
+
+def test_without_a_terminal_it_drops_nothing(start: Start, connect: Connect) -> None:
+    """Nor where a script pipes an answer: nobody has read what it would drop."""
+    daemon, plain = start(), connect()
+    assert plain.store(batch("a", 0)).done
+    for answer, arguments in (("", []), ("y\n", []), ("y\n", ["--json"]), ("", ["--namespace=0"])):
+        command = [sys.executable, "-m", "kvtierd.ctl", "clear", f"--socket={daemon.socket}", *arguments]
+        done = subprocess.run(
+            command, input=answer, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1
+        assert "add --yes" in done.stderr
+    assert hits(plain, batch("a", 0)) == BLOCKS
     assert plain.load(batch("a", 0)) == BLOCKS
 
 
@@ -120,8 +136,12 @@ def test_on_a_terminal_it_asks_before(start: Start, connect: Connect) -> None:
         os.close(ours)
         return done.returncode, done.stdout + done.stderr
 
-    status, said = answered("n\n")
-    assert (status, "Drop 64 blocks in memory and 0 blocks on disks" in said) == (75, True), said
+    status, said = answered("", "--json")
+    assert (status, "Drop" in said, "add --yes" in said) == (2, False, True), said
+    for no in ("n\n", "\n", "yeah\n", "\x04"):  # the last is the end of the input
+        status, said = answered(no)
+        assert (status, "Drop 64 blocks in memory and 0 blocks on disks" in said) == (75, True), said
+        assert "nothing was dropped" in said
     assert plain.load(batch("a", 0)) == BLOCKS
     idle(daemon)
     status, said = answered("y\n")

@@ -364,21 +364,22 @@ class TestFailing:
         until(lambda: disk(daemon).state == "live", "the disk has joined")
         write_all(daemon, plain, "disk", batches=1)
 
-    def test_a_directory_that_is_not_there_is_named_and_joins_later(
+    def test_a_directory_that_goes_away_is_named_and_joins_later(
         self, start: Start, tier: Tier, connect: Connect
     ) -> None:
-        tier.paths[0].rmdir()
         daemon, plain = start(**tier.settings(write_mode="through")), connect()
         daemon.may_complain = True
-        assert f"{tier.paths[0]}, 32 MiB, off: {tier.paths[0]} does not exist" in daemon.greeting
-        assert (disk(daemon).state, "does not exist" in disk(daemon).why) == ("off", True)
+        tier.paths[0].rename(tier.paths[0].with_name("away"))
+        os.kill(worker_pid(daemon), signal.SIGKILL)
+        until(lambda: "does not exist" in disk(daemon).why, "it is missed")
+        assert disk(daemon).state == "off"
         assert plain.store(batch("host", 0)).done
         assert plain.load(batch("host", 0)) == BLOCKS
-        tier.paths[0].mkdir()
+        tier.paths[0].with_name("away").rename(tier.paths[0])
         until(lambda: disk(daemon).state == "live", "the disk has joined")
         assert plain.store(batch("disk", 0)).done
         written(daemon, BLOCKS)
-        complaints = [line for line in daemon.complaints() if "disk" in line]
+        complaints = [line for line in daemon.complaints() if "does not exist" in line]
         assert len(complaints) == 1, complaints
 
     def test_a_disk_that_cannot_read_is_a_miss_then_left_alone_then_tried_again(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PoolRecords
+from kvtierd import ctl_text
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd
@@ -23,8 +24,10 @@ GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
 
 class TestStart:
     def test_it_says_what_its_user_needs(self, daemon: Daemon) -> None:
-        for part in (str(daemon.socket), str(daemon.pool), "64 MiB", "cold", "KvtierConnector", "/metrics"):
+        size = "66 MiB (64 MiB for blocks and their slot tables, 2 MiB for the file's header)"
+        for part in (str(daemon.socket), str(daemon.pool), size, "cold", "KvtierConnector", "/metrics"):
             assert part in daemon.greeting
+        assert any(size in line for line in ctl_text.lines(daemon.status()))
 
     def test_sockets_and_pool_are_private(self, daemon: Daemon) -> None:
         for path in (daemon.socket, daemon.side_socket, daemon.pool):

@@ -1,6 +1,7 @@
 """What can be configured, where from, and how it is refused."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,28 @@ class TestCommands:
         result = CliRunner().invoke(cli.main, ["config", "check", "--pool-size", "2GoB"])
         assert result.exit_code == 78
         assert "pool.size = '2GoB' (from --pool-size)" in result.output
+
+    @pytest.mark.parametrize("command", [["serve"], ["config", "check"], ["config", "show"]])
+    def test_help_has_every_flag_below_its_section(self, command: list[str]) -> None:
+        said = CliRunner().invoke(cli.main, [*command, "--help"], terminal_width=100).output
+        places = [said.index(f"\n{name.capitalize()}:\n") for name, _ in settings.sections(config.Config)]
+        assert places == sorted(places)
+        ends = [*places[1:], len(said)]
+        for (name, sentence), first, last in zip(settings.sections(config.Config), places, ends, strict=True):
+            part = " ".join(said[first:last].split())
+            assert sentence in part
+            mine = [item for item in settings.declared(config.Config) if item.section == name]
+            assert [item.flag for item in mine] == re.findall(r"(?<=\s)--[a-z-]+(?= [A-Z])", part)
+            assert all(item.sentence in part for item in mine)
+        head = said[: places[0]]
+        assert "KVTIER_POOL_SIZE" in head or command != ["serve"]
+        assert "--config" in head
+
+    def test_every_section_has_one_line_for_people(self) -> None:
+        for name, sentence in settings.sections(config.Config):
+            assert sentence.endswith("."), name
+            assert "(" not in sentence.split()[0], name
+            assert f"# {sentence}\n[{name}]\n" in config.show(config.load(environ={}))
 
     def test_show_says_where_a_value_came_from(self) -> None:
         result = CliRunner().invoke(cli.main, ["config", "show"], env={"KVTIER_LOG_LEVEL": "debug"})

@@ -4,7 +4,9 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from kvtierd import logs
@@ -36,7 +38,7 @@ def test_people_get_one_line_with_fields() -> None:
 
 def test_machines_get_one_object_a_line() -> None:
     entry = json.loads(logged("json"))
-    assert entry.pop("time") > 0
+    entry.pop("time")
     assert entry == {
         "level": "info",
         "logger": "kvtierd.test",
@@ -45,6 +47,20 @@ def test_machines_get_one_object_a_line() -> None:
         "client": "a b",
         "empty": "",
     }
+
+
+def test_the_time_of_an_object_is_rfc_3339() -> None:
+    before = datetime.now(UTC)
+    said = json.loads(logged("json"))["time"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", said)
+    assert before - timedelta(milliseconds=1) <= datetime.fromisoformat(said) <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1_795_406_706.0, 1_795_406_706.1234567, 1_795_406_706.9999999])
+def test_a_whole_second_has_its_microseconds_too(seconds: float) -> None:
+    said = logs.rfc3339(seconds)
+    assert len(said) == len("2026-11-23T04:05:06.123456Z")
+    assert datetime.fromisoformat(said).timestamp() == pytest.approx(seconds, abs=1e-6)
 
 
 def test_auto_is_json_away_from_a_terminal() -> None:

@@ -145,7 +145,9 @@ def busy_snapshot() -> Snapshot:
         now_s=1000.0,
         uptime_s=3725.0,
         boot_nonce=2**64 - 1,
-        pool=PoolSnapshot("/dev/shm/kvtier-0/pool", 16 << 20, True, "", 41, 42 << 10, 3, 44, 0.5),
+        pool=PoolSnapshot(
+            "/dev/shm/kvtier-0/pool", 20 << 20, 18 << 20, 16 << 20, True, "", 41, 42 << 10, 3, 44, 0.5
+        ),
         core=core,
         sessions={SessionId(1): SessionAbout("scheduler and rank 0", 4321, "test 1", 940.0)},
         devices=(

@@ -34,6 +34,7 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
     text = "\n".join(ctl_text.lines(status))
     for part in (
         "kvtierd 1.2  serving  pid 4242  up 1 h 2 min",
+        "20 MiB (16 MiB for blocks and their slot tables, 2 MiB for the file's header, 2 MiB too little for",
         "8 MiB of 16 MiB",
         "██████████░░░░░░░░░░  50%",
         "60 ready, 5 writing",

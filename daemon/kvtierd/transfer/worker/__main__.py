@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import resource
-import signal
 import socket
 import time
 from typing import NoReturn
@@ -22,6 +21,7 @@ from kvtier_kernels import PoolRecords
 
 from kvtierd import logs
 from kvtierd.core.errors import Refusal
+from kvtierd.transfer import signals
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import PacketError, close_fds
 from kvtierd.transfer.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
@@ -46,9 +46,7 @@ def main() -> NoReturn:
     arguments = _parse()
     faulthandler.enable()
     logs.configure(arguments.log_level, arguments.log_format)
-    # Signals for the whole process group are for the front; it then tells its workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()
     os.nice(NICENESS)
     _, fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (fds_max, fds_max))

@@ -26,6 +26,7 @@ from kvtierd.tiers.disk.worker.disk import OpenDisk
 from kvtierd.tiers.disk.worker.faults import Faults
 from kvtierd.tiers.disk.worker.jobs import Everything, JobQueue, ProtocolError, read_job
 from kvtierd.tiers.disk.worker.threads import Threads
+from kvtierd.transfer import signals
 from kvtierd.transfer.blocking import BlockingPacketChannel, ChannelEndedError
 from kvtierd.transfer.packets import close_fds
 from kvtierd.transfer.status import (
@@ -52,9 +53,7 @@ def main() -> NoReturn:
     arguments = _parse()
     faulthandler.enable()
     logs.configure(arguments.log_level, arguments.log_format)
-    # Signals for the whole process group are for the front; it then tells its workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore()
     os.nice(NICENESS)
     # What a size limit stops is an error of a write, not the end of the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,0 +1,84 @@
+"""SIGINT and SIGTERM, from the first line of a command on: they never end in a traceback, nor leave half of
+something behind.
+
+A command that has made nothing is ended on the spot. One that has is told, and looks between two steps: an
+exception out of a signal handler comes anywhere, also where nobody can clean up, or where it is swallowed.
+Imported before everything else, so it imports next to nothing.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+STATUS_BASE = 128
+"""A shell's convention: 130 after SIGINT, 143 after SIGTERM."""
+
+_last_words = ""
+_status: int | None = None
+
+
+def leave_at_once(last_words: str, *numbers: signal.Signals) -> None:
+    """From now on these signals end the process, with one line on stderr (`{signal}` in it is the signal's
+    name) and the conventional status. Nothing is cleaned up."""
+    instead(last_words)
+    for number in numbers:
+        signal.signal(number, _leave)
+
+
+def instead(last_words: str, status: int | None = None) -> None:
+    """What a signal that ends the process says from now on, and its status; None: the conventional one."""
+    global _last_words, _status
+    _last_words, _status = last_words, status
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    if _last_words:
+        line = _last_words.replace("{signal}", signal.Signals(number).name)
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+    os._exit(STATUS_BASE + number if _status is None else _status)
+
+
+class StoppedEarly(Exception):
+    """A signal came before what was begun was done."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = STATUS_BASE + number
+
+
+class Noted:
+    """Signals that are noted, for somebody to look whether there was one."""
+
+    def __init__(self, *numbers: signal.Signals, patience: int | None = None) -> None:
+        """Takes these signals over, for good. `patience`: so many are noted, one more ends the process."""
+        self._number = 0
+        self._count = 0
+        self._patience = patience
+        self._tell: Callable[[int], object] | None = None
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def check(self) -> None:
+        """Raises StoppedEarly if there was a signal."""
+        if self._number:
+            raise StoppedEarly(self._number)
+
+    @contextmanager
+    def told(self, tell: Callable[[int], object]) -> Iterator[None]:
+        """Inside, `tell(number)` is called with every signal, from the signal's handler."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = self._number or number
+        self._count += 1
+        if self._patience is not None and self._count > self._patience:
+            _leave(number, frame)
+        if self._tell is not None:
+            self._tell(number)

@@ -1,0 +1,80 @@
+"""What has to be so before a daemon starts: one list of checks, for `kvtierd serve` and `kvtierctl doctor`.
+
+Nothing is made or changed by looking. `serve` refuses with all failures at once and logs the warnings;
+`doctor` shows everything. A check's verdict is the same for both.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtierd.config import Loaded
+from kvtierd.logs import logger
+from kvtierd.preflight.disks import check_disks
+from kvtierd.preflight.findings import Finding, NotReadyError, Situation, Verdict
+from kvtierd.preflight.host import (
+    check_gpus,
+    check_kernel,
+    check_limits,
+    check_numa,
+    descriptors_wanted,
+)
+from kvtierd.preflight.listening import check_ports, check_sockets, daemon_at
+from kvtierd.preflight.pool import check_pool
+
+__all__ = ["Finding", "NotReadyError", "Verdict", "descriptors_wanted", "examine", "require"]
+
+Check = Callable[[Situation], Iterator[Finding]]
+
+CHECKS: Sequence[Check] = (
+    check_kernel,
+    check_sockets,
+    check_pool,
+    check_disks,
+    check_ports,
+    check_limits,
+    check_gpus,
+    check_numa,
+)
+OF_HOLDERS: Sequence[Check] = (check_pool, check_ports)
+"""What is looked at again while the pool's owner before us ends."""
+POLL_S = 0.1
+log = logger(__name__)
+
+
+def examine(loaded: Loaded, *, may_run: bool, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """Looks at everything; changes nothing. `may_run`: what the daemon at the configured socket uses is no
+    obstacle. Takes seconds where a disk does not answer, and ends then too.
+    """
+    situation = Situation(loaded, daemon_at(loaded.config.server.socket_path), may_run)
+    found: list[Finding] = []
+    for check in checks:
+        try:
+            found += check(situation)
+        except OSError as error:
+            name = check.__name__.removeprefix("check_")
+            why = f"it cannot be looked at: {error}"
+            found.append(Finding(name, Verdict.WARNING, why, "look at it as the daemon's user"))
+    return found
+
+
+def require(loaded: Loaded) -> None:
+    """Returns if a daemon can start with this configuration, and logs what it would do better with.
+
+    Where nothing but the pool's owner before us is in the way, waits for the end of that one, no longer than
+    pool.lock_timeout_s. Raises NotReadyError.
+    """
+    deadline_s = time.monotonic() + loaded.config.pool.lock_timeout_s
+    findings = examine(loaded, may_run=False)
+    while failures := [each for each in findings if each.verdict is Verdict.FAILURE]:
+        locked = any(each.name == "pool file" and each.holder for each in failures)
+        only_holder = locked and all(each.holder for each in failures)
+        if not only_holder or time.monotonic() >= deadline_s:
+            raise NotReadyError(failures, loaded.given)
+        time.sleep(POLL_S)
+        again = examine(loaded, may_run=False, checks=OF_HOLDERS)
+        renewed = {each.name for each in (*failures, *again)}
+        findings = [*(each for each in findings if each.name not in renewed), *again]
+    for each in findings:
+        if each.verdict is Verdict.WARNING:
+            about = {each.field: str(each.value)} if each.field else {}
+            log.warning(f"{each.name}: {each.found}", remedy=each.remedy, **about)

@@ -1,0 +1,51 @@
+"""Asks `probe.py`, in processes of their own, and waits no longer than a deadline."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PROBE = Path(__file__).with_name("probe.py")
+DEADLINE_S = 5.0
+"""For all answers together: a disk that wakes up takes seconds, one that hangs takes for ever."""
+
+Facts = dict[str, Any]
+
+
+def ask(questions: Sequence[Sequence[str]]) -> list[Facts | None]:
+    """The facts of each question, in order; None for one that is not answered within DEADLINE_S.
+
+    A process that hangs in the kernel is left behind: SIGKILL ends it as soon as the kernel lets go of it.
+    """
+    # Groups of their own: a Ctrl-C is for us.
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROBE), *question],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        for question in questions
+    ]
+    deadline_s = time.monotonic() + DEADLINE_S
+    return [_answer(process, deadline_s) for process in running]
+
+
+def _answer(process: "subprocess.Popen[bytes]", deadline_s: float) -> Facts | None:
+    try:
+        said, complained = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return None
+    if process.returncode != 0:
+        last = complained.decode(errors="replace").strip().splitlines()[-1:]
+        return {"error": f"its check ended with {process.returncode}: {''.join(last)}"}
+    facts: Facts = json.loads(said)
+    return facts

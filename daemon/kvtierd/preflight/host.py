@@ -1,0 +1,115 @@
+"""What of the host itself the daemon needs, whatever is configured: kernel, limits, GPUs, memory nodes."""
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtierd.config import Config
+from kvtierd.preflight.asking import DEADLINE_S, ask
+from kvtierd.preflight.findings import Finding, Situation, Verdict
+
+KERNEL_POPULATES = (5, 14)
+KERNEL_NAMES_PEERS = (6, 5)
+CUDA_MAJOR_LEAST = 12
+DESCRIPTORS_OF_OUR_OWN = 256
+DESCRIPTORS_OF_CHUNKS = 2_048
+"""On their way from 16 ranks that register memory of GPUs at once: 64 each, and 64 for their workers."""
+DESCRIPTORS_PER_DISK = 8
+"""Its image, and its worker's channel and pidfd, twice while one worker replaces another."""
+DESCRIPTORS_PER_SESSION = 4
+"""Its two connections, its pidfd, and one on its way to a copy worker."""
+DEV = Path("/dev")
+SYS = Path("/sys")
+
+
+def descriptors_wanted(config: Config) -> int:
+    """Open files of a daemon that serves all that its configuration allows."""
+    return (
+        DESCRIPTORS_OF_OUR_OWN
+        + DESCRIPTORS_OF_CHUNKS
+        + len(config.disk.paths) * DESCRIPTORS_PER_DISK
+        + config.server.sessions_max * DESCRIPTORS_PER_SESSION
+    )
+
+
+def check_kernel(_: Situation) -> Iterator[Finding]:
+    """Linux is new enough."""
+    release = os.uname().release
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if version < KERNEL_POPULATES:
+        remedy = "upgrade to 5.14 or later: the pool cannot be populated ahead of use"
+        yield Finding("kernel", Verdict.WARNING, release, remedy)
+    elif version < KERNEL_NAMES_PEERS:
+        remedy = "engines in containers need Linux 6.5, or the daemon the host's pid namespace (hostPID)"
+        yield Finding("kernel", Verdict.WARNING, release, remedy)
+    else:
+        yield Finding("kernel", Verdict.OK, release)
+
+
+def check_limits(situation: Situation) -> Iterator[Finding]:
+    """Open files for all sessions, and locked memory where there are GPUs, whose driver locks the pool."""
+    wanted = descriptors_wanted(situation.config)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        found = f"at most {files:,}, and {wanted:,} may be needed for all sessions"
+        remedy = "raise the hard limit (in the unit: LimitNOFILE=65536; a shell: ulimit -Hn), or lower it"
+        sessions = situation.config.server.sessions_max
+        yield Finding("open files", Verdict.WARNING, found, remedy, "server.sessions_max", sessions)
+    else:
+        text = "no limit" if files == resource.RLIM_INFINITY else f"at most {files:,}"
+        yield Finding("open files", Verdict.OK, f"{text}, {wanted:,} may be needed")
+    _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        yield Finding("memlock", Verdict.OK, "no limit")
+    elif locked < situation.config.pool.size and _gpu_nodes():
+        found = f"at most {locked:,} bytes, and GPUs' workers lock the pool"
+        remedy = "in the unit: LimitMEMLOCK=infinity (as deploy/systemd/kvtierd.service has it); ulimit -Hl"
+        yield Finding("memlock", Verdict.WARNING, found, remedy)
+    else:
+        yield Finding("memlock", Verdict.OK, f"at most {locked:,} bytes; no GPU needs more")
+
+
+def check_gpus(_: Situation) -> Iterator[Finding]:
+    """The driver answers, and is new enough. Engines on CPUs are served without one."""
+    nodes = _gpu_nodes()
+    if not nodes:
+        yield Finding("GPUs", Verdict.OK, "no NVIDIA driver here: engines on CPUs only")
+        return
+    [facts] = ask([["gpus", *nodes]])
+    remedy = "until then engines on CPUs only are served"
+    if facts is None:
+        found = f"the driver does not answer within {DEADLINE_S:g} s"
+        yield Finding("GPUs", Verdict.WARNING, found, f"see dmesg; {remedy}")
+    elif facts.get("error"):
+        yield Finding("GPUs", Verdict.WARNING, f"looking failed: {facts['error']}", f"see dmesg; {remedy}")
+    elif facts["unreadable"]:
+        found = f"cannot be opened: {', '.join(facts['unreadable'])}"
+        start = "start nvidia-persistenced, or nvidia-modprobe -u -c 0; in a unit: DeviceAllow"
+        yield Finding("GPUs", Verdict.WARNING, found, f"{start}; {remedy}")
+    elif "cuda" not in facts:
+        found = f"libcuda.so.1 cannot be loaded: {facts['library_error']}"
+        install = "install the driver's library, or in a container use the NVIDIA runtime"
+        yield Finding("GPUs", Verdict.WARNING, found, f"{install}; {remedy}")
+    else:
+        major, minor = divmod(facts["cuda"], 1000)
+        found = f"driver for CUDA {major}.{minor // 10}"
+        if major < CUDA_MAJOR_LEAST:
+            install = "install driver 525 (CUDA 12.0) or later"
+            yield Finding("GPUs", Verdict.WARNING, found, f"{install}; {remedy}")
+        else:
+            yield Finding("GPUs", Verdict.OK, found)
+
+
+def _gpu_nodes() -> list[str]:
+    if not (DEV / "nvidiactl").exists():
+        return []
+    return [str(DEV / "nvidiactl"), str(DEV / "nvidia-uvm"), *map(str, sorted(DEV.glob("nvidia[0-9]*")))]
+
+
+def check_numa(_: Situation) -> Iterator[Finding]:
+    """How many memory nodes there are, for whoever reads it."""
+    nodes = sorted((SYS / "devices/system/node").glob("node[0-9]*"))
+    yield Finding("NUMA", Verdict.OK, f"{len(nodes) or 1} {'node' if len(nodes) < 2 else 'nodes'}")

@@ -1,0 +1,138 @@
+"""Whether the daemon can listen: at its sockets, and at the TCP ports of metrics and health checks."""
+
+import errno
+import grp
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtierd.preflight.findings import Daemon, Finding, Situation, Verdict, in_use_by
+from kvtierd.preflight.places import private_folder, usable
+from kvtierd.preflight.processes import described, listener, port_owners
+
+OFF = "off"
+NAMES = {"metrics.listen": "metrics port", "server.health_listen": "health port"}
+
+
+def daemon_at(path: Path) -> Daemon | None:
+    """Who listens at a daemon's socket."""
+    pid = listener(path)
+    return None if pid is None else Daemon(pid or None)
+
+
+def check_sockets(situation: Situation) -> Iterator[Finding]:
+    """The folder, the socket files in it, who listens there, and the group that may."""
+    server = situation.config.server
+
+    def failure(name: str, found: str, remedy: str) -> Finding:
+        return Finding(name, Verdict.FAILURE, found, remedy, "server.socket", server.socket_path)
+
+    if (trouble := private_folder(server.socket_path.parent)) is not None:
+        yield failure("socket folder", trouble.found, trouble.remedy)
+    else:
+        yield Finding("socket folder", Verdict.OK, usable(server.socket_path.parent))
+        for path in (server.socket_path, server.side_socket_path):
+            if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+                remedy = "remove it, or use another path"
+                yield failure("socket file", f"{path} is in the way and no socket", remedy)
+        yield from _check_daemon(situation)
+    yield from _check_group(server.group)
+
+
+def _check_daemon(situation: Situation) -> Iterator[Finding]:
+    path, daemon = situation.config.server.socket_path, situation.daemon
+    if daemon is None:
+        yield Finding("daemon", Verdict.OK, f"none runs at {path}")
+        return
+    who = f"pid {daemon.pid}" if daemon.pid else "another process"
+    if situation.may_run:
+        yield Finding("daemon", Verdict.OK, f"one runs at {path}: {who}")
+        return
+    remedy = "stop it, or give this one another socket (--server-socket) and pool (--pool-path)"
+    yield Finding(
+        "daemon",
+        Verdict.FAILURE,
+        f"already running: {who} owns {path}",
+        remedy,
+        "server.socket",
+        path,
+        passing=True,
+    )
+
+
+def _check_group(group: str) -> Iterator[Finding]:
+    if not group:
+        return
+    try:
+        members = grp.getgrnam(group).gr_mem
+    except KeyError:
+        remedy = f"create it (systemd-sysusers, groupadd --system {group}), or leave it empty"
+        yield Finding(
+            "socket group", Verdict.FAILURE, "there is no such group", remedy, "server.group", group
+        )
+        return
+    gid = grp.getgrnam(group).gr_gid
+    if os.geteuid() != 0 and gid not in (os.getegid(), *os.getgroups()):
+        found = f"uid {os.geteuid()} is not a member of it, and cannot give it the sockets"
+        remedy = f"usermod -a -G {group} the daemon's user, or name a group that it is in"
+        yield Finding("socket group", Verdict.FAILURE, found, remedy, "server.group", group)
+        return
+    yield Finding("socket group", Verdict.OK, f"{group}: {', '.join(members) or 'no members listed'}")
+
+
+def check_ports(situation: Situation) -> Iterator[Finding]:
+    """Each address can be bound, and they are different ones."""
+    config = situation.config
+    wanted = {"metrics.listen": config.metrics.listen, "server.health_listen": config.server.health_listen}
+    listening = {field: listen for field, listen in wanted.items() if listen != OFF}
+    for field, listen in listening.items():
+        yield _check_port(situation, NAMES[field], field, listen)
+    if len(listening) == 2:
+        ports = {listen.rpartition(":")[2] for listen in listening.values()}
+        if len(ports) == 1 and ports != {"0"} and _overlap(*listening.values()):
+            yield Finding(
+                "health port",
+                Verdict.FAILURE,
+                "metrics.listen has the same port",
+                "choose another port for one of them",
+                "server.health_listen",
+                wanted["server.health_listen"],
+            )
+
+
+def _overlap(first: str, second: str) -> bool:
+    hosts = {listen.rpartition(":")[0].strip("[]") for listen in (first, second)}
+    return len(hosts) == 1 or bool(hosts & {"0.0.0.0", "::"})
+
+
+def _check_port(situation: Situation, name: str, field: str, listen: str) -> Finding:
+    host, _, port = listen.rpartition(":")
+
+    def failure(found: str, remedy: str, *, passing: bool = False, holder: bool = False) -> Finding:
+        return Finding(name, Verdict.FAILURE, found, remedy, field, listen, passing=passing, holder=holder)
+
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        code = getattr(error, "errno", None)
+        if code == errno.EADDRINUSE:
+            pids = port_owners(int(port))
+            said = f"cannot be bound: the port is {in_use_by(pids, described(pids))}"
+            if situation.is_of_daemon(pids):
+                return Finding(name, Verdict.OK, said.removeprefix("cannot be bound: "))
+            remedy = "end that process, choose another port, 0 for a free one, or off"
+            return failure(said, remedy, passing=True, holder=True)
+        if code == errno.EACCES and int(port) < 1024:
+            found = f"cannot be bound: ports below 1024 are root's, and this daemon runs as {os.geteuid()}"
+            return failure(found, "choose a port from 1024 on, or give the daemon CAP_NET_BIND_SERVICE")
+        if code == errno.EADDRNOTAVAIL:
+            found = "cannot be bound: this host does not have the address"
+            return failure(found, "write one that it has, 127.0.0.1, 0.0.0.0 for all of them, or off")
+        why = getattr(error, "strerror", None) or error
+        return failure(f"cannot be bound ({why})", "write another address, or off")
+    return Finding(name, Verdict.OK, f"{listen} can be bound")

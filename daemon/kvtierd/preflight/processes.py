@@ -1,0 +1,95 @@
+"""Who uses a socket or a port: as far as /proc shows it to this user."""
+
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+SIDE_SUFFIX = ".side.sock"
+WORKER, DISK_WORKER = "kvtierd.transfer.worker", "kvtierd.tiers.disk.worker"
+"""As their command lines name them."""
+LISTENING = "0A"
+"""In /proc/net/tcp."""
+
+
+def listener(path: Path) -> int | None:
+    """The pid of who listens at a Unix socket, 0 if that cannot be seen from here, None if nobody listens.
+
+    Who listens sees a connection come and go, as from a client that thinks better of it.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return 0  # so many wait for it that there is no room for one more
+        except OSError:
+            return None
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[0])
+
+
+def described(pids: Iterable[int]) -> dict[int, str]:
+    """What processes are, for people: a daemon by the socket at which it serves, any other by its name."""
+    return {pid: _described(pid) for pid in pids}
+
+
+def _described(pid: int) -> str:
+    inodes = _socket_inodes(pid)
+    paths = [path for inode, path in _unix_sockets(pid) if inode in inodes]
+    served = [path for path in paths if path.endswith(".sock") and not path.endswith(SIDE_SUFFIX)]
+    if served and any(path.endswith(SIDE_SUFFIX) for path in paths):
+        return f"kvtierd, which serves at {served[0]}"
+    try:
+        arguments = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        if WORKER in arguments:
+            return "a copy worker of kvtierd"
+        if DISK_WORKER in arguments:
+            return "a disk's worker of kvtierd"
+        return (PROC / str(pid) / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def port_owners(port: int) -> list[int]:
+    """Processes that listen at a TCP port, whatever the address."""
+    inodes = {inode for name in ("tcp", "tcp6") for inode in _listening(name, port)}
+    return [pid for pid in _pids() if inodes & _socket_inodes(pid)] if inodes else []
+
+
+def _listening(name: str, port: int) -> Iterator[str]:
+    try:
+        lines = (PROC / "net" / name).read_text().splitlines()[1:]
+    except OSError:
+        return
+    for fields in map(str.split, lines):
+        if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+            yield fields[9]
+
+
+def _unix_sockets(pid: int) -> Iterator[tuple[str, str]]:
+    try:
+        lines = (PROC / str(pid) / "net/unix").read_text().splitlines()[1:]
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8:
+            yield fields[6], fields[7]
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+
+
+def _socket_inodes(pid: int) -> set[str]:
+    found = set()
+    try:
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                found.add(target[len("socket:[") : -1])
+    except OSError:
+        pass  # it ended just now, or belongs to somebody else
+    return found

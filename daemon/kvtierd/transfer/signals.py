@@ -1,0 +1,26 @@
+"""Signals that reach a whole process group, or all that a service consists of: they are for the front, which
+then tells its workers."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A worker that is started inside does not hear them until it ignores them itself: a Ctrl-C would end its
+    imports with a traceback. They reach this process a moment later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_FRONT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore() -> None:
+    """In a worker, from its start on."""
+    for number in FOR_THE_FRONT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_FRONT)
