@@ -23,13 +23,13 @@ Memory on a GPU is shared the same way: see `kvtier.cuda`, which is imported by 
 """
 
 from kvtier.address import default_socket
-from kvtier.base import ClientOptions
 from kvtier.client import Client, LookupCall, Transfer
 from kvtier.errors import KvtierError, NotExportableError, Reason
 from kvtier.joint import GroupQuery
 from kvtier.layout import Group, GroupKind, Namespace, Plane
 from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.memory import DeviceShareable, Shareable
+from kvtier.options import ClientOptions
 from kvtier.retention import Retention
 from kvtier.session import Doorbell
 from kvtier.shared import SharedBuffer
