@@ -52,6 +52,24 @@ def test_all_that_is_not_well_comes_with_advice(config: Config, tmp_path: Path) 
     assert all(each.advice for each in bad)
 
 
+@pytest.mark.parametrize(
+    ("release", "verdict", "said"),
+    [
+        ("5.10.0-28-amd64", Verdict.WARN, "Linux 5.14 or later"),
+        ("5.14.0-503.el9.x86_64", Verdict.WARN, "containers of their own, upgrade to Linux 6.5 or later"),
+        ("6.5.0", Verdict.OK, ""),
+        ("7.0.1", Verdict.OK, ""),
+    ],
+)
+def test_a_kernel_that_is_too_old_is_told_which_one_is_needed(
+    release: str, verdict: Verdict, said: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result((*here[:2], release, *here[3:])))
+    found = findings(config)["kernel"]
+    assert (found.verdict, said in found.advice) == (verdict, True)
+
+
 def test_a_pool_on_a_disk_is_refused(config: Config, tmp_path: Path) -> None:
     found = findings(with_pool(config, path=tmp_path / "pool"))["pool"]
     assert found.verdict is Verdict.FAIL
