@@ -1,6 +1,11 @@
 """The light kvtier client: grpcio, protobuf, numpy and the native core; no daemon code, no torch.
 
-    with SharedBuffer.create(num_blocks * block_bytes) as memory:
+    import hashlib
+
+    from kvtier import Client, Group, Namespace, Plane, SharedBuffer
+
+    block_bytes, num_blocks = 65_536, 64
+    with SharedBuffer.create(num_blocks * block_bytes) as memory:  # the engine's KV cache
         group = Group(
             block_tokens=16,
             num_blocks=num_blocks,
@@ -8,11 +13,20 @@
         )
         namespace = Namespace(model="demo", kv_dtype="bfloat16", hash_scheme="sha256")
         with Client(instance="demo", namespace=namespace, groups=[group], memory=memory) as client:
-            client.wait_ready(timeout_s=5)
-            client.store(hashes, block_ids).wait(timeout_s=5)
-            with client.lookup(hashes, lease=True) as hit:
+            if not client.wait_ready(timeout_s=30):
+                raise SystemExit(client.status.why)
+            # Three blocks of a prompt are computed, and stored: a hash covers its block and all before it.
+            memory.array[: 3 * block_bytes] = 7
+            hashes = [hashlib.sha256(prefix).digest() for prefix in (b"one", b"one two", b"one two three")]
+            stored = client.store(hashes, [0, 1, 2]).wait(timeout_s=30)
+            # Later they are found by their hashes, and loaded to other places.
+            with client.lookup(hashes, lease=True, timeout_s=30) as hit:
                 if hit.lease:
-                    outcome = client.load(hit, block_ids[: hit.hits]).wait(timeout_s=5)
+                    loaded = client.load(hit, [10, 11, 12][: hit.hits]).wait(timeout_s=30)
+                    same = bool((memory.array[10 * block_bytes : 13 * block_bytes] == 7).all())
+                    print(stored.done, hit.hits, loaded.done, same)  # True 3 True True
+
+It needs a `kvtierd` that runs, here or where KVTIER_SOCKET says, and prints what is said behind it.
 
 `kvtier.aio.Client` is the same for asyncio. An engine of several processes uses one client with
 `role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank, which shares
@@ -23,13 +37,13 @@ Memory on a GPU is shared the same way: see `kvtier.cuda`, which is imported by 
 """
 
 from kvtier.address import default_socket
-from kvtier.base import ClientOptions
 from kvtier.client import Client, LookupCall, Transfer
 from kvtier.errors import KvtierError, NotExportableError, Reason
 from kvtier.joint import GroupQuery
 from kvtier.layout import Group, GroupKind, Namespace, Plane
 from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
 from kvtier.memory import DeviceShareable, Shareable
+from kvtier.options import ClientOptions
 from kvtier.retention import Retention
 from kvtier.session import Doorbell
 from kvtier.shared import SharedBuffer

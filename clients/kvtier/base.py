@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Required, TypedDict
+from typing import Any
 
 from kvtier import address
 from kvtier.asking import Touch
@@ -58,41 +58,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 CLOSE_TIMEOUT_S = 5.0
 
 
-class ClientOptions(TypedDict, total=False):
-    """Keyword arguments of both clients. `instance` and `namespace` are required, the rest has defaults; a
-    client that holds a rank needs `groups` and `memory` too."""
-
-    instance: Required[str]
-    """Name of the engine instance, the same for all its processes, unique among the daemon's live instances.
-    """
-    namespace: Required[Namespace]
-    role: Role
-    """SCHEDULER, RANK, or (default) BOTH for an instance of one process."""
-    rank: int
-    world_size: int
-    groups: Sequence[Group]
-    """What this rank holds, and where. Empty for a scheduler."""
-    memory: Memory | None
-    """This rank's KV cache: a SharedBuffer, a kvtier.cuda.DeviceMemory or the like, which lives until the
-    client is closed or has given it back. None for a scheduler."""
-    socket: str | os.PathLike[str] | None
-    """The daemon's gRPC socket. Default: KVTIER_SOCKET, else where kvtierd listens by default."""
-    doorbells: int
-    """Doorbell words of a rank, 64 by default."""
-    parts: int
-    """Part words of a rank, 1,024 by default: they bound the transfers in flight. Equal in all clients of an
-    instance."""
-    program: str
-    """Program and version, for people."""
-    prefill_tokens_per_s: float
-    """Tokens of a prompt that the engine computes in a second, so that the daemon promotes nothing from a
-    lower tier that takes longer; 0, the default: not known, or learned and told by `report_prefill_rate`."""
-    on_ready: Callable[[ClientStatus], None] | None
-    """Called each time the client has become ready: once for every epoch, so again after the daemon was away.
-    By the thread or the task that keeps the session alive: it must return at once. What it raises is logged.
-    None, the default: a line in the log says so where one has told before that the daemon was away."""
-
-
 class ClientBase(ABC):
     """One client: a session with the daemon that comes and goes in the background.
 
@@ -100,24 +65,86 @@ class ClientBase(ABC):
     transfers. KvtierError is raised for the caller's own mistakes only, before anything was changed.
     """
 
-    def __init__(self, options: ClientOptions, make_event: Callable[[], Event]) -> None:
-        """Raises KvtierError, naming the field, if the options make no sense."""
-        self.address = address.resolve(options.get("socket"))
+    def __init__(
+        self,
+        *,
+        instance: str,
+        namespace: Namespace,
+        role: Role = Role.BOTH,
+        rank: int = 0,
+        world_size: int = 1,
+        groups: Sequence[Group] = (),
+        memory: Memory | None = None,
+        socket: str | os.PathLike[str] | None = None,
+        doorbells: int = DOORBELLS_DEFAULT,
+        parts: int = PARTS_DEFAULT,
+        program: str = "kvtier",
+        prefill_tokens_per_s: float = 0.0,
+        on_ready: Callable[[ClientStatus], None] | None = None,
+    ) -> None:
+        """Makes a client, which connects in the background. All arguments are keywords; `instance` and
+        `namespace` are required, and a client that holds a rank needs `groups` and `memory` as well. Raises
+        KvtierError, naming the field, if they make no sense, and TypeError for one that is not listed here.
+
+        instance: str
+            Name of the engine instance, 1 to 1,024 bytes of UTF-8: the same for all processes of the engine,
+            and unique among the instances that are attached to the daemon.
+        namespace: Namespace
+            What makes blocks of two engines interchangeable: model, dtype, hash scheme and the like. Blocks
+            are shared only between clients whose namespaces and groups are equal.
+        role: Role, default Role.BOTH
+            BOTH for an instance of one process. Else SCHEDULER for the one client that looks up, stores and
+            loads, and RANK for each client that owns one rank's share of the KV cache.
+        rank: int, default 0
+            Number of this client's rank, from 0 to `world_size` - 1.
+        world_size: int, default 1
+            How many ranks the instance has, 1 to 1,024. The same in all of its clients; 1 with Role.BOTH.
+        groups: Sequence[Group], default ()
+            KV cache groups of this rank, each with the planes that its blocks are made of: in a plane, block
+            b is the `fragment_bytes` bytes of `memory` from byte `base_offset + b * block_stride_bytes` on.
+            At least one for a client that holds a rank, none for a scheduler.
+        memory: Memory | None, default None
+            This rank's KV cache, `size_bytes` bytes: a SharedBuffer on the host, a kvtier.cuda.DeviceMemory
+            on a GPU, or an object with the same methods. It lives until the client is closed or has given it
+            back (`release_memory`). None for a scheduler.
+        socket: str | os.PathLike[str] | None, default None
+            Path of the daemon's gRPC socket. None: KVTIER_SOCKET of the environment, or else where `kvtierd
+            serve` listens without a configuration (`kvtier.default_socket()`).
+        doorbells: int, default 64
+            How many doorbell words this rank has, 0 to 65,536; `ring` and Doorbell name them from 0 on.
+        parts: int, default 1024
+            How many part words a rank has, 1 to 65,536, which is how many transfers of the instance can be
+            under way at once. The same in all clients of the instance.
+        program: str, default "kvtier"
+            Name and version of the program, at most 1,024 bytes of UTF-8; `kvtierctl engines` shows it.
+        prefill_tokens_per_s: float, default 0.0
+            Tokens of a prompt that the engine computes in a second, 0.001 to 1e9. The daemon brings nothing
+            up from a disk that would take longer than computing it. 0: not known, or told later by
+            `report_prefill_rate`.
+        on_ready: Callable[[ClientStatus], None] | None, default None
+            Called each time the client has become ready: once for every epoch, so again after the daemon was
+            away. By the thread or the task that keeps the session alive: it must return at once. What it
+            raises is logged. None: a line in the log says so where one has told before that the daemon was
+            away.
+        """
+        self.address = address.resolve(socket)
         spec = AttachSpec(
-            instance=options["instance"],
-            namespace=options["namespace"],
-            role=options.get("role", Role.BOTH),
-            rank=options.get("rank", 0),
-            world_size=options.get("world_size", 1),
-            groups=tuple(options.get("groups", ())),
-            memory=options.get("memory"),
-            doorbells=options.get("doorbells", DOORBELLS_DEFAULT),
-            parts=options.get("parts", PARTS_DEFAULT),
-            program=options.get("program", "kvtier"),
-            prefill_tokens_per_s=options.get("prefill_tokens_per_s", 0.0),
+            instance=instance,
+            namespace=namespace,
+            role=role,
+            rank=rank,
+            world_size=world_size,
+            groups=tuple(groups),
+            memory=memory,
+            doorbells=doorbells,
+            parts=parts,
+            program=program,
+            prefill_tokens_per_s=prefill_tokens_per_s,
         )
         self._lock = threading.Lock()
-        self._session = Session(spec, clock=time.monotonic, make_event=make_event, release=self._release)
+        self._session = Session(
+            spec, clock=time.monotonic, make_event=self._make_event, release=self._release
+        )
         make_doorbells = getattr(spec.memory, "stream_doorbells", None)
         self._doorbells: StreamDoorbells | None = None
         if make_doorbells is not None and spec.doorbells:
@@ -125,10 +152,11 @@ class ClientBase(ABC):
         self._landing_lock = threading.Lock()
         self._landing_made = False
         self._reported = ""
-        self._on_ready = options.get("on_ready")
+        self._on_ready = on_ready
         self._works = False
         """As the log has it: `_tell_ready` was the last to write, not `_tell_lost`."""
         self._warned = False
+        self._start()
 
     @property
     def instance(self) -> str:
@@ -497,6 +525,15 @@ class ClientBase(ABC):
         with self._lock:
             self._session.cancel(record)
             self._wake_writer()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Starts the session in the background. Called once, by the constructor."""
+
+    @staticmethod
+    @abstractmethod
+    def _make_event() -> Event:
+        """What a caller of this client waits for."""
 
     @abstractmethod
     def _wake_writer(self) -> None:

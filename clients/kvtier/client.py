@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import grpc
 
@@ -38,7 +38,6 @@ from kvtier.base import (
     CHANNEL_OPTIONS,
     CLOSE_TIMEOUT_S,
     ClientBase,
-    ClientOptions,
     LookupCallBase,
     TransferBase,
 )
@@ -118,8 +117,7 @@ class Client(ClientBase):
     it, or use it as a context manager.
     """
 
-    def __init__(self, **options: Unpack[ClientOptions]) -> None:
-        super().__init__(options, threading.Event)
+    def _start(self) -> None:
         self._writable = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
@@ -130,6 +128,10 @@ class Client(ClientBase):
         _clients.add(self)
         atexit.register(self.close, 1.0)
         self._thread.start()
+
+    @staticmethod
+    def _make_event() -> threading.Event:
+        return threading.Event()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Waits until everything works, at most `timeout_s`. False: see `status.why`."""
@@ -167,11 +169,21 @@ class Client(ClientBase):
         host_only: bool = False,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> Lookup:
-        """Which blocks can be loaded now; with `lease`, they stay until loaded or released: use it in a
-        `with`. With `host_only`, what only a disk has is a miss, and stays there; all of it is, if the daemon
-        is too old for that (`status.can_retain`).
+        """Which blocks can be loaded now.
 
-        No answer within `timeout_s` is a miss, and so is every lookup after it until the daemon speaks again.
+        hashes: n block hashes in sequence order: a list of n bytes objects of `namespace.hash_bytes` each,
+            one bytes object of n * hash_bytes, or a uint8 array of shape (n, hash_bytes).
+        group: number of the KV cache group, from 0.
+        mode: PREFIX asks for the leading run of blocks that can all be loaded, EXACT for each by itself.
+        lease: blocks that hit stay until they are loaded or the answer is released: use it in a `with`.
+        host_only: what only a disk has is a miss, and stays there; all of it is, if the daemon is too old for
+            that (`status.can_retain`).
+        timeout_s: seconds to wait for the answer. None in time is a miss, and so is every lookup after it
+            until the daemon speaks again.
+
+        Returns a Lookup: `hits` blocks, and in `states` a byte, MISS, PENDING or HIT, for each hash (in
+        PREFIX mode up to the first that is no hit). Raises KvtierError for hashes of another length, and for
+        a group that this client does not have.
         """
         call = self.start_lookup(hashes, group=group, mode=mode, lease=lease, host_only=host_only)
         return call.wait(timeout_s)
@@ -199,7 +211,8 @@ class Client(ClientBase):
         """The longest prefix that all these groups can load now. The answer's `groups` has each of them, with
         a lease of its own: of what the prefix needs, for all groups or for none.
 
-        `hashes` are those of the smallest blocks; a miss if the daemon is too old for it.
+        `hashes` as for `lookup`, of the group with the smallest blocks; `queries`: one for each group. Waits
+        `timeout_s` seconds at most. A miss if the daemon is too old for it.
         """
         call = self.start_lookup_groups(hashes, queries, lease=lease, host_only=host_only)
         return call.wait(timeout_s)
@@ -241,10 +254,19 @@ class Client(ClientBase):
     ) -> Transfer:
         """Submits a store, for all ranks of the instance, and returns at once.
 
-        `block_ids[i]` is the engine block of `hashes[i]` on every rank; a parent comes before its children.
-        The blocks must not change until the transfer is fenced. With `doorbell`, no rank starts before its
-        doorbell has rung. `retention`: how long and where the blocks are kept; a daemon that is too old for
-        it (`status.can_retain`) refuses the store.
+        hashes: n block hashes in sequence order, a parent before its children: a list of n bytes objects of
+            `namespace.hash_bytes` each, one bytes object of n * hash_bytes, or a uint8 array of shape
+            (n, hash_bytes).
+        block_ids: n integers from 0 to `num_blocks` - 1 of the group, a list or an integer array of shape
+            (n,): `block_ids[i]` is the engine's block of `hashes[i]`, on every rank.
+        group: number of the KV cache group, from 0.
+        doorbell: no rank starts before this doorbell of its own has reached the value; None: at once.
+        retention: how long and where the blocks are kept; a daemon that is too old for it
+            (`status.can_retain`) refuses the store.
+
+        The blocks must not change until the transfer is fenced. Raises KvtierError for hashes of another
+        length, for other counts, and for ids that do not exist; what the daemon refuses is told by the
+        outcome.
         """
         return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell, retention))
 
@@ -260,9 +282,18 @@ class Client(ClientBase):
     ) -> Transfer:
         """Submits a load, for all ranks of the instance, and returns at once.
 
-        Block `first + i` of the lease goes to engine block `block_ids[i]` on every rank; no id twice. The
-        lease is consumed unless `keep_lease`; a refused load consumes nothing. The blocks belong to the
-        transfer until it is fenced.
+        source: the answer to a lookup with `lease=True`, or its lease.
+        block_ids: n integers from 0 to `num_blocks` - 1 of the group, a list or an integer array of shape
+            (n,), no id twice: block `first + i` of the lease goes to the engine's block `block_ids[i]`, on
+            every rank. n may be less than what is leased.
+        group: number of the KV cache group, from 0; the one that was looked up.
+        first: block of the lease to begin with, from 0.
+        doorbell: no rank starts before this doorbell of its own has reached the value; None: at once.
+        keep_lease: the lease is not consumed, and can be loaded from again.
+
+        The blocks belong to the transfer until it is fenced. A refused load consumes nothing. Raises
+        KvtierError for a source without a lease, for more blocks than it has, and for ids that do not exist;
+        what the daemon refuses is told by the outcome.
         """
         return Transfer(self, self._submit_load(source, block_ids, group, first, doorbell, keep_lease))
 

@@ -35,20 +35,32 @@ def check_text(field: str, value: str, reason: Reason, *, required: bool = False
 class Namespace:
     """What makes two engines' KV blocks interchangeable: every field is compared byte for byte.
 
-    An empty field means "not applicable", never "any". Fields are those of kvtier.v1.Namespace.
+    An empty field means "not applicable", never "any". Texts have at most 1,024 bytes of UTF-8. Fields are
+    those of kvtier.v1.Namespace. Raises KvtierError, naming the field, for what cannot be.
     """
 
     model: str
+    """Identity of the model, e.g. a hub name."""
     kv_dtype: str
+    """dtype of the KV cache as it is stored, e.g. "bfloat16"."""
     hash_scheme: str
+    """How block hashes are made, e.g. "sha256"."""
     hash_bytes: int = 32
+    """Bytes of one block hash, 8 to 32."""
     weights_revision: str = ""
+    """Hub commit, or digest of the weights: another one after every change of the weights."""
     kv_scales: str = ""
+    """Identity of static KV quantisation scales."""
     parallelism: str = ""
+    """Parallelism, as it shapes what one rank holds."""
     tenant: str = ""
+    """Blocks are never shared between tenants."""
     salt: str = ""
+    """Free text, e.g. a deployment's secret."""
     generation: int = 0
+    """Raised by an engine that changed its weights in place, or reset its cache; fits 64 bits."""
     adapter: str = ""
+    """LoRA or other adapter, where the block hash does not carry it."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -92,6 +104,7 @@ class Plane:
     base_offset: int
     """Bytes from the start of the mapping to block 0."""
     block_stride_bytes: int
+    """Bytes from one block's fragment to the next block's, at least `fragment_bytes`."""
     description: str = ""
     """What is in it. Part of the layout fingerprint: equal descriptions mean interchangeable bytes."""
 
@@ -101,12 +114,14 @@ class Group:
     """Layers that share one block table, as one rank holds them."""
 
     block_tokens: int
+    """Tokens of one block, which has one hash."""
     num_blocks: int
     """Blocks in the engine's cache: valid block ids are below it."""
     planes: tuple[Plane, ...]
     """In the order in which their fragments lie in a slot."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
+    """Tokens of a sliding window; 0 for other kinds."""
     replicated: bool = False
     """Every rank of the instance holds the same bytes (MLA under tensor parallelism): a block is stored once,
     by a rank that the daemon picks, and loaded by all. All ranks must say so, with the same planes."""

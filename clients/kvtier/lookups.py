@@ -19,6 +19,7 @@ Hashes = bytes | Sequence[bytes] | npt.NDArray[np.uint8]
 """
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
+"""Numbers of the engine's blocks: a list, or an integer array of shape (n,)."""
 
 
 class LookupMode(Enum):

@@ -1,12 +1,36 @@
 """Swap space for engines that preempt by swapping: blocks go to the host and come back, bit for bit.
 
-    space = SwapSpace(client, blocks=4_096)
-    if space.can_swap_out(blocks_of(group)) is CanSwap.OK:
-        swapped = space.swap_out({"a": [7, 8, 9], "b": [7, 8, 12]})     # 7 and 8 are shared by a fork
-        ...                                                             # until space.poll(swapped) is OUT
-    if space.can_swap_in(swapped, free_blocks=30, all_blocks=64) is CanSwap.OK:
-        tables = space.swap_in(swapped, new_blocks)                     # {"a": [...], "b": [...]}
-        ...                                                             # until space.poll(swapped) is IN
+    import time
+
+    from kvtier import Client, Group, Namespace, Plane, SharedBuffer
+    from kvtier.swap import CanSwap, Swapped, SwapSpace, SwapState
+
+    def settle(space: SwapSpace, swapped: Swapped, leaving: SwapState) -> SwapState:
+        deadline_s = time.monotonic() + 30
+        while space.poll(swapped) is leaving and time.monotonic() < deadline_s:
+            time.sleep(0.001)  # an engine does not wait: it polls once a step
+        return swapped.state
+
+    block_bytes, num_blocks = 65_536, 64
+    with SharedBuffer.create(num_blocks * block_bytes) as memory:  # the engine's KV cache
+        plane = Plane(fragment_bytes=block_bytes, base_offset=0, block_stride_bytes=block_bytes)
+        group = Group(block_tokens=16, num_blocks=num_blocks, planes=(plane,))
+        namespace = Namespace(model="demo", kv_dtype="bfloat16", hash_scheme="none")
+        with Client(instance="swapping", namespace=namespace, groups=[group], memory=memory) as client:
+            if not client.wait_ready(timeout_s=30):
+                raise SystemExit(client.status.why)
+            space = SwapSpace(client, blocks=32)
+            memory.array[7 * block_bytes : 13 * block_bytes] = 7
+            sequences = {"a": [7, 8, 9], "b": [7, 8, 12]}  # blocks 7 and 8 are shared by a fork
+            if space.can_swap_out({7, 8, 9, 12}) is CanSwap.OK:
+                swapped = space.swap_out(sequences)
+                print(settle(space, swapped, SwapState.GOING_OUT))  # SwapState.OUT
+                memory.array[:] = 0  # the four blocks are free for other sequences
+                if space.can_swap_in(swapped, free_blocks=30, all_blocks=num_blocks) is CanSwap.OK:
+                    tables = space.swap_in(swapped, [20, 21, 22, 23])
+                    print(settle(space, swapped, SwapState.COMING_IN), tables)
+                    # SwapState.IN {'a': [20, 21, 22], 'b': [20, 21, 23]}
+                    print(bool((memory.array[20 * block_bytes : 24 * block_bytes] == 7).all()))  # True
 
 The blocks are private: their keys are random, so nobody else ever finds them, and a lease keeps them on the
 host. Everything happens to a group of sequences as a whole or not at all. What the daemon loses (it was

@@ -21,6 +21,7 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
 from kvtierd import interrupts, settings
+from kvtierd.core.ids import HASH_BYTES_MAX
 from kvtierd.ctl_bench import BenchError, bench
 from kvtierd.ctl_bench import lines as bench_lines
 from kvtierd.ctl_clear import cleared, question
@@ -46,6 +47,8 @@ END_GRACE_S = 30.0
 """For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
 END_POLL_S = 0.02
 SCRUB_POLL_S = 0.2
+SHOWN_MAX = 80
+"""Characters of what cannot be used that are repeated to whoever wrote it."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -413,13 +416,12 @@ def explain_block(
     """Say why a block can be read, or cannot. HASH is the block's hash in hexadecimal; "-": one a line on
     standard input, as `python -m kvtier_vllm.hashes` prints those of a prompt's token ids.
 
-    What happened before the daemon started, or too long ago, is not known: then it says so.
+    Every namespace that begins with DIGEST is answered for. What happened before the daemon started, or too
+    long ago, is not known: then it says so. Exit status 0: it is explained, also where nothing is stored at
+    all; 2: HASH is no block hash; 69: no known namespace begins so, or none has hashes of that length.
     """
     several = block_hash == "-"
-    try:
-        keys = [bytes.fromhex(text) for text in (sys.stdin.read().split() if several else [block_hash])]
-    except ValueError:
-        raise click.BadParameter("write the block's hash in hexadecimal", param_hint="HASH") from None
+    keys = [_block_hash(text) for text in (sys.stdin.read().split() if several else [block_hash])]
     responses = []
     with _admin(socket or _configured_socket()) as admin:
         for key in keys:
@@ -428,10 +430,34 @@ def explain_block(
     if as_json:
         click.echo(to_json_list(responses) if several else to_json(responses[0]))
         return
+    if not keys:
+        click.echo("there is no hash on standard input; a prompt that is shorter than one block has none")
+    if several and keys and not any(response.known_namespaces for response in responses):
+        click.echo("\n".join(explained(responses[-1])))  # the same for every hash: said once
+        return
     for key, response in zip(keys, responses, strict=True):
         if several:
             click.echo(f"{key.hex()}:")
         click.echo("\n".join(explained(response)))
+
+
+def _block_hash(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if 1 <= len(key) <= HASH_BYTES_MAX:
+        return key
+    digits = 2 * HASH_BYTES_MAX
+    raise click.BadParameter(
+        f"{_shortened(text)!r} is no block hash: write its bytes in hexadecimal, two digits each, "
+        f"{digits} digits at most",
+        param_hint="HASH",
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def _size(option: str, text: str) -> int:

@@ -233,8 +233,15 @@ def explained(response: admin_pb2.ExplainResponse) -> Iterator[str]:
             yield f"  in {name}, which differs in"
             for difference in other.differences:
                 yield f"    {difference.field}: {_values(difference)}"
-    if not response.explanations:
-        yield "none of these namespaces has such a group"
+    if response.explanations:
+        return
+    if response.known_namespaces:
+        yield "no namespace that was asked about has such a group; `kvtierctl namespaces` lists all groups"
+        return
+    ago = duration(response.uptime_s)
+    yield f"no engine has attached since the daemon started {ago} ago, and nothing is stored"
+    yield "  `kvtierctl engines` lists the engines that are attached, with those of which ranks are missing;"
+    yield "  `kvtierctl status` says what the pool holds, and how the daemon started"
 
 
 def _values(difference: admin_pb2.Difference) -> str:

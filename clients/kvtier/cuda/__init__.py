@@ -1,20 +1,39 @@
 """An engine's memory on an NVIDIA GPU, shared with the daemon. Needs the driver (libcuda.so.1); no torch.
 
-    memory = DeviceMemory.of(kv_cache)  # a torch tensor, or anything with __cuda_array_interface__
-    with Client(instance="demo", namespace=namespace, groups=[group], memory=memory) as client:
-        stored = client.store(hashes, block_ids, doorbell=Doorbell(0, step))
-        client.ring_on(torch.cuda.current_stream(), 0, step)  # after the kernels that were launched before
+    from kvtier import Client, Doorbell, Group, Namespace, Plane
+    from kvtier.cuda import DeviceMemory
+    from kvtier_kernels.cuda import load
+
+    driver = load()  # here the engine is the driver's interface; torch does as well
+    driver.retain_primary(0).make_current()
+    block_bytes, num_blocks = 65_536, 64
+    kv_cache = driver.alloc(num_blocks * block_bytes)
+    stream = driver.stream_create()  # torch.cuda.current_stream()
+
+    memory = DeviceMemory(kv_cache, num_blocks * block_bytes)  # DeviceMemory.of(tensor)
+    plane = Plane(fragment_bytes=block_bytes, base_offset=0, block_stride_bytes=block_bytes)
+    group = Group(block_tokens=16, num_blocks=num_blocks, planes=(plane,))
+    namespace = Namespace(model="demo", kv_dtype="bfloat16", hash_scheme="none", hash_bytes=8)
+    with Client(instance="gpu", namespace=namespace, groups=[group], memory=memory) as client:
+        if not client.wait_ready(timeout_s=60):
+            raise SystemExit(client.status.why)
+        hashes = [bytes([number] * 8) for number in range(3)]
+        # The engine launches the kernels of step 1 on its stream, and then:
+        stored = client.store(hashes, [0, 1, 2], doorbell=Doorbell(0, 1))  # waits for doorbell 0 to say 1
+        client.ring_on(stream, 0, 1)  # the stream says so, once the kernels launched before are done
+        print(stored.wait(timeout_s=60).done)  # True
+        with client.lookup(hashes, lease=True, timeout_s=60) as hit:
+            if hit.lease:
+                print(client.load(hit, [10, 11, 12][: hit.hits]).wait(timeout_s=60).done)  # True
+    driver.stream_destroy(stream)
+    driver.free(kv_cache)
 
 Offsets of planes count from the start of the memory (`memory.offset_of(tensor)`). Exporting is asked for anew
 at every registration, so a daemon that was restarted, or memory that was given back and taken again
 (`client.release_memory`, `client.register_memory`), needs nothing else.
 
-Memory that the driver does not let other processes map is kept in a mirror in host memory:
-
-    try:
-        memory.check()
-    except NotExportableError as error:
-        mirror = MirrorMemory(memory, groups)  # say why: it is slower
+Memory that the driver does not let other processes map, for which `memory.check()` raises NotExportableError,
+is kept in a mirror in host memory, which is slower: `MirrorMemory(memory, groups)` says how.
 
 The engine's contexts: the GPU's primary context is retained, and made current around each call of ours only.
 Nothing here waits for work of the engine.

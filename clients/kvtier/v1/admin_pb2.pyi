@@ -430,13 +430,18 @@ class ExplainResponse(google.protobuf.message.Message):
     REMEMBERED_BLOCKS_FIELD_NUMBER: builtins.int
     REMEMBERED_S_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
+    KNOWN_NAMESPACES_FIELD_NUMBER: builtins.int
     remembered_blocks: builtins.int
     """How many blocks that are gone are remembered, and for how long; 0 seconds: all since the daemon started."""
     remembered_s: builtins.float
     uptime_s: builtins.float
+    known_namespaces: builtins.int
+    """How many namespaces the daemon knows, whether asked about or not. 0: no engine has attached with all of its
+    ranks since the daemon started, and nothing is stored.
+    """
     @property
     def explanations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Explanation]:
-        """One for each group of each namespace asked about."""
+        """One for each group of each namespace asked about; empty if no namespace is known or none has such a group."""
 
     def __init__(
         self,
@@ -445,8 +450,9 @@ class ExplainResponse(google.protobuf.message.Message):
         remembered_blocks: builtins.int = ...,
         remembered_s: builtins.float = ...,
         uptime_s: builtins.float = ...,
+        known_namespaces: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["explanations", b"explanations", "remembered_blocks", b"remembered_blocks", "remembered_s", b"remembered_s", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["explanations", b"explanations", "known_namespaces", b"known_namespaces", "remembered_blocks", b"remembered_blocks", "remembered_s", b"remembered_s", "uptime_s", b"uptime_s"]) -> None: ...
 
 global___ExplainResponse = ExplainResponse
 

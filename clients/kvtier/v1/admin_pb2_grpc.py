@@ -106,8 +106,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
-        no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if a
+        namespace is asked for and none fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,8 +48,8 @@ class AdminStub:
         kvtier.v1.admin_pb2.ExplainRequest,
         kvtier.v1.admin_pb2.ExplainResponse,
     ]
-    """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
-    no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+    """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if a
+    namespace is asked for and none fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
     """
 
     Scrub: grpc.UnaryUnaryMultiCallable[
@@ -115,8 +115,8 @@ class AdminAsyncStub:
         kvtier.v1.admin_pb2.ExplainRequest,
         kvtier.v1.admin_pb2.ExplainResponse,
     ]
-    """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
-    no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+    """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if a
+    namespace is asked for and none fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
     """
 
     Scrub: grpc.aio.UnaryUnaryMultiCallable[
@@ -190,8 +190,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ExplainResponse]]:
-        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if
-        no namespace fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
+        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if a
+        namespace is asked for and none fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
         """
 
     @abc.abstractmethod

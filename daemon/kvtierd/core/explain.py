@@ -91,12 +91,15 @@ class Explained:
     remembered_blocks: int
     remembered_s: float | None
     """How far back the memory reaches; None: to the start."""
+    known_namespaces: int
+    """How many namespaces have been met or have blocks, whether asked about or not."""
 
 
 def explain(books: Books, key: bytes, namespace: str, group: int | None, now: int) -> Explained:
     """About the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`.
 
-    Refusal HASH_LENGTH if none of them has hashes of that length, NAMESPACE_INVALID if there is none.
+    Where no namespace is known at all, and none was asked for, nothing is refused: the answer is empty.
+    Refusal HASH_LENGTH if none of them has hashes of that length, NAMESPACE_INVALID if none begins so.
     """
     if not 1 <= len(key) <= HASH_BYTES_MAX:
         raise Refusal(
@@ -105,16 +108,11 @@ def explain(books: Books, key: bytes, namespace: str, group: int | None, now: in
     row = np.frombuffer(key.ljust(HASH_BYTES_MAX, b"\0"), np.uint8).reshape(1, -1)
     places = list(_places(books))
     asked = [(place, space) for place, space in places if place.namespace.hex().startswith(namespace)]
-    if not asked:
-        raise Refusal(
-            Reason.NAMESPACE_INVALID,
-            f"no engine has attached with such a namespace, and the pool holds nothing of one; "
-            f"{len({place.namespace for place, _ in places})} others are known",
-            field="namespace",
-            value=namespace,
-        )
+    known = len({place.namespace for place, _ in places})
+    if namespace and not asked:
+        raise Refusal(Reason.NAMESPACE_INVALID, _no_such(known), field="namespace", value=namespace)
     fitting = [each for each in asked if each[0].about is None or each[0].about.hash_bytes == len(key)]
-    if not fitting:
+    if asked and not fitting:
         lengths = {place.about.hash_bytes for place, _ in asked if place.about is not None}
         raise Refusal(
             Reason.HASH_LENGTH,
@@ -133,6 +131,16 @@ def explain(books: Books, key: bytes, namespace: str, group: int | None, now: in
         ),
         len(history),
         _ago(now, oldest),
+        known,
+    )
+
+
+def _no_such(known: int) -> str:
+    if not known:
+        return "no engine has attached since the daemon started, and nothing is stored: no namespace is known"
+    return (
+        "no engine has attached with such a namespace, and nothing is stored in one; "
+        f"`kvtierctl namespaces` lists what is known ({known:,})"
     )
 
 

@@ -10,8 +10,10 @@ from kvtierd.config import Config
 from kvtierd.preflight.asking import DEADLINE_S, ask
 from kvtierd.preflight.findings import Finding, Situation, Verdict
 
-KERNEL_POPULATES = (5, 14)
-KERNEL_NAMES_PEERS = (6, 5)
+KERNEL_MIN = (5, 14)
+"""For MADV_POPULATE_WRITE: else the pool is not populated ahead of use, and not registered with a GPU."""
+KERNEL_MIN_CONTAINERS = (6, 5)
+"""For SO_PEERPIDFD: else a process of another pid namespace cannot be named, nor its death be seen."""
 CUDA_MAJOR_LEAST = 12
 DESCRIPTORS_OF_OUR_OWN = 256
 DESCRIPTORS_OF_CHUNKS = 2_048
@@ -39,14 +41,25 @@ def check_kernel(_: Situation) -> Iterator[Finding]:
     release = os.uname().release
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if version < KERNEL_POPULATES:
-        remedy = "upgrade to 5.14 or later: the pool cannot be populated ahead of use"
+    if version < KERNEL_MIN:
+        remedy = (
+            f"upgrade to Linux {_dotted(KERNEL_MIN)} or later: this one cannot populate the pool ahead of "
+            "use, nor register it with a GPU"
+        )
         yield Finding("kernel", Verdict.WARNING, release, remedy)
-    elif version < KERNEL_NAMES_PEERS:
-        remedy = "engines in containers need Linux 6.5, or the daemon the host's pid namespace (hostPID)"
+    elif version < KERNEL_MIN_CONTAINERS:
+        wanted = _dotted(KERNEL_MIN_CONTAINERS)
+        remedy = (
+            f"where engines run in containers of their own, upgrade to Linux {wanted} or later, or run the "
+            "daemon in the host's pid namespace (hostPID)"
+        )
         yield Finding("kernel", Verdict.WARNING, release, remedy)
     else:
         yield Finding("kernel", Verdict.OK, release)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def check_limits(situation: Situation) -> Iterator[Finding]:

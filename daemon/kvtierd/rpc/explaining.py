@@ -47,6 +47,7 @@ def explain_response(explained: Explained, uptime_s: float) -> admin_pb2.Explain
         remembered_blocks=explained.remembered_blocks,
         remembered_s=explained.remembered_s or 0.0,
         uptime_s=uptime_s,
+        known_namespaces=explained.known_namespaces,
     )
 
 

@@ -40,13 +40,13 @@ def health(daemon: Daemon) -> int:
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S).status)
 
 
-def kvtierctl(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+def kvtierctl(daemon: Daemon, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """As an operator calls it."""
     name, *rest = arguments
     command = [sys.executable, "-m", "kvtierd.ctl", name, f"--socket={daemon.socket}", *rest]
     environment = os.environ | {"KVTIER_CONFIG": ""}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=environment
+        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=environment, input=stdin
     )
 
 

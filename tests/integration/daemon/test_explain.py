@@ -1,5 +1,6 @@
 """`kvtierctl explain` and Admin.Explain of a running daemon: why a hash misses, and what it is not asked."""
 
+import itertools
 import json
 
 import grpc
@@ -90,6 +91,64 @@ def test_the_command_answers_people_and_programs(daemon: Daemon, session: RawSes
     assert [each["text"] for each in found["explanations"]] == ["readable now"]
     wrong = kvtierctl(daemon, "explain", key.hex(), "--namespace=ffff")
     assert (wrong.returncode, "no engine has attached with such a namespace" in wrong.stderr) == (69, True)
+
+
+class TestNothingIsThere:
+    """A daemon to which no engine has ever attached."""
+
+    def test_people_are_told_what_is_so_and_where_to_look(self, daemon: Daemon) -> None:
+        told = kvtierctl(daemon, "explain", "ab" * 32)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert "no engine has attached since the daemon started" in told.stdout
+        assert "nothing is stored" in told.stdout
+        assert "kvtierctl engines" in told.stdout
+        group = kvtierctl(daemon, "explain", "ab" * 32, "--group=3")
+        assert (group.returncode, "no engine has attached" in group.stdout) == (0, True)
+
+    def test_programs_are_told_the_same(self, daemon: Daemon) -> None:
+        told = kvtierctl(daemon, "explain", "ab" * 32, "--json")
+        found = json.loads(told.stdout)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert (found["explanations"], found["known_namespaces"]) == ([], 0)
+
+    def test_hashes_of_a_whole_prompt_are_answered_once(self, daemon: Daemon) -> None:
+        prompt = "\n".join(f"{number:064x}" for number in range(50))
+        told = kvtierctl(daemon, "explain", "-", stdin=prompt)
+        assert (told.returncode, told.stdout.count("no engine has attached")) == (0, 1)
+        assert len(json.loads(kvtierctl(daemon, "explain", "-", "--json", stdin=prompt).stdout)) == 50
+
+    def test_a_prompt_without_a_full_block(self, daemon: Daemon) -> None:
+        told = kvtierctl(daemon, "explain", "-", stdin="")
+        assert (told.returncode, "no hash on standard input" in told.stdout) == (0, True)
+        assert json.loads(kvtierctl(daemon, "explain", "-", "--json", stdin="").stdout) == []
+
+    def test_a_namespace_is_unknown(self, daemon: Daemon) -> None:
+        told = kvtierctl(daemon, "explain", "ab" * 32, "--namespace=ffff", "--json")
+        assert (told.returncode, told.stdout) == (69, "")
+        assert "no engine has attached since the daemon started" in told.stderr
+        assert "namespace=ffff" in told.stderr
+
+
+def test_a_namespace_is_asked_about_by_how_it_begins(
+    daemon: Daemon, session: RawSession, connect: Connect
+) -> None:
+    session.store(hashes(1), [0])
+    for number in range(16):  # of 17 digests two begin with the same digit
+        namespace = types_pb2.Namespace(
+            model=f"m{number}", kv_dtype="float16", hash_scheme="test:1", hash_bytes=32
+        )
+        connect().ready(instance=f"other-{number}", namespace=namespace)
+    known = sorted({each.namespace_digest for each in daemon.status().instances})
+    first = next(one[0] for one, other in itertools.pairwise(known) if one[0] == other[0])
+    expected = [digest for digest in known if digest.startswith(first)]
+    told = kvtierctl(daemon, "explain", hashes(1).hex(), f"--namespace={first.upper()}")
+    assert told.returncode == 0
+    assert all(f"namespace {digest}" in told.stdout for digest in expected)
+    assert told.stdout.count("\nnamespace ") + 1 == len(expected)
+    wrong_length = kvtierctl(daemon, "explain", "ab" * 31)
+    assert (wrong_length.returncode, "have 32 bytes" in wrong_length.stderr) == (69, True)
+    no_group = kvtierctl(daemon, "explain", "ab" * 32, "--group=77")
+    assert (no_group.returncode, "has such a group" in no_group.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -209,10 +209,23 @@ class TestExplain:
         found = json.loads(ctl.to_json(response))["explanations"]
         assert [each["age_s"] for each in found] == [None, 0]
 
-    def test_a_hash_is_hexadecimal(self, tmp_path: Path) -> None:
-        result = CliRunner().invoke(ctl.main, ["explain", "xyz", "--socket", str(tmp_path / "k.sock")])
+    @pytest.mark.parametrize("wrong", ["xyz", "abc", "0x" + "ab" * 32, "ab" * 33, " ", "", "g" * 5_000])
+    @pytest.mark.parametrize("as_json", [["--json"], []])
+    def test_what_is_no_hash_is_named_with_what_to_write(
+        self, wrong: str, as_json: list[str], tmp_path: Path
+    ) -> None:
+        line = ["explain", "--socket", str(tmp_path / "k.sock"), *as_json, "--", wrong]
+        result = CliRunner().invoke(ctl.main, line)
         assert result.exit_code == 2
-        assert "hexadecimal" in result.output
+        assert repr(wrong)[:70] in result.stderr
+        assert "hexadecimal" in result.stderr
+        assert "64 digits" in result.stderr
+        assert (result.stdout, len(result.stderr) < 500) == ("", True)
+
+    def test_one_of_many_hashes_is_no_hash(self, tmp_path: Path) -> None:
+        line = ["explain", "--socket", str(tmp_path / "k.sock"), "-"]
+        result = CliRunner().invoke(ctl.main, line, input=f"{'ab' * 32}\nnot this\n")
+        assert (result.exit_code, "'not'" in result.stderr) == (2, True)
 
 
 class TestClear:

@@ -76,6 +76,27 @@ class TestHost:
         assert len(bad) >= 3
         assert all(each.remedy for each in bad)
 
+    @pytest.mark.parametrize(
+        ("release", "verdict", "said"),
+        [
+            ("5.10.0-28-amd64", Verdict.WARNING, "Linux 5.14 or later"),
+            (
+                "5.14.0-503.el9.x86_64",
+                Verdict.WARNING,
+                "containers of their own, upgrade to Linux 6.5",
+            ),
+            ("6.5.0", Verdict.OK, ""),
+            ("7.0.1", Verdict.OK, ""),
+        ],
+    )
+    def test_a_kernel_that_is_too_old_is_told_which_one_is_needed(
+        self, release: str, verdict: Verdict, said: str, config: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = os.uname()
+        monkeypatch.setattr(os, "uname", lambda: os.uname_result((*here[:2], release, *here[3:])))
+        found = findings(config)["kernel"]
+        assert (found.verdict, said in found.remedy) == (verdict, True)
+
     def test_too_few_open_files_for_all_sessions(self, config: Config) -> None:
         many = dataclasses.replace(config, server=dataclasses.replace(config.server, sessions_max=65_536))
         found = findings(many)["open files"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 from kvtierd import config
 from kvtierd.metrics import DECLARED, Kind
+from kvtierd.preflight import host
 from kvtierd.reload import LIVE
 
 from tools import configure_page
@@ -102,3 +105,44 @@ def test_panels_do_not_overlap_and_fill_their_rows() -> None:
         taken |= cells
     assert len(taken) == 24 * (max(y for _, y in taken) + 1)
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+class TestKernel:
+    """Everything that people read names the same kernels: those that the code goes by."""
+
+    NEEDED = (".".join(map(str, host.KERNEL_MIN)), ".".join(map(str, host.KERNEL_MIN_CONTAINERS)))
+    SENTENCE = (
+        f"Linux {NEEDED[0]} or later, {NEEDED[1]} or later where engines run in containers of their own"
+    )
+    NAMED = re.compile(
+        r"\b(?:linux|kernels?)\b(?:(?!Python)[^.;|\n]){0,40}?\b([2-9]\.\d{1,2})\b(?!\.\d)", re.IGNORECASE
+    )
+    MEASURED_ON = "6.18"
+    """Where figures come from."""
+
+    def test_requirements_are_one_sentence(self) -> None:
+        for page in (REPO / "README.md", DOCS / "install.md"):
+            assert self.SENTENCE in page.read_text(), f"{page.name} says what the code needs"
+
+    def test_no_text_names_another_kernel(self) -> None:
+        found = {name: set(self.NAMED.findall(text)) for name, text in _texts_for_people()}
+        assert {
+            name: named for name, named in found.items() if named - {*self.NEEDED, self.MEASURED_ON}
+        } == {}
+        assert sum(bool(named) for named in found.values()) >= 4, "the expression finds what is said"
+
+
+def _texts_for_people() -> Iterator[tuple[str, str]]:
+    """Documents, shipped files, and what programs say: strings that are no docstrings."""
+    shipped = [path for path in (REPO / "deploy").rglob("*") if path.is_file() and path.suffix != ".json"]
+    for path in [REPO / "README.md", REPO / "pyproject.toml", *DOCS.glob("*.md"), *shipped]:
+        yield str(path.relative_to(REPO)), path.read_text()
+    for path in [*(REPO / "daemon").rglob("*.py"), *(REPO / "clients").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        said = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents
+        ]
+        yield str(path.relative_to(REPO)), "\n".join(said)

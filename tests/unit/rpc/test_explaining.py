@@ -82,7 +82,7 @@ def test_nothing_is_made_up_about_a_namespace_of_which_only_the_digest_is_known(
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_every_verdict_has_its_number_and_its_words(verdict: Verdict) -> None:
     each = Explanation(place(about()), verdict, 7.4, Reason.DEADLINE, (place(None, THERE),))
-    [message] = explain_response(Explained((each,), 3, None), 60.0).explanations
+    [message] = explain_response(Explained((each,), 3, None, 1), 60.0).explanations
     assert admin_pb2.Verdict.Name(message.verdict) == f"VERDICT_{verdict.name}"
     assert (message.namespace_digest, message.model, message.age_s) == ("aa" * 16, "m", 7.4)
     assert message.reason == types_pb2.REASON_DEADLINE
@@ -92,17 +92,17 @@ def test_every_verdict_has_its_number_and_its_words(verdict: Verdict) -> None:
 
 def test_the_limits_of_memory_are_said() -> None:
     each = Explanation(place(about()), Verdict.NEVER_STORED, None, None, ())
-    whole = explain_response(Explained((each,), 3, None), 60.0)
+    whole = explain_response(Explained((each,), 3, None, 1), 60.0)
     assert "in the last 60 s" in whole.explanations[0].text
     assert not whole.explanations[0].HasField("age_s")
-    part = explain_response(Explained((each,), 3, 8.0), 60.0)
+    part = explain_response(Explained((each,), 3, 8.0, 1), 60.0)
     assert "in the last 8 s" in part.explanations[0].text
     assert (part.remembered_blocks, part.remembered_s) == (3, 8.0)
 
 
 def test_why_a_store_ended_is_said() -> None:
     each = Explanation(place(about()), Verdict.STORE_ENDED, 2.0, Reason.WORKER_LOST, ())
-    [message] = explain_response(Explained((each,), 0, None), 1.0).explanations
+    [message] = explain_response(Explained((each,), 0, None, 1), 1.0).explanations
     assert message.text == "its store lost its copy worker 2 s ago"
 
 
