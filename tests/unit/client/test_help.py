@@ -11,8 +11,8 @@ import pytest
 from kvtier.base import ClientBase
 
 CLIENTS = (kvtier.Client, kvtier.aio.Client)
-KEYWORD = re.compile(r"(?P<name>\w+): (?P<type>[^,\n]+)(, default (?P<default>.+))?")
-NOT_A_QUANTITY = {"instance", "namespace", "role", "memory", "socket", "program", "groups"}
+KEYWORD = re.compile(r"(?P<name>\w+): (?P<type>.+?)(, default (?P<default>.+))?")
+NOT_A_QUANTITY = {"instance", "namespace", "role", "memory", "socket", "program", "groups", "on_ready"}
 KNOWN = vars(kvtier) | {"os": __import__("os"), "Sequence": __import__("collections").abc.Sequence}
 
 
