@@ -1,6 +1,8 @@
 """`kvtierctl doctor`, and shell completion: commands that need no daemon."""
 
 import json
+import os
+import pwd
 import sys
 
 import click
@@ -9,6 +11,7 @@ from click.shell_completion import get_completion_class
 from kvtierd import config as configuration
 from kvtierd import settings
 from kvtierd.preflight import Finding, Verdict, examine
+from kvtierd.preflight.user import acting_as, owner
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 78
@@ -16,24 +19,38 @@ MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.FAILURE: "FA
 
 
 @click.command()
+@click.option(
+    "--user",
+    metavar="NAME",
+    help="Look as this user, if you are root; default: whom the daemon that runs, or else the pool's folder, "
+    "belongs to.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of what was looked at.")
-def doctor(as_json: bool) -> None:
+def doctor(user: str | None, as_json: bool) -> None:
     """Look at this host, with the configuration that kvtierd would use, and say what to change.
 
     The checks are those of `kvtierd serve`, which does not start while one of them fails. What a daemon that
-    runs with this configuration uses is well. Run it as the daemon's user, with its environment and its
-    limits. Exit status 1: a check has failed. 78: the configuration cannot be used.
+    runs with this configuration uses is well. Run it as the daemon's user or as root, with the daemon's
+    environment and limits. Exit status 1: a check has failed. 78: the configuration cannot be used.
     """
     try:
         loaded = configuration.load()
     except settings.ConfigError as error:
         click.echo(f"kvtierctl: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    findings = examine(loaded, may_run=True)
+    try:
+        looks_as = pwd.getpwnam(user) if user else owner(loaded.config)
+    except KeyError:
+        raise click.BadParameter("there is no such user", param_hint="--user") from None
+    if os.geteuid() not in (0, looks_as.pw_uid):
+        raise click.BadParameter("only root can look as another user", param_hint="--user")
+    with acting_as(looks_as):
+        findings = examine(loaded, may_run=True)
     if as_json:
         click.echo(json.dumps([plain(each) for each in findings], indent=2))
     else:
         click.echo(f"configuration: {loaded.file or 'no file'}, {len(loaded.given)} settings given")
+        click.echo(f"user:          {looks_as.pw_name} (uid {looks_as.pw_uid})")
         for each in findings:
             click.echo("\n".join(lines(each)))
     if any(each.verdict is Verdict.FAILURE for each in findings):

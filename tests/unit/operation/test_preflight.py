@@ -360,6 +360,20 @@ class TestCommand:
         assert result.exit_code == 1
         assert f"FAILURE  disk {tmp_path / 'missing'} (disk.paths = " in result.output
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can look as another user")
+    def test_root_looks_as_the_user_whose_the_pools_folder_is(
+        self, environ: dict[str, str], shm_dir: Path, socket_dir: Path
+    ) -> None:
+        for folder in (shm_dir, socket_dir):
+            os.chown(folder, NOBODY, -1)
+        said = CliRunner().invoke(ctl.main, ["doctor"], env=environ)
+        assert (said.exit_code, f"(uid {NOBODY})" in said.output) == (0, True), said.output
+        said = CliRunner().invoke(ctl.main, ["doctor", "--user=root"], env=environ)
+        assert (said.exit_code, "FAILURE  pool folder" in said.output) == (1, True)
+        assert (os.geteuid(), os.getegid()) == (0, 0)
+        said = CliRunner().invoke(ctl.main, ["doctor", "--user=no-such-user"], env=environ)
+        assert said.exit_code == 2
+
     def test_a_configuration_that_cannot_be_used_is_another(self) -> None:
         result = CliRunner().invoke(ctl.main, ["doctor"], env={"KVTIER_POOL_SIZE": "much"})
         assert result.exit_code == 78
