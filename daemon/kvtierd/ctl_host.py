@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import click
 from click.shell_completion import get_completion_class
@@ -9,6 +10,7 @@ from click.shell_completion import get_completion_class
 from kvtierd import config as configuration
 from kvtierd import settings
 from kvtierd.doctor import Finding, Verdict, examine
+from kvtierd.socket_option import SOCKET_HELP, socket_options
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 78
@@ -16,15 +18,16 @@ MARKS = {Verdict.OK: "ok  ", Verdict.WARN: "warn", Verdict.FAIL: "FAIL"}
 
 
 @click.command()
+@socket_options(SOCKET_HELP, expose=True)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of what was looked at.")
-def doctor(as_json: bool) -> None:
+def doctor(socket: Path | None, as_json: bool) -> None:
     """Look at this host, with the configuration that kvtierd would use, and say what to change.
 
     Run it as the daemon's user, with its environment. Exit status 1: something would keep the daemon from
     starting, or from doing what it is configured to. 78: the configuration cannot be used.
     """
     try:
-        loaded = configuration.load()
+        loaded = configuration.load(flags={"--socket": str(socket)} if socket else {})
     except settings.ConfigError as error:
         click.echo(f"kvtierctl: {error}", err=True)
         sys.exit(EXIT_CONFIG)

@@ -62,8 +62,11 @@ def test_every_setting_can_come_from_all_three_places() -> None:
     assert len({item.key for item in declared}) == len(declared) > 20
     for item in declared:
         assert item.sentence.endswith("."), item.key
-        assert item.env == "KVTIER_" + item.key.replace(".", "_").upper()
-        assert item.flag == "--" + item.key.replace(".", "-").replace("_", "-")
+        assert item.envs[-1] == "KVTIER_" + item.key.replace(".", "_").upper()
+        assert item.flags[-1] == "--" + item.key.replace(".", "-").replace("_", "-")
+    by_flag = [flag for item in declared for flag in item.flags]
+    assert len(set(by_flag)) == len(by_flag), "no short name is another setting's"
+    assert [item.key for item in declared if len(item.flags) > 1] == ["server.socket"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_a_misspelt_variable_of_ours_is_refused_and_other_variables_are_not() ->
     error = refused(KVTIER_POOL_SIZ="1GiB")
     assert error.field == "KVTIER_POOL_SIZ"
     assert error.message.endswith("KVTIER_POOL_SIZE")
-    assert load(KVTIER_SOMETHING_ELSE="1", PATH="/bin").pool.size == 1 << 30
+    assert load(KVTIE="1", PATH="/bin").pool.size == 1 << 30
 
 
 @pytest.mark.parametrize(
