@@ -331,7 +331,7 @@ def load(
     source = "--config"
     if file is None and environ.get(CONFIG_VARIABLE):
         file, source = Path(environ[CONFIG_VARIABLE]), f"environment {CONFIG_VARIABLE}"
-    if file is None and DEFAULT_FILE.exists():
+    if file is None and _may_exist(DEFAULT_FILE):
         file, source = DEFAULT_FILE, "default"
     reading = Reading(Config)
     if file is not None:
@@ -344,6 +344,14 @@ def load(
     check_disks(config.disk, reading.refuse)
     reading.raise_errors()
     return Loaded(config, reading.given, file)
+
+
+def _may_exist(file: Path) -> bool:
+    """Where one may not even look, reading it says why."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
 
 
 def named_socket(environ: Mapping[str, str] = os.environ) -> Path | None:

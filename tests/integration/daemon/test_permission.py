@@ -114,6 +114,16 @@ def test_what_else_may_be_there_is_told_apart(socket_dir: Path) -> None:
     assert "is a link to nowhere.sock, which does not exist" in ctl.stderr
 
 
+def test_a_configuration_that_one_may_not_look_at_is_told(socket_dir: Path) -> None:
+    socket_dir.chmod(0o755)
+    (socket_dir / "etc").mkdir(mode=0o700)
+    look = "from kvtierd import config, ctl; from pathlib import Path; import sys\n"
+    look += "config.DEFAULT_FILE = Path(sys.argv.pop()); ctl.main()"
+    done = as_nobody(["-c", look, "status", str(socket_dir / "etc" / "kvtierd.toml")])
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
+    assert "Permission denied" in done.stderr
+
+
 def test_a_container_that_was_given_the_one_file_is_told_so(start: Start, socket_dir: Path) -> None:
     daemon = start()
     daemon.side_socket.rename(socket_dir / "elsewhere")
