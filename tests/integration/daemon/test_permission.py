@@ -25,7 +25,7 @@ from kvtier import Client, Namespace, Role
 namespace = Namespace(model="m", kv_dtype="uint8", hash_scheme="tests:name", hash_bytes=32)
 deadline_s = time.monotonic() + 60
 with Client(instance="x", namespace=namespace, role=Role.SCHEDULER, socket=sys.argv[1]) as client:
-    while not client.status.last_error and client.status.daemon_pid is None and time.monotonic() < deadline_s:
+    while not client.status.last_error and client.epoch is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     print(client.status.why)
 """

@@ -54,7 +54,7 @@ def test_daemon_operator_and_engine_meet(
     with Client(
         instance="pasted", namespace=NAMESPACE, role=Role.SCHEDULER, world_size=1, socket=pasted.socket
     ) as client:
-        until(lambda: client.status.daemon_pid is not None, "the client has found the daemon")
+        until(lambda: client.epoch is not None, "the client has found the daemon")
     monkeypatch.setenv("KVTIER_SOCKET", pasted.socket)
     for arguments in (["status"], ["--socket", pasted.socket, "status"], ["status", "--socket=run/k.sock"]):
         command = [sys.executable, "-m", "kvtierd.ctl", *arguments]
