@@ -5,8 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SOCKET_VARIABLE = "KVTIER_SOCKET"
+from kvtier.errors import KvtierError, Reason
+
+SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_SERVER_SOCKET")
+"""The daemon reads them too. The second is its longer name for the first."""
 SOCKET_NAME = "kvtierd.sock"
+SOCKET_PATH_BYTES_MAX = 107
+"""Of a Unix socket's address (sun_path), less its final zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +33,41 @@ class Address:
 
 
 def default_socket(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """KVTIER_SOCKET; else kvtier/kvtierd.sock in XDG_RUNTIME_DIR; else /tmp/kvtier-UID/kvtierd.sock."""
-    if given := environ.get(SOCKET_VARIABLE):
-        return Path(given)
+    """KVTIER_SOCKET; else kvtier/kvtierd.sock in XDG_RUNTIME_DIR; else /tmp/kvtier-UID/kvtierd.sock.
+
+    KVTIER_SERVER_SOCKET, the daemon's longer name for it, counts as well. Raises KvtierError if both name a
+    socket and not the same one.
+    """
+    named = {name: environ[name] for name in SOCKET_VARIABLES if environ.get(name)}
+    paths = {path_of(text) for text in named.values()}
+    if len(paths) > 1:
+        told = " and ".join(f"{name} says {text!r}" for name, text in named.items())
+        message = f"{told}, and both mean the daemon's socket: unset one of them"
+        raise KvtierError(Reason.MALFORMED, message, field="socket")
+    if paths:
+        return paths.pop()
     base = environ.get("XDG_RUNTIME_DIR", "")
     if base and Path(base).is_absolute():
         return Path(base) / "kvtier" / SOCKET_NAME
     return Path(f"/tmp/kvtier-{os.getuid() if uid is None else uid}") / SOCKET_NAME
 
 
+def path_of(text: str) -> Path:
+    """The path, from the root, that a user wrote: `~`, relative ones and gRPC's `unix:PATH` too."""
+    return Path(os.path.abspath(os.path.expanduser(text.removeprefix("unix://").removeprefix("unix:"))))
+
+
 def resolve(socket: str | os.PathLike[str] | None) -> Address:
-    """The address a caller named, or the default one. A path in gRPC's form `unix:PATH` is understood."""
-    if socket is None:
-        return Address(default_socket())
-    return Address(Path(os.fspath(socket).removeprefix("unix://").removeprefix("unix:")).absolute())
+    """The address a caller named, or the default one, as `default_socket`. Raises KvtierError for a path that
+    no socket can have."""
+    address = Address(default_socket() if socket is None else path_of(os.fspath(socket)))
+    side = address.side_socket
+    if (length := len(os.fsencode(side))) > SOCKET_PATH_BYTES_MAX:
+        raise KvtierError(
+            Reason.MALFORMED,
+            f"the side socket beside it, {side}, would have a path of {length} bytes, and that of a Unix "
+            f"socket has at most {SOCKET_PATH_BYTES_MAX}: use a shorter path",
+            field="socket",
+            value=address.socket,
+        )
+    return address

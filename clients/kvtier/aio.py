@@ -360,7 +360,7 @@ class Client(ClientBase):
             streams: list[_Stream] = []
             attached_s: float | None = None
             try:
-                self._side = SideSocket(self.address.side_socket)
+                self._side = SideSocket(self.address.side_socket, self.address.socket)
                 await self._perform(attach(self._session), streams)
                 attached_s = time.monotonic()
                 await self._serve(streams)
@@ -542,7 +542,7 @@ class Client(ClientBase):
                     self._wake.set()
             why = str(await stream.call.details()) or why
         except grpc.RpcError as error:
-            why = explain_rpc_error(error)
+            why = explain_rpc_error(error, self.address.socket)
         self._session.end(why)
         self._wake.set()
 

@@ -359,7 +359,7 @@ class Client(ClientBase):
             stream: list[_Stream] = []
             attached_s: float | None = None
             try:
-                self._side = SideSocket(self.address.side_socket)
+                self._side = SideSocket(self.address.side_socket, self.address.socket)
                 self._perform(attach(self._session), stream)
                 attached_s = time.monotonic()
                 self._serve(stream)
@@ -517,7 +517,7 @@ class Client(ClientBase):
                     if self._session.needs_attention:
                         self._wake_session()
         except grpc.RpcError as error:
-            why = explain_rpc_error(error)
+            why = explain_rpc_error(error, self.address.socket)
         finally:
             with self._lock:
                 if not stream.over:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
+from kvtier import reach
 from kvtier.v1 import types_pb2
 
 ERROR_METADATA = "kvtier-error-bin"
@@ -147,10 +149,14 @@ def from_rpc_error(error: grpc.RpcError) -> KvtierError | None:
     return None
 
 
-def explain_rpc_error(error: grpc.RpcError) -> str:
-    """One line for people."""
+def explain_rpc_error(error: grpc.RpcError, socket: Path | None = None) -> str:
+    """One line for people. `socket`: where it was tried, to be looked at if nobody was reached."""
     if (refusal := from_rpc_error(error)) is not None:
         return str(refusal)
     code = getattr(error, "code", lambda: None)()
+    if socket is not None and code is grpc.StatusCode.UNAVAILABLE:
+        found = reach.look(socket)
+        if found.reach is not reach.Reach.LISTENS:
+            return found.text
     details = getattr(error, "details", lambda: "")() or ""
     return f"{getattr(code, 'name', 'UNKNOWN')}: {details}".strip()

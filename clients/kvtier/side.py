@@ -5,7 +5,6 @@ waits; the shells wait for readiness in their own way.
 """
 
 import array
-import errno
 import math
 import os
 import select
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from kvtier.attach import SideCall, SideReply
 from kvtier.errors import ConnectionLostError, KvtierError
+from kvtier.reach import Reach, explain, look
 from kvtier.v1 import side_pb2
 
 PACKET_BYTES_MAX = 65_536
@@ -26,8 +26,9 @@ FD_BYTES = array.array("i").itemsize
 class SideSocket:
     """A connected side socket, non-blocking."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConnectionLostError if nobody listens there."""
+    def __init__(self, path: Path, beside: Path | None = None) -> None:
+        """Raises ConnectionLostError, which says why, if it cannot be connected. `beside`: the gRPC socket,
+        which users know: what is wrong with it is told instead."""
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
@@ -36,9 +37,7 @@ class SideSocket:
             self._socket.connect(os.fspath(path))
         except OSError as error:
             self._socket.close()
-            if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-                raise ConnectionLostError(f"no daemon listens at {path}") from None
-            raise ConnectionLostError(f"cannot connect to {path}: {error.strerror}") from None
+            raise ConnectionLostError(_why(path, error, beside)) from None
 
     def fileno(self) -> int:
         """For select and event loops; -1 once closed."""
@@ -100,6 +99,19 @@ class SideSocket:
     def close(self) -> None:
         """Ends the session. Safe to call twice."""
         self._socket.close()
+
+
+def _why(path: Path, error: OSError, beside: Path | None) -> str:
+    if beside is None:
+        return explain(path, error).text
+    found = look(beside)
+    if found.reach is not Reach.LISTENS:
+        return found.text
+    side = explain(path, error)
+    hint = (
+        "; in a container, mount the sockets' folder, not the one file" if side.reach is Reach.MISSING else ""
+    )
+    return f"{side.text}, although its daemon listens at {beside}{hint}"
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

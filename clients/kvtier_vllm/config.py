@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.address import resolve
+from kvtier.errors import KvtierError
 from kvtier.retention import SECONDS_MAX
 
 from kvtier_vllm.retaining import HOST, PRIORITIES, TIERS
@@ -97,16 +99,18 @@ class ConnectorConfig:
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
-        """Raises ConnectorConfigError for the first key or value that cannot be used."""
+        """Raises ConnectorConfigError, which tells every key and value that cannot be used."""
         fields = {field.name: field.default for field in dataclasses.fields(cls)}
-        for name, value in extra_config.items():
-            if name not in fields:
-                nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)[0]
-                raise ConnectorConfigError(
-                    f"kv_connector_extra_config: unknown setting {name!r}; the nearest one is {nearest!r}"
-                )
-            _check(name, value, fields[name])
+        wrong = [_mistake(name, value, fields) for name, value in extra_config.items()]
         given = dict(extra_config)
+        if not any(wrong):
+            try:
+                resolve(given.get("socket") or None)
+            except KvtierError as error:
+                wrong.append(f"socket={given.get('socket', '')!r}: {error.message}")
+        told = [f"kv_connector_extra_config: {mistake}" for mistake in wrong if mistake]
+        if told:
+            raise ConnectorConfigError("; ".join(told))
         if "tiers" in given:
             given["tiers"] = tuple(given["tiers"])
         return cls(**given)
@@ -123,7 +127,12 @@ _CHOICES = {
 }
 
 
-def _check(name: str, value: object, default: object) -> None:
+def _mistake(name: str, value: object, fields: Mapping[str, object]) -> str:
+    """What is wrong with a setting, and what to write; empty if nothing is."""
+    if name not in fields:
+        nearest = max(fields, key=lambda known: difflib.SequenceMatcher(None, known, name.lower()).ratio())
+        return f"unknown setting {name!r}; the nearest one is {nearest!r} (given: {value!r})"
+    default = fields[name]
     if isinstance(default, bool):
         expected, good = "true or false", isinstance(value, bool)
     elif name == "tiers":
@@ -141,8 +150,7 @@ def _check(name: str, value: object, default: object) -> None:
         if name in _MOST:
             expected += f", and at most {most:g}"
         good = is_number(value, most)
-    if not good:
-        raise ConnectorConfigError(f"kv_connector_extra_config: {name}={value!r}: write {expected}")
+    return "" if good else f"{name}={value!r}: write {expected}"
 
 
 def is_number(value: object, most: float = math.inf) -> bool:

@@ -14,19 +14,55 @@ import click
 
 from kvtierd import config as configuration
 from kvtierd import logs, settings
+from kvtierd.reading import all_flags
+from kvtierd.socket_option import FLAGS as SOCKET_FLAGS
+from kvtierd.socket_option import SOCKET_HELP, given_before, note, socket_options
 
+EXIT_USAGE = 2
+"""Only the command line is wrong: it has flags that there are not."""
 EXIT_CONFIG = 78
 """The configuration cannot be used (sysexits.h EX_CONFIG)."""
 EXIT_CANNOT_START = 69
 """Something the daemon needs is not to be had (sysexits.h EX_UNAVAILABLE)."""
 
 
+class _Configurable(click.Command):
+    """Keeps what is no flag of its own, so that it is told together with all else that is wrong; shows its
+    flags by the sections of the configuration, each with its sentence."""
+
+    ignore_unknown_options = True
+    allow_extra_args = True
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = {each.name: each.get_help_record(context) for each in self.get_params(context)}
+        by_section: dict[str, list[str]] = {}
+        for item, flag in all_flags(configuration.Config):
+            by_section.setdefault(item.section, []).append(_name(flag))
+        of_settings = {name for names in by_section.values() for name in names}
+        rest = [name for name in shown if name is not None and name not in of_settings]
+        groups = [
+            (section.capitalize(), sentence, by_section[section])
+            for section, sentence in settings.section_sentences(configuration.Config)
+        ]
+        for title, sentence, names in (("Options", "", rest), *groups):
+            with formatter.section(title):
+                if sentence:
+                    formatter.write_text(sentence)
+                    formatter.write_paragraph()
+                formatter.write_dl([record for name in names if (record := shown[name]) is not None])
+
+
+def _name(flag: str) -> str:
+    """Of the argument that click makes of a flag."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _configurable(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds `--config` and a flag for every setting."""
-    for item in reversed(list(settings.declared(configuration.Config))):
-        command = click.option(
-            item.flag, item.key.replace(".", "__"), metavar=item.metavar, help=_help(item)
-        )(command)
+    for item, flag in reversed(list(all_flags(configuration.Config))):
+        command = click.option(flag, metavar=item.metavar, hidden=flag != item.flag, help=_help(item))(
+            command
+        )
     return click.option(
         "--config",
         "config_file",
@@ -42,35 +78,23 @@ def _help(item: settings.Setting) -> str:
     return f"{item.sentence}  [default: {shown}]"
 
 
-class _Sectioned(click.Command):
-    """Shows its flags by the sections of the configuration, each with its sentence."""
-
-    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        shown = {each.name: each.get_help_record(context) for each in self.get_params(context)}
-        of_settings: set[str | None] = set()
-        groups = []
-        for section, sentence in settings.sections(configuration.Config):
-            names = [name for name in shown if name is not None and name.startswith(f"{section}__")]
-            of_settings.update(names)
-            groups.append((section.capitalize(), sentence, names))
-        rest = [name for name in shown if name not in of_settings]
-        for title, sentence, names in (("Options", "", rest), *groups):
-            with formatter.section(title):
-                if sentence:
-                    formatter.write_text(sentence)
-                    formatter.write_paragraph()
-                formatter.write_dl([record for name in names if (record := shown[name]) is not None])
+def _given(context: click.Context, values: dict[str, str | None]) -> dict[str, object]:
+    """By flag; a socket that was named before the subcommand is among them."""
+    given: dict[str, object] = {
+        f"--{name.replace('_', '-')}": value for name, value in values.items() if value is not None
+    }
+    if (before := given_before(context)) is not None:
+        for flag in SOCKET_FLAGS:
+            note(context, flag, values.get(_name(flag)))
+        given[SOCKET_FLAGS[0]] = before
+    return given
 
 
-def _given(flags: dict[str, str | None]) -> dict[str, object]:
-    return {name.replace("__", "."): value for name, value in flags.items() if value is not None}
-
-
-def _load(config_file: Path | None, flags: dict[str, str | None]) -> configuration.Loaded:
+def _load(context: click.Context, config_file: Path | None, given: dict[str, object]) -> configuration.Loaded:
     try:
-        return configuration.load(config_file, _given(flags))
+        return configuration.load(config_file, given, leftovers=context.args)
     except settings.ConfigError as error:
-        _fail(error, EXIT_CONFIG)
+        _fail(error, EXIT_USAGE if all(each.usage for each in error.all) else EXIT_CONFIG)
 
 
 def _fail(error: Exception, status: int) -> NoReturn:
@@ -80,21 +104,23 @@ def _fail(error: Exception, status: int) -> NoReturn:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvtier", prog_name="kvtierd")
+@socket_options(SOCKET_HELP)
 def main() -> None:
     """The kvtier daemon: keeps inference engines' KV cache across their restarts and its own."""
 
 
-@main.command(cls=_Sectioned)
+@main.command(cls=_Configurable)
 @_configurable
-def serve(config_file: Path | None, **flags: str | None) -> None:
+@click.pass_context
+def serve(context: click.Context, /, config_file: Path | None, **flags: str | None) -> None:
     """Run the daemon in the foreground. SIGTERM drains and stops it; a second one stops it at once.
 
     Every flag below is a setting, and may be in the configuration file or in the environment as well:
     --pool-size 64GiB is `size = "64GiB"` in the file's section [pool], and KVTIER_POOL_SIZE=64GiB. Flags
     count more than the environment, which counts more than the file.
     """
-    loaded = _load(config_file, flags)
-    given = _given(flags)
+    given = _given(context, flags)
+    loaded = _load(context, config_file, given)
     # Imported late: `kvtierd config` and `--help` need neither gRPC nor the native core.
     from kvtierd import serve as root
     from kvtierd.interrupts import StoppedEarly
@@ -118,20 +144,23 @@ def serve(config_file: Path | None, **flags: str | None) -> None:
 
 
 @main.group()
+@socket_options(SOCKET_HELP)
 def config() -> None:
     """Look at the configuration."""
 
 
-@config.command(cls=_Sectioned)
+@config.command(cls=_Configurable)
 @_configurable
-def check(config_file: Path | None, **flags: str | None) -> None:
+@click.pass_context
+def check(context: click.Context, /, config_file: Path | None, **flags: str | None) -> None:
     """Check the configuration; say what is wrong, and exit with 78 then."""
-    loaded = _load(config_file, flags)
+    loaded = _load(context, config_file, _given(context, flags))
     click.echo(f"the configuration is sound ({loaded.file or 'no file'}, {len(loaded.given)} settings given)")
 
 
-@config.command(cls=_Sectioned)
+@config.command(cls=_Configurable)
 @_configurable
-def show(config_file: Path | None, **flags: str | None) -> None:
+@click.pass_context
+def show(context: click.Context, /, config_file: Path | None, **flags: str | None) -> None:
     """Print the whole configuration as TOML, with what each setting means and where it came from."""
-    click.echo(configuration.show(_load(config_file, flags)), nl=False)
+    click.echo(configuration.show(_load(context, config_file, _given(context, flags))), nl=False)

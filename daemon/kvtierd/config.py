@@ -7,7 +7,7 @@ and `--pool-size` on the command line.
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,15 @@ from typing import Annotated, Any
 
 from kvtierd import settings as s
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
-from kvtierd.disk_config import DiskConfig, check_disks, check_extents
-from kvtierd.settings import Doc, Given
+from kvtierd.disk_config import DiskConfig, Refuse, check_disks, check_extents
+from kvtierd.reading import CONFIG_VARIABLE, Reading
+from kvtierd.settings import ConfigError, Doc, Given
 from kvtierd.transfer.handles import SupervisorLimits, WorkerOptions
 
 DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
+SOCKET_NAME = "kvtierd.sock"
 SOCKET_PATH_BYTES_MAX = 107
 """Of a Unix socket's address (sun_path), less its final zero."""
-NOT_SETTINGS = ("KVTIER_DISK_FAULTS",)
-"""Variables that look like ours and belong to others: the fault hook of disks' workers."""
 
 _CORE = CoreLimits()
 _INTEGRITY = CoreIntegrity()
@@ -38,9 +38,11 @@ class ServerConfig:
     socket: Annotated[
         Path | None,
         Doc(
-            "gRPC socket, with the side socket beside it. Empty: kvtierd.sock in the runtime directory.",
-            s.path,
+            "gRPC socket, with the side socket beside it; kvtierctl and clients take the same names. "
+            "Empty: kvtierd.sock in the runtime directory.",
+            s.socket,
             "PATH",
+            short="socket",
         ),
     ] = None
     group: Annotated[
@@ -93,7 +95,7 @@ class ServerConfig:
 
     @property
     def socket_path(self) -> Path:
-        return self.socket or s.runtime_directory() / "kvtierd.sock"
+        return self.socket or s.runtime_directory() / SOCKET_NAME
 
     @property
     def side_socket_path(self) -> Path:
@@ -337,43 +339,85 @@ def load(
     file: Path | None = None,
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
+    leftovers: Iterable[str] = (),
 ) -> Loaded:
-    """Reads the file, the environment, and flags by key (`pool.size`), later ones over earlier ones.
+    """Reads the file, the environment, and flags (`--pool-size`, or by key: `pool.size`), later ones over
+    earlier ones.
 
-    Without `file` it is KVTIER_CONFIG's, else /etc/kvtier/kvtierd.toml if that exists.
-    Raises ConfigError for the first thing that is wrong; touches nothing.
+    Without `file` it is KVTIER_CONFIG's, else /etc/kvtier/kvtierd.toml if that exists. `leftovers`: what of a
+    command line is no flag that there is. Raises ConfigError, which tells everything that is wrong; touches
+    nothing.
     """
-    if file is None and environ.get("KVTIER_CONFIG"):
-        file = Path(environ["KVTIER_CONFIG"])
-    if file is None and DEFAULT_FILE.exists():
-        file = DEFAULT_FILE
-    given: dict[str, Given] = {}
+    source = "--config"
+    if file is None and environ.get(CONFIG_VARIABLE):
+        file, source = Path(environ[CONFIG_VARIABLE]), f"environment {CONFIG_VARIABLE}"
+    if file is None and _may_exist(DEFAULT_FILE):
+        file, source = DEFAULT_FILE, "default"
+    reading = Reading(Config)
     if file is not None:
-        given |= s.from_file(Config, file)
-    given |= s.from_environment(Config, environ, besides=NOT_SETTINGS)
-    by_key = {item.key: item for item in s.declared(Config)}
-    given |= {key: Given(raw, by_key[key].flag) for key, raw in (flags or {}).items()}
-    config = Config(**s.build(Config, given))
-    _check(config, given)
-    check_disks(config.disk, given)
-    return Loaded(config, given, file)
+        reading.read_file(file, source)
+    reading.read_environment(environ)
+    reading.read_flags(flags or {})
+    reading.read_leftovers(leftovers)
+    config = Config(**reading.build())
+    _check(config, reading.refuse)
+    check_disks(config.disk, reading.refuse)
+    reading.raise_errors()
+    return Loaded(config, reading.given, file)
 
 
-def _check(config: Config, given: Mapping[str, Given]) -> None:
-    """What no single value shows. Raises ConfigError."""
+def _may_exist(file: Path) -> bool:
+    """Where one may not even look, reading it says why."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
 
-    refuse = partial(s.refuse, given)
+
+def named_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The socket that the environment names, whatever else may be wrong with the configuration. Raises
+    ConfigError if it cannot be one."""
+    reading = Reading(Config)
+    reading.read_environment(environ)
+    if wrong := [error for error in reading.errors if error.field == "server.socket"]:
+        raise ConfigError.of(wrong)
+    given = reading.given.get("server.socket")
+    if given is None:
+        return None
+    try:
+        found = s.socket(given.raw)
+        why = check_socket(found) if found else ""
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise ConfigError("server.socket", given.raw, why, source=given.source)
+    return found
+
+
+def check_socket(socket: Path) -> str:
+    """Why a path is too long for our sockets, and how long it may be; empty if it is not."""
+    side = side_socket_of(socket)
+    if (length := len(os.fsencode(side))) <= SOCKET_PATH_BYTES_MAX:
+        return ""
+    return (
+        f"the side socket beside it, {side}, would have a path of {length} bytes, and that of a Unix socket "
+        f"has at most {SOCKET_PATH_BYTES_MAX}: use a shorter path, of at most "
+        f"{SOCKET_PATH_BYTES_MAX - (length - len(os.fsencode(socket)))} bytes"
+    )
+
+
+def _check(config: Config, refuse: Refuse) -> None:
+    """Refuses what no single value shows."""
     server, pool, limits = config.server, config.pool, config.limits
-    if len(os.fsencode(server.side_socket_path)) > SOCKET_PATH_BYTES_MAX:
-        refuse(
-            "server.socket",
-            str(server.socket_path),
-            f"the side socket beside it would pass {SOCKET_PATH_BYTES_MAX} bytes; use a shorter path",
-        )
-    check_extents(given, "pool", pool.size, pool.extent_size)
+    if why := check_socket(server.socket_path):
+        refuse("server.socket", str(server.socket_path), why)
+    check_extents(refuse, "pool", pool.size, pool.extent_size)
     if pool.path is not None and not pool.persistent:
         refuse(
-            "pool.path", str(pool.path), "an anonymous pool has no file: leave it out, or set pool.persistent"
+            "pool.path",
+            str(pool.path),
+            "an anonymous pool has no file: leave it out, or set pool.persistent",
+            "pool.persistent",
         )
     if 2 * server.heartbeat_interval_s > limits.lease_ttl_s:
         refuse(
@@ -381,12 +425,14 @@ def _check(config: Config, given: Mapping[str, Given]) -> None:
             server.heartbeat_interval_s,
             f"must be at most half of limits.lease_ttl_s ({limits.lease_ttl_s:g}), "
             "or leases expire between heartbeats",
+            "limits.lease_ttl_s",
         )
     if server.session_silence_s < 2 * server.heartbeat_interval_s:
         refuse(
             "server.session_silence_s",
             server.session_silence_s,
             f"must be at least twice server.heartbeat_interval_s ({server.heartbeat_interval_s:g})",
+            "server.heartbeat_interval_s",
         )
     lookup_bytes = limits.lookup_hashes_max * 32 + 4096
     transfer_bytes = limits.transfer_blocks_max * (32 + 5) + 4096
@@ -395,22 +441,36 @@ def _check(config: Config, given: Mapping[str, Given]) -> None:
             "server.message_bytes_max",
             s.format_size(server.message_bytes_max),
             f"the largest call that limits allow needs {need} bytes: raise it or lower the limits",
+            "limits.lookup_hashes_max",
+            "limits.transfer_blocks_max",
         )
 
 
 def show(loaded: Loaded) -> str:
     """The whole configuration as TOML that `--config` would read, with each setting's sentence and origin."""
-    lines: list[str] = []
+    lines: list[str] = [f"# Sizes: {s.SIZE_FORMS}."]
     section = ""
-    sentences = dict(s.sections(Config))
+    sentences = dict(s.section_sentences(Config))
     for item in s.declared(Config):
         if item.section != section:
             section = item.section
-            lines += [*([""] if lines else []), f"# {sentences[section]}", f"[{section}]"]
+            lines += ["", f"# {sentences[section]}", f"[{section}]"]
         value = getattr(getattr(loaded.config, item.section), item.name)
-        source = loaded.given[item.key].source if item.key in loaded.given else "default"
-        lines += [f"# {item.sentence} ({source})", f"{item.name} = {as_toml(item, value)}"]
+        lines += [
+            f"# {item.sentence} ({_origin(loaded, item, value)})",
+            f"{item.name} = {as_toml(item, value)}",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _origin(loaded: Loaded, item: s.Setting, value: Any) -> str:
+    """Where a value came from, and how it was written where that reads otherwise."""
+    if item.key not in loaded.given:
+        return "default"
+    given = loaded.given[item.key]
+    if item.parse is s.size and str(given.raw) != s.format_size(value):
+        return f"{given.source}: {given.raw!r}, {s.human_size(value)}"
+    return given.source
 
 
 def as_toml(item: s.Setting, value: Any) -> str:

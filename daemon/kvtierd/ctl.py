@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import grpc
 from google.protobuf.message import Message
+from kvtier import reach
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd import config as configuration
@@ -33,6 +34,7 @@ from kvtierd.ctl_lists import namespaces as list_namespaces
 from kvtierd.ctl_text import count, drained, explained, lines, reloaded, scrub_line, scrubbed
 from kvtierd.ctl_top import Picture, frame
 from kvtierd.rpc.errors import ERROR_METADATA
+from kvtierd.socket_option import SOCKET_HELP, socket_options
 
 TIMEOUT_S = 5.0
 CLEAR_S = 60.0
@@ -53,6 +55,7 @@ SHOWN_MAX = 80
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="kvtier", prog_name="kvtierctl")
+@socket_options(SOCKET_HELP)
 def main() -> None:
     """Look at a running kvtierd, and at the host it is to run on.
 
@@ -66,9 +69,7 @@ main.add_command(doctor)
 main.add_command(completion)
 
 
-_socket_option = click.option(
-    "--socket", type=click.Path(path_type=Path), help="Its gRPC socket; default: where kvtierd puts it."
-)
+_socket_option = socket_options(SOCKET_HELP, expose=True)
 
 
 @main.command()
@@ -498,7 +499,7 @@ def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
 
 def _configured_socket() -> Path:
     try:
-        return configuration.load().config.server.socket_path
+        return configuration.named_socket() or configuration.load().config.server.socket_path
     except settings.ConfigError as error:
         click.echo(f"kvtierctl: {error}", err=True)
         sys.exit(78)
@@ -512,11 +513,17 @@ def explain(path: Path, error: grpc.RpcError) -> str:
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     if any(key == ERROR_METADATA for key, _ in metadata):  # its own words
         return str(getattr(error, "details", lambda: error)())
-    if not path.exists():
-        return f"no daemon: {path} does not exist; start `kvtierd serve`, or name its socket with --socket"
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return f"no daemon answers at {path}, or you may not use it; start one with `kvtierd serve`"
-    return f"{path}: {error}"
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        return f"{path}: {error}"
+    found = reach.look(path)
+    if found.reach is reach.Reach.MISSING:
+        return f"no daemon: {path} {found.detail}; start `kvtierd serve`, or name its socket with --socket"
+    if found.reach is reach.Reach.NOBODY:
+        return f"no daemon answers at {path}, which {found.detail}; start one with `kvtierd serve`"
+    if found.reach is not reach.Reach.LISTENS:
+        return found.text
+    said = getattr(error, "details", lambda: error)()
+    return f"somebody listens at {path}, and does not answer as kvtierd does: {said}"
 
 
 def to_json_list(responses: Iterable[Message]) -> str:

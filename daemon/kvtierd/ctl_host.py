@@ -4,6 +4,7 @@ import json
 import os
 import pwd
 import sys
+from pathlib import Path
 
 import click
 from click.shell_completion import get_completion_class
@@ -12,6 +13,7 @@ from kvtierd import config as configuration
 from kvtierd import settings
 from kvtierd.preflight import Finding, Verdict, examine
 from kvtierd.preflight.user import acting_as, owner
+from kvtierd.socket_option import SOCKET_HELP, socket_options
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 78
@@ -19,6 +21,7 @@ MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.FAILURE: "FA
 
 
 @click.command()
+@socket_options(SOCKET_HELP, expose=True)
 @click.option(
     "--user",
     metavar="NAME",
@@ -26,7 +29,7 @@ MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.FAILURE: "FA
     "belongs to.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of what was looked at.")
-def doctor(user: str | None, as_json: bool) -> None:
+def doctor(socket: Path | None, user: str | None, as_json: bool) -> None:
     """Look at this host, with the configuration that kvtierd would use, and say what to change.
 
     The checks are those of `kvtierd serve`, which does not start while one of them fails. What a daemon that
@@ -34,7 +37,7 @@ def doctor(user: str | None, as_json: bool) -> None:
     environment and limits. Exit status 1: a check has failed. 78: the configuration cannot be used.
     """
     try:
-        loaded = configuration.load()
+        loaded = configuration.load(flags={"--socket": str(socket)} if socket else {})
     except settings.ConfigError as error:
         click.echo(f"kvtierctl: {error}", err=True)
         sys.exit(EXIT_CONFIG)

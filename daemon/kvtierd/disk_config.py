@@ -1,15 +1,14 @@
 """The settings of the disk tier, and what is checked of everything that is divided into extents."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from kvtierd import settings as s
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.stimuli import CoreDisks, WriteMode
-from kvtierd.settings import Doc, Given
+from kvtierd.settings import Doc
 from kvtierd.transfer.kinds import IO_THREADS_MAX
 
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
@@ -125,26 +124,33 @@ class DiskConfig:
         )
 
 
-def check_extents(given: Mapping[str, Given], section: str, size: int, extent: int) -> None:
-    """At least two extents, of a size that there is. Raises ConfigError."""
+class Refuse(Protocol):
+    """Notes that the value of a setting cannot be used, because of what `besides` are."""
+
+    def __call__(self, key: str, value: object, message: str, *besides: str) -> None: ...
+
+
+def check_extents(refuse: Refuse, section: str, size: int, extent: int) -> None:
+    """At least two extents, of a size that there is."""
     if extent and not (EXTENT_BYTES_MIN <= extent <= EXTENT_BYTES_MAX and extent & (extent - 1) == 0):
         advice = "write a power of two from 1MiB to 1GiB, or 0"
-        s.refuse(given, f"{section}.extent_size", s.format_size(extent), advice)
-    if size < (least := 2 * (extent or EXTENT_BYTES_MIN) + HEADER_BYTES):
+        refuse(f"{section}.extent_size", s.format_size(extent), advice)
+    elif size < (least := 2 * (extent or EXTENT_BYTES_MIN) + HEADER_BYTES):
         advice = f"write at least {s.format_size(least)}: a header and two extents"
-        s.refuse(given, f"{section}.size", s.format_size(size), advice)
+        refuse(f"{section}.size", s.format_size(size), advice, f"{section}.extent_size")
 
 
-def check_disks(disk: DiskConfig, given: Mapping[str, Given]) -> None:
-    """Raises ConfigError."""
-    refuse = partial(s.refuse, given)
+def check_disks(disk: DiskConfig, refuse: Refuse) -> None:
+    """Refuses what no single value shows, where there is a disk tier."""
     if not disk.paths:
         return
     if len(disk.paths) > DISKS_MAX:
         refuse("disk.paths", len(disk.paths), f"at most {DISKS_MAX} disks can be used: name fewer")
     if not disk.size:
-        refuse("disk.size", 0, "say how many bytes each directory of disk.paths may hold, e.g. 500GiB")
-    check_extents(given, "disk", disk.size, disk.extent_size)
+        advice = "say how many bytes each directory of disk.paths may hold, e.g. 500GiB"
+        refuse("disk.size", 0, advice)
+    else:
+        check_extents(refuse, "disk", disk.size, disk.extent_size)
     if disk.size > DISK_BYTES_MAX:
         advice = f"a disk holds at most {s.format_size(DISK_BYTES_MAX)}: write less, or use several paths"
         refuse("disk.size", s.format_size(disk.size), advice)
@@ -157,4 +163,5 @@ def check_disks(disk: DiskConfig, given: Mapping[str, Given]) -> None:
             "disk.slow_deadline_s",
             disk.slow_deadline_s,
             f"must be at most disk.deadline_s ({disk.deadline_s:g}), at which the worker is killed",
+            "disk.deadline_s",
         )

@@ -1,45 +1,82 @@
-"""How settings are declared, read and refused: one mechanism for file, environment and command line.
+"""How settings are declared, and how single values are read: the same in file, environment and command line.
 
-What can be set is in `config.py`. A setting is a field of a frozen dataclass whose type is annotated with a
-`Doc`: one sentence for people, and a parser that takes what TOML or a command line holds.
+What can be set is in `config.py`; `reading.py` puts together what was given. A setting is a field of a frozen
+dataclass whose type is annotated with a `Doc`: one sentence for people, and a parser that takes what TOML or
+a command line holds.
 """
 
 import dataclasses
-import difflib
 import os
 import re
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 ENV_PREFIX = "KVTIER_"
 
-_UNITS = {"": 1, "B": 1} | {
+SIZE_FORMS = "64Gi or 64GiB is 64 x 2^30 bytes; 64G, 64g or 64GB is 64 x 10^9; K, M, T, P likewise"
+"""How sizes are written, for people."""
+_UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("kmgtp", start=1)
+    # As in Kubernetes' quantities, and as the SI has it: only the "i" makes it binary.
+    for suffix, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 class ConfigError(Exception):
-    """A setting that cannot be used: says which one, what it holds, where that came from, and what to do."""
+    """A setting that cannot be used: says which one, what it holds, where that came from, and what to do.
 
-    def __init__(self, field: str, value: object, message: str, *, source: str = "") -> None:
+    `others`: what else is wrong with the same configuration; the text tells all of it, one a line. `usage`:
+    it is no setting at all, but something on a command line that there is not.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        value: object,
+        message: str,
+        *,
+        source: str = "",
+        usage: bool = False,
+        others: Sequence["ConfigError"] = (),
+    ) -> None:
         self.field, self.value, self.source, self.message = field, value, source, message
-        super().__init__(f"{field} = {value!r}{f' (from {source})' if source else ''}: {message}")
+        self.usage, self.others = usage, tuple(others)
+        self.line = f"{field} = {value!r}{f' (from {source})' if source else ''}: {message}"
+        lines = [each.line for each in self.all]
+        told = [f"{len(lines)} things are wrong with the configuration", *(f"  {line}" for line in lines)]
+        super().__init__("\n".join(told) if self.others else self.line)
+
+    @classmethod
+    def of(cls, errors: Sequence["ConfigError"]) -> "ConfigError":
+        """One error that tells all of these, which are at least one."""
+        first, *others = errors
+        return cls(
+            first.field, first.value, first.message, source=first.source, usage=first.usage, others=others
+        )
+
+    @property
+    def all(self) -> tuple["ConfigError", ...]:
+        """This one and the others."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Doc:
-    """What a setting means. `parse` takes TOML and text; its ValueError says what to write instead."""
+    """What a setting means. `parse` takes TOML and text; its ValueError says what to write instead.
+
+    `short`: the name by which flag and variable are known, where that is not section and name; the long ones
+    are understood as well.
+    """
 
     sentence: str
     parse: Callable[[object], Any]
     metavar: str = "VALUE"
+    short: str = ""
 
 
 # --- parsers ---
@@ -67,6 +104,14 @@ def path(raw: object) -> Path | None:
     return found
 
 
+def socket(raw: object) -> Path | None:
+    """As `path`; gRPC's form `unix:PATH` is understood too."""
+    value = text(raw)
+    if value.startswith("unix-abstract:"):
+        raise ValueError("an abstract socket has no permissions: write the path of a file")
+    return path(value.removeprefix("unix://").removeprefix("unix:"))
+
+
 def paths(raw: object) -> tuple[Path, ...]:
     """Different absolute paths: a list of texts, or one text with colons between them; none is empty."""
     if not isinstance(raw, list):
@@ -90,15 +135,14 @@ def boolean(raw: object) -> bool:
 
 
 def size(raw: object) -> int:
-    """A number of bytes: an integer, or text like 64GiB."""
+    """A number of bytes: an integer, or text as SIZE_FORMS says."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         value = raw
     else:
         match = _SIZE.fullmatch(raw) if isinstance(raw, str) else None
-        units = {name.lower(): factor for name, factor in _UNITS.items()}
-        factor = units.get(match[2].lower()) if match else None
+        factor = _UNITS.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ValueError("write a number with a unit, e.g. 64GiB or 512MiB")
+            raise ValueError(f"write a number of bytes, or a number with a unit: {SIZE_FORMS}")
         value = int(Fraction(match[1]) * factor)
     if not 0 <= value < 2**63:
         raise ValueError("a size is between 0 and 8 EiB")
@@ -121,7 +165,7 @@ def seconds(raw: object, *, least: float = 0.001, most: float = 1e6) -> float:
     except (ValueError, OverflowError):
         value = None
     if value is None or not least <= value <= most:
-        raise ValueError(f"write a number of seconds from {least:g} to {most:g}")
+        raise ValueError(f"write a number of seconds from {least:g} to {most:.15g}, without a unit")
     return value
 
 
@@ -150,14 +194,18 @@ def address(raw: object) -> str:
     if value == "off":
         return value
     host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError("write host:port, e.g. 127.0.0.1:9470, or off")
     return value
 
 
+_EXACT_UNITS = tuple((unit, _UNITS[unit.lower()]) for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB"))
+"""From the largest to the smallest."""
+
+
 def format_size(value: int) -> str:
-    """64GiB, 512MiB, 1536KiB … : exact, and accepted by `size`."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    """64GiB, 512MiB, 1536KiB, 64GB … : exact, and accepted by `size`."""
+    for unit, factor in _EXACT_UNITS:
         if value and value % factor == 0:
             return f"{value // factor}{unit}"
     return str(value)
@@ -183,7 +231,7 @@ def size_and_parts(size_bytes: int, file_bytes: int, extents_bytes: int) -> str:
     return f"{human_size(size_bytes)} ({', '.join(parts)})"
 
 
-# --- reading ---
+# --- what is declared ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +244,7 @@ class Setting:
     sentence: str
     parse: Callable[[object], Any]
     metavar: str
+    short: str = ""
 
     @property
     def key(self) -> str:
@@ -203,29 +252,47 @@ class Setting:
 
     @property
     def env(self) -> str:
-        return f"{ENV_PREFIX}{self.section}_{self.name}".upper()
+        """The variable that people are told of."""
+        return self.envs[0]
 
     @property
     def flag(self) -> str:
-        return f"--{self.section}-{self.name}".replace("_", "-")
+        """The flag that people are told of."""
+        return self.flags[0]
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """Every variable that sets it."""
+        return tuple(f"{ENV_PREFIX}{name}".upper() for name in self._names)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every flag that sets it."""
+        return tuple(f"--{name}".replace("_", "-") for name in self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        long = f"{self.section}_{self.name}"
+        return (self.short, long) if self.short else (long,)
 
 
 def declared(cls: type) -> Iterator[Setting]:
     """Every setting of a configuration class, whose fields are its sections, in order."""
-    for section, section_cls in _sections(cls):
+    for section, section_cls in sections(cls):
         hints = get_type_hints(section_cls, include_extras=True)
         for item in dataclasses.fields(section_cls):
             doc = hints[item.name].__metadata__[0]
-            yield Setting(section, item.name, item.default, doc.sentence, doc.parse, doc.metavar)
+            yield Setting(section, item.name, item.default, doc.sentence, doc.parse, doc.metavar, doc.short)
 
 
-def sections(cls: type) -> Iterator[tuple[str, str]]:
+def section_sentences(cls: type) -> Iterator[tuple[str, str]]:
     """Every section of a configuration class, in order, with its sentence: the docstring of its class."""
-    for section, section_cls in _sections(cls):
+    for section, section_cls in sections(cls):
         yield section, section_cls.__doc__
 
 
-def _sections(cls: type) -> Iterator[tuple[str, Any]]:
+def sections(cls: type) -> Iterator[tuple[str, Any]]:
+    """The sections of a configuration class by name, each with its own class."""
     for section in dataclasses.fields(cls):
         yield section.name, section.default_factory
 
@@ -236,73 +303,6 @@ class Given:
 
     raw: object
     source: str
-
-
-def refuse(given: Mapping[str, Given], key: str, value: object, message: str) -> NoReturn:
-    """Raises ConfigError for a value that does not go with others, naming where it came from."""
-    raise ConfigError(key, value, message, source=given[key].source if key in given else "default")
-
-
-def from_file(cls: type, file: Path) -> dict[str, Given]:
-    """Settings of a TOML file by key. Raises ConfigError: not readable, not TOML, unknown section or key."""
-    try:
-        tables = tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "config", str(file), f"cannot be read: {error}; name a readable TOML file"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError("config", str(file), f"is not valid TOML: {error}") from None
-    known = {item.key: item for item in declared(cls)}
-    sections = {item.section for item in known.values()}
-    found: dict[str, Given] = {}
-    for section, table in tables.items():
-        if section not in sections:
-            raise _unknown(section, sections, str(file), "section")
-        if not isinstance(table, dict):
-            message = f"is a section: write [{section}] and its settings below"
-            raise ConfigError(section, table, message, source=str(file))
-        for name, raw in table.items():
-            if f"{section}.{name}" not in known:
-                raise _unknown(f"{section}.{name}", known, str(file), "setting")
-            found[f"{section}.{name}"] = Given(raw, str(file))
-    return found
-
-
-def from_environment(
-    cls: type, environ: Mapping[str, str], besides: Collection[str] = ()
-) -> dict[str, Given]:
-    """Settings of the environment by key. A name that starts like one of ours and is none is refused, but for
-    those of `besides`."""
-    by_env = {item.env: item for item in declared(cls)}
-    prefixes = tuple({f"{ENV_PREFIX}{item.section}_".upper() for item in by_env.values()})
-    found = {}
-    for name, raw in environ.items():
-        if name in by_env:
-            found[by_env[name].key] = Given(raw, f"environment {name}")
-        elif name.startswith(prefixes) and name not in besides:
-            raise _unknown(name, by_env, "the environment", "variable")
-    return found
-
-
-def _unknown(name: str, known: Any, source: str, what: str) -> ConfigError:
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return ConfigError(name, "", f"unknown {what} in {source}; the nearest known one is {nearest[0]}")
-
-
-def build(cls: type, given: Mapping[str, Given]) -> dict[str, Any]:
-    """Parses what was given; returns the sections, ready for `cls(**sections)`. The rest keeps its default.
-
-    Raises ConfigError for the first value that cannot be parsed.
-    """
-    values: dict[str, dict[str, Any]] = {section: {} for section, _ in _sections(cls)}
-    for item in declared(cls):
-        if (value := given.get(item.key)) is not None:
-            try:
-                values[item.section][item.name] = item.parse(value.raw)
-            except ValueError as error:
-                raise ConfigError(item.key, value.raw, str(error), source=value.source) from None
-    return {section: section_cls(**values[section]) for section, section_cls in _sections(cls)}
 
 
 def runtime_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:

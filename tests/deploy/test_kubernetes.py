@@ -173,7 +173,7 @@ def test_the_image_and_the_manifests_agree() -> None:
     assert environment["KVTIER_METRICS_LISTEN"] == f"0.0.0.0:{ports['metrics']}"
     assert environment["KVTIER_SERVER_HEALTH_LISTEN"] == f"0.0.0.0:{ports['health']}"
     assert Path(environment["KVTIER_POOL_PATH"]).parent == Path(mounts["pool"])
-    assert Path(environment["KVTIER_SERVER_SOCKET"]).parent == Path(mounts["sockets"])
+    assert Path(environment["KVTIER_SOCKET"]).parent == Path(mounts["sockets"])
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["grpc"]["port"] == ports["health"]
     assert (

@@ -74,9 +74,29 @@ def test_tiers_come_as_json_has_them() -> None:
         ({"tiers": ["host", "tape"]}, "tiers=['host', 'tape']: write"),
         ({"share": True}, "share=True: write one of auto, export, mirror"),
         ({"contiguous_blocks": 1}, "contiguous_blocks=1: write true or false"),
+        ({"Socket": "/x"}, "the nearest one is 'socket' (given: '/x')"),
+        ({"socket": "/" + "x" * 98}, "109 bytes, and that of a Unix socket has at most 107"),
     ],
 )
 def test_a_mistake_is_named_with_what_to_write(given: dict[str, object], told: str) -> None:
     with pytest.raises(ConnectorConfigError) as error:
         ConnectorConfig.parse(given)
     assert told in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConnectorConfigError) as error:
+        ConnectorConfig.parse({"sokcet": "/x", "store": "yes", "tenant": "t", "tiers": []})
+    for told in ("'sokcet'; the nearest one is 'socket' (given: '/x')", "store='yes'", "tiers=[]"):
+        assert told in str(error.value)
+    assert "tenant" not in str(error.value)
+
+
+def test_two_variables_that_name_different_sockets_are_refused_unless_one_is_set_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVTIER_SOCKET", "/none/a.sock")
+    monkeypatch.setenv("KVTIER_SERVER_SOCKET", "/none/b.sock")
+    with pytest.raises(ConnectorConfigError, match=r"/none/a\.sock.*/none/b\.sock"):
+        ConnectorConfig.parse({})
+    assert ConnectorConfig.parse({"socket": "/none/c.sock"}).socket == "/none/c.sock"

@@ -25,7 +25,7 @@ class AlreadyRunning(SocketError):
         who = f"pid {pid}" if pid else "another process"
         super().__init__(
             f"already running: {who} owns {socket_path}; stop it, or give this one another socket "
-            "(--server-socket) and pool (--pool-path)"
+            "(--socket) and pool (--pool-path)"
         )
         self.pid = pid
 

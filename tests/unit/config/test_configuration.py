@@ -63,8 +63,11 @@ def test_every_setting_can_come_from_all_three_places() -> None:
     assert len({item.key for item in declared}) == len(declared) > 20
     for item in declared:
         assert item.sentence.endswith("."), item.key
-        assert item.env == "KVTIER_" + item.key.replace(".", "_").upper()
-        assert item.flag == "--" + item.key.replace(".", "-").replace("_", "-")
+        assert item.envs[-1] == "KVTIER_" + item.key.replace(".", "_").upper()
+        assert item.flags[-1] == "--" + item.key.replace(".", "-").replace("_", "-")
+    by_flag = [flag for item in declared for flag in item.flags]
+    assert len(set(by_flag)) == len(by_flag), "no short name is another setting's"
+    assert [item.key for item in declared if len(item.flags) > 1] == ["server.socket"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_misspelt_variable_of_ours_is_refused_and_other_variables_are_not() ->
     error = refused(KVTIER_POOL_SIZ="1GiB")
     assert error.field == "KVTIER_POOL_SIZ"
     assert error.message.endswith("KVTIER_POOL_SIZE")
-    assert load(KVTIER_SOMETHING_ELSE="1", PATH="/bin").pool.size == 1 << 30
+    assert load(KVTIE="1", PATH="/bin").pool.size == 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -189,10 +192,14 @@ class TestCommands:
     @pytest.mark.parametrize("command", [["serve"], ["config", "check"], ["config", "show"]])
     def test_help_has_every_flag_below_its_section(self, command: list[str]) -> None:
         said = CliRunner().invoke(cli.main, [*command, "--help"], terminal_width=100).output
-        places = [said.index(f"\n{name.capitalize()}:\n") for name, _ in settings.sections(config.Config)]
+        places = [
+            said.index(f"\n{name.capitalize()}:\n") for name, _ in settings.section_sentences(config.Config)
+        ]
         assert places == sorted(places)
         ends = [*places[1:], len(said)]
-        for (name, sentence), first, last in zip(settings.sections(config.Config), places, ends, strict=True):
+        for (name, sentence), first, last in zip(
+            settings.section_sentences(config.Config), places, ends, strict=True
+        ):
             part = " ".join(said[first:last].split())
             assert sentence in part
             mine = [item for item in settings.declared(config.Config) if item.section == name]
@@ -203,7 +210,7 @@ class TestCommands:
         assert "--config" in head
 
     def test_every_section_has_one_line_for_people(self) -> None:
-        for name, sentence in settings.sections(config.Config):
+        for name, sentence in settings.section_sentences(config.Config):
             assert sentence.endswith("."), name
             assert "(" not in sentence.split()[0], name
             assert f"# {sentence}\n[{name}]\n" in config.show(config.load(environ={}))

@@ -1,0 +1,45 @@
+"""The nearest known name to one that is not known, for messages."""
+
+import difflib
+from collections.abc import Collection, Iterable
+
+CLEAR_RATIO = 0.85
+"""Of difflib: a last part that is so like another one was meant for it, whatever stands before it."""
+
+ALIKE_RATIO = 0.6
+"""Of difflib, which takes two words for alike from there on."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one that a name is most like, upper and lower case alike. `known` is not empty."""
+
+    def likeness(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, candidate.lower(), name.lower()).ratio()
+
+    return max(known, key=likeness)
+
+
+def nearest_keys(key: str, known: Collection[str]) -> list[str]:
+    """The settings (`pool.size`) that a key is most like. A name that is right, or nearly so, in another
+    section or in none, is found there; where several sections have it, all of them are told."""
+    section, dot, name = key.rpartition(".")
+    tails = {each: each.partition(".")[2] for each in known}
+    if any(each.partition(".")[0] == section for each in known):
+        near = nearest(key, known)
+        if difflib.SequenceMatcher(None, tails[near], name).ratio() >= CLEAR_RATIO:
+            return [near]
+    tail = nearest(name, tails.values())
+    if difflib.SequenceMatcher(None, tail, name.lower()).ratio() < CLEAR_RATIO:
+        return [nearest(key.replace("_", ".") if not dot else key, known)]
+    found = [each for each in known if tails[each] == tail]
+    return found if not dot else [nearest(key, found)]
+
+
+def nearest_sections(section: str, names: Iterable[str], known: Collection[str]) -> list[str]:
+    """The sections that an unknown one is most like, by its own name, or else by the settings in it."""
+    every = dict.fromkeys(key.partition(".")[0] for key in known)
+    near = nearest(section, every)
+    if difflib.SequenceMatcher(None, near, section.lower()).ratio() >= ALIKE_RATIO:
+        return [near]
+    meant = (key for name in names for key in nearest_keys(name, known))
+    return list(dict.fromkeys(key.partition(".")[0] for key in meant)) or [near]
