@@ -72,10 +72,10 @@ def _configurable(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _help(item: settings.Setting) -> str:
-    if item.default in (None, "", ()):  # the sentence says what that means
-        return item.sentence
-    shown = configuration.as_toml(item, item.default).strip('"')
-    return f"{item.sentence}  [default: {shown}]"
+    facts = [item.env] if item.short else []  # other variables follow from the section and the name
+    if item.default not in (None, "", ()):  # else the sentence says what that means
+        facts.append("default: " + configuration.as_toml(item, item.default).strip('"'))
+    return f"{item.sentence}  [{'; '.join(facts)}]" if facts else item.sentence
 
 
 def _given(context: click.Context, values: dict[str, str | None]) -> dict[str, object]:

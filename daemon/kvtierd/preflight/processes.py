@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ WORKER, DISK_WORKER = "kvtierd.transfer.worker", "kvtierd.tiers.disk.worker"
 """As their command lines name them."""
 LISTENING = "0A"
 """In /proc/net/tcp."""
+LOOKING_S = 2.0
+"""How long the owner of a port is looked for: a host may have very many processes and open files."""
 
 
 def listener(path: Path) -> int | None:
@@ -53,9 +56,16 @@ def _described(pid: int) -> str:
 
 
 def port_owners(port: int) -> list[int]:
-    """Processes that listen at a TCP port, whatever the address."""
+    """Processes that listen at a TCP port, whatever the address; those that are found in a moment."""
     inodes = {inode for name in ("tcp", "tcp6") for inode in _listening(name, port)}
-    return [pid for pid in _pids() if inodes & _socket_inodes(pid)] if inodes else []
+    deadline_s = time.monotonic() + LOOKING_S
+    found: list[int] = []
+    for pid in _pids() if inodes else ():
+        if inodes & _socket_inodes(pid):
+            found.append(pid)
+        if time.monotonic() > deadline_s:
+            break
+    return found
 
 
 def _listening(name: str, port: int) -> Iterator[str]:
