@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-autostart test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 
 test-vllm-all: setup-light ## the connector under the scheduler of every vLLM that it supports, 0.29 to 0.33 (12 GB, half an hour)
 	@$(PY) -m tools.vllm_versions
+
+test-autostart: setup ## servers that started a daemon end in every way there is, and it goes on (ten minutes)
+	@KVTIER_AUTOSTART_WAYS=all $(PY) -m tools.check autostart
 
 test-vllm-suites: setup ## vLLM's own tests of connectors, fetched and pointed to ours
 	@$(PY) -m tools.vllm_suites

@@ -156,6 +156,15 @@ DEPLOY = [
         folder="tests/deploy",  # others want what this machine need not have: an engine, for example
     ),
 ]
+AUTOSTART = [
+    pytest_stage(
+        "tests-autostart",
+        "vllm",
+        "A daemon that an engine has started outlives it, whichever of its processes ends, and however.",
+        deadline_s=1_800,
+        folder="tests/vllm/test_api_server.py",
+    ),
+]
 LIGHT = [stage for stage in REST if stage.name in ("light-client", "tests", "tests-faults")]
 """What needs no engine, and no tools of one Python only."""
 FORMS = {
@@ -164,6 +173,7 @@ FORMS = {
     "lint": LINT,
     "deploy": DEPLOY,
     "vllm": [stage for stage in REST if stage.name in ("tests-vllm", "tests-vllm-fake-gpu")],
+    "autostart": AUTOSTART,
     "fake-gpu": [
         replace(stage, deadline_s=1_800, least=fault_counts.FAKE_GPU)
         if stage.name == "tests-fake-gpu-faults"
