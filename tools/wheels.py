@@ -7,8 +7,8 @@ user builds from the sdist is what the wheels are. auditwheel then names the old
 runs with, and twine looks at what an index would refuse.
 
 The tag follows from the machine: of gcc 12 and Debian 12's headers the core wants glibc 2.32 and a libstdc++
-of gcc 11, so manylinux_2_34. Every Linux that kvtier supports (6.5, or RHEL 9's 5.14) has both. libstdc++ is
-not linked statically: that would not lower the tag, since the newest symbol is glibc's, and numpy and grpcio,
+of gcc 11, so manylinux_2_34. Every system with a kernel that kvtier supports has both. libstdc++ is not
+linked statically: that would not lower the tag, since the newest symbol is glibc's, and numpy and grpcio,
 without which nothing of kvtier can be imported, want the host's libstdc++ anyway.
 """
 
@@ -18,6 +18,7 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,20 @@ def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
         return [Path(shutil.copy2(each, out)) for each in results]
 
 
+def install_line(wheel: Path, extra: str = "daemon") -> str:
+    """The command that installs a wheel, with what an extra brings; without one, the light client alone. It
+    may be run from anywhere; dependencies come from wherever pip gets them."""
+    found = re.search(r"-cp3(\d+)-", wheel.name)
+    python = f"python3.{found[1]}" if found else "python3"
+    requirement = f"{wheel.resolve()}[{extra}]" if extra else str(wheel.resolve())
+    return f"{python} -m pip install {shlex.quote(requirement)}"
+
+
+def fitting(wheels: Sequence[Path], minor: int = sys.version_info.minor) -> Path:
+    """Of some wheels that for Python 3.`minor`, else the first."""
+    return next((wheel for wheel in wheels if f"-cp3{minor}-" in wheel.name), wheels[0])
+
+
 def _build_pins() -> list[str]:
     """The pinned tools of pyproject.toml: a release is built with those that its tests ran with."""
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -153,8 +168,14 @@ def main() -> int:
         parser.error("no Python from 3.11 on with header files is at hand: name one with --python")
     if not arguments.python and (missing := [minor for minor in MINORS if minor not in at_hand]):
         _say(f"not at hand, so no wheel for them: {', '.join(f'Python 3.{minor}' for minor in missing)}")
-    for made in build(arguments.out, chosen):
-        _say(f"{made.stat().st_size:>10,} bytes  {made}")
+    made = build(arguments.out, chosen)
+    for each in made:
+        _say(f"{each.stat().st_size:>10,} bytes  {each}")
+    wheel = fitting(made[1:])
+    _say("an engine's environment needs the light client only:")
+    _say(f"    {install_line(wheel, '')}")
+    _say("the daemon, in a virtual environment of its own:")
+    _say(f"    {install_line(wheel)}")
     return 0
 
 

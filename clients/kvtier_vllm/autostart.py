@@ -64,7 +64,10 @@ def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> Started 
     if _server(address) is not None:
         return None
     if importlib.util.find_spec("kvtierd") is None:
-        raise AutostartError("autostart: the daemon is not installed here; pip install 'kvtier[daemon]'")
+        raise AutostartError(
+            "autostart: the daemon is not installed in this environment: install kvtier's wheel with its "
+            "extra `daemon` here, by the line that `make wheels` prints in a checkout of kvtier"
+        )
     log = _log_file(address)
     command = [sys.executable, "-m", "kvtierd.cli", "serve", f"--server-socket={address.socket}"]
     environment = {name: value for name, value in environ.items() if name not in HIDDEN}

@@ -6,11 +6,11 @@ Experimental interfaces of vLLM's: KVConnectorStats, KVConnectorPromMetrics (0.2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Metric
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 PREFIX = "vllm:kvtier_"
@@ -60,6 +60,16 @@ class KvtierStats(KVConnectorStats):
         return told
 
 
+class _PlainCounter(Counter):
+    """Without the `_created` series, which nobody reads. The library can switch them off for a whole process
+    only, which would take vLLM's own along."""
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 class KvtierPromMetrics(KVConnectorPromMetrics):
     """One counter for each of `COUNTERS`, with the engine's labels. Lives in the API server's process."""
 
@@ -71,7 +81,9 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
-        make = metric_types[Counter]
+        make = metric_types[Counter]  # Ray has a kind of its own
+        if make is Counter:
+            make = _PlainCounter
         self._counters = {
             name: make(name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()

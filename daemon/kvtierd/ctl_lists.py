@@ -31,9 +31,10 @@ def engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
     if not status.instances:
         yield "no engine is attached"
         return
-    heads = ("ENGINE", "STATE", "MODEL", "RANKS", "MAPPED", "LEASED", "TRANSFERS", "NAMESPACE")
+    heads = ("NO", "ENGINE", "STATE", "MODEL", "RANKS", "MAPPED", "LEASED", "TRANSFERS", "NAMESPACE")
     rows = [heads] + [
         (
+            str(each.number),
             each.instance,
             state_of(each),
             each.model or "-",

@@ -24,6 +24,7 @@ NOT_SETTINGS = frozenset(
         "KVTIER_VLLM_VERSION",
         "KVTIER_TRACES",
         # Tests, and the hooks by which they make faults.
+        "KVTIER_AUTOSTART_WAYS",
         "KVTIER_DISK_FAULTS",
         "KVTIER_FAULTS_LONG",
         "KVTIER_GPU_KILLS",

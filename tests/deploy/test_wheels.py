@@ -6,6 +6,7 @@ import email
 import json
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -208,7 +209,9 @@ def test_each_wheel_serves_and_is_served_under_its_own_python(
         "--python",
         str(venv / "bin/python"),
     ]
-    subprocess.run([*command, f"kvtier[daemon] @ {wheel.as_uri()}"], check=True, timeout=TIMEOUT_S)
+    *pip, requirement = shlex.split(wheels.install_line(wheel))
+    assert pip == [f"python3.{minor}", "-m", "pip", "install"]
+    subprocess.run([*command, requirement], check=True, timeout=TIMEOUT_S)
     socket, environment = socket_dir / "d.sock", {"PATH": str(venv / "bin")}
     flags = [f"--server-socket={socket}", f"--pool-path={shm_dir / 'pool'}", "--pool-size=66MiB"]
     daemon = subprocess.Popen(

@@ -33,8 +33,8 @@ from tests.vllm.rig import kv_transfer_config, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-# A few tokens are left to compute: on some processors the CPU build of vLLM 0.32 ends by an illegal instruction
-# if the first step of its life has one token.
+# A few tokens are left to compute: on some processors the CPU build of vLLM 0.32 ends by an illegal
+# instruction if the first step of its life has one token.
 STORY_CACHED = 10 * BLOCK
 STORY = prompt(STORY_CACHED + 9, seed=90)
 VLLM_LINE = re.compile(r"\((\w+) pid=\d+\) (INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] ")

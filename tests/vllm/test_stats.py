@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter as Sums
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
-from kvtier_vllm.stats import COUNTERS, PREFIX, Increments, KvtierStats
+from kvtier_vllm.stats import COUNTERS, PREFIX, Increments, KvtierPromMetrics, KvtierStats
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config
@@ -87,6 +89,22 @@ def test_vllm_logs_and_exports_it(
     assert f"{PREFIX}loads_failed_total{labels} 0.0" in exported
     for name in COUNTERS:
         assert f"# HELP {PREFIX}{name}_total" in exported
+    assert not re.search(rf"^{PREFIX}\w+_created", exported, re.MULTILINE)
+
+
+def test_vllm_s_own_created_series_stay(registry: None) -> None:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    prometheus_client.enable_created_metrics()
+    theirs = Counter("vllm:theirs", "Of vLLM.", ["engine"])
+    theirs.labels("0").inc()
+    config = SimpleNamespace(kv_transfer_config=None)
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    KvtierPromMetrics(config, kinds, ["engine"], {0: ["0"]}).observe({"loads": 3}, 0)
+    exported = prometheus_client.generate_latest().decode()
+    assert "vllm:theirs_created{" in exported
+    assert f'{PREFIX}loads_total{{engine="0"}} 3.0' in exported
+    assert not re.search(rf"^{PREFIX}\w+_created", exported, re.MULTILINE)
 
 
 def test_increments_are_of_what_has_changed() -> None:

@@ -879,6 +879,7 @@ class InstanceStatus(google.protobuf.message.Message):
     MAPPED_BYTES_FIELD_NUMBER: builtins.int
     LEASED_BLOCKS_FIELD_NUMBER: builtins.int
     TRANSFERS_ACTIVE_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     instance: builtins.str
     epoch: builtins.int
     ready: builtins.bool
@@ -889,6 +890,8 @@ class InstanceStatus(google.protobuf.message.Message):
     """Bytes of engine memory mapped for it."""
     leased_blocks: builtins.int
     transfers_active: builtins.int
+    number: builtins.int
+    """The label `engine` of metrics: the lowest, from 1, that no instance of another name had when it began."""
     @property
     def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionStatus]: ...
     def __init__(
@@ -904,8 +907,9 @@ class InstanceStatus(google.protobuf.message.Message):
         mapped_bytes: builtins.int = ...,
         leased_blocks: builtins.int = ...,
         transfers_active: builtins.int = ...,
+        number: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "leased_blocks", b"leased_blocks", "mapped_bytes", b"mapped_bytes", "model", b"model", "namespace_digest", b"namespace_digest", "ready", b"ready", "sessions", b"sessions", "transfers_active", b"transfers_active", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "leased_blocks", b"leased_blocks", "mapped_bytes", b"mapped_bytes", "model", b"model", "namespace_digest", b"namespace_digest", "number", b"number", "ready", b"ready", "sessions", b"sessions", "transfers_active", b"transfers_active", "world_size", b"world_size"]) -> None: ...
 
 global___InstanceStatus = InstanceStatus
 

@@ -132,6 +132,15 @@ class Books:
             )
         return instance.plans[group]
 
+    def number_for(self, name: str) -> int:
+        """Of an instance of this name that begins: that of an ending one of the same name, else the lowest
+        that no instance has."""
+        taken = {instance.number for instance in self.instances.values()}
+        for instance in self.instances.values():
+            if instance.name == name:
+                return instance.number
+        return next(number for number in itertools.count(1) if number not in taken)
+
     def may_be_over(self, instance: Instance) -> None:
         """Closes the books of an ended instance once no worker holds anything of it."""
         if not instance.over or instance.mappings:

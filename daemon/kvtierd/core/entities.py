@@ -138,6 +138,9 @@ class Instance(Entity):
 
     state: State = InstanceState.FORMING
     name: str
+    number: int
+    """The lowest, from 1, that no instance of another name had when it began. Names are new at each start of
+    an engine; of numbers there are no more than there ever were instances at once."""
     epoch: Epoch
     world_size: int
     namespace_fields: bytes

@@ -70,6 +70,7 @@ class Instances:
         if instance is None:
             instance = Instance(
                 name=stimulus.instance,
+                number=books.number_for(stimulus.instance),
                 epoch=Epoch(next(books.epoch_ids)),
                 world_size=stimulus.world_size,
                 namespace_fields=stimulus.namespace_fields,

@@ -324,6 +324,7 @@ class Machine:
 def _instance_status(instance: Instance) -> InstanceStatus:
     return InstanceStatus(
         name=instance.name,
+        number=instance.number,
         epoch=instance.epoch,
         ready=instance.live,
         world_size=instance.world_size,

@@ -110,6 +110,8 @@ class DiskTally:
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
     name: str
+    number: int
+    """From 1; free for another name once this one is gone."""
     epoch: Epoch
     ready: bool
     world_size: int

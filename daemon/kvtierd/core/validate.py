@@ -230,6 +230,9 @@ def _check_sessions(books: Books) -> None:
         if session.mapping is not None:
             assert not session.instance.over, "a session of an ended epoch has a mapping"
         assert not (session.lost and session.registered), "a registered session counts as lost"
+    numbered = {(instance.name, instance.number) for instance in books.instances.values()}
+    names, numbers = {name for name, _ in numbered}, {number for _, number in numbered}
+    assert len(numbered) == len(names) == len(numbers), "two names have one number, or one has two"
     attached = sum(len(instance.sessions) for instance in books.instances.values())
     assert attached == len(books.sessions), "a session was lost"
 

@@ -351,8 +351,9 @@ DECLARED = (
         _G,
         "kvtier_instance_mapped_bytes",
         ("engine",),
-        "Bytes of one engine's memory mapped by copy workers; of the 64 that have most.",
-        "Whose GPU memory is held.",
+        "Bytes of one engine's memory mapped by copy workers, by the number of the engine, 1 to 64 and more.",
+        "Whose GPU memory is held: `kvtierctl engines` says which engine has which number, as long as it is "
+        "attached; the next engine takes the number of one that is gone.",
     ),
     Declared(
         _G,

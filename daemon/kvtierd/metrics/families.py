@@ -1,5 +1,6 @@
 """A snapshot of the cache as Prometheus sees it."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
@@ -12,6 +13,10 @@ DISK_PREFIX = "disk-"
 """How the device names of disks begin."""
 DISK_STATES = ("starting", "live", "off", "failing")
 INSTANCES_SHOWN_MAX = 64
+SIZES_SHOWN_MAX = 32
+"""Slot sizes are what engines' layouts make them. All others are summed."""
+MORE = "more"
+"""Label value of all that are not shown one by one."""
 
 
 def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
@@ -39,11 +44,7 @@ def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_pool_extents", core.extents_free, "free")
     free_bytes = sum(size.free * size.slot_bytes for size in core.sizes)
     sheet.set("kvtier_pool_fragmented_bytes", free_bytes)
-    for size in core.sizes:
-        name = str(size.slot_bytes)
-        sheet.set("kvtier_slots", size.slots - size.free - size.withheld, name, "used")
-        sheet.set("kvtier_slots", size.free, name, "free")
-        sheet.set("kvtier_slots", size.withheld, name, "withheld")
+    _slots(sheet, snapshot)
     sheet.set("kvtier_blocks", core.blocks.writing, "writing")
     sheet.set("kvtier_blocks", core.blocks.ready, "ready")
     sheet.set("kvtier_blocks", core.blocks.evicting, "evicting")
@@ -55,6 +56,18 @@ def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_quarantined_slots", pool.quarantined_slots)
     sheet.set("kvtier_corrupt_slots", core.corrupt_slots)
     sheet.set("kvtier_discarded_slots", pool.discarded_slots)
+
+
+def _slots(sheet: Sheet, snapshot: Snapshot) -> None:
+    by_extents = sorted(snapshot.core.sizes, key=lambda size: size.extents, reverse=True)
+    slots: Counter[tuple[str, str]] = Counter()
+    for index, size in enumerate(by_extents):
+        name = str(size.slot_bytes) if index < SIZES_SHOWN_MAX else MORE
+        slots[name, "used"] += size.slots - size.free - size.withheld
+        slots[name, "free"] += size.free
+        slots[name, "withheld"] += size.withheld
+    for labels, count in slots.items():
+        sheet.set("kvtier_slots", count, *labels)
 
 
 def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
@@ -105,13 +118,14 @@ def _clients(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_instances", ready, "ready")
     sheet.set("kvtier_instances", len(core.instances) - ready - ending, "incomplete")
     sheet.set("kvtier_instances", ending, "ending")
-    mapped: dict[str, int] = {}
-    for instance in core.instances:  # of one name there may be an ending one and its successor
-        mapped[instance.name] = mapped.get(instance.name, 0) + instance.mapped_bytes
-    for name in sorted(mapped, key=mapped.__getitem__, reverse=True)[:INSTANCES_SHOWN_MAX]:
-        sheet.set("kvtier_instance_mapped_bytes", mapped[name], name)
+    mapped: Counter[str] = Counter()
+    for instance in core.instances:  # of one number there may be an ending one and its successor
+        name = str(instance.number) if instance.number <= INSTANCES_SHOWN_MAX else MORE
+        mapped[name] += instance.mapped_bytes
+    for name, mapped_bytes in mapped.items():
+        sheet.set("kvtier_instance_mapped_bytes", mapped_bytes, name)
     sheet.set("kvtier_sessions", len(snapshot.sessions))
-    sheet.set("kvtier_client_mapped_bytes", sum(mapped.values()))
+    sheet.set("kvtier_client_mapped_bytes", mapped.total())
     sheet.set("kvtier_leases", core.leases)
     sheet.set("kvtier_leased_blocks", core.leased_blocks)
     sheet.set("kvtier_lease_oldest_seconds", core.lease_oldest_s)

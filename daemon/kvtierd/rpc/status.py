@@ -68,6 +68,7 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
         instances=[
             admin_pb2.InstanceStatus(
                 instance=instance.name,
+                number=instance.number,
                 epoch=instance.epoch,
                 ready=instance.ready,
                 world_size=instance.world_size,

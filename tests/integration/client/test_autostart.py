@@ -160,5 +160,5 @@ def test_without_the_daemons_package_it_says_what_to_install(
     socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(autostart.AutostartError, match=r"pip install 'kvtier\[daemon\]'"):
+    with pytest.raises(autostart.AutostartError, match=r"with its extra `daemon` here.*`make wheels`"):
         autostart.ensure(str(socket))

@@ -37,9 +37,12 @@ def test_engines_and_their_processes_are_listed(daemon: Daemon, session: RawSess
     text = ctl(daemon, "engines")
     [instance] = ctl_json(daemon, "engines")
     assert text.splitlines()[0].split() == [
-        "ENGINE", "STATE", "MODEL", "RANKS", "MAPPED", "LEASED", "TRANSFERS", "NAMESPACE",
+        "NO", "ENGINE", "STATE", "MODEL", "RANKS", "MAPPED", "LEASED", "TRANSFERS", "NAMESPACE",
     ]  # fmt: skip
     assert instance["instance"] in text
+    assert text.splitlines()[1].startswith(f" {instance['number']}  {instance['instance']}")
+    mapped = daemon.metrics()[f"kvtier_instance_mapped_bytes.{instance['number']}"]
+    assert mapped == instance["mapped_bytes"] > 0
     assert f"pid {instance['sessions'][0]['pid']}, attached for " in text
     assert instance["namespace_digest"] in text
 

@@ -56,6 +56,7 @@ def disk_status(number: int, state: str) -> DiskStatus:
 def busy_snapshot() -> Snapshot:
     instance = InstanceStatus(
         name="engine-0",
+        number=1,
         epoch=Epoch(12),
         ready=True,
         world_size=1,

@@ -64,7 +64,7 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_lease_oldest_seconds{}", 12.5),
         ("kvtier_lease_held_seconds_sum{}", 72.5),
         ("kvtier_lease_held_seconds_count{}", 36),
-        ("kvtier_instance_mapped_bytes{engine=engine-0}", 3 << 20),
+        ("kvtier_instance_mapped_bytes{engine=1}", 3 << 20),
         (f"kvtier_pool_remote_bytes{{device={GPU}}}", 4 << 20),
         ("kvtier_store_blocks_total{tier=host}", 23),
         ("kvtier_store_bytes_total{tier=host}", 24 << 10),
@@ -174,6 +174,38 @@ def test_what_is_not_so_is_not_shown() -> None:
 def test_without_a_disk_tier_nothing_is_said_of_one() -> None:
     found = samples(dataclasses.replace(busy_snapshot(), disks=()))
     assert not [name for name in found if "kvtier_disk" in name or "promoted" in name or "tier=disk" in name]
+
+
+def test_engines_and_sizes_are_summed_where_they_are_too_many() -> None:
+    snapshot = busy_snapshot()
+    [instance] = snapshot.core.instances
+    [size, _] = snapshot.core.sizes
+    instances = tuple(
+        dataclasses.replace(instance, name=f"engine {number}", number=number, mapped_bytes=1)
+        for number in range(1, 201)
+    )
+    sizes = tuple(
+        dataclasses.replace(size, slot_bytes=4096 * number, extents=number) for number in range(1, 101)
+    )
+    core = dataclasses.replace(snapshot.core, instances=instances, sizes=sizes)
+    found = samples(dataclasses.replace(snapshot, core=core))
+    mapped = {name: value for name, value in found.items() if "instance_mapped" in name}
+    assert len(mapped) == 65
+    assert mapped["kvtier_instance_mapped_bytes{engine=more}"] == 136
+    assert sum(mapped.values()) == found["kvtier_client_mapped_bytes{}"] == 200
+    slots = {name: value for name, value in found.items() if name.startswith("kvtier_slots")}
+    assert len(slots) == 33 * 3
+    assert slots["kvtier_slots{slot_bytes=409600,state=free}"] == size.free, "those with most extents"
+    assert slots["kvtier_slots{slot_bytes=more,state=free}"] == 68 * size.free
+
+
+def test_two_epochs_of_one_engine_are_one_series() -> None:
+    snapshot = busy_snapshot()
+    [instance] = snapshot.core.instances
+    ending = dataclasses.replace(instance, fencing=True, mapped_bytes=5)
+    core = dataclasses.replace(snapshot.core, instances=(ending, instance))
+    found = samples(dataclasses.replace(snapshot, core=core))
+    assert found["kvtier_instance_mapped_bytes{engine=1}"] == 5 + instance.mapped_bytes
 
 
 def test_no_two_families_share_a_name_and_all_have_help() -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 from kvtierd import config
 from kvtierd.metrics import DECLARED, Kind
@@ -132,12 +133,57 @@ class TestKernel:
         assert sum(bool(named) for named in found.values()) >= 4, "the expression finds what is said"
 
 
+class TestInstalling:
+    """There is no package of this name on an index: nobody is told to install one from there."""
+
+    FROM_AN_INDEX = re.compile(
+        r"\b(?:pip3?|uvx?|pipx|poetry|conda)\b[^\n]{0,40}?\b(?:install|add|download|run)\b[^\n]{0,60}?"
+        r"(?<![\w./-])kvtier(?![\w./-])"
+    )
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "pip install kvtier",
+            "pip install 'kvtier[daemon]'",
+            "python -m pip install --upgrade kvtier==0.1.0",
+            "# vLLM's image, and `pip install kvtier` in it",
+            "uv add kvtier",
+            "uv pip install --system kvtier[daemon]>=0.1",
+        ],
+    )
+    def test_the_expression_finds_it(self, said: str) -> None:
+        assert self.named(said) != []
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "pip install '.[daemon]'",
+            "pip uninstall kvtier",
+            "python3.11 -m pip install '/dist/kvtier-0.1.0-cp311-cp311-manylinux_2_34_x86_64.whl[daemon]'",
+            "/opt/kvtier/bin/pip install '/src[daemon]'",
+        ],
+    )
+    def test_the_expression_finds_nothing_else(self, said: str) -> None:
+        assert self.named(said) == []
+
+    def test_no_text_tells_people_to(self) -> None:
+        found = {name: named for name, text in _texts_for_people() if (named := self.named(text))}
+        assert found == {}
+
+    def named(self, text: str) -> list[str]:
+        return [match[0] for match in self.FROM_AN_INDEX.finditer(text)]
+
+
 def _texts_for_people() -> Iterator[tuple[str, str]]:
     """Documents, shipped files, and what programs say: strings that are no docstrings."""
     shipped = [path for path in (REPO / "deploy").rglob("*") if path.is_file() and path.suffix != ".json"]
-    for path in [REPO / "README.md", REPO / "pyproject.toml", *DOCS.glob("*.md"), *shipped]:
+    pages = [REPO / name for name in ("README.md", "ARCHITECTURE.md", "pyproject.toml", "Makefile")]
+    for path in [*pages, *DOCS.glob("*.md"), *(REPO / "tests").rglob("README.md"), *shipped]:
         yield str(path.relative_to(REPO)), path.read_text()
-    for path in [*(REPO / "daemon").rglob("*.py"), *(REPO / "clients").rglob("*.py")]:
+    for path in [
+        path for root in ("daemon", "clients", "kernels", "tools") for path in (REPO / root).rglob("*.py")
+    ]:
         tree = ast.parse(path.read_text())
         documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         said = [
