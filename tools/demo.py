@@ -1,7 +1,7 @@
 """`make demo`: one cache, two engines. A vLLM computes a long prefix and is killed; another gets it back.
 Then the daemon is killed while that engine lives: it is started again, and the engine hits again. Then its
-pool is taken away as well, as a reboot of the host would: the engine hits from disk. At last the pool is
-made so small that the prompt nearly fills it.
+pool is taken away as well, as a reboot of the host would: the engine hits from disk. Then the pool is made
+so small that the prompt nearly fills it. At last an API server starts a daemon itself, which outlives it.
 
 Everything is real: kvtierd on its embedded default and a folder for its disk tier, two vLLM engines on the
 CPU, a model made on the spot, and the text of LICENSE as prompt (its bytes are the token ids). The last line
@@ -33,6 +33,7 @@ from kvtier_kernels import PoolRecords
 from kvtierd import config
 
 from tests.vllm.engine import Engine, EngineError, EngineOptions, Generated
+from tools.demo_autostart import daemon_survives
 from tools.tiny_llama import PRESETS, ensure
 
 REPO = Path(__file__).resolve().parents[1]
@@ -450,6 +451,9 @@ def story(stack: ExitStack) -> dict[str, Any]:
         say(f"  {line}")
     second.stop()
     daemon.stop()
+
+    say("\n10. An API server that starts a daemon itself, and is ended as a user ends it.")
+    autostarted = daemon_survives(stack, model, CONNECTOR, prompt, OUT, say)
     return {
         "restored_tokens": restored.num_cached_tokens,
         "expected_tokens": full_tokens,
@@ -471,6 +475,7 @@ def story(stack: ExitStack) -> dict[str, Any]:
         "large_prefix_share_of_pool": round(share, 3),
         "bit_identical_large_prefix": whole,
         "stored_blocks": len(slots),
+        "autostarted_daemon_survived": autostarted,
     }
 
 
@@ -498,6 +503,8 @@ def verdict(figures: dict[str, Any]) -> list[str]:
         )
     if not figures["negative_control_detected"]:
         wrong.append("a corrupted block was neither refused nor visible")
+    if not figures["autostarted_daemon_survived"]:
+        wrong.append("a daemon that an API server had started did not outlive it, or did not serve the next")
     return wrong
 
 
@@ -519,7 +526,7 @@ def main() -> int:
     except KeyboardInterrupt:
         say("\nInterrupted: engines, daemon and pool are gone.")
         return 130
-    except (DemoError, EngineError) as error:
+    except (AssertionError, DemoError, EngineError) as error:
         say(f"\nThe demo failed: {error}")
         return 1
     wrong = verdict(figures)
@@ -534,7 +541,8 @@ def main() -> int:
             f" {figures['ttft_cold_s']:.3f} s ({speedup:.1f} times sooner); the daemon was killed,"
             " and the engine that lived on got them back as well; the pool was deleted, and it got them back"
             " from disk; a corrupted block was refused; a prompt that fills"
-            f" {figures['large_prefix_share_of_pool']:.0%} of its pool came back whole."
+            f" {figures['large_prefix_share_of_pool']:.0%} of its pool came back whole; a daemon that an API"
+            " server had started outlived it."
             f" Logs: {OUT.relative_to(REPO)}/"
         )
     print(json.dumps(figures), flush=True)

@@ -143,6 +143,11 @@ class Engine:
         return self._process.pid
 
     @property
+    def log(self) -> Path:
+        """What it prints."""
+        return self._log
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
