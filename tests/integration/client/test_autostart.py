@@ -88,12 +88,12 @@ def test_it_is_nobodys_child_when_the_one_that_started_it_is_killed_with_all_des
     assert engine.stdout is not None
     pid = int(engine.stdout.readline())
     tree = psutil.Process(engine.pid).children(recursive=True)
-    assert pid not in [process.pid for process in tree]
     for process in tree:
         process.kill()
     os.killpg(engine.pid, signal.SIGKILL)
     engine.wait(60)
     engine.stdout.close()
+    assert pid not in [process.pid for process in tree]
     assert [process.pid for process in daemons(socket)] == [pid]
     with PlainClient(socket, "one").ready() as plain:
         assert plain.store(HASHES).done
