@@ -279,6 +279,7 @@ class Session:
             daemon_version=welcome.daemon_version if welcome else "",
             features=frozenset(welcome.features) if welcome else frozenset(),
             pool_bytes=welcome.pool_bytes if welcome else 0,
+            prefix_tokens_max=self.prefix_tokens_max,
             boot_nonce=welcome.boot_nonce if welcome else 0,
             layout_fingerprint=welcome.layout_fingerprint if welcome else "",
             namespace_digest=attachment.instance.namespace_digest if attachment else "",

@@ -62,6 +62,9 @@ class ClientStatus:
     pool_bytes: int
     """Size of the daemon's pool as of the last session; 0 before the first, and if the daemon does not say.
     """
+    prefix_tokens_max: int
+    """Tokens of the longest prefix that the pool can hold; 0: not known, or longer ones can be kept on disks.
+    """
     boot_nonce: int
     layout_fingerprint: str
     """Hex, empty for a scheduler. Ranks share blocks only under equal fingerprints and namespaces."""

@@ -37,6 +37,8 @@ def adopt_client_log() -> None:
 def attached(status: ClientStatus, socket: str, config: ConnectorConfig, *, again: bool) -> str:
     """One line for people: which daemon the engine has attached to, and what it will do with it."""
     pool = f", pool of {_size(status.pool_bytes)}" if status.pool_bytes else ""
+    if status.prefix_tokens_max:
+        pool += f" (room for {status.prefix_tokens_max:,} tokens)"
     return (
         f"kvtier: attached{' again' * again} to kvtierd {status.daemon_version} (pid {status.daemon_pid}) at "
         f"{socket}, namespace {status.namespace_digest}{pool}. {stores(config)}; {loads(config)}."

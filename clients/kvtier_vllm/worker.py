@@ -298,18 +298,18 @@ class WorkerSide:
 
     def _follow(self, order: LoadOrder, client: Client | None, now_s: float) -> list[Part]:
         """The parts of an order, of a new load or of one that has a rest."""
-        load = next(
-            (each for each in self._loads if each.order.rest and each.order.request == order.request), None
-        )
-        if load is None and order.goes_on:
-            for part in order.parts:
-                if part is not None:
-                    Part(client, part, (), now_s).revoke()
-            return []
-        if load is None:
+        if not order.goes_on:
             load = _Load(order, in_vain=self._asleep)
             self._loads.append(load)
-        load.order = order
+        else:
+            known = [each for each in self._loads if each.order.rest and each.order.request == order.request]
+            if not known:  # it was reported already
+                for part in order.parts:
+                    if part is not None:
+                        Part(client, part, (), now_s).revoke()
+                return []
+            load = known[0]
+            load.order = order
         parts = []
         for part, block_ids in zip(order.parts, order.block_ids, strict=True):
             if part is None:
