@@ -28,6 +28,9 @@
 
 It needs a `kvtierd` that runs, here or where KVTIER_SOCKET says, and prints what is said behind it.
 
+A lease holds as many blocks as the pool has room to hold. What it left out of a long prefix (`hit.unleased`)
+is looked up again when the load has ended: so a prefix of any size is loaded, part by part.
+
 `kvtier.aio.Client` is the same for asyncio. An engine of several processes uses one client with
 `role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank, which shares
 memory, rings doorbells, and asks what has become of the parts (`Transfer.part`) that the scheduler told it

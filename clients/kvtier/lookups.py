@@ -77,9 +77,9 @@ class Lookup:
 
     @property
     def pending(self) -> bool:
-        """Prefix mode: the run of hits ended at a block that somebody is storing right now, or that is being
-        promoted from a lower tier: asked again in a moment, it may be longer. Joint: likewise. Exact mode:
-        some block is so.
+        """Prefix mode: the run of hits ended at a block that somebody is storing right now, that is being
+        promoted from a lower tier, or that finds no room in a lease before others have loaded: asked again in
+        a moment, it may be longer. Joint: likewise. Exact mode: some block is so.
         """
         return PENDING in self.states or any(group.pending for group in self.groups)
 
