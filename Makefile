@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-autostart test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-autostart test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long pictures wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -73,6 +73,9 @@ test-faults-short: setup ## the same tests, each campaign a few rounds, as in `m
 	@$(PY) -m tools.faults short
 
 test-faults-long: test-faults
+
+pictures: setup ## the pictures of the dashboard in docs/: ten minutes of real engines, on Debian (its Prometheus)
+	@$(PY) -m tests.deploy.picture --out docs
 
 wheels: setup-light ## what a release consists of, into dist/: the sdist, and a manylinux wheel for each Python at hand
 	@$(PY) -m tools.wheels

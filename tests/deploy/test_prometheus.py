@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,11 @@ class Prometheus:
         self._log.close()
 
 
-def question(expression: str) -> str:
+def question(expression: str, rate_s: int = 10) -> str:
     """A panel's query with its variables filled in, as Grafana would."""
-    filled = expression.replace("$__rate_interval", "10s").replace("$job", ".*").replace("$instance", ".*")
+    filled = (
+        expression.replace("$__rate_interval", f"{rate_s}s").replace("$job", ".*").replace("$instance", ".*")
+    )
     assert "$" not in filled, expression
     return filled
 
@@ -228,7 +230,9 @@ def test_every_panel_has_data_of_a_daemon_under_load(
                 raise AssertionError(f"no data: {missing()}") from error
             started_s = time.time()
             prometheus.until(lambda: time.time() > started_s + 30, "there is something to see")
-            draw(prometheus, dashboard)
+            made = draw(answers_of(prometheus, dashboard), PLACE / "pictures")
+            rows = [panel for panel in dashboard["panels"] if panel["type"] == "row"]
+            assert len(made) == len(rows)
             draw_top(daemon)
             proved(f"All {len(targets)} queries of the dashboard have data of a real Prometheus.")
             rules = prometheus.ask("rules")["groups"]
@@ -261,15 +265,24 @@ def test_every_panel_has_data_of_a_daemon_under_load(
         prometheus.close()
 
 
-def draw(prometheus: Prometheus, dashboard: dict[str, Any]) -> None:
-    """A picture of the panels: build/deploy/dashboard.png. The one in docs/ was made like this."""
+def answers_of(
+    prometheus: Prometheus,
+    dashboard: dict[str, Any],
+    events: Sequence[tuple[float, str]] = (),
+    *,
+    window_s: float = 60,
+    step_s: int = 1,
+    rate_s: int = 10,
+) -> dict[str, Any]:
+    """What Prometheus says to every panel about the last `window_s` seconds, for `draw.py`."""
     end_s = time.time()
     answers = {}
     for panel in panels(dashboard):
         series = []
         for target in panel["targets"]:
-            window = {"start": end_s - 60, "end": end_s, "step": 1}
-            for each in prometheus.ask("query_range", query=question(target["expr"]), **window)["result"]:
+            window = {"start": end_s - window_s, "end": end_s, "step": step_s}
+            asked = question(target["expr"], rate_s)
+            for each in prometheus.ask("query_range", query=asked, **window)["result"]:
                 metric = each["metric"]
                 label = target["legendFormat"]
                 for name in re.findall(r"\{\{(\w+)\}\}", label):
@@ -278,9 +291,17 @@ def draw(prometheus: Prometheus, dashboard: dict[str, Any]) -> None:
                 if any(math.isfinite(value) for _, value in values):
                     series.append({"label": label, "values": values})
         answers[str(panel["id"])] = series
+    return {"panels": answers, "events": list(events), "window": [end_s - window_s, end_s]}
+
+
+def draw(answers: dict[str, Any], folder: Path) -> list[Path]:
+    """A picture of each row of the dashboard."""
     PLACE.mkdir(parents=True, exist_ok=True)
     (PLACE / "answers.json").write_text(json.dumps(answers))
-    run_draw(DASHBOARD, PLACE / "answers.json", PLACE / "dashboard.png")
+    run_draw(DASHBOARD, PLACE / "answers.json", folder)
+    made = sorted(folder.glob("dashboard-*.png"))
+    assert all(each.read_bytes().startswith(b"\x89PNG") for each in made)
+    return made
 
 
 def draw_top(daemon: Daemon) -> None:
@@ -292,10 +313,10 @@ def draw_top(daemon: Daemon) -> None:
     assert max(map(len, second.splitlines())) <= 80
     (PLACE / "top.txt").write_text(second)
     run_draw(PLACE / "top.txt", PLACE / "top.png")
+    assert (PLACE / "top.png").read_bytes().startswith(b"\x89PNG")
 
 
 def run_draw(*files: Path) -> None:
     command = [str(UV), "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
     command += ["--with", "matplotlib", "python", str(Path(__file__).with_name("draw.py")), *map(str, files)]
     subprocess.run(command, check=True, timeout=300)
-    assert files[-1].read_bytes().startswith(b"\x89PNG")

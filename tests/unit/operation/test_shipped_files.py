@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,18 @@ def test_panels_do_not_overlap_and_fill_their_rows() -> None:
         taken |= cells
     assert len(taken) == 24 * (max(y for _, y in taken) + 1)
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_every_row_of_the_dashboard_has_a_picture_that_can_be_read_as_it_is() -> None:
+    page = (DOCS / "operate.md").read_text()
+    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    wanted = {f"dashboard-{row.lower().replace(' ', '-')}.png" for row in rows}
+    assert set(re.findall(r"!\[[^]]+\]\((dashboard[^)]*\.png)\)", page)) == wanted
+    assert {path.name for path in DOCS.glob("dashboard*.png")} == wanted
+    for name in wanted:
+        width, height = struct.unpack(">II", (DOCS / name).read_bytes()[16:24])
+        assert width <= 1_100, "a page shows it without making it smaller"
+        assert height <= 700, "a screen holds it"
 
 
 class TestKernel:
