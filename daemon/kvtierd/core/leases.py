@@ -151,10 +151,11 @@ class Leases:
     # --- leases ---
 
     def _grant(
-        self, instance: Instance, group: int, plan: GroupPlan, found: Entries
+        self, instance: Instance, group: int, plan: GroupPlan, found: Entries, *, fits: bool = False
     ) -> tuple[Lease | None, Refusal | None]:
         """A lease on as many of these READY blocks as there is room for, from the first on; and, where that
-        is not all of them, why."""
+        is not all of them, why. `fits`: there is room for all of them, with others that are leased with
+        them."""
         books, room = self._books, self._books.lease_room
         limits = books.limits
         if len(instance.leases) >= limits.leases_max:
@@ -164,7 +165,7 @@ class Leases:
                 field="lease",
                 value=len(instance.leases),
             )
-        fitting = room.fitting(instance.held, plan.domain, found)
+        fitting = len(found) if fits else room.fitting(instance.held, plan.domain, found)
         refused = None if fitting == len(found) else self.no_room(instance, fitting, len(found), "blocks")
         if fitting == 0:
             return None, refused
@@ -208,10 +209,11 @@ class Leases:
     def grant_all(
         self, instance: Instance, wanted: Sequence[tuple[int, GroupPlan, Entries]]
     ) -> tuple[Lease, ...]:
-        """A lease for each group, on READY blocks. Refusal LEASE_LIMIT: then none is granted."""
+        """A lease for each group, on READY blocks for which there is room in all. Refusal LEASE_LIMIT: then
+        none is granted."""
         granted: list[Lease] = []
         for group, plan, entries in wanted:
-            lease, refused = self._grant(instance, group, plan, entries)
+            lease, refused = self._grant(instance, group, plan, entries, fits=True)
             if lease is not None:
                 granted.append(lease)
             if refused is not None:

@@ -160,6 +160,19 @@ class TestLeases:
             assert (counters.missed_lease_limit, counters.refused_leases) == (2 * (6 - fits), 1)
         one.load(leases(reply)[0], list(range(fits)), group=0)
 
+    def test_of_several_groups_fit_together_or_not_at_all(self, make_host: Callable[..., Host]) -> None:
+        """What the twin shares with the other counts as its own while the last group gets its lease: that
+        must not take the room from it which there was for all."""
+        host = make_host(CoreLimits(leased_fraction_max=20.1 / 56))
+        one = both(host)
+        run = tuple(range(1, 16))
+        one.stored(*run)
+        one.stored(*run, group=1)
+        one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
+        reply = both(host, name="twin").lookup_groups((0, run), (2, run), lease=True)
+        assert hits(reply) == [15, 15]
+        assert len(leases(reply)) == 2
+
     def test_that_find_no_room_beside_others_are_worth_waiting_for(
         self, make_host: Callable[..., Host]
     ) -> None:
