@@ -86,6 +86,10 @@ class ConnectorConfig:
     load_start_deadline_s: float = 2.0
     """A load that has not started this long after it was let go (on a GPU: after its step was enqueued) is
     given up, and its tokens are computed. The same goes for stores that keep a finished request's blocks."""
+    audit_rate: float = 0.001
+    """Of requests that load, the share of which the last block is computed as well and compared with what is
+    stored; the first hit after each attachment is one of them. If the two are not of one model, this engine
+    loads and stores nothing more. 0: no audits."""
     share: str = "auto"
     """How a KV cache on a GPU is shared. "export": the daemon copies to and from it directly. "mirror": the
     engine copies blocks to and from host memory that the daemon maps, which costs it time and a thread, and
@@ -117,7 +121,9 @@ class ConnectorConfig:
 
 
 TIERS_EXPECTED = '["host", "disk"] or ["host"]'
-_MOST = {"prefill_tokens_per_s": 1e9} | dict.fromkeys(("pin_s", "max_pin_s", "ttl_s"), SECONDS_MAX)
+_MOST = {"prefill_tokens_per_s": 1e9, "audit_rate": 1.0} | dict.fromkeys(
+    ("pin_s", "max_pin_s", "ttl_s"), SECONDS_MAX
+)
 _LEAST = {"store_threshold": 1}
 _CHOICES = {
     "priority": PRIORITIES,

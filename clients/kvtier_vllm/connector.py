@@ -24,14 +24,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvtier_vllm import autostart
+from kvtier_vllm.auditing import Audits, threshold_of
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
-from kvtier_vllm.groups import HYBRID_VLLM, context_ranks, groups_of, replicated_groups
+from kvtier_vllm.groups import HYBRID_VLLM, Groups, context_ranks, groups_of, replicated_groups
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
@@ -100,6 +102,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     log,
                     None if self._config.prefill_tokens_per_s else _prefill_meter(vllm_config),
                     _block_events(vllm_config, kv_cache_config),
+                    audits=_audits(vllm_config, groups, self._config),
                     in_parts=_failures_recompute(transfer),
                 )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
@@ -246,7 +249,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if side is not None and not self._is_off:
             cache, engine = self._kv_cache_config, self._vllm_config
             same, spread = replicated_groups(cache, engine), context_ranks(cache, engine)
-            self._guard(lambda: side.register(kv_caches, cache, same, spread), None)
+            dtype = str(engine.cache_config.cache_dtype)
+            self._guard(lambda: side.register(kv_caches, cache, same, spread, dtype), None)
             if side.link is not None and not self._config.autostart:  # else the scheduler, which comes next,
                 side.link.wait_ready(ATTACH_WAIT_S)  # may have to start a daemon first
 
@@ -303,6 +307,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        side = self._worker
+        return None if side is None else self._guard(side.report, None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
@@ -456,6 +464,11 @@ def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
         # An engine whose steps are all small has no better ones to show.
         step_tokens_min=min(STEP_TOKENS_MIN, max(1, scheduler.max_num_batched_tokens // 2)),
     )
+
+
+def _audits(vllm_config: VllmConfig, groups: Groups, config: ConnectorConfig) -> Audits:
+    threshold = threshold_of(str(vllm_config.model_config.dtype), str(vllm_config.cache_config.cache_dtype))
+    return Audits(groups, config.audit_rate, threshold, vllm_config.parallel_config.world_size, log)
 
 
 def _block_events(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockEvents | None:

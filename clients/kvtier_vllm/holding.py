@@ -29,6 +29,14 @@ class BlockPool(Protocol):
     def get_num_free_blocks(self) -> int: ...
 
 
+class WholeBlockPool(BlockPool, Protocol):
+    """And what more audits use of it, seen in the same releases."""
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]: ...
+
+    def evict_blocks(self, block_ids: set[int]) -> None: ...
+
+
 @dataclass(slots=True)
 class _Hold:
     block_ids: Sequence[int]

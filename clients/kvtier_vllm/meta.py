@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier import PartRef
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 LOAD_DOORBELL = 0
 """Rung with the step's number when the step's new blocks may be written."""
@@ -44,6 +47,27 @@ class StoreOrder:
     does; a few bytes a block, once."""
 
 
+@dataclass(frozen=True, slots=True)
+class AuditLoad:
+    """Stored blocks to be loaded beside what a request computes (see `auditing`), one of each group."""
+
+    ticket: int
+    parts: tuple[PartRef | None, ...]
+    """None: it was refused."""
+    block_ids: tuple[int, ...]
+    """Where each goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCompare:
+    """What this step, or one before it, has computed is to be compared with what was stored, once that is
+    loaded."""
+
+    ticket: int
+    blocks: tuple[tuple[int, int, int], ...]
+    """Group, block that was loaded, block that was computed."""
+
+
 @dataclass(slots=True)
 class KvtierMetadata(KVConnectorMetadata):
     """One step."""
@@ -60,5 +84,34 @@ class KvtierMetadata(KVConnectorMetadata):
     """Stores whose blocks are given to others in this step: withdrawn before anything of it happens."""
     held: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until they are reported as sent."""
+    audits: list[AuditLoad] = field(default_factory=list)
+    """Each is reported once by every worker, when nothing can land in its blocks any more."""
+    compares: list[AuditCompare] = field(default_factory=list)
+    audits_dropped: list[int] = field(default_factory=list)
+    """Tickets of audits nobody waits for any more."""
+    distrusted: list[str] = field(default_factory=list)
+    """Requests whose loads are to fail, whatever becomes of them: an audit has found that what is stored is
+    not what this engine computes."""
     stopped: bool = False
     """The scheduler's side was disabled: end what has not started, report what is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """What one worker has found in one audit."""
+
+    ticket: int
+    differences: tuple[tuple[int, float, str], ...] = ()
+    """For each group: its number, the relative error, and where it is worst. Empty: nothing was compared."""
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler's side after a step, beside what vLLM has words for."""
+
+    audits: list[AuditResult] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Of several workers."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.audits + other.audits)

@@ -17,16 +17,17 @@ from kvtier.joint import JOINT_LOOKUP
 
 from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.ahead import Ahead
+from kvtier_vllm.auditing import Audits, Verdict
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.control import Control, Controls
 from kvtier_vllm.groups import Groups
-from kvtier_vllm.holding import BlockHolds, BlockPool
+from kvtier_vllm.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.hooks import block_table
 from kvtier_vllm.leaving import Leaving
 from kvtier_vllm.link import Link
 from kvtier_vllm.loading import Load, Loader
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, WorkerReport
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.retaining import Granting
@@ -62,11 +63,13 @@ class SchedulerSide:
         prefill: PrefillMeter | None = None,
         events: BlockEvents | None = None,
         *,
+        audits: Audits | None = None,
         in_parts: bool = True,
     ) -> None:
         """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
-        declared. `events`: None if nobody wants to be told what is held. `in_parts`: a prefix that cannot be
-        leased at once is promised whole; if some of it cannot be loaded in the end, vLLM computes it."""
+        declared. `events`: None if nobody wants to be told what is held. `audits`: None for none at all.
+        `in_parts`: a prefix that cannot be leased at once is promised whole; if some of it cannot be loaded
+        in the end, vLLM computes it."""
         self._config = config
         self._groups = groups
         smallest = min(groups.shapes, key=lambda shape: shape.block_tokens)
@@ -99,6 +102,10 @@ class SchedulerSide:
         self._loads = LoadCounters()
         self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
+        self._audits = audits
+        self._quarantined = False
+        """An audit has found that what is stored in this namespace is not what this engine computes."""
+        self._pool: WholeBlockPool | None = None
         self._requests: dict[str, TrackedRequest] = {}
         self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
         self._epoch: int | None = None
@@ -114,9 +121,12 @@ class SchedulerSide:
         """The client in use."""
         return self._link
 
-    def watch_blocks(self, pool: BlockPool) -> None:
+    def watch_blocks(self, pool: WholeBlockPool) -> None:
         """The engine's blocks. From now on stores hold what they read, if that is needed."""
         self._room.watch(pool)
+        self._pool = pool
+        if self._audits is not None:
+            self._audits.watch(pool)
         if self._groups.zeroed:
             self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
 
@@ -129,7 +139,9 @@ class SchedulerSide:
     def has_steps_to_do(self) -> bool:
         """Whether the engine has to go on stepping, even without requests: to have its blocks back, or
         because the daemon is to be told something when stores have ended."""
-        return bool(self._storer.holds) or (len(self._leaving) > 0 and not self._stopped)
+        if self._storer.holds or self._audits:
+            return True
+        return len(self._leaving) > 0 and not self._stopped
 
     # --- what vLLM asks
     # ------------------------------------------------------------------------------------------------------
@@ -157,6 +169,8 @@ class SchedulerSide:
         tracked.matched_at = local
         hashes = self._hashes(tracked)
         total = min(self._loadable(request, hashes, tracked.control), local + self._loaded_max)
+        if tracked.audited_unit is not None:
+            total = min(total, tracked.audited_unit)
         proof = int(self._groups.looks_ahead)  # a unit that is found, and computed all the same
         units = self._matcher.match(
             client,
@@ -169,6 +183,14 @@ class SchedulerSide:
         )
         if units:
             units -= proof
+        if units and self._audits is not None and not tracked.audit_drawn:
+            tracked.audit_drawn = True
+            if self._audits.choose(request.request_id, units):
+                units -= 1
+                tracked.audited_unit = local + units
+                if not self._groups.plain:  # what a shorter prefix needs is another lookup's to lease
+                    self._matcher.drop(request.request_id)
+                    return None
         if units and not self._room.has(request, (local + units) * unit_tokens):
             return None
         return None if units is None else units * unit_tokens
@@ -180,6 +202,8 @@ class SchedulerSide:
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
             self._give_back(grant)
+            if tracked.audited_unit is not None:  # it loads nothing; else it has loaded, and runs
+                self._compute_unaudited(tracked)
             if self._storer.watches:  # another connector may load there, and no step says so
                 new = beyond(self._groups, tables, tracked.expected_tokens)
                 self._out.fence += self._storer.withdraw(new)
@@ -200,6 +224,9 @@ class SchedulerSide:
             host_only=tracked.control.keeping.host_only,
         )
         self._out.loads.append(order)
+        if self._audits is not None and tracked.audited_unit is not None:
+            self._audits.begin(request.request_id, tracked.hashes, tracked.audited_unit)
+            tracked.audited_unit = None
         if self._storer.watches:
             self._out.fence += self._storer.withdraw(tracked.load.block_ids)
 
@@ -234,6 +261,9 @@ class SchedulerSide:
             self._ahead.prefetch(client)
             if self._events is not None:
                 self._events.check(client)
+        if self._audits is not None:
+            of_vllm = {name: tracked.request for name, tracked in self._requests.items()}
+            self._audits.plan(client, output, of_vllm, self._step, self._out)
         if client is not None and self._config.store:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -263,6 +293,9 @@ class SchedulerSide:
             tracked_or_none = self._requests.get(request_id)
             if tracked_or_none is not None and tracked_or_none.load is not None:
                 tracked_or_none.load.failed = True
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(report, WorkerReport):
+            self._heed(report)
         for request_id in output.finished_recving or ():
             tracked_or_none = self._requests.get(request_id)
             if tracked_or_none is None or tracked_or_none.load is None:
@@ -298,6 +331,8 @@ class SchedulerSide:
             "stores": stored.transfers,
             "stores_refused": stored.refused,
             "stored_blocks": stored.blocks,
+            "audits": 0 if self._audits is None else self._audits.counters.audits,
+            "audit_mismatches": 0 if self._audits is None else self._audits.counters.mismatches,
         }
 
     def take_events(self) -> list[Any]:
@@ -309,6 +344,8 @@ class SchedulerSide:
         self._matcher.forget(request_id)
         self._ahead.asked(request_id)
         self._room.give_back((request_id,))
+        if self._audits is not None:
+            self._audits.over(request_id)
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -334,6 +371,7 @@ class SchedulerSide:
         self._matcher.drop_all()
         self._start_over()
         self._link.close(CLOSE_TIMEOUT_S)
+        self._quarantined = False
         self._generation = secrets.randbits(63) | 1
         if not self._stopped:
             self._link = self._connect(self._generation)
@@ -391,7 +429,7 @@ class SchedulerSide:
 
     def _ready_client(self) -> Client | None:
         client = self._link.client
-        if client is None or self._stopped or not client.ready:
+        if client is None or self._stopped or self._quarantined or not client.ready:
             return None
         epoch = client.epoch
         if epoch != self._epoch:
@@ -411,6 +449,9 @@ class SchedulerSide:
         self._matcher.drop_all()
         self._storer.start_over()
         self._leaving.clear()
+        if self._audits is not None:
+            self._audits.drop_all()
+            self._audits.attached()
         if self._events is not None:
             self._events.clear()
         for request_id, tracked in self._requests.items():
@@ -423,6 +464,46 @@ class SchedulerSide:
     def _give_back(self, grant: Grant | None) -> None:
         if grant is not None:
             grant.lookup.release()
+
+    def _compute_unaudited(self, tracked: TrackedRequest) -> None:
+        """Nothing that this request has chosen to compute for an audit is compared."""
+        tracked.audited_unit = None
+        if self._audits is not None:
+            self._audits.over(tracked.request.request_id)
+
+    def _heed(self, report: WorkerReport) -> None:
+        verdict = None if self._audits is None else self._audits.results(self._link.client, report.audits)
+        if verdict is not None and not self._quarantined:
+            self._quarantine(verdict)
+
+    def _quarantine(self, verdict: Verdict) -> None:
+        """What is stored under this engine's name is not what it computes: it has no part in that any
+        more."""
+        client = self._link.client
+        self._log.error(
+            "kvtier: an audit found that block %s is stored otherwise than this engine computes it: relative "
+            "error %.3g in %s, where %.2g is the most that rounding explains. This engine loads and stores "
+            "nothing more in namespace %s, and requests that have loaded from it may be wrong. Either some "
+            "engine's weights were changed without telling kvtier, or engines share that differ in something "
+            "that decides their KV cache: `kvtierctl namespaces` shows what this namespace says of them; "
+            "give this engine another weights_revision, or clear the namespace, and report it",
+            verdict.block_hash.hex()[:16],
+            verdict.error,
+            verdict.detail,
+            verdict.threshold,
+            "" if client is None else client.status.namespace_digest[:16],
+        )
+        self._quarantined = True
+        self._epoch = None
+        self._start_over()
+        for request_id, tracked in self._requests.items():
+            if tracked.load is not None:
+                tracked.load.failed = True
+                self._out.revoke += tracked.load.parts
+                self._out.distrusted.append(request_id)
+        pool = self._pool
+        if pool is not None:  # blocks that were loaded are the engine's own by now
+            pool.evict_blocks(set(range(len(pool.blocks))))
 
     def _go_on_loading(self, client: Client | None) -> None:
         """Takes in loads that the daemon refused after they were submitted, which no worker will ever start,
@@ -448,6 +529,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             if tracked.preemptions != tracked.request.num_preemptions:
                 tracked.preemptions = tracked.request.num_preemptions
+                self._compute_unaudited(tracked)
                 self._out.fence += self._storer.forget_open(tracked.stores)
 
     def _store_full_blocks(

@@ -29,6 +29,8 @@ COUNTERS = {
     "stores": "Stores submitted.",
     "stores_refused": "Stores that were refused or failed, wholly or in part.",
     "stored_blocks": "Blocks that kvtierd holds because of this engine's stores, or held already.",
+    "audits": "Hits whose last block was computed as well, and compared.",
+    "audit_mismatches": "Of them, those that found another block than this engine computes.",
 }
 """By name: of the increments, and of the metrics after `PREFIX`."""
 

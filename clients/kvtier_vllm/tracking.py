@@ -38,6 +38,11 @@ class TrackedRequest:
     """It began with so many: another connector loads as well, perhaps in the very step, and perhaps in vain.
     0: it did not."""
 
+    audit_drawn: bool = False
+    """Whether it is audited has been decided."""
+    audited_unit: int | None = None
+    """It could be loaded, and is computed to be compared."""
+
     @property
     def hashes(self) -> Sequence[bytes]:
         """The keys of its blocks, in units of vLLM's block hashes; none while they are not known."""

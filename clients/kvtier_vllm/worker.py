@@ -19,12 +19,13 @@ from kvtier import Client, Group, PartRef, PartState, Plane
 from kvtier.memory import Memory
 from kvtier.status import ClientState
 
+from kvtier_vllm.comparing import AuditFollower, Comparer
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import GroupLayout, describe
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, WorkerReport
 from kvtier_vllm.parts import Part
 from kvtier_vllm.sharing import HostSharing, Landing, Sharing, share_gpu
 
@@ -47,7 +48,9 @@ class _Load:
     """Some of it has not landed, and will not: the rest is of no use."""
     bad_blocks: set[int] = field(default_factory=set)
     in_vain: bool = False
-    """The engine has given the memory back that it goes to."""
+    """The engine has given the memory back that it goes to, or must not believe what lands there."""
+    block_ids: set[int] = field(default_factory=set)
+    """All that it goes to, as far as its orders have said."""
 
     def nothing_more(self) -> None:
         """No order will come for the rest."""
@@ -100,6 +103,7 @@ class WorkerSide:
         """Of this step, not let go yet."""
         self._held: dict[str, float] = {}
         """Requests to report as sent, and since when they wait."""
+        self._audits = AuditFollower(self._landing, self._forget_part, log)
         self._step = 0
         self._stopped = False
 
@@ -122,12 +126,15 @@ class WorkerSide:
         kv_cache_config: Any,
         replicated: Collection[int] = (),
         spread: int = 1,
+        cache_dtype: str = "auto",
     ) -> None:
         """Shares the KV cache, in the background; `replicated` are the groups of which every rank holds the
-        same bytes, `spread` is over how many ranks the tokens of each block are. Raises NotShareable."""
+        same bytes, `spread` is over how many ranks the tokens of each block are, `cache_dtype` as in vLLM's
+        CacheConfig. Raises NotShareable."""
         if self._gpu is not None:
             memory = GpuKVMemory(kv_caches)
-            groups = _groups(describe(kv_caches, kv_cache_config, memory, spread), replicated)
+            layouts = describe(kv_caches, kv_cache_config, memory, spread)
+            groups = _groups(layouts, replicated)
             self._sharing = share_gpu(memory, groups, self._config.share, self._gpu, self._log)
         elif self._host_memory is not None:
             layouts = describe(kv_caches, kv_cache_config, self._host_memory, spread)
@@ -136,6 +143,7 @@ class WorkerSide:
         else:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")
         self._groups = groups
+        self._audits.comparer = Comparer(kv_caches, layouts, cache_dtype)
         self._attach()
 
     def sleep(self) -> None:
@@ -146,6 +154,7 @@ class WorkerSide:
         self._asleep = True
         for load in self._loads:
             load.in_vain = True
+        self._audits.fail_all()
         if self._link is not None and self._client is None:  # not made yet: it must not register now
             self._link.close(0)
             self._link = None
@@ -192,6 +201,7 @@ class WorkerSide:
         if meta.generation != self._generation:
             self._renew(meta.generation)
         self._revoke(meta.revoke)
+        self._distrust(meta.distrusted)
         if meta.stopped and not self._stopped:
             self.stop()
         parts, self._new_loads = self._new_loads, []
@@ -210,6 +220,7 @@ class WorkerSide:
         client, now_s = self._client, self._clock()
         for load in meta.loads:
             self._new_loads += self._follow(load, client, now_s)
+        self._new_loads += self._audits.adopt(meta, client, now_s)
         if meta.stopped or self._stopped:
             self._nothing_more()
         for store in meta.stores:
@@ -244,6 +255,11 @@ class WorkerSide:
             del self._held[request]
             results.sent.add(request)
         return results
+
+    def report(self) -> WorkerReport | None:
+        """What the scheduler's side is to know after this step; None: nothing."""
+        audits = self._audits.poll(self._clock())
+        return WorkerReport(audits) if audits else None
 
     # --- the end
     # ------------------------------------------------------------------------------------------------------
@@ -295,6 +311,18 @@ class WorkerSide:
     def _nothing_more(self) -> None:
         for load in self._loads:
             load.nothing_more()
+        self._audits.fail_all()
+
+    def _distrust(self, requests: Collection[str]) -> None:
+        """What is loaded for these requests is not what the engine would compute."""
+        for load in self._loads if requests else ():
+            if load.order.request in requests:
+                load.in_vain = load.failed = True
+                load.bad_blocks.update(load.block_ids)
+
+    def _forget_part(self, part: Part) -> None:
+        if self._sharing is not None:
+            self._sharing.over(part)
 
     def _follow(self, order: LoadOrder, client: Client | None, now_s: float) -> list[Part]:
         """The parts of an order, of a new load or of one that has a rest."""
@@ -312,6 +340,7 @@ class WorkerSide:
             load.order = order
         parts = []
         for part, block_ids in zip(order.parts, order.block_ids, strict=True):
+            load.block_ids.update(block_ids)
             if part is None:
                 load.failed = True
                 load.bad_blocks.update(block_ids)
@@ -334,8 +363,8 @@ class WorkerSide:
         over = part.state().over
         if not over and held_since_s is not None:
             over = self._give_up(part, held_since_s, now_s)
-        if over and self._sharing is not None:
-            self._sharing.over(part)
+        if over:
+            self._forget_part(part)
         return over
 
     def _load_over(self, load: _Load, now_s: float, results: Results) -> bool:
@@ -346,8 +375,7 @@ class WorkerSide:
             if landing is Landing.PENDING:
                 continue
             load.left.remove(part)
-            if self._sharing is not None:
-                self._sharing.over(part)
+            self._forget_part(part)
             if landing is Landing.FAILED or load.in_vain:
                 load.failed = True
                 load.bad_blocks.update(part.block_ids)
