@@ -45,8 +45,8 @@ FREE_FRACTION_MIN = 0.05
 # The relative error above which two blocks are not of one model, by the dtypes of KV cache and model: that of
 # the coarser one counts. Derivation: ARCHITECTURE, "Audits".
 _THRESHOLDS = {
-    "float32": 0.02,
-    "float16": 0.1,
+    "float32": 0.01,
+    "float16": 0.05,
     "bfloat16": 0.2,
     "fp8": 0.3,
 }

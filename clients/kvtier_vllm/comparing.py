@@ -117,8 +117,8 @@ def _errors(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Of each row. What is no number on both sides is equal."""
     import torch
 
-    neither = one.isnan() & other.isnan()
-    difference = torch.where(neither, 0.0, one - other).nan_to_num(nan=math.inf)
+    equal = (one == other) | (one.isnan() & other.isnan())
+    difference = torch.where(equal, 0.0, one - other).nan_to_num(nan=math.inf)
     norms = torch.maximum(_norm(one.nan_to_num()), _norm(other.nan_to_num()))
     return _norm(difference) / norms.clamp(min=torch.finfo(torch.float32).tiny)
 

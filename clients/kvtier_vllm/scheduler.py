@@ -245,6 +245,8 @@ class SchedulerSide:
         if self._storer.watches:
             self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
         if self._stopped:
+            if self._audits is not None:
+                self._audits.drop_all()
             return
         if self._groups.zeroed and self._storer.holds is None:
             raise UnsupportedConfiguration(

@@ -276,6 +276,7 @@ class MiniEngine:
             told["failed_recving"] = results.failed_recving
         else:  # before 0.30 nobody asks
             assert not results.failed_recving
+        told["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
         return KVConnectorOutput(**told)
 
     def _forward(self, output: Any, requests: dict[str, Any]) -> dict[str, list[int]]:

@@ -105,6 +105,7 @@ def all_came_back(engine: MiniEngine) -> None:
     assert [matcher._matches, matcher._since_s, matcher._waiting] == [{}, {}, set()]
     assert [side._ahead._unasked, side._ahead._prefetched] == [{}, set()]
     assert [worker._loads, worker._stores, worker._held] == [[], {}, {}]
+    assert [side._audits._open, side._audits._chosen, worker._audits._followed] == [{}, set(), {}]
 
 
 def test_what_was_forgotten_is_loaded(make: Callable[..., MiniEngine]) -> None:
@@ -267,17 +268,19 @@ def test_disorder_costs_no_byte_no_block_and_no_request(
     """`ahead`: vLLM's asynchronous scheduling."""
     monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", fault)
     host.restart()
-    engine = make(salt="disorder", load_start_deadline_s=0.2, changes={"async_scheduling": ahead})
+    changes = {"async_scheduling": ahead}
+    engine = make(salt="disorder", load_start_deadline_s=0.2, audit_rate=0.3, changes=changes)
     chaos = Chaos(engine, host, seed)
     chaos.go_on(120)
     chaos.end()
     assert chaos.loaded
+    assert not engine.connector._scheduler._audits.counters.mismatches
 
 
 BROKEN = [
     ("side", name)
     for name in ("match", "allocated", "plan_step", "results", "finished", "_store_full_blocks")
-] + [("worker", name) for name in ("fence", "begin", "end", "poll", "_load_over", "_revoke")]
+] + [("worker", name) for name in ("fence", "begin", "end", "poll", "report", "_load_over", "_revoke")]
 
 
 @pytest.mark.parametrize(("half", "name"), BROKEN, ids=[f"{half}.{name}" for half, name in BROKEN])
@@ -289,7 +292,7 @@ def test_an_engine_survives_whatever_breaks_in_the_connector(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The broken part raises once, with loads, stores and finished requests in flight."""
-    engine = make(salt="broken")
+    engine = make(salt="broken", audit_rate=1.0)
     prompts = [prompt(100 + 20 * index, seed=index) for index in range(8)]
     for index, tokens in enumerate(prompts):
         engine.add(f"before{index}", tokens)
