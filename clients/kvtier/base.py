@@ -14,7 +14,7 @@ from kvtier.asking import Touch
 from kvtier.attach import NotRegisteredError
 from kvtier.errors import KvtierError, Reason
 from kvtier.joint import GroupQuery
-from kvtier.layout import Group, Namespace
+from kvtier.layout import Group, Namespace, Settings
 from kvtier.lookups import (
     BlockIds,
     Hashes,
@@ -80,6 +80,7 @@ class ClientBase(ABC):
         parts: int = PARTS_DEFAULT,
         program: str = "kvtier",
         prefill_tokens_per_s: float = 0.0,
+        configuration: Settings = (),
         on_ready: Callable[[ClientStatus], None] | None = None,
     ) -> None:
         """Makes a client, which connects in the background. All arguments are keywords; `instance` and
@@ -121,6 +122,10 @@ class ClientBase(ABC):
             Tokens of a prompt that the engine computes in a second, 0.001 to 1e9. The daemon brings nothing
             up from a disk that would take longer than computing it. 0: not known, or told later by
             `report_prefill_rate`.
+        configuration: tuple of (name, value), default ()
+            For people: settings of the engine that are not in the namespace, as far as they are not the
+            defaults; sorted by name, at most 256. Where an audit finds that two engines do not compute the
+            same blocks, the daemon tells in which of these they differ.
         on_ready: Callable[[ClientStatus], None] | None, default None
             Called each time the client has become ready: once for every epoch, so again after the daemon was
             away. By the thread or the task that keeps the session alive: it must return at once. What it
@@ -140,6 +145,7 @@ class ClientBase(ABC):
             parts=parts,
             program=program,
             prefill_tokens_per_s=prefill_tokens_per_s,
+            configuration=tuple(configuration),
         )
         self._lock = threading.Lock()
         self._session = Session(

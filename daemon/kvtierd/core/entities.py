@@ -144,6 +144,7 @@ class Instance(Entity):
     epoch: Epoch
     world_size: int
     namespace_fields: bytes
+    namespace_facts: dict[str, str]
     hash_bytes: int
     model: str
     alive_at_s: float

@@ -74,6 +74,7 @@ class Instances:
                 epoch=Epoch(next(books.epoch_ids)),
                 world_size=stimulus.world_size,
                 namespace_fields=stimulus.namespace_fields,
+                namespace_facts=dict(stimulus.namespace_facts),
                 hash_bytes=stimulus.hash_bytes,
                 model=stimulus.model,
                 alive_at_s=books.now_s,

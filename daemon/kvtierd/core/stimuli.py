@@ -70,6 +70,8 @@ class AttachSession:
     groups: tuple[GroupGeometry, ...]
     prefill_tokens_per_s: float = 0.0
     """How fast the engine computes a prompt, as declared; 0: not known."""
+    namespace_facts: tuple[tuple[str, str], ...] = ()
+    """Names and values of what `namespace_fields` is made of, for messages to people."""
 
 
 @dataclass(frozen=True, slots=True)

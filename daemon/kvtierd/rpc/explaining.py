@@ -9,7 +9,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.explain import Explained, Explanation, Place, Verdict
 from kvtierd.core.namespaces import NamespaceAbout
 from kvtierd.core.stimuli import GroupGeometry
-from kvtierd.rpc.hello import NAMESPACE_PREFIX
+from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 
 DIFFERENCES_MAX = 16
 """Named of two namespaces; layouts of many planes differ in many places."""
@@ -161,5 +161,8 @@ def _fields(data: bytes) -> Iterator[tuple[str, str]]:
         content = data[offset : offset + length]
         offset += length
         field = known[number]
+        if field.name == "identity":
+            yield from ((f"namespace.identity[{name}]", value) for name, value in identity_of(content))
+            continue
         is_text = field.type == field.TYPE_STRING
         yield f"namespace.{field.name}", content.decode() if is_text else str(struct.unpack("<Q", content)[0])
