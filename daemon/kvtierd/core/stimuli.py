@@ -112,6 +112,19 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditReport:
+    """One block, as one engine has found it."""
+
+    matched: bool
+    error: float
+    """Relative; and the most that rounding explains."""
+    threshold: float
+    group: int
+    block_hash: bytes
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class RenewSession:
     """Heartbeat: the session lives; the leases of its instance are renewed."""
 
@@ -121,6 +134,8 @@ class RenewSession:
     index_lookups: int = 0
     index_hashes: int = 0
     """Lookups that the index page has spared since the last heartbeat, all misses, and their hashes."""
+    audits: tuple[AuditReport, ...] = ()
+    """What the engine has found since then."""
 
 
 @dataclass(frozen=True, slots=True)
