@@ -14,7 +14,7 @@ from kvtier.asking import Touch
 from kvtier.attach import NotRegisteredError
 from kvtier.errors import KvtierError, Reason
 from kvtier.joint import GroupQuery
-from kvtier.layout import Group, Namespace
+from kvtier.layout import Group, Namespace, Settings
 from kvtier.lookups import (
     BlockIds,
     Hashes,
@@ -33,9 +33,12 @@ from kvtier.spec import AttachSpec, Role, check_prefill_rate
 from kvtier.status import ClientState, ClientStatus
 from kvtier.stream_words import WORD_BYTES
 from kvtier.transfers import Event, Outcome, StoreResult, TransferRecord, TransferState
+from kvtier.v1 import cache_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Direction, PartRef, PartState
 
 log = logging.getLogger("kvtier")
+
+AUDIT_ERROR_MAX, AUDIT_DETAIL_BYTES_MAX = 1e6, 512
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A connection of its own for every client: its end is the end of the session.
@@ -80,6 +83,7 @@ class ClientBase(ABC):
         parts: int = PARTS_DEFAULT,
         program: str = "kvtier",
         prefill_tokens_per_s: float = 0.0,
+        configuration: Settings = (),
         on_ready: Callable[[ClientStatus], None] | None = None,
     ) -> None:
         """Makes a client, which connects in the background. All arguments are keywords; `instance` and
@@ -121,6 +125,10 @@ class ClientBase(ABC):
             Tokens of a prompt that the engine computes in a second, 0.001 to 1e9. The daemon brings nothing
             up from a disk that would take longer than computing it. 0: not known, or told later by
             `report_prefill_rate`.
+        configuration: tuple[tuple[str, str], ...], default ()
+            For people: settings of the engine that are not in the namespace, as far as they are not the
+            defaults: 0 to 256 names and values, sorted by name. Where an audit finds that two engines do not compute the
+            same blocks, the daemon tells in which of these they differ.
         on_ready: Callable[[ClientStatus], None] | None, default None
             Called each time the client has become ready: once for every epoch, so again after the daemon was
             away. By the thread or the task that keeps the session alive: it must return at once. What it
@@ -140,6 +148,7 @@ class ClientBase(ABC):
             parts=parts,
             program=program,
             prefill_tokens_per_s=prefill_tokens_per_s,
+            configuration=tuple(configuration),
         )
         self._lock = threading.Lock()
         self._session = Session(
@@ -291,6 +300,45 @@ class ClientBase(ABC):
         check_prefill_rate(tokens_per_s)
         with self._lock:
             self._session.report_prefill(tokens_per_s)
+
+    def report_audit(
+        self,
+        *,
+        matched: bool,
+        error: float,
+        threshold: float,
+        block_hash: bytes,
+        group: int = 0,
+        detail: str = "",
+    ) -> None:
+        """Says that a block was computed although it could have been loaded, and whether the two are the
+        same but for rounding: the relative `error` between them, and the most that rounding explains. The
+        daemon counts audits, and warns people of a mismatch. `detail`: where they differ most. Never waits:
+        the daemon hears of it with one of the next heartbeats.
+
+        Raises KvtierError for numbers that are none, negative or above 1,000,000, and for a hash of another
+        length than the namespace's.
+        """
+        self._submitting()
+        for name, value in (("error", error), ("threshold", threshold)):
+            if not 0 <= value <= AUDIT_ERROR_MAX:
+                message = f"a number between 0 and {AUDIT_ERROR_MAX:,.0f}"
+                raise KvtierError(Reason.MALFORMED, message, field=name, value=value)
+        if len(block_hash) != self.namespace.hash_bytes:
+            message = f"hashes of this namespace have {self.namespace.hash_bytes} bytes"
+            raise KvtierError(Reason.HASH_LENGTH, message, field="block_hash", value=len(block_hash))
+        text = "".join(each if each.isprintable() else "?" for each in detail)
+        with self._lock:
+            self._session.report_audit(
+                cache_pb2.Audit(
+                    matched=matched,
+                    error=error,
+                    threshold=threshold,
+                    group=group,
+                    block_hash=block_hash,
+                    detail=text.encode()[:AUDIT_DETAIL_BYTES_MAX].decode(errors="ignore"),
+                )
+            )
 
     def touch(self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0) -> None:
         """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them

@@ -5,6 +5,7 @@ Values are checked when they are made, so that a mistake is reported where it wa
 
 import bisect
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from kvtier.v1 import side_pb2, types_pb2
 
 HASH_BYTES_MIN, HASH_BYTES_MAX = 8, 32
 TEXT_BYTES_MAX = 1_024
+SETTINGS_MAX = 256
+SETTING_NAME_BYTES_MAX = 128
 BLOCKS_MAX = 2**32 - 1
 OFFSET_MAX = 2**63 - 1
 
@@ -29,6 +32,30 @@ def check_text(field: str, value: str, reason: Reason, *, required: bool = False
         raise _refuse(reason, field, value, "must not be empty")
     if len(value.encode()) > TEXT_BYTES_MAX:
         raise _refuse(reason, field, value, f"must be at most {TEXT_BYTES_MAX} bytes of UTF-8")
+
+
+Settings = tuple[tuple[str, str], ...]
+"""Names and values, sorted by name, no name twice: at most 256, names of 1 to 128 bytes, values of at most
+1,024."""
+
+
+def check_settings(field: str, settings: Settings, reason: Reason) -> None:
+    """Raises KvtierError for what are no `Settings`."""
+    if len(settings) > SETTINGS_MAX:
+        raise _refuse(reason, field, len(settings), f"has at most {SETTINGS_MAX} settings")
+    before = ""
+    for name, value in settings:
+        if not 1 <= len(name.encode()) <= SETTING_NAME_BYTES_MAX:
+            raise _refuse(reason, field, name, f"names have 1 to {SETTING_NAME_BYTES_MAX} bytes of UTF-8")
+        if name <= before:
+            raise _refuse(reason, field, name, f"is sorted by name, no name twice; before it is {before!r}")
+        check_text(f"{field}[{name}]", value, reason)
+        before = name
+
+
+def settings_to_proto(settings: Settings) -> list[types_pb2.Setting]:
+    """As they travel."""
+    return [types_pb2.Setting(name=name, value=value) for name, value in settings]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +88,9 @@ class Namespace:
     """Raised by an engine that changed its weights in place, or reset its cache; fits 64 bits."""
     adapter: str = ""
     """LoRA or other adapter, where the block hash does not carry it."""
+    identity: Settings = ()
+    """Everything else that decides a block's bytes, by name. Where two processes of one engine differ, the
+    daemon names the first of them."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -69,6 +99,7 @@ class Namespace:
             if isinstance(value, str):
                 required = field.name in ("model", "kv_dtype", "hash_scheme")
                 check_text(name, value, Reason.NAMESPACE_INVALID, required=required)
+        check_settings("namespace.identity", self.identity, Reason.NAMESPACE_INVALID)
         if not HASH_BYTES_MIN <= self.hash_bytes <= HASH_BYTES_MAX:
             raise _refuse(
                 Reason.NAMESPACE_INVALID,
@@ -83,7 +114,13 @@ class Namespace:
 
     def to_proto(self) -> types_pb2.Namespace:
         """As it travels in Hello."""
-        return types_pb2.Namespace(**dataclasses.asdict(self))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.identity:
+            # A daemon that is older than this field would have engines share that differ in it.
+            text = "".join(f"{len(name)} {name} {len(value)} {value} " for name, value in self.identity)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+            fields["weights_revision"] = f"{self.weights_revision} identity:{digest}".lstrip()
+        return types_pb2.Namespace(**fields | {"identity": settings_to_proto(self.identity)})
 
 
 class GroupKind(IntEnum):

@@ -1,9 +1,13 @@
 """What the daemon is told of an engine with the next heartbeat."""
 
+from collections import deque
+
 from kvtier.v1 import cache_pb2
 
 TOLD_MAX = 1_000_000_000
 """Lookups, and hashes, that one heartbeat tells of; the daemon believes no more."""
+AUDITS_TOLD_MAX, AUDITS_KEPT_MAX = 16, 256
+"""In one heartbeat, and at most waiting for one: the oldest are forgotten."""
 
 
 class News:
@@ -13,6 +17,7 @@ class News:
         """The rate as it is known so far; 0: it is not."""
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._prefill_is_news = False
+        self._audits: deque[cache_pb2.Audit] = deque(maxlen=AUDITS_KEPT_MAX)
         self._lookups = self._hashes = 0
         """That the index answered: the daemon has not heard of them."""
 
@@ -32,6 +37,10 @@ class News:
         self._lookups += 1
         self._hashes += hashes
 
+    def audited(self, audit: cache_pb2.Audit) -> None:
+        """A block was computed, and compared with what is stored."""
+        self._audits.append(audit)
+
     def take(self) -> cache_pb2.Heartbeat:
         """What is new since the last one."""
         news, self._prefill_is_news = self._prefill_is_news, False
@@ -41,4 +50,5 @@ class News:
             prefill_tokens_per_s=self.prefill_tokens_per_s if news else 0,
             index_lookups=min(lookups, TOLD_MAX),
             index_hashes=min(hashes, TOLD_MAX),
+            audits=[self._audits.popleft() for _ in range(min(len(self._audits), AUDITS_TOLD_MAX))],
         )

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Required, TypedDict
 
-from kvtier.layout import Group, Namespace
+from kvtier.layout import Group, Namespace, Settings
 from kvtier.memory import Memory
 from kvtier.spec import Role
 from kvtier.status import ClientStatus
@@ -26,4 +26,5 @@ class ClientOptions(TypedDict, total=False):
     parts: int
     program: str
     prefill_tokens_per_s: float
+    configuration: Settings
     on_ready: Callable[[ClientStatus], None] | None

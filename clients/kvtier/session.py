@@ -370,6 +370,10 @@ class Session:
         record.end(Lookup(error=error))
         return record
 
+    def report_audit(self, audit: cache_pb2.Audit) -> None:
+        """The daemon hears of it with a heartbeat."""
+        self._news.audited(audit)
+
     def report_prefill(self, tokens_per_s: float) -> None:
         """Goes with the next heartbeat, and with every Hello from now on."""
         self._news.prefill(tokens_per_s)

@@ -10,7 +10,15 @@ from typing import Self
 from kvtier.errors import KvtierError, Reason
 from kvtier.index import FEATURE as INDEX_PAGE
 from kvtier.joint import JOINT_LOOKUP
-from kvtier.layout import Group, Namespace, check_layout, check_text
+from kvtier.layout import (
+    Group,
+    Namespace,
+    Settings,
+    check_layout,
+    check_settings,
+    check_text,
+    settings_to_proto,
+)
 from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
 from kvtier.retention import RETENTION
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
@@ -66,11 +74,14 @@ class AttachSpec:
     """For people: program and version."""
     prefill_tokens_per_s: float = 0.0
     """Tokens of a prompt that the engine computes in a second; 0: not known."""
+    configuration: Settings = ()
+    """For people: what of the engine's settings is not in the namespace, and not the default."""
 
     def __post_init__(self) -> None:
         check_text("instance", self.instance, Reason.MALFORMED, required=True)
         check_text("program", self.program, Reason.MALFORMED)
         check_prefill_rate(self.prefill_tokens_per_s)
+        check_settings("configuration", self.configuration, Reason.MALFORMED)
         if not 1 <= self.world_size <= WORLD_SIZE_MAX:
             message = f"must be between 1 and {WORLD_SIZE_MAX}"
             raise KvtierError(Reason.MALFORMED, message, field="world_size", value=self.world_size)
@@ -129,6 +140,7 @@ class AttachSpec:
             groups=[group.to_proto(index) for index, group in enumerate(self.groups)],
             client=self.program,
             prefill_tokens_per_s=prefill_tokens_per_s,
+            configuration=settings_to_proto(self.configuration),
         )
 
     def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:

@@ -131,13 +131,16 @@ def engines(socket: Path | None, as_json: bool) -> None:
 
 @main.command()
 @_socket_option
+@click.option(
+    "--fields", is_flag=True, help="With what engines have said of each."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
-def namespaces(socket: Path | None, as_json: bool) -> None:
+def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
     """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
     with _admin(socket or _configured_socket()) as admin:
         request = admin_pb2.ListNamespacesRequest()
         response = admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json(response) if as_json else "\n".join(list_namespaces(response.namespaces)))
+    click.echo(to_json(response) if as_json else "\n".join(list_namespaces(response.namespaces, fields)))
 
 
 @main.command()

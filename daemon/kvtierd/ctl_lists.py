@@ -1,6 +1,6 @@
 """What `kvtierctl engines` and `kvtierctl namespaces` print for people."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.v1 import admin_pb2
 
@@ -23,6 +23,8 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def state_of(instance: admin_pb2.InstanceStatus) -> str:
+    if instance.audit_mismatches:
+        return "quarantined"
     return "ready" if instance.ready else "incomplete" if instance.sessions else "ending"
 
 
@@ -50,13 +52,18 @@ def engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
     yield lines[0]
     for instance, line in zip(status.instances, lines[1:], strict=True):
         yield line
+        if instance.audit_mismatches:
+            yield (
+                f"  quarantined: {instance.audit_mismatches:,} of {instance.audits:,} audits found blocks in "
+                "its namespace that it does not compute; it neither loads nor stores there (docs/operate.md)"
+            )
         for session in instance.sessions:
             who = f"pid {session.pid}" if session.pid else "in another pid namespace"
             yield f"  {session.role}: {who}, attached for {duration(session.attached_s)}, {session.client}"
 
 
-def namespaces(found: Iterable[admin_pb2.NamespaceStatus]) -> Iterator[str]:
-    """One line for each group of each namespace."""
+def namespaces(found: Sequence[admin_pb2.NamespaceStatus], fields: bool = False) -> Iterator[str]:
+    """One line for each group of each namespace; `fields`: and one for each field below its first group."""
     rows = [("NAMESPACE", "GROUP", "MODEL", "RANKS", "BLOCK", "IN MEMORY", "ON DISK", "ENGINES")]
     for each in found:
         known = each.block_bytes > 0
@@ -75,4 +82,11 @@ def namespaces(found: Iterable[admin_pb2.NamespaceStatus]) -> Iterator[str]:
     if len(rows) == 1:
         yield "no engine has attached yet, and the pool is empty"
         return
-    yield from table(rows)
+    head, *lines = table(rows)
+    yield head
+    shown: set[str] = set()
+    for each, line in zip(found, lines, strict=True):
+        yield line
+        if fields and each.namespace_digest not in shown:
+            shown.add(each.namespace_digest)
+            yield from (f"  {field.name} = {field.value}" for field in each.fields)

@@ -83,6 +83,11 @@ def lines(status: admin_pb2.StatusResponse) -> Iterator[str]:
             f"{by.found_on_load:,} before a load, {by.found_after_restart:,} after a restart, "
             f"{by.found_in_sample:,} by sampling"
         )
+    if counters.audits:
+        yield (
+            f"  audits     {counters.audits:,} blocks computed by engines that could have loaded them: "
+            f"{counters.audit_mismatches:,} were not what was stored"
+        )
     yield ""
     yield from _engines(status)
     yield ""

@@ -69,6 +69,8 @@ def _lines(before: Picture | None, now: Picture, period_s: float) -> Iterator[st
     )
     if status.counters.integrity_failures:
         yield f"CORRUPT {status.counters.integrity_failures:,} blocks failed their check and were not served"
+    if status.counters.audit_mismatches:
+        yield f"AUDITS  {status.counters.audit_mismatches:,} found blocks that their engine does not compute"
     yield ""
     yield from _engines(status)
     yield ""

@@ -63,6 +63,14 @@ CASES = [
         {"tier": "host", "found_by": "sample"},
     ),
     Case(
+        "KvtierAuditMismatch",
+        "critical",
+        {"kvtier_audit_mismatches_total": "0 0 0 1 1 1"},
+        {"kvtier_audit_mismatches_total": "1x6"},
+        "5m",
+        "An engine of host-1 found stored blocks that it does not compute: outputs may be wrong",
+    ),
+    Case(
         "KvtierWorkerDown",
         "warning",
         {'kvtier_worker_live{device="cpu"}': "1 0 0 0"},

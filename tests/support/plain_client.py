@@ -32,6 +32,7 @@ from kvtier import (
     Plane,
     SharedBuffer,
 )
+from kvtier.layout import Settings
 
 from tests.support.process import until
 
@@ -98,8 +99,15 @@ class Cache:
 class PlainClient:
     """A client of world size 1 with a cache: `client` is the library's."""
 
-    def __init__(self, socket: Path, instance: str, namespace: Namespace = NAMESPACE) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        instance: str,
+        namespace: Namespace = NAMESPACE,
+        configuration: Settings = (),
+    ) -> None:
         self.cache = Cache()
+        self._configuration = configuration
         self.client = Client(**self._options(socket, instance, namespace))
 
     def _options(self, socket: Path, instance: str, namespace: Namespace) -> ClientOptions:
@@ -110,6 +118,7 @@ class PlainClient:
             "memory": self.cache.memory,
             "socket": socket,
             "program": "tests",
+            "configuration": self._configuration,
         }
 
     def ready(self) -> Self:

@@ -129,6 +129,7 @@ class NamespaceStatus(google.protobuf.message.Message):
     HOST_BLOCKS_FIELD_NUMBER: builtins.int
     DISK_BLOCKS_FIELD_NUMBER: builtins.int
     INSTANCES_FIELD_NUMBER: builtins.int
+    FIELDS_FIELD_NUMBER: builtins.int
     namespace_digest: builtins.str
     model: builtins.str
     """Empty, like what follows up to `block_bytes`, if only an earlier daemon has met an engine of the namespace."""
@@ -145,6 +146,10 @@ class NamespaceStatus(google.protobuf.message.Message):
     def instances(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Engines that use it now."""
 
+    @property
+    def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
+        """What its engines have said of it, by name, but for a salt."""
+
     def __init__(
         self,
         *,
@@ -158,8 +163,9 @@ class NamespaceStatus(google.protobuf.message.Message):
         host_blocks: builtins.int = ...,
         disk_blocks: builtins.int = ...,
         instances: collections.abc.Iterable[builtins.str] | None = ...,
+        fields: collections.abc.Iterable[kvtier.v1.types_pb2.Setting] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "disk_blocks", b"disk_blocks", "group", b"group", "hash_bytes", b"hash_bytes", "host_blocks", b"host_blocks", "instances", b"instances", "model", b"model", "namespace_digest", b"namespace_digest", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "disk_blocks", b"disk_blocks", "fields", b"fields", "group", b"group", "hash_bytes", b"hash_bytes", "host_blocks", b"host_blocks", "instances", b"instances", "model", b"model", "namespace_digest", b"namespace_digest", "world_size", b"world_size"]) -> None: ...
 
 global___NamespaceStatus = NamespaceStatus
 
@@ -880,6 +886,8 @@ class InstanceStatus(google.protobuf.message.Message):
     LEASED_BLOCKS_FIELD_NUMBER: builtins.int
     TRANSFERS_ACTIVE_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    AUDITS_FIELD_NUMBER: builtins.int
+    AUDIT_MISMATCHES_FIELD_NUMBER: builtins.int
     instance: builtins.str
     epoch: builtins.int
     ready: builtins.bool
@@ -892,6 +900,11 @@ class InstanceStatus(google.protobuf.message.Message):
     transfers_active: builtins.int
     number: builtins.int
     """The label `engine` of metrics: the lowest, from 1, that no instance of another name had when it began."""
+    audits: builtins.int
+    """Blocks that it has computed although they could be loaded, and of them those that were not what was stored. If there
+    are any it neither loads nor stores in this namespace any more.
+    """
+    audit_mismatches: builtins.int
     @property
     def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionStatus]: ...
     def __init__(
@@ -908,8 +921,10 @@ class InstanceStatus(google.protobuf.message.Message):
         leased_blocks: builtins.int = ...,
         transfers_active: builtins.int = ...,
         number: builtins.int = ...,
+        audits: builtins.int = ...,
+        audit_mismatches: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "leased_blocks", b"leased_blocks", "mapped_bytes", b"mapped_bytes", "model", b"model", "namespace_digest", b"namespace_digest", "number", b"number", "ready", b"ready", "sessions", b"sessions", "transfers_active", b"transfers_active", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_mismatches", b"audit_mismatches", "audits", b"audits", "epoch", b"epoch", "instance", b"instance", "leased_blocks", b"leased_blocks", "mapped_bytes", b"mapped_bytes", "model", b"model", "namespace_digest", b"namespace_digest", "number", b"number", "ready", b"ready", "sessions", b"sessions", "transfers_active", b"transfers_active", "world_size", b"world_size"]) -> None: ...
 
 global___InstanceStatus = InstanceStatus
 
@@ -1013,6 +1028,8 @@ class Counters(google.protobuf.message.Message):
     UNHELD_BLOCKS_FIELD_NUMBER: builtins.int
     MISSED_LEASE_LIMIT_FIELD_NUMBER: builtins.int
     REFUSED_LEASES_FIELD_NUMBER: builtins.int
+    AUDITS_FIELD_NUMBER: builtins.int
+    AUDIT_MISMATCHES_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -1058,6 +1075,9 @@ class Counters(google.protobuf.message.Message):
     """Hashes of lookups (see `missed_absent`) that were readable, and more than could be leased just then."""
     refused_leases: builtins.int
     """Leases on fewer blocks than were readable, or on none."""
+    audits: builtins.int
+    """Of all engines, see InstanceStatus."""
+    audit_mismatches: builtins.int
     def __init__(
         self,
         *,
@@ -1092,7 +1112,9 @@ class Counters(google.protobuf.message.Message):
         unheld_blocks: builtins.int = ...,
         missed_lease_limit: builtins.int = ...,
         refused_leases: builtins.int = ...,
+        audits: builtins.int = ...,
+        audit_mismatches: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_lease_limit", b"missed_lease_limit", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "refused_leases", b"refused_leases", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_mismatches", b"audit_mismatches", "audits", b"audits", "cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_lease_limit", b"missed_lease_limit", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "refused_leases", b"refused_leases", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks"]) -> None: ...
 
 global___Counters = Counters

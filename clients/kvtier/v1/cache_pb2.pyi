@@ -222,6 +222,7 @@ class Hello(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    CONFIGURATION_FIELD_NUMBER: builtins.int
     token: builtins.bytes
     instance: builtins.str
     """Name of the engine instance, the same for all its processes, e.g. vLLM's engine id and data-parallel rank."""
@@ -252,6 +253,13 @@ class Hello(google.protobuf.message.Message):
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Group]:
         """What this rank holds. Empty for ROLE_SCHEDULER."""
 
+    @property
+    def configuration(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
+        """For people: settings of the engine that cannot change a block's bytes, as far as they are not the defaults. Sorted by
+        name, no name twice, at most 256. When an audit finds two engines that do not compute the same, the daemon tells
+        which of these differ.
+        """
+
     def __init__(
         self,
         *,
@@ -266,9 +274,10 @@ class Hello(google.protobuf.message.Message):
         groups: collections.abc.Iterable[kvtier.v1.types_pb2.Group] | None = ...,
         client: builtins.str = ...,
         prefill_tokens_per_s: builtins.float = ...,
+        configuration: collections.abc.Iterable[kvtier.v1.types_pb2.Setting] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["namespace", b"namespace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "features", b"features", "groups", b"groups", "instance", b"instance", "namespace", b"namespace", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol_versions", b"protocol_versions", "rank", b"rank", "role", b"role", "token", b"token", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "configuration", b"configuration", "features", b"features", "groups", b"groups", "instance", b"instance", "namespace", b"namespace", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol_versions", b"protocol_versions", "rank", b"rank", "role", b"role", "token", b"token", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 
@@ -373,6 +382,7 @@ class Heartbeat(google.protobuf.message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     INDEX_LOOKUPS_FIELD_NUMBER: builtins.int
     INDEX_HASHES_FIELD_NUMBER: builtins.int
+    AUDITS_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
     """As in Hello, as measured lately; 0: nothing new."""
     index_lookups: builtins.int
@@ -380,16 +390,58 @@ class Heartbeat(google.protobuf.message.Message):
     asked, and their hashes; at most a billion each.
     """
     index_hashes: builtins.int
+    @property
+    def audits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Audit]:
+        """Audits since the last heartbeat, at most 16; from the scheduler's session."""
+
     def __init__(
         self,
         *,
         prefill_tokens_per_s: builtins.float = ...,
         index_lookups: builtins.int = ...,
         index_hashes: builtins.int = ...,
+        audits: collections.abc.Iterable[global___Audit] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["index_hashes", b"index_hashes", "index_lookups", b"index_lookups", "prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "index_hashes", b"index_hashes", "index_lookups", b"index_lookups", "prefill_tokens_per_s", b"prefill_tokens_per_s"]) -> None: ...
 
 global___Heartbeat = Heartbeat
+
+@typing.final
+class Audit(google.protobuf.message.Message):
+    """A block that an engine has computed although it could be loaded, to compare the two."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCHED_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    THRESHOLD_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BLOCK_HASH_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    matched: builtins.bool
+    """What was stored is what the engine computes, but for rounding."""
+    error: builtins.float
+    """Norm of the difference over the larger of both norms, of the layer that differs most, 0 to 1,000,000; and the most
+    that rounding explains.
+    """
+    threshold: builtins.float
+    group: builtins.int
+    block_hash: builtins.bytes
+    detail: builtins.str
+    """Where the two differ most, for people; at most 512 bytes."""
+    def __init__(
+        self,
+        *,
+        matched: builtins.bool = ...,
+        error: builtins.float = ...,
+        threshold: builtins.float = ...,
+        group: builtins.int = ...,
+        block_hash: builtins.bytes = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "detail", b"detail", "error", b"error", "group", b"group", "matched", b"matched", "threshold", b"threshold"]) -> None: ...
+
+global___Audit = Audit
 
 @typing.final
 class HeartbeatAck(google.protobuf.message.Message):

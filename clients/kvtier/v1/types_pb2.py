@@ -24,35 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/types.proto\x12\tkvtier.v1\"\xda\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x10\n\x08kv_dtype\x18\x03 \x01(\t\x12\x11\n\tkv_scales\x18\x04 \x01(\t\x12\x13\n\x0bparallelism\x18\x05 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12\x12\n\nhash_bytes\x18\x07 \x01(\r\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0c\n\x04salt\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\"<\n\rPlaneGeometry\x12\x16\n\x0e\x66ragment_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xa5\x01\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x15\n\rwindow_tokens\x18\x04 \x01(\r\x12(\n\x06planes\x18\x05 \x03(\x0b\x32\x18.kvtier.v1.PlaneGeometry\x12\x12\n\nreplicated\x18\x06 \x01(\x08\"0\n\nTransferId\x12\x12\n\nboot_nonce\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\"Y\n\x05\x45rror\x12!\n\x06reason\x18\x01 \x01(\x0e\x32\x11.kvtier.v1.Reason\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t*\\\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_SCHEDULER\x10\x01\x12\r\n\tROLE_RANK\x10\x02\x12\x1b\n\x17ROLE_SCHEDULER_AND_RANK\x10\x03*{\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_MAMBA\x10\x03*(\n\x04Gate\x12\r\n\tGATE_NONE\x10\x00\x12\x11\n\rGATE_DOORBELL\x10\x01*P\n\nBlockState\x12\x14\n\x10\x42LOCK_STATE_MISS\x10\x00\x12\x17\n\x13\x42LOCK_STATE_PENDING\x10\x01\x12\x13\n\x0f\x42LOCK_STATE_HIT\x10\x02*w\n\x0bStoreResult\x12\x19\n\x15STORE_RESULT_ACCEPTED\x10\x00\x12\x17\n\x13STORE_RESULT_EXISTS\x10\x01\x12\x18\n\x14STORE_RESULT_PENDING\x10\x02\x12\x1a\n\x16STORE_RESULT_THROTTLED\x10\x03*\x9c\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRANSFER_STATE_ACTIVE\x10\x01\x12\x17\n\x13TRANSFER_STATE_DONE\x10\x02\x12\x19\n\x15TRANSFER_STATE_FAILED\x10\x03\x12\x1c\n\x18TRANSFER_STATE_CANCELLED\x10\x04*\x97\n\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REASON_HASH_LENGTH\x10\x01\x12\x19\n\x15REASON_BLOCK_ID_RANGE\x10\x02\x12\x1d\n\x19REASON_BLOCK_ID_DUPLICATE\x10\x03\x12\x19\n\x15REASON_COUNT_MISMATCH\x10\x04\x12\x1a\n\x16REASON_TOO_MANY_BLOCKS\x10\x05\x12\x18\n\x14REASON_UNKNOWN_GROUP\x10\x06\x12\x19\n\x15REASON_LAYOUT_INVALID\x10\x07\x12\x1a\n\x16REASON_STRIDE_OVERFLOW\x10\x08\x12\x1f\n\x1bREASON_PLANE_BEYOND_MAPPING\x10\t\x12\x1d\n\x19REASON_MAPPING_NOT_SEALED\x10\n\x12\x1a\n\x16REASON_MAPPING_INVALID\x10\x0b\x12\x1b\n\x17REASON_WORD_INDEX_RANGE\x10\x0c\x12\x17\n\x13REASON_TICKET_ORDER\x10\r\x12\x1c\n\x18REASON_NAMESPACE_INVALID\x10\x0e\x12\x1b\n\x17REASON_MODE_UNSUPPORTED\x10\x0f\x12\x14\n\x10REASON_MALFORMED\x10\x10\x12\x19\n\x15REASON_DEVICE_UNKNOWN\x10\x11\x12 \n\x1cREASON_DEVICE_MEMORY_INVALID\x10\x12\x12\x18\n\x14REASON_UNKNOWN_TOKEN\x10\x1e\x12\x16\n\x12REASON_WRONG_EPOCH\x10\x1f\x12\x18\n\x14REASON_UNKNOWN_LEASE\x10 \x12\x18\n\x14REASON_LEASE_EXPIRED\x10!\x12\x12\n\x0eREASON_FOREIGN\x10\"\x12\x17\n\x13REASON_SECOND_HELLO\x10#\x12\x19\n\x15REASON_SESSION_EXISTS\x10$\x12\x17\n\x13REASON_NOT_ATTACHED\x10%\x12\x1e\n\x1aREASON_INSTANCE_INCOMPLETE\x10&\x12\x1f\n\x1bREASON_FINGERPRINT_MISMATCH\x10\'\x12\x1e\n\x1aREASON_VERSION_UNSUPPORTED\x10(\x12\x1b\n\x17REASON_UNKNOWN_TRANSFER\x10)\x12\x0f\n\x0bREASON_ROLE\x10*\x12\x1d\n\x19REASON_ALREADY_REGISTERED\x10+\x12\x16\n\x12REASON_EPOCH_ENDED\x10,\x12\x1d\n\x19REASON_DEVICE_UNAVAILABLE\x10-\x12\x1f\n\x1bREASON_DEVICE_OUT_OF_MEMORY\x10.\x12\x15\n\x11REASON_QUEUE_FULL\x10<\x12\x16\n\x12REASON_LEASE_LIMIT\x10=\x12\x13\n\x0fREASON_DRAINING\x10>\x12\x1d\n\x19REASON_WORKER_UNAVAILABLE\x10?\x12\x19\n\x15REASON_SLOT_TOO_LARGE\x10@\x12\x14\n\x10REASON_CANCELLED\x10P\x12\x12\n\x0eREASON_REVOKED\x10Q\x12\x18\n\x14REASON_GATE_DEADLINE\x10R\x12\x16\n\x12REASON_WORKER_LOST\x10S\x12\x16\n\x12REASON_COPY_FAILED\x10T\x12\x12\n\x0eREASON_CORRUPT\x10U\x12\x13\n\x0fREASON_DEADLINE\x10V\x12\x13\n\x0fREASON_INTERNAL\x10\x63\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/types.proto\x12\tkvtier.v1\"\x80\x02\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10weights_revision\x18\x02 \x01(\t\x12\x10\n\x08kv_dtype\x18\x03 \x01(\t\x12\x11\n\tkv_scales\x18\x04 \x01(\t\x12\x13\n\x0bparallelism\x18\x05 \x01(\t\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12\x12\n\nhash_bytes\x18\x07 \x01(\r\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0c\n\x04salt\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12$\n\x08identity\x18\x0c \x03(\x0b\x32\x12.kvtier.v1.Setting\"&\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"<\n\rPlaneGeometry\x12\x16\n\x0e\x66ragment_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\xa5\x01\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvtier.v1.GroupKind\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x15\n\rwindow_tokens\x18\x04 \x01(\r\x12(\n\x06planes\x18\x05 \x03(\x0b\x32\x18.kvtier.v1.PlaneGeometry\x12\x12\n\nreplicated\x18\x06 \x01(\x08\"0\n\nTransferId\x12\x12\n\nboot_nonce\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\"Y\n\x05\x45rror\x12!\n\x06reason\x18\x01 \x01(\x0e\x32\x11.kvtier.v1.Reason\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t*\\\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_SCHEDULER\x10\x01\x12\r\n\tROLE_RANK\x10\x02\x12\x1b\n\x17ROLE_SCHEDULER_AND_RANK\x10\x03*{\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19GROUP_KIND_FULL_ATTENTION\x10\x01\x12\x1d\n\x19GROUP_KIND_SLIDING_WINDOW\x10\x02\x12\x14\n\x10GROUP_KIND_MAMBA\x10\x03*(\n\x04Gate\x12\r\n\tGATE_NONE\x10\x00\x12\x11\n\rGATE_DOORBELL\x10\x01*P\n\nBlockState\x12\x14\n\x10\x42LOCK_STATE_MISS\x10\x00\x12\x17\n\x13\x42LOCK_STATE_PENDING\x10\x01\x12\x13\n\x0f\x42LOCK_STATE_HIT\x10\x02*w\n\x0bStoreResult\x12\x19\n\x15STORE_RESULT_ACCEPTED\x10\x00\x12\x17\n\x13STORE_RESULT_EXISTS\x10\x01\x12\x18\n\x14STORE_RESULT_PENDING\x10\x02\x12\x1a\n\x16STORE_RESULT_THROTTLED\x10\x03*\x9c\x01\n\rTransferState\x12\x1e\n\x1aTRANSFER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRANSFER_STATE_ACTIVE\x10\x01\x12\x17\n\x13TRANSFER_STATE_DONE\x10\x02\x12\x19\n\x15TRANSFER_STATE_FAILED\x10\x03\x12\x1c\n\x18TRANSFER_STATE_CANCELLED\x10\x04*\x97\n\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REASON_HASH_LENGTH\x10\x01\x12\x19\n\x15REASON_BLOCK_ID_RANGE\x10\x02\x12\x1d\n\x19REASON_BLOCK_ID_DUPLICATE\x10\x03\x12\x19\n\x15REASON_COUNT_MISMATCH\x10\x04\x12\x1a\n\x16REASON_TOO_MANY_BLOCKS\x10\x05\x12\x18\n\x14REASON_UNKNOWN_GROUP\x10\x06\x12\x19\n\x15REASON_LAYOUT_INVALID\x10\x07\x12\x1a\n\x16REASON_STRIDE_OVERFLOW\x10\x08\x12\x1f\n\x1bREASON_PLANE_BEYOND_MAPPING\x10\t\x12\x1d\n\x19REASON_MAPPING_NOT_SEALED\x10\n\x12\x1a\n\x16REASON_MAPPING_INVALID\x10\x0b\x12\x1b\n\x17REASON_WORD_INDEX_RANGE\x10\x0c\x12\x17\n\x13REASON_TICKET_ORDER\x10\r\x12\x1c\n\x18REASON_NAMESPACE_INVALID\x10\x0e\x12\x1b\n\x17REASON_MODE_UNSUPPORTED\x10\x0f\x12\x14\n\x10REASON_MALFORMED\x10\x10\x12\x19\n\x15REASON_DEVICE_UNKNOWN\x10\x11\x12 \n\x1cREASON_DEVICE_MEMORY_INVALID\x10\x12\x12\x18\n\x14REASON_UNKNOWN_TOKEN\x10\x1e\x12\x16\n\x12REASON_WRONG_EPOCH\x10\x1f\x12\x18\n\x14REASON_UNKNOWN_LEASE\x10 \x12\x18\n\x14REASON_LEASE_EXPIRED\x10!\x12\x12\n\x0eREASON_FOREIGN\x10\"\x12\x17\n\x13REASON_SECOND_HELLO\x10#\x12\x19\n\x15REASON_SESSION_EXISTS\x10$\x12\x17\n\x13REASON_NOT_ATTACHED\x10%\x12\x1e\n\x1aREASON_INSTANCE_INCOMPLETE\x10&\x12\x1f\n\x1bREASON_FINGERPRINT_MISMATCH\x10\'\x12\x1e\n\x1aREASON_VERSION_UNSUPPORTED\x10(\x12\x1b\n\x17REASON_UNKNOWN_TRANSFER\x10)\x12\x0f\n\x0bREASON_ROLE\x10*\x12\x1d\n\x19REASON_ALREADY_REGISTERED\x10+\x12\x16\n\x12REASON_EPOCH_ENDED\x10,\x12\x1d\n\x19REASON_DEVICE_UNAVAILABLE\x10-\x12\x1f\n\x1bREASON_DEVICE_OUT_OF_MEMORY\x10.\x12\x15\n\x11REASON_QUEUE_FULL\x10<\x12\x16\n\x12REASON_LEASE_LIMIT\x10=\x12\x13\n\x0fREASON_DRAINING\x10>\x12\x1d\n\x19REASON_WORKER_UNAVAILABLE\x10?\x12\x19\n\x15REASON_SLOT_TOO_LARGE\x10@\x12\x14\n\x10REASON_CANCELLED\x10P\x12\x12\n\x0eREASON_REVOKED\x10Q\x12\x18\n\x14REASON_GATE_DEADLINE\x10R\x12\x16\n\x12REASON_WORKER_LOST\x10S\x12\x16\n\x12REASON_COPY_FAILED\x10T\x12\x12\n\x0eREASON_CORRUPT\x10U\x12\x13\n\x0fREASON_DEADLINE\x10V\x12\x13\n\x0fREASON_INTERNAL\x10\x63\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=628
-  _globals['_ROLE']._serialized_end=720
-  _globals['_GROUPKIND']._serialized_start=722
-  _globals['_GROUPKIND']._serialized_end=845
-  _globals['_GATE']._serialized_start=847
-  _globals['_GATE']._serialized_end=887
-  _globals['_BLOCKSTATE']._serialized_start=889
-  _globals['_BLOCKSTATE']._serialized_end=969
-  _globals['_STORERESULT']._serialized_start=971
-  _globals['_STORERESULT']._serialized_end=1090
-  _globals['_TRANSFERSTATE']._serialized_start=1093
-  _globals['_TRANSFERSTATE']._serialized_end=1249
-  _globals['_REASON']._serialized_start=1252
-  _globals['_REASON']._serialized_end=2555
+  _globals['_ROLE']._serialized_start=706
+  _globals['_ROLE']._serialized_end=798
+  _globals['_GROUPKIND']._serialized_start=800
+  _globals['_GROUPKIND']._serialized_end=923
+  _globals['_GATE']._serialized_start=925
+  _globals['_GATE']._serialized_end=965
+  _globals['_BLOCKSTATE']._serialized_start=967
+  _globals['_BLOCKSTATE']._serialized_end=1047
+  _globals['_STORERESULT']._serialized_start=1049
+  _globals['_STORERESULT']._serialized_end=1168
+  _globals['_TRANSFERSTATE']._serialized_start=1171
+  _globals['_TRANSFERSTATE']._serialized_end=1327
+  _globals['_REASON']._serialized_start=1330
+  _globals['_REASON']._serialized_end=2633
   _globals['_NAMESPACE']._serialized_start=37
-  _globals['_NAMESPACE']._serialized_end=255
-  _globals['_PLANEGEOMETRY']._serialized_start=257
-  _globals['_PLANEGEOMETRY']._serialized_end=317
-  _globals['_GROUP']._serialized_start=320
-  _globals['_GROUP']._serialized_end=485
-  _globals['_TRANSFERID']._serialized_start=487
-  _globals['_TRANSFERID']._serialized_end=535
-  _globals['_ERROR']._serialized_start=537
-  _globals['_ERROR']._serialized_end=626
+  _globals['_NAMESPACE']._serialized_end=293
+  _globals['_SETTING']._serialized_start=295
+  _globals['_SETTING']._serialized_end=333
+  _globals['_PLANEGEOMETRY']._serialized_start=335
+  _globals['_PLANEGEOMETRY']._serialized_end=395
+  _globals['_GROUP']._serialized_start=398
+  _globals['_GROUP']._serialized_end=563
+  _globals['_TRANSFERID']._serialized_start=565
+  _globals['_TRANSFERID']._serialized_end=613
+  _globals['_ERROR']._serialized_start=615
+  _globals['_ERROR']._serialized_end=704
 # @@protoc_insertion_point(module_scope)

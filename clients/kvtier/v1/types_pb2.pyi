@@ -335,6 +335,7 @@ class Namespace(google.protobuf.message.Message):
     SALT_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model identity, e.g. a hub name. For local weights: a name for people; `weights_revision` decides."""
     weights_revision: builtins.str
@@ -357,6 +358,12 @@ class Namespace(google.protobuf.message.Message):
     """Raised by an engine that changed its weights in place or reset its cache."""
     adapter: builtins.str
     """LoRA or other adapter identity where the block hash does not carry it."""
+    @property
+    def identity(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Setting]:
+        """Everything else that decides a block's bytes, by name, e.g. "model_config.max_model_len": sorted by name, no name
+        twice. A daemon that does not know this field leaves it out, so a client says a digest of it in `weights_revision` too.
+        """
+
     def __init__(
         self,
         *,
@@ -371,10 +378,33 @@ class Namespace(google.protobuf.message.Message):
         salt: builtins.str = ...,
         generation: builtins.int = ...,
         adapter: builtins.str = ...,
+        identity: collections.abc.Iterable[global___Setting] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "generation", b"generation", "hash_bytes", b"hash_bytes", "hash_scheme", b"hash_scheme", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "model", b"model", "parallelism", b"parallelism", "salt", b"salt", "tenant", b"tenant", "weights_revision", b"weights_revision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "generation", b"generation", "hash_bytes", b"hash_bytes", "hash_scheme", b"hash_scheme", "identity", b"identity", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "model", b"model", "parallelism", b"parallelism", "salt", b"salt", "tenant", b"tenant", "weights_revision", b"weights_revision"]) -> None: ...
 
 global___Namespace = Namespace
+
+@typing.final
+class Setting(google.protobuf.message.Message):
+    """A setting of an engine, as people would write it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """1 to 128 bytes."""
+    value: builtins.str
+    """At most 1,024 bytes."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
+
+global___Setting = Setting
 
 @typing.final
 class PlaneGeometry(google.protobuf.message.Message):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from kvtierd.core.actions import InstanceView, Notify, SessionEnded, TransferEnded
+from kvtierd.core.audits import Mismatches
 from kvtierd.core.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.disks import Disks
 from kvtierd.core.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
@@ -57,6 +58,7 @@ class Books:
     """Those of them that have not been asked to end, oldest first."""
     parts: dict[PartId, Part] = field(default_factory=dict)
     """Open ones."""
+    mismatches: Mismatches = field(default_factory=Mismatches)
     check: Check | None = None
     """The one that is on its way."""
     epoch_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))

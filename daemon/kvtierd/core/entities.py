@@ -144,6 +144,7 @@ class Instance(Entity):
     epoch: Epoch
     world_size: int
     namespace_fields: bytes
+    namespace_facts: dict[str, str]
     hash_bytes: int
     model: str
     alive_at_s: float
@@ -167,6 +168,9 @@ class Instance(Entity):
     """The latest ones, so that their holder hears what happened."""
     leased_blocks: int = 0
     leased_bytes: int = 0
+    audits: int = 0
+    audit_mismatches: int = 0
+    """Any at all: the engine has left the namespace to others."""
     last_ticket: Ticket = _NO_TICKET
     transfers: "dict[Ticket, Transfer]" = field(default_factory=dict)
     words_in_use: set[int] = field(default_factory=set)

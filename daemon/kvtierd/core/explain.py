@@ -9,6 +9,7 @@ from enum import Enum
 
 import numpy as np
 
+from kvtierd.core.audits import Mismatch
 from kvtierd.core.blocks import STAMPS_PER_S
 from kvtierd.core.books import Books
 from kvtierd.core.entities import LeaseCut
@@ -83,6 +84,8 @@ class Explanation:
     cut: LeaseCut | None = None
     """The latest lookup in this place, of an instance that still lives, that found more than it could lease:
     a readable block may have been among the others. `at` is seconds ago."""
+    mismatch: Mismatch | None = None
+    """The latest block of this namespace that was not what an engine computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,15 @@ _WRITING, _READY = int(BlockState.WRITING), int(BlockState.READY)
 
 
 def _explain(
+    books: Books, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
+) -> Explanation:
+    found = books.mismatches.latest(place.namespace)
+    if found is not None:
+        found = replace(found, at=(now - found.at) // STAMPS_PER_S)
+    return replace(_of_block(books, place, space, row, elsewhere, now), mismatch=found)
+
+
+def _of_block(
     books: Books, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
 ) -> Explanation:
     past: Memory | None = books.blocks.history.latest(space, row)

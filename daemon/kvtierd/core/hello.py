@@ -10,6 +10,8 @@ from kvtierd.core.namespaces import fields_fingerprint
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
 
+SHOWN_CHARACTERS, SHOWN_BEFORE = 80, 20
+"""Of a value in a message, and before its first difference from another."""
 WORLD_SIZE_MAX = 0xFFFF
 """A slot record holds it in 16 bits."""
 
@@ -96,6 +98,9 @@ def _check_same(stimulus: AttachSession, instance: Instance) -> None:
     """All processes of an instance must agree about what its blocks are."""
     _require_equal("world_size", stimulus.world_size, instance.world_size)
     if stimulus.namespace_fields != instance.namespace_fields:
+        said, known = dict(stimulus.namespace_facts), instance.namespace_facts
+        for name in said | known:
+            _require_equal(name, said.get(name), known.get(name))
         _require_equal(
             "namespace",
             fields_fingerprint(stimulus.namespace_fields).hex(),
@@ -107,21 +112,43 @@ def _check_same(stimulus: AttachSession, instance: Instance) -> None:
         other = next(iter(instance.ranks.values()))
         _require_equal("groups", len(stimulus.groups), len(other.groups))
         for index, (mine, theirs) in enumerate(zip(stimulus.groups, other.groups, strict=True)):
-            _require_equal(f"groups[{index}].block_tokens", mine.block_tokens, theirs.block_tokens)
-            _require_equal(f"groups[{index}].replicated", mine.replicated, theirs.replicated)
+            field = f"groups[{index}]"
+            _require_equal(f"{field}.block_tokens", mine.block_tokens, theirs.block_tokens)
+            _require_equal(f"{field}.replicated", mine.replicated, theirs.replicated)
             if mine.replicated:
-                _require_equal(f"groups[{index}]", mine, theirs)
+                _require_same_planes(field, mine, theirs)
+
+
+def _require_same_planes(field: str, mine: GroupGeometry, theirs: GroupGeometry) -> None:
+    _require_equal(f"{field}.kind", int(mine.kind), int(theirs.kind))
+    _require_equal(f"{field}.window_tokens", mine.window_tokens, theirs.window_tokens)
+    _require_equal(f"{field}.planes", len(mine.planes), len(theirs.planes))
+    for number, (plane, other) in enumerate(zip(mine.planes, theirs.planes, strict=True)):
+        _require_equal(f"{field}.planes[{number}].fragment_bytes", plane[0], other[0])
+        _require_equal(f"{field}.planes[{number}].description", plane[1], other[1])
 
 
 def _require_equal(field: str, mine: object, theirs: object) -> None:
+    """`None`: one side does not say it."""
     if mine != theirs:
         raise Refusal(
             Reason.FINGERPRINT_MISMATCH,
-            f"this process says {mine!s:.80}, the others of its instance {theirs!s:.80}: "
+            f"this process says {_shown(mine, theirs)}, the others of its instance {_shown(theirs, mine)}: "
             "start all of them with the same settings, or give it another instance name",
             field=field,
             value=mine,
         )
+
+
+def _shown(value: object, other: object) -> str:
+    """Bounded, and from a little before the first difference."""
+    if value is None:
+        return "nothing of it"
+    text, beside = str(value), str(other)
+    common = next((at for at, pair in enumerate(zip(text, beside, strict=False)) if pair[0] != pair[1]), 0)
+    begin = max(0, common - SHOWN_BEFORE) if len(text) > SHOWN_CHARACTERS else 0
+    shown = text[begin : begin + SHOWN_CHARACTERS]
+    return repr("…" * (begin > 0) + shown + "…" * (len(text) > begin + SHOWN_CHARACTERS))
 
 
 def _check_place(stimulus: AttachSession, instance: Instance) -> None:

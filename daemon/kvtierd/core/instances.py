@@ -1,8 +1,10 @@
 """Instances: processes attach, register and end, and workers come and go."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from kvtierd.core.actions import Attached, InstanceView, ReleaseSession, SessionEnded
+from kvtierd.core.audits import Mismatch
 from kvtierd.core.books import Books
 from kvtierd.core.entities import GroupPlan, Instance, Mapping, Session, Worker
 from kvtierd.core.errors import Reason, Refusal
@@ -14,6 +16,7 @@ from kvtierd.core.namespaces import NamespaceAbout, layout_fingerprint, namespac
 from kvtierd.core.sampling import Sampler
 from kvtierd.core.stimuli import (
     AttachSession,
+    AuditReport,
     EndSession,
     RegisterMemory,
     RegisterWords,
@@ -74,6 +77,7 @@ class Instances:
                 epoch=Epoch(next(books.epoch_ids)),
                 world_size=stimulus.world_size,
                 namespace_fields=stimulus.namespace_fields,
+                namespace_facts=dict(stimulus.namespace_facts),
                 hash_bytes=stimulus.hash_bytes,
                 model=stimulus.model,
                 alive_at_s=books.now_s,
@@ -273,6 +277,7 @@ class Instances:
             session.instance.alive_at_s = self._books.now_s
             if stimulus.prefill_tokens_per_s:
                 session.instance.prefill_tokens_per_s = stimulus.prefill_tokens_per_s
+            self._take_audits(session.instance, stimulus.audits)
             tally = self._books.tally
             tally.lookups += stimulus.index_lookups
             tally.index_lookups += stimulus.index_lookups
@@ -280,6 +285,17 @@ class Instances:
             absent = min(stimulus.index_lookups, stimulus.index_hashes)  # the first of each prefix
             tally.missed_absent += absent
             tally.missed_beyond += stimulus.index_hashes - absent
+
+    def _take_audits(self, instance: Instance, reports: Iterable[AuditReport]) -> None:
+        for report in reports:
+            instance.audits += 1
+            self._books.tally.audits += 1
+            if not report.matched:
+                instance.audit_mismatches += 1
+                self._books.tally.audit_mismatches += 1
+                if instance.digest is not None:
+                    found = Mismatch(self._blocks.now, instance.name, report)
+                    self._books.mismatches.add(instance.digest, found)
 
     def end_session(self, stimulus: EndSession) -> None:
         """Ends the epoch. Nothing for a session that is unknown, or whose epoch has ended before."""

@@ -337,4 +337,6 @@ def _instance_status(instance: Instance) -> InstanceStatus:
         leased_bytes=instance.leased_bytes,
         transfers_active=len(instance.transfers),
         fencing=instance.over,
+        audits=instance.audits,
+        audit_mismatches=instance.audit_mismatches,
     )

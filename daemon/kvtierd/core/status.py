@@ -59,6 +59,9 @@ class Tally:
     lease_held_s: float = 0.0
     expired_leases: int = 0
     refused_leases: int = 0
+    audits: int = 0
+    """Blocks that engines have computed although they could be loaded, to compare the two."""
+    audit_mismatches: int = 0
     """Leases on fewer blocks than were readable, or on none."""
     corrupt_on_load: int = 0
     """Blocks whose record or checksum did not match when they were to be loaded."""
@@ -125,6 +128,8 @@ class InstanceStatus:
     transfers_active: int
     fencing: bool
     """It has ended, and copy workers have not let go of it yet."""
+    audits: int
+    audit_mismatches: int
 
 
 @dataclass(frozen=True, slots=True)

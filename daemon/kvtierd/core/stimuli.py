@@ -70,6 +70,8 @@ class AttachSession:
     groups: tuple[GroupGeometry, ...]
     prefill_tokens_per_s: float = 0.0
     """How fast the engine computes a prompt, as declared; 0: not known."""
+    namespace_facts: tuple[tuple[str, str], ...] = ()
+    """Names and values of what `namespace_fields` is made of, for messages to people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,19 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditReport:
+    """One block, as one engine has found it."""
+
+    matched: bool
+    error: float
+    """Relative; and the most that rounding explains."""
+    threshold: float
+    group: int
+    block_hash: bytes
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class RenewSession:
     """Heartbeat: the session lives; the leases of its instance are renewed."""
 
@@ -119,6 +134,8 @@ class RenewSession:
     index_lookups: int = 0
     index_hashes: int = 0
     """Lookups that the index page has spared since the last heartbeat, all misses, and their hashes."""
+    audits: tuple[AuditReport, ...] = ()
+    """What the engine has found since then."""
 
 
 @dataclass(frozen=True, slots=True)

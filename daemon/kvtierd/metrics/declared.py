@@ -335,6 +335,21 @@ DECLARED = (
     ),
     Declared(
         _C,
+        "kvtier_audits",
+        (),
+        "Blocks that engines have computed although they could be loaded, to compare the two.",
+        "Whether wrong models would be found: about one in 1,000 hits, and the first after each attachment.",
+    ),
+    Declared(
+        _C,
+        "kvtier_audit_mismatches",
+        (),
+        "Audits that found another block than the engine computes. The engine has nothing to do with that "
+        "namespace any more.",
+        "Anything above 0: engines share blocks that do not compute the same, and outputs may be wrong.",
+    ),
+    Declared(
+        _C,
         "kvtier_sampled_bytes",
         (),
         "Bytes of the host pool that sampling has compared.",

@@ -109,6 +109,8 @@ def _integrity(sheet: Sheet, snapshot: Snapshot) -> None:
     if snapshot.disks:
         sheet.set("kvtier_integrity_failures", counters.corrupt_on_disk, "disk", "read")
     sheet.set("kvtier_sampled_bytes", counters.sampled_bytes)
+    sheet.set("kvtier_audits", counters.audits)
+    sheet.set("kvtier_audit_mismatches", counters.audit_mismatches)
 
 
 def _clients(sheet: Sheet, snapshot: Snapshot) -> None:

@@ -20,9 +20,10 @@ from kvtierd.core.actions import (
     TransferEnded,
 )
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import LeaseId, SessionId, Ticket, TransferNumber
+from kvtierd.core.ids import HASH_BYTES_MAX, LeaseId, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
     NO_WISHES,
+    AuditReport,
     CancelTransfers,
     CoreLimits,
     GroupQuery,
@@ -47,6 +48,9 @@ TICKET_MAX = 2**56 - 1
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
 """What an engine can be believed to compute; the core divides by it."""
 INDEX_TOLD_MAX = 1_000_000_000
+AUDITS_MAX = 16
+AUDIT_ERROR_MAX = 1e6
+AUDIT_DETAIL_BYTES_MAX = 512
 """Lookups, and hashes, that one heartbeat may tell of."""
 WAIT_TIMEOUT_MS_MAX = 60_000
 WAIT_TICKETS_MAX = 256
@@ -138,11 +142,33 @@ def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession
             raise Refusal(
                 Reason.MALFORMED, f"at most {INDEX_TOLD_MAX} in one heartbeat", field=field, value=value
             )
+    if len(heartbeat.audits) > AUDITS_MAX:
+        message = f"at most {AUDITS_MAX} in one heartbeat"
+        raise Refusal(Reason.MALFORMED, message, field="audits", value=len(heartbeat.audits))
     return RenewSession(
         session,
         prefill_rate(heartbeat.prefill_tokens_per_s),
         heartbeat.index_lookups,
         heartbeat.index_hashes,
+        tuple(map(_audit_of, heartbeat.audits)),
+    )
+
+
+def _audit_of(audit: cache_pb2.Audit) -> AuditReport:
+    """Raises Refusal MALFORMED."""
+    for field in ("error", "threshold"):
+        value: float = getattr(audit, field)
+        if not 0 <= value <= AUDIT_ERROR_MAX:  # written so that NaN is refused too
+            message = f"between 0 and {AUDIT_ERROR_MAX:,.0f}"
+            raise Refusal(Reason.MALFORMED, message, field=f"audits.{field}", value=value)
+    if not 1 <= len(audit.block_hash) <= HASH_BYTES_MAX:
+        message = f"a block hash has 1 to {HASH_BYTES_MAX} bytes"
+        raise Refusal(Reason.MALFORMED, message, field="audits.block_hash", value=len(audit.block_hash))
+    if len(audit.detail.encode()) > AUDIT_DETAIL_BYTES_MAX or not audit.detail.isprintable():
+        message = f"at most {AUDIT_DETAIL_BYTES_MAX} bytes, all printable"
+        raise Refusal(Reason.MALFORMED, message, field="audits.detail", value=ascii(audit.detail))
+    return AuditReport(
+        audit.matched, audit.error, audit.threshold, audit.group, audit.block_hash, audit.detail
     )
 
 

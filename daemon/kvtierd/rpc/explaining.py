@@ -9,7 +9,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.explain import Explained, Explanation, Place, Verdict
 from kvtierd.core.namespaces import NamespaceAbout
 from kvtierd.core.stimuli import GroupGeometry
-from kvtierd.rpc.hello import NAMESPACE_PREFIX
+from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 
 DIFFERENCES_MAX = 16
 """Named of two namespaces; layouts of many planes differ in many places."""
@@ -59,7 +59,7 @@ def _explanation(each: Explanation, explained: Explained, uptime_s: float) -> ad
         group=place.group,
         verdict=_VERDICT[each.verdict],
         reason=types_pb2.Reason.ValueType(int(each.reason or 0)),
-        text=_text(each, explained, uptime_s),
+        text=_text(each, explained, uptime_s) + _audited(each),
         elsewhere=[_elsewhere(place, other) for other in each.elsewhere[:ELSEWHERE_MAX]],
     )
     if each.age_s is not None:
@@ -100,6 +100,17 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
             return f"not stored in this namespace in the last {back_s:.0f} s, but in another"
         case Verdict.NEVER_STORED:
             return f"not stored in the last {back_s:.0f} s, which is as far as this daemon remembers"
+
+
+def _audited(each: Explanation) -> str:
+    found = each.mismatch
+    if found is None:
+        return ""
+    return (
+        f". In this namespace {found.engine} found {found.at} s ago that block "
+        f"{found.report.block_hash.hex()[:16]} is not what it computes (relative error "
+        f"{found.report.error:.3g}, {found.report.detail}): it neither loads nor stores here any more"
+    )
 
 
 def _elsewhere(mine: Place, other: Place) -> admin_pb2.Elsewhere:
@@ -151,6 +162,14 @@ def _layout(name: str, geometry: GroupGeometry) -> Iterator[tuple[str, str]]:
         yield f"{name}.planes[{number}].description", description
 
 
+def fields_of(about: NamespaceAbout) -> Iterator[tuple[str, str]]:
+    """What engines have said of their namespace, by name, but for what is not shown."""
+    for name, value in _fields(about.fields):
+        field = name.removeprefix("namespace.")
+        if field not in SECRET:
+            yield field, value
+
+
 def _fields(data: bytes) -> Iterator[tuple[str, str]]:
     """The fields of a namespace out of what `hello.namespace_fields` made of them."""
     known = types_pb2.Namespace.DESCRIPTOR.fields_by_number
@@ -161,5 +180,8 @@ def _fields(data: bytes) -> Iterator[tuple[str, str]]:
         content = data[offset : offset + length]
         offset += length
         field = known[number]
+        if field.name == "identity":
+            yield from ((f"namespace.identity[{name}]", value) for name, value in identity_of(content))
+            continue
         is_text = field.type == field.TYPE_STRING
         yield f"namespace.{field.name}", content.decode() if is_text else str(struct.unpack("<Q", content)[0])

@@ -1,7 +1,8 @@
 """A Hello, checked whole and turned into the core's words. Pure."""
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.v1 import cache_pb2, types_pb2
@@ -16,6 +17,8 @@ FEATURES = frozenset({"index-page", "joint-lookup", "retention"})
 HASH_BYTES_MIN = 8
 WORLD_SIZE_MAX = 1_024
 TEXT_BYTES_MAX = 1_024
+SETTINGS_MAX = 256
+SETTING_NAME_BYTES_MAX = 128
 GROUPS_MAX = 64
 PLANES_MAX = 4_096
 """Of all groups together."""
@@ -42,6 +45,8 @@ class Greeting:
     protocol_version: int
     features: tuple[str, ...]
     client: str
+    configuration: tuple[tuple[str, str], ...] = ()
+    """For people: settings of the engine beside those of its namespace."""
 
 
 def choose_version(offered: Sequence[int]) -> int:
@@ -96,6 +101,7 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
             rank=Rank(hello.rank if holds_rank else 0),
             world_size=hello.world_size,
             namespace_fields=namespace_fields(hello.namespace),
+            namespace_facts=tuple(namespace_facts(hello.namespace)),
             hash_bytes=hello.namespace.hash_bytes,
             model=hello.namespace.model,
             groups=_groups(hello.groups, holds_rank),
@@ -104,6 +110,7 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
         protocol_version=version,
         features=tuple(feature for feature in hello.features if feature in FEATURES),
         client=hello.client,
+        configuration=_settings("configuration", hello.configuration, Reason.MALFORMED),
     )
 
 
@@ -132,12 +139,58 @@ def namespace_fields(namespace: types_pb2.Namespace) -> bytes:
                 shown=field.name == "model",
             )
             content = value.encode()
+        elif field.name == "identity":
+            settings = _settings("namespace.identity", value, Reason.NAMESPACE_INVALID)
+            content = b"".join(map(_counted, itertools.chain.from_iterable(settings)))
         else:
             content = struct.pack("<Q", value) if value else b""
         if not content:  # not applicable: fields added later then leave today's digests as they are
             continue
         parts.append(struct.pack("<IQ", field.number, len(content)) + content)
     return b"".join(parts)
+
+
+def namespace_facts(namespace: types_pb2.Namespace) -> Iterator[tuple[str, str]]:
+    """Fields of a namespace, by name, for messages to people: first those that say most. Not the salt, which
+    may be a secret."""
+    for setting in namespace.identity:
+        yield f"namespace.identity[{setting.name}]", setting.value
+    for field in types_pb2.Namespace.DESCRIPTOR.fields:
+        if field.name not in ("identity", "salt"):
+            yield f"namespace.{field.name}", str(getattr(namespace, field.name))
+
+
+def identity_of(content: bytes) -> Iterator[tuple[str, str]]:
+    """The settings that `namespace_fields` has written for the field `identity`."""
+    texts, offset = [], 0
+    while offset < len(content):
+        (length,) = struct.unpack_from("<I", content, offset)
+        texts.append(content[offset + 4 : offset + 4 + length].decode())
+        offset += 4 + length
+    return zip(texts[::2], texts[1::2], strict=True)
+
+
+def _counted(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<I", len(content)) + content
+
+
+def _settings(
+    field: str, settings: Sequence[types_pb2.Setting], reason: Reason
+) -> tuple[tuple[str, str], ...]:
+    if len(settings) > SETTINGS_MAX:
+        raise Refusal(reason, f"at most {SETTINGS_MAX} settings", field=field, value=len(settings))
+    before = ""
+    for setting in settings:
+        name = setting.name
+        if not 1 <= len(name.encode()) <= SETTING_NAME_BYTES_MAX or not name.isprintable():
+            message = f"names have 1 to {SETTING_NAME_BYTES_MAX} bytes, all printable"
+            raise Refusal(reason, message, field=field, value=ascii(name))
+        if name <= before:
+            raise Refusal(reason, "sorted by name, no name twice", field=field, value=name)
+        _check_text(f"{field}[{name}]", setting.value, reason, shown=True)
+        before = name
+    return tuple((setting.name, setting.value) for setting in settings)
 
 
 def _groups(groups: Sequence[types_pb2.Group], holds_rank: bool) -> tuple[GroupGeometry, ...]:

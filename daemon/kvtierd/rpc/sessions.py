@@ -16,8 +16,9 @@ from kvtierd.cache import Cache, Event, SessionAbout
 from kvtierd.core.actions import Attached
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, SessionId
-from kvtierd.core.stimuli import GroupGeometry, Role
+from kvtierd.core.stimuli import AuditReport, GroupGeometry, Role
 from kvtierd.logs import logger
+from kvtierd.rpc.audits import EnginesMet, refuse_of_ranks
 from kvtierd.rpc.hello import Greeting
 from kvtierd.rpc.queries import Caller
 
@@ -83,6 +84,7 @@ class Sessions:
         self._by_token: dict[bytes, Session] = {}
         self._ids = itertools.count(1)
         self._closing = False
+        self._engines = EnginesMet(clock)
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -132,6 +134,8 @@ class Sessions:
         reply = self._cache.attach(attach, about, listener)
         session.greeting = greeting
         session.epoch = reply.epoch
+        if Role.SCHEDULER in attach.role:
+            self._engines.add(greeting)
         log.info(
             "session attached",
             session=session.id,
@@ -142,6 +146,12 @@ class Sessions:
             client=greeting.client,
         )
         return reply
+
+    def told_audits(self, session: Session, reports: tuple[AuditReport, ...]) -> None:
+        """What an engine has found; for the log. Raises Refusal ROLE for any but the scheduler's session."""
+        if reports and session.greeting is not None:
+            refuse_of_ranks(Role.SCHEDULER in session.greeting.attach.role, reports)
+            self._engines.tell(session.greeting, reports)
 
     def end(self, session: Session, why: Refusal) -> None:
         """Ends a session, everywhere; a second call does nothing."""

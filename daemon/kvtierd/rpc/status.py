@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from kvtier.v1 import admin_pb2
+from kvtier.v1 import admin_pb2, types_pb2
 
 from kvtierd.cache import Cleared, DiskSnapshot, Snapshot
 from kvtierd.core.explain import PlaceStatus
 from kvtierd.reload import Change, Reloaded
+from kvtierd.rpc.explaining import fields_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
                 mapped_bytes=instance.mapped_bytes,
                 leased_blocks=instance.leased_blocks,
                 transfers_active=instance.transfers_active,
+                audits=instance.audits,
+                audit_mismatches=instance.audit_mismatches,
             )
             for instance in core.instances
         ],
@@ -184,5 +187,6 @@ def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:
         message.world_size = about.world_size
         message.hash_bytes = about.hash_bytes
         message.block_tokens = group.block_tokens
+        message.fields.extend(types_pb2.Setting(name=name, value=value) for name, value in fields_of(about))
         message.block_bytes = group.slot_bytes * (1 if group.replicated else about.world_size)
     return message

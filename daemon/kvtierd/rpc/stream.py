@@ -227,7 +227,9 @@ class Stream:
     ) -> cache_pb2.AttachResponse | None:
         """The answer, None if there is none now. Raises Refusal."""
         if body == "heartbeat":
-            self._renew(convert.renew_of(request.heartbeat, session.id))
+            renewal = convert.renew_of(request.heartbeat, session.id)
+            self._sessions.told_audits(session, renewal.audits)
+            self._renew(renewal)
             if not request.id:
                 return None
             return cache_pb2.AttachResponse(id=request.id, heartbeat_ack=cache_pb2.HeartbeatAck())

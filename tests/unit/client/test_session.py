@@ -332,6 +332,20 @@ def test_the_next_daemon_is_told_the_rate_at_once(peer: Peer) -> None:
 # --- silence ---
 
 
+def test_audits_go_with_heartbeats_some_at_a_time(peer: Peer) -> None:
+    for number in range(20):
+        peer.session.report_audit(cache_pb2.Audit(matched=True, group=number, block_hash=b"h"))
+    told: list[int] = []
+    for expected in (16, 4, 0):
+        peer.now_s += 2.0
+        peer.session.tick()
+        [message] = peer.sent()
+        peer.say(message.id, heartbeat_ack=cache_pb2.HeartbeatAck())
+        told += [audit.group for audit in message.heartbeat.audits]
+        assert len(message.heartbeat.audits) == expected
+    assert told == list(range(20))
+
+
 def test_heartbeats_go_out_one_at_a_time(peer: Peer) -> None:
     assert peer.session.tick() == pytest.approx(2.0)
     peer.now_s += 2.0

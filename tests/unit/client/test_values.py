@@ -85,12 +85,37 @@ def test_a_layout_that_makes_no_sense_is_refused_by_field(bad: Group, reason: Re
         ({"hash_bytes": 33}, "namespace.hash_bytes"),
         ({"tenant": "é" * 600}, "namespace.tenant"),
         ({"generation": -1}, "namespace.generation"),
+        ({"identity": (("b", ""), ("a", ""))}, "namespace.identity"),
+        ({"identity": (("a", ""), ("a", ""))}, "namespace.identity"),
+        ({"identity": (("", ""),)}, "namespace.identity"),
+        ({"identity": (("n" * 129, ""),)}, "namespace.identity"),
+        ({"identity": (("a", "v" * 1_025),)}, "namespace.identity[a]"),
+        ({"identity": tuple((f"{number:03}", "") for number in range(257))}, "namespace.identity"),
     ],
 )
 def test_a_namespace_that_makes_no_sense_is_refused_by_field(change: dict[str, object], field: str) -> None:
     fields: dict[str, object] = {"model": "m", "kv_dtype": "d", "hash_scheme": "s"} | change
     error = refused(Namespace, **fields)
     assert (error.reason, error.field) == (Reason.NAMESPACE_INVALID, field)
+
+
+def test_a_daemon_that_knows_no_identity_keeps_apart_what_differs_in_it() -> None:
+    def revision(*identity: tuple[str, str]) -> str:
+        namespace = Namespace(
+            model="m", kv_dtype="d", hash_scheme="s", weights_revision="r", identity=identity
+        )
+        return namespace.to_proto().weights_revision
+
+    seen = {
+        revision(),
+        revision(("a", "1")),
+        revision(("a", "2")),
+        revision(("a 1 1", "")),
+        revision(("b", "1")),
+    }
+    assert len(seen) == 5
+    assert revision() == "r"
+    assert all(one.startswith("r") for one in seen)
 
 
 def test_every_field_of_the_wire_namespace_can_be_said() -> None:
@@ -109,6 +134,7 @@ def test_every_field_of_the_wire_namespace_can_be_said() -> None:
         ({"memory": None}, "memory"),
         ({"groups": ()}, "groups"),
         ({"program": "x" * 2000}, "program"),
+        ({"configuration": (("b", ""), ("a", ""))}, "configuration"),
         ({"prefill_tokens_per_s": -1.0}, "prefill_tokens_per_s"),
         ({"prefill_tokens_per_s": math.nan}, "prefill_tokens_per_s"),
         ({"prefill_tokens_per_s": math.inf}, "prefill_tokens_per_s"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvtierd.core.actions import InstanceView
-from kvtierd.core.errors import Reason
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.namespaces import layout_fingerprint
 from kvtierd.core.stimuli import Drain, GroupGeometry, RegisterMemory, RegisterWords, Role
@@ -61,6 +61,31 @@ def test_a_reply_tells_the_fingerprint_of_the_ranks_layout(host: Host) -> None:
     reply = one.attach(0)
     assert reply.fingerprint == layout_fingerprint(one.hello(0).groups)
     assert one.attach(SCHEDULER).fingerprint is None
+
+
+def test_the_first_field_that_differs_is_named_with_both_values(host: Host) -> None:
+    facts = (
+        ("namespace.identity[a]", "1"),
+        ("namespace.identity[b]", "x" * 300 + "1"),
+        ("namespace.model", "m"),
+    )
+    one = host.instance(sizes=((4096, 4096),), together=False, processes=())
+    one.attach(0, namespace_facts=facts)
+
+    def refusal(name: str, value: str | None) -> Refusal:
+        other = tuple((key, value if key == name else said) for key, said in facts)
+        other = tuple((key, said) for key, said in other if said is not None)
+        found = host.refused(one.hello(1, namespace_fields=b"another", namespace_facts=other))
+        assert (found.reason, found.field) == (Reason.FINGERPRINT_MISMATCH, name)
+        return found
+
+    assert "this process says '2', the others of its instance '1'" in str(
+        refusal("namespace.identity[a]", "2")
+    )
+    assert "this process says nothing of it" in str(refusal("namespace.identity[a]", None))
+    assert "…xxx" in str(refusal("namespace.identity[b]", "x" * 300 + "2"))
+    assert "xxx2'" in str(refusal("namespace.identity[b]", "x" * 300 + "2"))
+    assert len(str(refusal("namespace.model", "y" * 1_000))) < 500
 
 
 @pytest.mark.parametrize(

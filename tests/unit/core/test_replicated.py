@@ -116,8 +116,8 @@ class TestAgreement:
         ("other", "field"),
         [
             ({"replicated": False}, "groups[0].replicated"),
-            ({"size": 8192}, "groups[0]"),
-            ({"what": "another layer"}, "groups[0]"),
+            ({"size": 8192}, "groups[0].planes[0].fragment_bytes"),
+            ({"what": "another layer"}, "groups[0].planes[0].description"),
         ],
     )
     def test_ranks_that_do_not_hold_the_same_are_refused(

@@ -69,6 +69,8 @@ def busy_snapshot() -> Snapshot:
         leased_bytes=17 << 12,
         transfers_active=4,
         fencing=False,
+        audits=9,
+        audit_mismatches=1,
     )
     core = CoreStatus(
         leases=2,
@@ -92,6 +94,8 @@ def busy_snapshot() -> Snapshot:
             WorkerStatus(WorkerId(2), GPU, False, 1, 7, 5 << 20),
         ),
         counters=Tally(
+            audits=9,
+            audit_mismatches=1,
             lookups=21,
             lookup_hashes=400,
             lookup_hits=100,

@@ -1,5 +1,6 @@
 """Messages become stimuli only if they are sound; nothing is copied that need not be."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvtierd.core.actions import (
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, NamespaceDigest, Rank, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
+    AuditReport,
     CoreLimits,
     GroupQuery,
     LookupBlocks,
@@ -269,6 +271,41 @@ class TestHeartbeat:
     def test_no_engine_computes_like_that(self, rate: float) -> None:
         beat = cache_pb2.Heartbeat(prefill_tokens_per_s=rate)
         assert reason(convert.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "prefill_tokens_per_s")
+
+
+class TestAudits:
+    SOUND = cache_pb2.Audit(
+        matched=False, error=0.5, threshold=0.2, group=1, block_hash=b"h" * 32, detail="l"
+    )
+
+    def test_a_sound_one_goes_to_the_core_as_it_is(self) -> None:
+        renewal = convert.renew_of(cache_pb2.Heartbeat(audits=[self.SOUND]), SessionId(4))
+        assert renewal.audits == (AuditReport(False, 0.5, 0.2, 1, b"h" * 32, "l"),)
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"error": math.nan}, "audits.error"),
+            ({"error": -1.0}, "audits.error"),
+            ({"threshold": math.inf}, "audits.threshold"),
+            ({"block_hash": b""}, "audits.block_hash"),
+            ({"block_hash": b"h" * 33}, "audits.block_hash"),
+            ({"detail": "x" * 513}, "audits.detail"),
+            ({"detail": "two\nlines"}, "audits.detail"),
+        ],
+    )
+    def test_one_that_makes_no_sense_is_refused_by_field(self, changes: dict[str, Any], field: str) -> None:
+        audit = cache_pb2.Audit()
+        audit.CopyFrom(self.SOUND)
+        audit.MergeFrom(cache_pb2.Audit(**changes))
+        if changes.get("block_hash") == b"":
+            audit.block_hash = b""
+        beat = cache_pb2.Heartbeat(audits=[audit])
+        assert reason(convert.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, field)
+
+    def test_a_heartbeat_has_some_at_most(self) -> None:
+        beat = cache_pb2.Heartbeat(audits=[self.SOUND] * 17)
+        assert reason(convert.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "audits")
 
 
 class TestSubmissions:

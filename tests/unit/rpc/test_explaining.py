@@ -51,6 +51,16 @@ def test_a_salt_is_named_and_not_shown() -> None:
     assert named(about(salt="one"), about(salt="other")) == {"namespace.salt": ("", "")}
 
 
+def test_settings_are_named_one_by_one() -> None:
+    def with_settings(**values: str) -> NamespaceAbout:
+        return about(identity=[types_pb2.Setting(name=name, value=values[name]) for name in sorted(values)])
+
+    assert named(with_settings(a="1", b="2"), with_settings(a="1", b="3", c="4")) == {
+        "namespace.identity[b]": ("2", "3"),
+        "namespace.identity[c]": ("", "4"),
+    }
+
+
 def test_layouts_are_compared_plane_by_plane() -> None:
     other = (GroupGeometry(1, 32, 0, ((64, "k"), (128, "v"))),)
     found = named(about(), about(other))

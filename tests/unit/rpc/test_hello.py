@@ -1,6 +1,7 @@
 """A Hello is refused whole, with the field at fault; a sound one becomes exactly what the core is told."""
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import GroupGeometry, Role
-from kvtierd.rpc.hello import greeting_of, namespace_fields
+from kvtierd.rpc.hello import greeting_of, identity_of, namespace_fields
 
 
 def namespace(**changes: object) -> types_pb2.Namespace:
@@ -152,6 +153,8 @@ class TestNamespaceFields:
         for field in types_pb2.Namespace.DESCRIPTOR.fields:
             number = isinstance(getattr(namespace(), field.name), int)
             value: object = (16 if field.name == "hash_bytes" else 7) if number else "other"
+            if field.name == "identity":
+                value = [types_pb2.Setting(name="other", value="x")]
             seen.add(namespace_fields(namespace(**{field.name: value})))
         assert len(seen) == len(types_pb2.Namespace.DESCRIPTOR.fields) + 1
 
@@ -160,6 +163,38 @@ class TestNamespaceFields:
             namespace(tenant="a", salt="bc")
         )
         assert namespace_fields(namespace(tenant="ab")) != namespace_fields(namespace(salt="ab"))
+
+    def test_settings_are_told_apart_and_found_again(self) -> None:
+        def fields(*settings: tuple[str, str]) -> bytes:
+            given = [types_pb2.Setting(name=name, value=value) for name, value in settings]
+            return namespace_fields(namespace(identity=given))
+
+        several = (("a", "b"), ("aé", ""), ("b", "c" * 1_024))
+        content = fields(*several)
+        assert len({content, fields(("a", "b")), fields(("ab", "")), fields(("a", "")), fields()}) == 5
+        start = content.index(struct.pack("<I", 12)) + 12
+        assert tuple(identity_of(content[start:])) == several
+
+    @pytest.mark.parametrize(
+        ("settings", "field"),
+        [
+            ([("a", "1"), ("a", "2")], "namespace.identity"),
+            ([("b", "1"), ("a", "2")], "namespace.identity"),
+            ([("", "1")], "namespace.identity"),
+            ([("n" * 129, "1")], "namespace.identity"),
+            ([("a\n", "1")], "namespace.identity"),
+            ([("a", "v" * 1_025)], "namespace.identity[a]"),
+            ([("a", "\x1b[31m")], "namespace.identity[a]"),
+            ([(f"{number:04}", "") for number in range(257)], "namespace.identity"),
+        ],
+    )
+    def test_settings_that_make_no_sense_are_refused_by_name(
+        self, settings: list[tuple[str, str]], field: str
+    ) -> None:
+        given = [types_pb2.Setting(name=name, value=value) for name, value in settings]
+        with pytest.raises(Refusal) as caught:
+            namespace_fields(namespace(identity=given))
+        assert (caught.value.reason, caught.value.field) == (Reason.NAMESPACE_INVALID, field)
 
     def test_the_bytes_are_what_pools_of_earlier_versions_hold(self) -> None:
         found = namespace_fields(namespace(hash_bytes=8, tenant="t"))
