@@ -127,8 +127,8 @@ class ClientBase(ABC):
             `report_prefill_rate`.
         configuration: tuple[tuple[str, str], ...], default ()
             For people: settings of the engine that are not in the namespace, as far as they are not the
-            defaults: 0 to 256 names and values, sorted by name. Where an audit finds that two engines do not compute the
-            same blocks, the daemon tells in which of these they differ.
+            defaults: 0 to 256 names and values, sorted by name. Where an audit finds that two engines do not
+            compute the same blocks, the daemon tells in which of these they differ.
         on_ready: Callable[[ClientStatus], None] | None, default None
             Called each time the client has become ready: once for every epoch, so again after the daemon was
             away. By the thread or the task that keeps the session alive: it must return at once. What it

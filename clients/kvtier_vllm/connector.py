@@ -39,7 +39,7 @@ from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
-from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, version_of
+from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
 from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler import SchedulerSide
 from kvtier_vllm.stats import Increments, KvtierPromMetrics, KvtierStats
@@ -423,6 +423,7 @@ class _Identity:
             socket=self._config.socket or None,
             doorbells=DOORBELLS,
             prefill_tokens_per_s=self._config.prefill_tokens_per_s if role is Role.SCHEDULER else 0.0,
+            configuration=told(self._vllm_config) if role is Role.SCHEDULER else (),
             program=f"kvtier-vllm {importlib.metadata.version('kvtier')} (vLLM {vllm.__version__})",
         )
 

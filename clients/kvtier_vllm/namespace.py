@@ -1,14 +1,14 @@
 """From a vLLM configuration to the namespace its blocks belong to.
 
 vLLM's block hash covers tokens, LoRA name (see `adapters`), multi-modal content and cache salt, and nothing
-of the model. All else that decides a block's bytes is named here; what cannot be named for certain is
-refused: a namespace too narrow costs a miss, one too wide serves wrong bytes.
+of the model. All else that decides a block's bytes is named here, out of what was given to the engine (files
+and settings, see `identity`) and not of what its processes have made of it; what cannot be named for certain
+is refused: a namespace too narrow costs a miss, one too wide serves wrong bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sys
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier_vllm.identity import positions
+from kvtier_vllm.identity.rendering import Unnameable, text_of
+from kvtier_vllm.identity.settings import UnnameableSetting, configuration_of, identity_of
 from kvtier_vllm.weights import UnknownWeights, local_revision
 
 # First release whose NONE_HASH is the same in every process for the sha256 family, and whose KV caches are
@@ -35,8 +38,7 @@ _STATIC_SCALE_KV_DTYPES = {"fp8", "fp8_e4m3", "fp8_e5m2"}
 _DRAFTLESS_METHODS = {"ngram", "ngram_gpu", "suffix"}
 # Those whose draft's KV lies beside the model's, and follows from a block's tokens and the one behind it.
 _DRAFTING_METHODS = {"eagle", "eagle3", "mtp"}
-# Keys of a model's configuration that say nothing about what it computes.
-_COSMETIC_CONFIG_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "kvtier_tiny_llama"}
+_CONFIGURATION_MAX = 256
 
 
 class UnsupportedConfiguration(Exception):
@@ -58,6 +60,7 @@ class EngineNamespace:
     salt: str = ""
     generation: int = 0
     adapter: str = ""
+    identity: tuple[tuple[str, str], ...] = ()
 
 
 def derive(
@@ -78,11 +81,17 @@ def derive(
     """
     version = version_of(vllm_version)
     _refuse_what_the_hash_omits(vllm_config, adapters_by_files)
+    try:
+        identity = _identity(vllm_config, revision)
+    except UnnameableSetting as error:
+        raise UnsupportedConfiguration(
+            f"{error}: it may change what is computed, and engines with such a setting cannot be told apart"
+        ) from error
     scheme, hash_bytes = _hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo, version)
     kv_dtype, kv_scales = _kv_dtype(vllm_config)
     return EngineNamespace(
         model=_model_name(vllm_config.model_config),
-        weights_revision=_weights_revision(vllm_config, revision),
+        weights_revision=revision or _found_revision(vllm_config.model_config),
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         parallelism=_parallelism(vllm_config.parallel_config),
@@ -91,7 +100,15 @@ def derive(
         tenant=tenant,
         salt=salt,
         adapter=_adapters(vllm_config),
+        identity=identity,
     )
+
+
+def told(vllm_config: Any) -> tuple[tuple[str, str], ...]:
+    """Settings of this engine in which others that share with it may differ, for people."""
+    found = configuration_of(vllm_config)
+    found.setdefault("model_config.max_model_len", str(vllm_config.model_config.max_model_len))
+    return tuple(sorted(found.items()))[:_CONFIGURATION_MAX]
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -181,16 +198,11 @@ def _kv_dtype(vllm_config: Any) -> tuple[str, str]:
     cache = vllm_config.cache_config
     kv = str(cache.cache_dtype)
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if getattr(cache, "calculate_kv_scales", False):
-        raise UnsupportedConfiguration(
-            "KV scales are calculated at run time and differ between engines; turn calculate_kv_scales off"
-        )
     # The model's own dtype decides the values even where the cache is wider or narrower.
     if kv in _PLAIN_KV_DTYPES:
         return f"{model_dtype if kv == 'auto' else kv}/{model_dtype}", ""
     if kv in _STATIC_SCALE_KV_DTYPES:
-        skipped = ",".join(sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or []))
-        return f"{kv}/{model_dtype}" + (f" except {skipped}" if skipped else ""), "checkpoint"
+        return f"{kv}/{model_dtype}", "checkpoint"
     raise UnsupportedConfiguration(
         f"kv_cache_dtype={kv!r} keeps dynamic scales or packed values that this version cannot share; use "
         f"one of {', '.join(sorted(_PLAIN_KV_DTYPES | _STATIC_SCALE_KV_DTYPES))}"
@@ -214,33 +226,60 @@ def _model_name(model: Any) -> str:
     return path.resolve().name if path.is_dir() else str(model.model)
 
 
-def _weights_revision(vllm_config: Any, revision: str) -> str:
-    """Weights and everything that changes what is computed from them: quantisation on load, overridden
-    configuration."""
+def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
+    """Raises UnnameableSetting and UnsupportedConfiguration."""
     model = vllm_config.model_config
-    if not revision:
-        revision = _found_revision(model)
-    computed = {
-        "config": {
-            key: value for key, value in model.hf_config.to_dict().items() if key not in _COSMETIC_CONFIG_KEYS
-        },
-        "quantization": str(model.quantization),
-        "quantization_config": str(getattr(model, "quantization_config", None)),
-        "model_impl": str(getattr(model, "model_impl", "auto")),
-        "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
-    }
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None and speculative.method in _DRAFTING_METHODS:
+    drafts = _drafts(vllm_config)
+    found = identity_of(vllm_config, drafts=drafts)
+    if model.quantization is not None:
+        found["model_config.quantization"] = text_of(model.quantization)
+        found["platform"] = _platform()
+    found |= _overrides(model, revision)
+    if positions.matters(model):
+        found["model_config.max_model_len"] = str(model.max_model_len)
+    if drafts:
+        speculative = vllm_config.speculative_config
         draft = speculative.draft_model_config
-        config = draft.hf_config.to_dict()
-        computed["draft"] = {
-            "method": speculative.method,
-            "revision": _found_revision(draft),
-            "config": {key: value for key, value in config.items() if key not in _COSMETIC_CONFIG_KEYS},
-            "quantization": str(draft.quantization),
-        }
-    text = json.dumps(computed, sort_keys=True, default=str)
-    return f"{revision} config:{_short_digest(text.encode())}"
+        found["speculative_config.method"] = str(speculative.method)
+        found["speculative_config.weights"] = _found_revision(draft)
+        if positions.matters(draft):
+            found["speculative_config.positions"] = str(draft.max_model_len)
+    return tuple(sorted(found.items()))
+
+
+def _drafts(vllm_config: Any) -> bool:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and speculative.method in _DRAFTING_METHODS
+
+
+def _platform() -> str:
+    """Kernels for quantised weights differ in what they compute with: a GPU without FP4 or FP8 units
+    multiplies what another one does in a wider type."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return str(current_platform.device_name) + (f" {capability.as_version_str()}" if capability else "")
+
+
+def _overrides(model: Any, revision: str) -> dict[str, str]:
+    """Of the model's configuration, where it does not all come from beside its weights."""
+    found = {}
+    if overrides := getattr(model, "hf_overrides", None):
+        try:
+            found["model_config.hf_overrides"] = text_of(overrides)
+        except Unnameable as error:
+            if not revision:
+                raise UnsupportedConfiguration(
+                    f"hf_overrides is {error}, of which nobody can say what it does: write a dictionary, or "
+                    "set weights_revision in kv_connector_extra_config to a name for the model with it"
+                ) from error
+    if elsewhere := getattr(model, "hf_config_path", None):
+        file = Path(elsewhere) / "config.json"
+        if file.is_file():
+            found["model_config.hf_config_path"] = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+        else:
+            found["model_config.hf_config_path"] = str(elsewhere)
+    return found
 
 
 def _found_revision(model: Any) -> str:

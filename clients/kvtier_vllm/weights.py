@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
-CONFIG_NAMES = ("config.json", "hf_quant_config.json", "adapter_config.json")
+CONFIG_NAMES = ("config.json", "hf_quant_config.json", "adapter_config.json", "params.json")
+CODE_PATTERN = "*.py"
 WEIGHT_PATTERN = "*.safetensors"
 
 _CHUNK_BYTES = 8 << 20
@@ -37,8 +38,8 @@ class UnknownWeights(Exception):
 
 
 def local_revision(directory: Path) -> str:
-    """`sha256:…` over names, sizes and content of the config and safetensors files of the model, or of the
-    adapter, in `directory`.
+    """`sha256:…` over names, sizes and content of the config, code and safetensors files of the model, or of
+    the adapter, in `directory`.
 
     Independent of the directory's path. Raises UnknownWeights if there are no safetensors files or one
     cannot be read. A cache that cannot be read or written only costs time.
@@ -71,7 +72,8 @@ def _files_of(directory: Path) -> list[Path]:
             f"no {WEIGHT_PATTERN} in {directory}; set weights_revision in kv_connector_extra_config to a "
             "name that changes whenever the weights do"
         )
-    return [directory / name for name in CONFIG_NAMES if (directory / name).exists()] + weights
+    configs = [directory / name for name in CONFIG_NAMES if (directory / name).exists()]
+    return configs + sorted(directory.glob(CODE_PATTERN)) + weights
 
 
 def _stamp_of(files: list[Path]) -> Stamp:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kvtier_vllm import weights
-from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive
+from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, told
 
 from tests.vllm.tiny_models import write_eagle_head
 from tools import tiny_llama
@@ -56,7 +56,8 @@ def changed(config: Any, part: str, **fields: Any) -> Any:
 def test_a_plain_engine(plain: Any, model: Path) -> None:
     namespace = derive(plain, VERSION, tenant="team-a", salt="s")
     assert namespace.model == model.name
-    assert namespace.weights_revision.startswith(weights.local_revision(model))
+    assert namespace.weights_revision == weights.local_revision(model)
+    assert namespace.identity == ()
     assert (namespace.kv_dtype, namespace.kv_scales) == ("bfloat16/bfloat16", "")
     assert namespace.hash_bytes == 32
     assert (namespace.tenant, namespace.salt) == ("team-a", "s")
@@ -70,6 +71,14 @@ def test_a_plain_engine(plain: Any, model: Path) -> None:
         ("model_config", {"quantization": "fp8"}),
         ("cache_config", {"cache_dtype": "fp8"}),
         ("cache_config", {"cache_dtype": "float16"}),
+        ("cache_config", {"kv_cache_dtype_skip_layers": ["3"]}),
+        ("model_config", {"disable_sliding_window": True}),
+        ("model_config", {"hf_overrides": {"rms_norm_eps": 1e-6}}),
+        ("model_config", {"hf_config_path": "another/model"}),
+        ("attention_config", {"use_prefill_query_quantization": True}),
+        ("kernel_config", {"linear_backend": "marlin"}),
+        ("load_config", {"load_format": "sharded_state"}),
+        ("load_config", {"model_loader_extra_config": {"tensorizer_uri": "s3://a"}}),
         ("cache_config", {"prefix_caching_hash_algo": "sha256_cbor"}),
         ("parallel_config", {"tensor_parallel_size": 2}),
         ("parallel_config", {"pipeline_parallel_size": 2}),
@@ -83,10 +92,54 @@ def test_whatever_changes_a_blocks_bytes_or_name_separates(
     assert derive(changed(plain, part, **fields), VERSION) != derive(plain, VERSION)
 
 
-def test_overridden_model_configuration_separates(plain: Any) -> None:
-    rope = copy.deepcopy(plain.model_config.hf_config)
-    rope.rms_norm_eps = 1e-6
-    assert derive(changed(plain, "model_config", hf_config=rope), VERSION) != derive(plain, VERSION)
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("model_config", {"max_model_len": 256}),
+        ("model_config", {"enforce_eager": False}),
+        ("model_config", {"seed": 7}),
+        ("model_config", {"tokenizer": "another"}),
+        ("model_config", {"served_model_name": "another"}),
+        ("model_config", {"generation_config": "vllm"}),
+        ("cache_config", {"gpu_memory_utilization": 0.5}),
+        ("cache_config", {"num_gpu_blocks": 1_000}),
+        ("scheduler_config", {"max_num_seqs": 3}),
+        ("scheduler_config", {"max_num_batched_tokens": 999}),
+        ("parallel_config", {"data_parallel_rank": 1}),
+        ("parallel_config", {"distributed_executor_backend": "mp"}),
+        ("load_config", {"load_format": "safetensors"}),
+        ("load_config", {"download_dir": "/elsewhere"}),
+        ("attention_config", {"flash_attn_version": 2}),
+        ("observability_config", {"cudagraph_metrics": True}),
+    ],
+)
+def test_what_cannot_change_a_block_separates_nobody(plain: Any, part: str, fields: dict[str, Any]) -> None:
+    assert derive(changed(plain, part, **fields), VERSION) == derive(plain, VERSION)
+
+
+def test_what_a_models_class_writes_into_its_configuration_separates_nobody(plain: Any) -> None:
+    """Workers' processes build the model, the scheduler's does not."""
+    built = copy.deepcopy(plain.model_config.hf_config)
+    built.rms_norm_eps = 1e-6
+    built.num_kv_heads = 7
+    assert derive(changed(plain, "model_config", hf_config=built), VERSION) == derive(plain, VERSION)
+
+
+def test_variables_of_the_environment_separate(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = derive(plain, VERSION)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert derive(plain, VERSION) == before
+    assert ("environment.VLLM_BATCH_INVARIANT", "1") in told(plain)
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
+    assert ("environment.VLLM_MARLIN_INPUT_DTYPE", "fp8") in derive(plain, VERSION).identity
+
+
+def test_overrides_by_a_function_need_a_name(plain: Any) -> None:
+    config = changed(plain, "model_config", hf_overrides=lambda hf_config: hf_config)
+    with pytest.raises(UnsupportedConfiguration, match=r"hf_overrides is .*weights_revision"):
+        derive(config, VERSION)
+    assert derive(config, VERSION, revision="mine").weights_revision == "mine"
 
 
 def test_a_draft_model_separates_by_its_weights(plain: Any, model: Path, tmp_path: Path) -> None:
@@ -101,12 +154,9 @@ def test_a_draft_model_separates_by_its_weights(plain: Any, model: Path, tmp_pat
         config.speculative_config.method = method
         return config
 
-    one = derive(drafting(1), VERSION).weights_revision
-    assert one == derive(drafting(1), VERSION).weights_revision
-    assert (
-        len({one, derive(drafting(2), VERSION).weights_revision, derive(plain, VERSION).weights_revision})
-        == 3
-    )
+    one = derive(drafting(1), VERSION).identity
+    assert one == derive(drafting(1), VERSION).identity
+    assert len({one, derive(drafting(2), VERSION).identity, derive(plain, VERSION).identity}) == 3
     with pytest.raises(UnsupportedConfiguration, match="'medusa' keeps a draft's KV"):
         derive(drafting(1, "medusa"), VERSION)
 
@@ -142,11 +192,11 @@ def test_a_hub_model_is_its_commit(plain: Any) -> None:
     hub = copy.deepcopy(plain.model_config.hf_config)
     hub._commit_hash = "0123abcd"
     config = changed(plain, "model_config", model="org/model", hf_config=hub)
-    assert derive(config, VERSION).weights_revision.startswith("commit:0123abcd ")
+    assert derive(config, VERSION).weights_revision == "commit:0123abcd"
     hub._commit_hash = None
     with pytest.raises(UnsupportedConfiguration, match="weights_revision"):
         derive(config, VERSION)
-    assert derive(config, VERSION, revision="mine-7").weights_revision.startswith("mine-7 ")
+    assert derive(config, VERSION, revision="mine-7").weights_revision == "mine-7"
 
 
 def _without_prefix_caching(config: Any) -> Any:
@@ -160,7 +210,6 @@ def _without_prefix_caching(config: Any) -> Any:
         (lambda c: changed(c, "cache_config", prefix_caching_hash_algo="xxhash"), "PYTHONHASHSEED"),
         (lambda c: changed(c, "cache_config", prefix_caching_hash_algo="md5"), "'md5' is unknown"),
         (lambda c: changed(c, "cache_config", cache_dtype="fp8_per_token_head"), "fp8_per_token_head"),
-        (lambda c: changed(c, "cache_config", calculate_kv_scales=True), "calculate_kv_scales"),
         (lambda c: changed(c, "load_config", load_format="dummy"), "dummies"),
         (lambda c: changed(c, "parallel_config", prefill_context_parallel_size=2), "prefill_context"),
         (

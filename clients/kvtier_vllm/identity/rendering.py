@@ -1,0 +1,50 @@
+"""Values of settings as text: equal texts exactly for equal values, in every process. Nothing here knows
+which engine it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+TEXT_BYTES_MAX = 1_024
+
+
+class Unnameable(Exception):
+    """This value has no text that is the same in every process."""
+
+
+def text_of(value: Any) -> str:
+    """A setting's value. What is longer than a field of a namespace may be is named by its digest. Raises
+    Unnameable."""
+    plain = _plain(value)
+    text = plain if isinstance(plain, str) else json.dumps(plain, sort_keys=True)
+    if len(text.encode()) > TEXT_BYTES_MAX or not text.isprintable():
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(_plain(key)): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(each) for each in value), key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value).__module__ == "torch":  # a dtype or a device
+        return str(value)
+    raise Unnameable(f"a {type(value).__module__}.{type(value).__qualname__}")
