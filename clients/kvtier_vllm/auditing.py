@@ -82,6 +82,8 @@ class AuditCounters:
     mismatches: int = 0
     worst_error: float = 0.0
     """Of those that matched."""
+    worst_mismatch: float = 0.0
+    """The largest error of the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -372,6 +374,8 @@ class Audits:
         self.counters.mismatches += not verdict.matched
         if verdict.matched:
             self.counters.worst_error = max(self.counters.worst_error, verdict.error)
+        else:
+            self.counters.worst_mismatch = max(self.counters.worst_mismatch, verdict.error)
         if client is not None:
             getattr(client, "report_audit", lambda **_: None)(
                 matched=verdict.matched,

@@ -24,6 +24,7 @@ NOT_SETTINGS = frozenset(
         "KVTIER_VLLM_VERSION",
         "KVTIER_TRACES",
         # Tests, and the hooks by which they make faults.
+        "KVTIER_AUDITS_LONG",
         "KVTIER_AUTOSTART_WAYS",
         "KVTIER_DISK_FAULTS",
         "KVTIER_FAULTS_LONG",
@@ -36,6 +37,7 @@ NOT_SETTINGS = frozenset(
         "KVTIER_SEED",
         "KVTIER_SUITE_MODEL",
         "KVTIER_SUITE_SOCKET",
+        "KVTIER_TEST_BLIND_TO",
         "KVTIER_TEST_CLOCK",
         "KVTIER_TEST_RUN",
         "KVTIER_TEST_WORKER_FAULT",

@@ -9,9 +9,46 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.vllm.engine import EngineOptions
+
+RUN_S = 400.0
+
+
+def run_in_processes(options: EngineOptions, tokens: Sequence[int], log: Path) -> dict[str, Any]:
+    """Its answers, "cold", "hit" and "restored", to a prompt. Nothing of it is left afterwards."""
+    from tests.vllm.engine import REPOSITORY
+
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tests.vllm.separate_processes"]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*command, json.dumps(options.llm_arguments()), json.dumps(list(tokens))],
+            cwd=REPOSITORY,
+            env=os.environ | environment | options.environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            line, _ = process.communicate(timeout=RUN_S)
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # all of it ended before
+    assert line, log.read_text()[-4000:]
+    results: dict[str, Any] = json.loads(line)
+    return results
 
 
 def main() -> None:

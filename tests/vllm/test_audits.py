@@ -98,7 +98,8 @@ def test_sound_engines_raise_no_alarm(
         threshold = rig.look("side._audits._threshold")
         done = 0
         while done < AUDITS:
-            prompts = [prompt(dice.randrange(2 * BLOCK + 2, 900), seed=dice.randrange(10**6)) for _ in range(12)]
+            lengths = [dice.randrange(2 * BLOCK + 2, 900) for _ in range(12)]
+            prompts = [prompt(length, seed=dice.randrange(10**6)) for length in lengths]
             for group in in_groups(prompts, dice):
                 rig.engine.generate(group, max_tokens=2)
             rig.wait_stored()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost, until
-from tests.vllm.engine import REPOSITORY, Engine, EngineOptions
+from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import BLOCK, Rig, prompt
+from tests.vllm.separate_processes import run_in_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -100,30 +98,7 @@ def test_scheduler_and_worker_in_processes_of_their_own(
     options: EngineOptions, session_host: DaemonHost, tmp_path: Path
 ) -> None:
     tokens = prompt(11 * BLOCK + 5, seed=80)
-    log = (tmp_path / "log").open("w")
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.vllm.separate_processes"),
-            json.dumps(options.llm_arguments()),
-            json.dumps(tokens),
-        ],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        line, _ = process.communicate(timeout=300)
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all of it ended before
-    assert line, (tmp_path / "log").read_text()[-4000:]
-    results = json.loads(line)
+    results = run_in_processes(options, tokens, tmp_path / "log")
     assert [results[name]["cached"] for name in ("cold", "hit", "restored")] == [0, 11 * BLOCK, 11 * BLOCK]
     assert results["restored"]["tokens"] == results["hit"]["tokens"]
     assert results["restored"]["logprobs"] == results["hit"]["logprobs"]

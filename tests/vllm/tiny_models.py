@@ -103,6 +103,42 @@ class DeepSeek(Family):
         yield _projection(at + "o_proj.weight", HIDDEN, heads * value)
 
 
+class Phi(Family):
+    """Phi-3, with LongRoPE: the rotation of a long engine has other frequencies than that of a short one."""
+
+    def layer(self, at: str) -> Iterator[Tensor]:
+        heads = (self.heads + 2 * self.kv_heads) * self.head_dim
+        yield _norm(at + "input_layernorm.weight", HIDDEN)
+        yield _projection(at + "self_attn.qkv_proj.weight", heads, HIDDEN)
+        yield _projection(at + "self_attn.o_proj.weight", HIDDEN, self.heads * self.head_dim)
+        yield _norm(at + "post_attention_layernorm.weight", HIDDEN)
+        yield _projection(at + "mlp.gate_up_proj.weight", 2 * INTERMEDIATE, HIDDEN)
+        yield _projection(at + "mlp.down_proj.weight", HIDDEN, INTERMEDIATE)
+
+
+class Falcon(Family):
+    """Falcon 7B's kind, whose class writes into its configuration while it is built."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield "transformer.word_embeddings.weight", (VOCAB, HIDDEN), 1.0
+        for layer in range(self.config["num_hidden_layers"]):
+            at = f"transformer.h.{layer}."
+            for name in ("ln_attn", "ln_mlp"):
+                yield from _layer_norm(at + name)
+            heads = (self.heads + 2 * self.kv_heads) * self.head_dim
+            yield _projection(at + "self_attention.query_key_value.weight", heads, HIDDEN)
+            yield _projection(at + "self_attention.dense.weight", HIDDEN, self.heads * self.head_dim)
+            yield _projection(at + "mlp.dense_h_to_4h.weight", 4 * HIDDEN, HIDDEN)
+            yield _projection(at + "mlp.dense_4h_to_h.weight", HIDDEN, 4 * HIDDEN)
+        yield from _layer_norm("transformer.ln_f")
+        yield _projection("lm_head.weight", VOCAB, HIDDEN)
+
+
+def _layer_norm(name: str) -> Iterator[Tensor]:
+    yield name + ".weight", (HIDDEN,), -1.0
+    yield name + ".bias", (HIDDEN,), 0.0
+
+
 def _config(architecture: str, model_type: str, layers: int, **others: Any) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -160,6 +196,55 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
+
+
+LONG_ROPE_TOKENS = 512
+"""The longest prompt of an engine with the short factors of `long_rope`."""
+
+
+def long_rope() -> Family:
+    """LongRoPE whose two sets of factors differ much."""
+    rope = {
+        "type": "longrope",
+        "short_factor": [1.0] * 32,
+        "long_factor": [1.0 + 0.25 * index for index in range(32)],
+    }
+    return Phi(
+        _config(
+            "Phi3ForCausalLM",
+            "phi3",
+            4,
+            original_max_position_embeddings=LONG_ROPE_TOKENS,
+            rope_scaling=rope,
+            pad_token_id=0,
+        )
+    )
+
+
+def falcon() -> Family:
+    """See Falcon."""
+    return Falcon(
+        {
+            "architectures": ["FalconForCausalLM"],
+            "model_type": "falcon",
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 2048,
+            "new_decoder_architecture": True,
+            "multi_query": False,
+            "parallel_attn": True,
+            "bias": False,
+            "alibi": False,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+    )
 
 
 def why_not_cached(family: Family) -> str:
