@@ -183,13 +183,13 @@ class Runner:
         return {}
 
     def do_work(
-        self, asks: list[dict[str, Any]], seed: str, outstanding: int, aborts: bool, spoil: int = 0
+        self, asks: list[dict[str, Any]], seed: str, tides: list[int], aborts: bool, spoil: int = 0
     ) -> Answer:
         """Begins a random workload (tests.vllm.workload_engine), without a step. The scheduler has to be in
         this process."""
         from tests.vllm.workload_engine import Work
 
-        self._work = Work(self._engine, self._core, asks, seed, outstanding, aborts)
+        self._work = Work(self._engine, self._core, asks, seed, tides, aborts)
         if spoil:
             self._work.spoil(spoil)
         return {"left": self._work.left}

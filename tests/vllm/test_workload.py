@@ -1,5 +1,5 @@
-"""A random workload on real engines that share a real daemon, in trouble: every answer is that of an engine that
-caches nothing, and at the end nobody holds anything.
+"""A random workload on real engines that share a real daemon, in trouble: every answer is that of an engine
+that caches nothing, and at the end nobody holds anything.
 
 KVTIER_WORKLOAD=long makes it longer, over more model families and number formats (`make test-workload`).
 """
@@ -12,7 +12,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from tools import tiny_llama
 LONG = os.environ.get("KVTIER_WORKLOAD") == "long"
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 LLAMA = tiny_llama.Shape(hidden=128, intermediate=256, layers=3, heads=2, vocab=1024, max_positions=4096)
-"""Smaller than that of the other tests: every prompt is computed by four engines, often from its first token."""
+"""Smaller than that of the other tests: four engines compute every prompt, often from its first token."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900 if not LONG else 3_600)]
 
@@ -76,7 +76,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 
 
 @pytest.fixture(scope="module")
-def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """What the workload came to. Fails if anything is held by anybody at its end."""
     kind = "KVTIER_WORKLOAD=long " * LONG
     print(
@@ -87,14 +87,13 @@ def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rep
     folder = tmp_path_factory.mktemp("workload")
     run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
-    # The sampling of blocks would find what the negative control does only by chance; copies are slow, so that
-    # much happens in the middle of them.
-    host = DaemonHost(run, pool / "pool", pool__size="98MiB", integrity__sample_bytes_per_s=0, **QUICK)
+    # Copies are slow, so that much happens in the middle of them.
+    host = DaemonHost(run, pool / "pool", pool__size="98MiB", **QUICK)
     started_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:20")
-        host.start()
         try:
+            host.start()
             workload = Workload(
                 host,
                 options_of(model_of(form.family, folder), form.dtype, form.num_blocks),
@@ -110,7 +109,7 @@ def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rep
             shutil.rmtree(pool)
     assert shm_files() == files, "the workload left shared memory behind"
     print(f"{form.name}, seed {form.seed}: {found.text()}")
-    yield found
+    return found
 
 
 def test_every_answer_is_that_of_an_engine_that_caches_nothing(
@@ -120,16 +119,17 @@ def test_every_answer_is_that_of_an_engine_that_caches_nothing(
     assert report.judged.requests == form.requests
     counts = report.counts
     proved(
-        f"{counts['requests']:,} random requests ({form.family}, {form.dtype}) on two vLLM engines and one kvtierd,"
-        f" killed {counts['daemon_kills']} times: {counts['loads']:,} loads of {counts['loaded_tokens']:,} tokens,"
-        f" {counts['aborted_loads']} of them aborted on their way, {counts['preemptions']} preemptions;"
+        f"{counts['requests']:,} random requests ({form.family}, {form.dtype}) on two vLLM engines and one"
+        f" kvtierd, killed {counts['daemon_kills']} times: {counts['loads']:,} loads of"
+        f" {counts['loaded_tokens']:,} tokens, {counts['aborted_loads']} of them aborted on their way,"
+        f" {counts['preemptions']} preemptions;"
         f" {report.judged.tokens:,} tokens as without a cache, log probabilities within"
         f" {report.judged.largest:.2g} (without kvtier: {report.control.largest:.2g}) (KVTIER_SEED={SEED})"
     )
 
 
-def test_a_workload_meets_all_that_it_is_there_for(report: Report, form: Form) -> None:
-    assert not report.shortfalls(form.requests / 1_200)
+def test_a_workload_meets_all_that_it_is_there_for(report: Report) -> None:
+    assert not report.shortfalls()
 
 
 def test_one_wrong_block_would_show(report: Report) -> None:
@@ -183,7 +183,9 @@ def test_the_judge_wants_all_tokens() -> None:
 def test_the_judge_lets_a_near_tie_fall_otherwise_and_a_clear_choice_not() -> None:
     near = (4, {4: -0.702, 9: -0.704})
     found = judged(RIGHT[0], near, (1, {1: 0.0}))
-    assert found.ties == [("r.0, token 1", pytest.approx(0.01))]
+    [(where, margin)] = found.ties
+    assert where == "r.0, token 1"
+    assert math.isclose(margin, 0.01)
     assert not mistakes(found, KNOWN)
     assert mistakes(found, Verdict()), "where rounding shows nothing else, it does not explain this"
     clear = (8, {8: -0.1, 7: -3.0})

@@ -32,6 +32,8 @@ class Ask:
     """Its own tokens."""
     after: str = ""
     """The turn before, whose prompt and answer its own tokens follow. It is asked when that one is over."""
+    whole: bool = False
+    """Its own tokens are all of the prompt; it only comes after the turn before."""
     max_tokens: int = 1
     answers: int = 1
     """How many, each for itself, of the same prompt (vLLM's `n`). All are greedy, so all are equal."""

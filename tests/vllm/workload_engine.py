@@ -16,6 +16,7 @@ from tests.vllm.workload import LOGPROBS
 
 ABORTED_LOADS = 0.15
 """So many of the loads that are seen under way are aborted."""
+TIDE_STEPS = 40
 IDLE_S = 0.0005
 
 
@@ -36,6 +37,7 @@ class _Request:
         """For the judge."""
         return {
             "prompt": self.prompt,
+            "after": self.ask["after"],
             "max_tokens": self.ask["max_tokens"],
             "priority": self.ask["priority"],
             "salt": self.ask["salt"],
@@ -63,13 +65,21 @@ class Work:
     """One engine's requests, from first to last."""
 
     def __init__(
-        self, engine: Any, core: Any, asks: list[dict[str, Any]], seed: str, outstanding: int, aborts: bool
+        self,
+        engine: Any,
+        core: Any,
+        asks: list[dict[str, Any]],
+        seed: str,
+        tides: list[int],
+        aborts: bool,
     ) -> None:
-        """`outstanding`: so many requests are under way at once. `aborts`: loads are aborted, too."""
+        """`tides`: so many requests are under way at once, one of these for TIDE_STEPS each. `aborts`:
+        loads are aborted, too."""
         self._engine, self._core = engine, core
         self._left = asks
         self._chance = random.Random(seed)
-        self._outstanding = outstanding
+        self._tides = tides
+        self._outstanding = tides[0]
         self._aborts = aborts
         self._requests: dict[str, _Request] = {}
         self._open: dict[str, _Request] = {}
@@ -90,6 +100,8 @@ class Work:
         for _ in range(steps):
             if not self.left:
                 return
+            if self._steps % TIDE_STEPS == 0:
+                self._outstanding = self._chance.choice(self._tides)
             self._ask()
             self._step()
             self._abort()
@@ -162,7 +174,7 @@ class Work:
         from vllm import SamplingParams
 
         tokens: list[int] = list(ask["prompt"])
-        if ask["after"]:
+        if ask["after"] and not ask["whole"]:
             before = self._requests[ask["after"]]
             answer = before.answers.get(0)
             tokens = [*before.prompt, *(answer.token_ids if answer is not None else ()), *tokens]
@@ -237,9 +249,7 @@ class Work:
 
         worker: Any = get_kv_transfer_group()._worker
         return {
-            load.order.request
-            for load in worker._loads
-            if any(not part.state().over for part in load.left)
+            load.order.request for load in worker._loads if any(not part.state().over for part in load.left)
         }
 
     def _count_preemptions(self, by_reset: bool = False) -> None:
@@ -258,7 +268,9 @@ class Work:
         # Held blocks of preempted requests' stores are fenced in the next step.
         with_connector = self._reset == "connector"
         try:
-            done = self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=with_connector)
+            done = self._engine.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=with_connector
+            )
         except RuntimeError:
             done = False
             self.counts["resets_refused"] += 1
@@ -269,5 +281,5 @@ class Work:
 
 
 def _name(key: str) -> str:
-    """Of a request, from vLLM's: that has a random end, and a number in front if there are several answers."""
+    """Of a request, from vLLM's, which has a random end, and a number in front if it has several answers."""
     return key.rsplit("-", 1)[0].rsplit("_", 1)[-1]

@@ -9,18 +9,17 @@ other than that, either is right, and what follows it cannot be compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Outcome = Mapping[str, Any]
 """Of one request, as `workload_engine` tells it."""
 SLACK = 3.0
-"""So many times the largest difference of the control may one of the judged engine be: both are the largest of
-thousands. A wrong block makes a difference of whole units, where the control's are thousandths or, in bfloat16,
-tenths."""
-SAME = 1e-6
-"""A difference that is none, should the control be exact."""
+"""So many times as large as the control's may differences be: both are the largest of thousands."""
+SAME = 1e-5
+"""A difference of log probabilities that is none: some steps between neighbours among numbers of four bytes.
+For a control that is exact, as it is where kernels compute each row alike in every batch."""
 TIES_MORE = 2
 """Near ties that may fall otherwise beyond twice as many as the control's."""
 
@@ -88,7 +87,9 @@ def mistakes(judged: Verdict, control: Verdict) -> list[str]:
     bound = max(SLACK * control.largest, SAME)
     told = list(judged.wrong)
     if judged.largest > bound:
-        told.append(f"a log probability differs by {judged.largest:.3g} in {judged.worst[1]}; {bound:.3g} may be")
+        told.append(
+            f"a log probability differs by {judged.largest:.3g} in {judged.worst[1]}; {bound:.3g} may be"
+        )
     told += [
         f"another token in {where}, though the oracle's is likelier by {margin:.3g}; {bound:.3g} may be"
         for where, margin in judged.ties
@@ -98,7 +99,7 @@ def mistakes(judged: Verdict, control: Verdict) -> list[str]:
     if len(judged.ties) > allowed:
         told.append(f"{len(judged.ties)} near ties fell otherwise; by the control {allowed} may")
     # Much of it a little wrong: no single difference would tell.
-    for part in (0.5, 0.9, 0.99):
+    for part in (0.5, 0.9):
         limit = max(SLACK * control.quantile(part), SAME)
         if judged.quantile(part) > limit:
             told.append(f"{part:.0%} of the differences: {judged.quantile(part):.3g}; {limit:.3g} may be")
@@ -144,10 +145,7 @@ def _compare_position(
             verdict.wrong.append(f"{where}: no log probability")
         return
     common = one.keys() & other.keys()
-    if not common:
-        difference = math.inf
-    else:
-        difference = max(_distance(one[token], other[token]) for token in common)
+    difference = max((_distance(one[token], other[token]) for token in common), default=math.inf)
     verdict.differences.append(difference)
     if difference > verdict.worst[0]:
         verdict.worst = (difference, where)
@@ -158,12 +156,3 @@ def _distance(one: float, other: float) -> float:
         return 0.0
     distance = abs(one - other)
     return math.inf if math.isnan(distance) else distance
-
-
-def numbers(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """What a summary tells."""
-    return {
-        "tokens": sum(verdict.tokens for verdict in verdicts),
-        "largest": max((verdict.largest for verdict in verdicts), default=0.0),
-        "ties": sum(len(verdict.ties) for verdict in verdicts),
-    }
