@@ -50,6 +50,12 @@ class Form:
         """In the names of tests."""
         return f"{self.family}-{self.dtype}-{self.requests}-{self.seed - SEED}"
 
+    @property
+    def command(self) -> str:
+        """Runs the same requests with the same trouble again."""
+        kind = "KVTIER_WORKLOAD=long " * LONG
+        return f"{kind}KVTIER_SEED={SEED} .venv/bin/pytest -s tests/vllm/test_workload.py -k {self.name}"
+
 
 SHORT_FORMS = [Form("llama", "float32", 1_200, 48)]
 LONG_FORMS = [
@@ -78,11 +84,7 @@ def form(request: pytest.FixtureRequest) -> Form:
 @pytest.fixture(scope="module")
 def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """What the workload came to. Fails if anything is held by anybody at its end."""
-    kind = "KVTIER_WORKLOAD=long " * LONG
-    print(
-        f"again: {kind}KVTIER_SEED={SEED} .venv/bin/pytest -s {Path(__file__).relative_to(Path.cwd())}"
-        f" -k {form.name}"
-    )
+    print(f"again: {form.command}")
     files = shm_files()
     folder = tmp_path_factory.mktemp("workload")
     run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
@@ -115,7 +117,7 @@ def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_every_answer_is_that_of_an_engine_that_caches_nothing(
     report: Report, form: Form, proved: Callable[[str], None]
 ) -> None:
-    assert not report.mistakes, "\n".join(report.mistakes[:20])
+    assert not report.mistakes, "\n".join([f"again: {form.command}", *report.mistakes[:20]])
     assert report.judged.requests == form.requests
     counts = report.counts
     proved(
@@ -128,14 +130,14 @@ def test_every_answer_is_that_of_an_engine_that_caches_nothing(
     )
 
 
-def test_a_workload_meets_all_that_it_is_there_for(report: Report) -> None:
-    assert not report.shortfalls()
+def test_a_workload_meets_all_that_it_is_there_for(report: Report, form: Form) -> None:
+    assert not report.shortfalls(), f"again: {form.command}"
 
 
-def test_one_wrong_block_would_show(report: Report) -> None:
+def test_one_wrong_block_would_show(report: Report, form: Form) -> None:
     """The negative control: one block of one load was replaced by another one."""
-    assert report.counts["spoilt"] == 1
-    assert report.spoilt_mistakes
+    assert report.counts["spoilt"] == 1, f"again: {form.command}"
+    assert report.spoilt_mistakes, f"again: {form.command}"
 
 
 # --- the judge itself

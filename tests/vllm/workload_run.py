@@ -11,6 +11,7 @@ import dataclasses
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ SLICE_STEPS = 5
 WORK_TIMEOUT_S = 180.0
 """For a slice, or a whole run of an oracle's part: only a hung engine takes so long."""
 ORACLE_STEPS = 100
-STALLED_SLICES = 4_000
-"""Without a request that ends: nothing goes on any more."""
+STALLED_S = 300.0
+"""So long without a request that ends: nothing goes on any more."""
 NEVER_LEAVE: dict[str, str] = (
     {"on_reset": "keep"}
     if "on_reset" in {field.name for field in dataclasses.fields(ConnectorConfig)}
@@ -256,15 +257,16 @@ class Workload:
         times = max(1, round(total / PER_TROUBLE))
         acts = [act for act, often in TROUBLE.items() for _ in range(often * times)]
         self._chance.shuffle(acts)
-        acts.append("leave b")  # the last one: from then on they share nothing
+        acts.append("leave")  # the last one: from then on they share nothing
         # The first tenth is stored before anything happens, the last tenth ends in peace.
         due = [total * (0.1 + 0.8 * number / len(acts)) for number in range(len(acts))]
-        stalled, done = 0, 0
+        done, since_s = 0, time.monotonic()
         while True:
             self._go_on()
             before, done = done, total - self._left
-            stalled = 0 if done > before else stalled + 1
-            assert stalled < STALLED_SLICES, f"no request ends: {self._progress}"
+            if done > before:
+                since_s = time.monotonic()
+            assert time.monotonic() - since_s < STALLED_S, f"no request ends: {self._progress}"
             if not self._left:
                 break
             if acts and done >= due[0]:
@@ -285,6 +287,7 @@ class Workload:
         rig = self._rigs[ENGINES[0]]
         found: dict[str, Any] = {}
         for again in range(2):
+            rig.wait_ready()
             rig.wait_stored()
             rig.forget()
             more = [
@@ -293,7 +296,7 @@ class Workload:
             ]
             begin(rig.engine, more, spoil=again)
             while (progress := rig.engine.call("go_on", steps=ORACLE_STEPS))["left"]:
-                self._progress["a"] = progress
+                pass
             self.counts["spoilt"] += progress["counts"].get("spoilt", 0)
             found |= outcomes(rig.engine)
         rig.forget()
@@ -369,8 +372,12 @@ class Workload:
             case "clear":
                 self._go_on(self._clear)
                 self.counts["clears"] += 1
-            case "reset" | "leave":
-                self._rigs[how].engine.call("reset", what="cache" if what == "reset" else "connector")
+            case "reset":
+                self._rigs[how].engine.call("reset", what="cache")
+                return
+            case "leave":
+                busiest = max(self._progress, key=lambda name: int(self._progress[name]["left"]))
+                self._rigs[busiest].engine.call("reset", what="connector")
                 return
         self._ready()
 
