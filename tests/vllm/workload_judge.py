@@ -15,8 +15,9 @@ from typing import Any
 
 Outcome = Mapping[str, Any]
 """Of one request, as `workload_engine` tells it."""
-SLACK = 3.0
-"""So many times as large as the control's may differences be: both are the largest of thousands."""
+SLACK = 5.0
+"""So many times as large as the control's may differences be: both are the largest of thousands, a few steps
+of bfloat16 each. One wrong block made one of 25 times the control's."""
 SAME = 1e-5
 """A difference of log probabilities that is none: some steps between neighbours among numbers of four bytes.
 For a control that is exact, as it is where kernels compute each row alike in every batch."""
