@@ -156,6 +156,18 @@ DEPLOY = [
         folder="tests/deploy",  # others want what this machine need not have: an engine, for example
     ),
 ]
+WORKLOAD = [
+    replace(stage, command=[*stage.command, "--capture=no"])  # it tells how far it has come
+    for stage in (
+        pytest_stage(
+            "tests-workload",
+            "vllm",
+            "Random requests to engines that share a daemon in trouble are answered as without a cache.",
+            deadline_s=3 * 3_600,
+            folder="tests/vllm/test_workload.py",
+        ),
+    )
+]
 AUTOSTART = [
     pytest_stage(
         "tests-autostart",
@@ -174,6 +186,7 @@ FORMS = {
     "deploy": DEPLOY,
     "vllm": [stage for stage in REST if stage.name in ("tests-vllm", "tests-vllm-fake-gpu")],
     "autostart": AUTOSTART,
+    "workload": WORKLOAD,
     "fake-gpu": [
         replace(stage, deadline_s=1_800, least=fault_counts.FAKE_GPU)
         if stage.name == "tests-fake-gpu-faults"

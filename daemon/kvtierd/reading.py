@@ -41,6 +41,7 @@ NOT_SETTINGS = frozenset(
         "KVTIER_TEST_CLOCK",
         "KVTIER_TEST_RUN",
         "KVTIER_TEST_WORKER_FAULT",
+        "KVTIER_WORKLOAD",
     }
 )
 """Variables that may stand in a daemon's environment and are no settings of it."""

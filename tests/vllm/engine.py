@@ -154,7 +154,7 @@ class Engine:
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Waits for a launched engine. Raises EngineError, with nothing left running, if it fails."""
         try:
-            self._receive(timeout_s)
+            self.receive(timeout_s)
         except EngineError:
             self.kill()
             raise
@@ -166,7 +166,7 @@ class Engine:
         within `timeout_s` (it is killed: the state of a hung engine is unknown).
         """
         self.send(op, **arguments)
-        return self._receive(timeout_s)
+        return self.receive(timeout_s)
 
     def send(self, op: str, **arguments: Any) -> None:
         """Sends one command without waiting, e.g. to kill the engine in the middle of it."""
@@ -249,7 +249,8 @@ class Engine:
             self._answers.put(line)
         self._answers.put(None)
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
+    def receive(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """The answer to what was sent before it; raises as `call`."""
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:

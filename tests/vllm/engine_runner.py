@@ -80,6 +80,7 @@ class Runner:
         self._finished: dict[str, Answer] = {}
         self._serial = 0
         self._own_patience: tuple[float, float, float] | None = None
+        self._work: Any = None
 
     def handle(self, command: Command) -> Answer:
         operation = command.pop("op")
@@ -180,6 +181,33 @@ class Runner:
         matching.ANSWER_DEADLINE_S, session.SILENCE_S, _ = patience
         self._llm.collective_rpc(_set_patience, args=patience)
         return {}
+
+    def do_work(
+        self, asks: list[dict[str, Any]], seed: str, tides: list[int], aborts: bool, spoil: int = 0
+    ) -> Answer:
+        """Begins a random workload (tests.vllm.workload_engine), without a step. The scheduler has to be in
+        this process."""
+        from tests.vllm.workload_engine import Work
+
+        self._work = Work(self._engine, self._core, asks, seed, tides, aborts)
+        if spoil:
+            self._work.spoil(spoil)
+        return {"left": self._work.left}
+
+    def do_go_on(self, steps: int) -> Answer:
+        """So many steps of the workload: how many requests are not over then, and what has been counted."""
+        self._work.go_on(steps)
+        left, resetting = self._work.left, self._work.resetting
+        return {"left": left, "resetting": resetting, "counts": dict(self._work.counts)}
+
+    def do_reset(self, what: str) -> Answer:
+        """Has "cache" or "connector" reset as soon as the workload allows it."""
+        self._work.reset(what)
+        return {}
+
+    def do_outcomes(self) -> Answer:
+        """What each request of the workload came to."""
+        return {"outcomes": self._work.outcomes()}
 
     def do_state(self) -> Answer:
         return self._scheduler_state()
