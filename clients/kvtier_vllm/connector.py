@@ -32,7 +32,7 @@ from kvtier_vllm import autostart
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
 from kvtier_vllm.groups import HYBRID_VLLM, context_ranks, groups_of, replicated_groups
-from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
+from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, before_reset
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
@@ -140,6 +140,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None and not self._is_off:
             self._guard(lambda: side.watch_blocks(gpu_block_pool), None)
+            before_reset(gpu_block_pool, lambda: self._guard(side.settle, None))
+
+    def has_pending_block_frees(self) -> bool:
+        """From vLLM 0.30 on: asked, when there are no blocks for a running request, whether to wait for a
+        moment instead of preempting one."""
+        side = self._scheduler
+        return side is not None and not self._is_off and self._guard(lambda: side.frees_soon, False)
 
     def has_pending_push_work(self) -> bool:
         """Asked whether to go on stepping without requests."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
 from kvtier.joint import JOINT_LOOKUP
+from kvtier.status import ClientState
 
 from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.ahead import Ahead
@@ -43,6 +44,9 @@ BLOCKS_LOADED_MAX = 65_536
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
+SETTLE_S = 0.1
+"""How long a reset of the engine's own cache waits for stores that still read blocks of finished requests:
+their copies take milliseconds."""
 PREFILL_TOKENS_PER_S_MAX = 1e9
 """More is not believed."""
 
@@ -87,7 +91,9 @@ class SchedulerSide:
         )
         self._prefill = prefill
         self._events = events
-        self._storer = Storer(groups, threshold=config.store_threshold, events=events)
+        self._storer = Storer(
+            groups, threshold=config.store_threshold, events=events, holds_at_once=groups.zeroed
+        )
         self._controls = Controls(config, log)
         self._granting = Granting(config, log)
         self._leaving = Leaving(groups, self._longest)
@@ -115,10 +121,20 @@ class SchedulerSide:
         return self._link
 
     def watch_blocks(self, pool: BlockPool) -> None:
-        """The engine's blocks. From now on stores hold what they read, if that is needed."""
+        """The engine's blocks. From now on stores hold what they read, where that is needed."""
         self._room.watch(pool)
-        if self._groups.zeroed:
-            self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
+        self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
+
+    def settle(self) -> None:
+        """The engine is about to forget what its blocks hold, which vLLM refuses while any block is used:
+        nothing of ours is to be in its way. Waits for `SETTLE_S` at most."""
+        self._out.fence += self._storer.settle(0.0 if self._stopped else SETTLE_S)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks that only stores of finished requests keep from others are about to come back."""
+        holds = self._storer.holds
+        return holds is not None and not self._stopped and holds.come_back_soon
 
     @property
     def storing(self) -> bool:
@@ -212,7 +228,7 @@ class SchedulerSide:
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
-        self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
+        self._out.fence += self._storer.overdue(self._step, everything=self._stopped or self._unanswered)
         self._room.give_back(output.num_scheduled_tokens)
         self._forget_preempted()
         if self._storer.watches:
@@ -323,7 +339,7 @@ class SchedulerSide:
             self._leaving.over(client, tracked)
         if tracked.preemptions != tracked.request.num_preemptions:
             self._out.fence += self._storer.forget_open(tracked.stores)
-        if not tracked.stores.open:
+        if self._storer.keep(tracked.stores):
             return False
         self._out.held.append(request_id)
         return True
@@ -406,6 +422,12 @@ class SchedulerSide:
                     client.status.daemon_version,
                 )
         return None if self._too_old else client
+
+    @property
+    def _unanswered(self) -> bool:
+        """Whether stores wait for a daemon that does not answer."""
+        client = self._link.client if self._storer.holds else None
+        return client is not None and client.status.state is ClientState.UNRESPONSIVE
 
     def _start_over(self) -> None:
         self._matcher.drop_all()

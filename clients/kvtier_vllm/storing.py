@@ -180,8 +180,9 @@ class Storer:
     """Submits stores, one per request, group and step at most, and keeps account of them.
 
     What a store reads must stay as it is until its part is over. Blocks of full attention stay with their
-    request; for those that leave it while it runs there are two ways: `withdraw` ends stores whose blocks are
-    given to others, before anything is written there; with `holds` vLLM does not give them to others at all.
+    request as long as it runs; for those that leave it before there are two ways: `withdraw` ends stores
+    whose blocks are given to others, before anything is written there; with `holds_at_once` vLLM does not
+    give them to others at all. When a request is over, `keep` holds what its stores still read.
     """
 
     def __init__(
@@ -192,9 +193,11 @@ class Storer:
         *,
         threshold: int = 1,
         events: BlockEvents | None = None,
+        holds_at_once: bool = False,
     ) -> None:
         """`threshold`: a block is stored when so many requests have had it. `events`: is told what the daemon
-        holds."""
+        holds. `holds_at_once`: stores hold what they read from the beginning, not only when its request is
+        over."""
         most = KNOWN_MAX // len(groups.shapes)
         self.known = tuple(KnownBlocks(clock, most) for _ in groups.shapes)
         """By group."""
@@ -202,6 +205,7 @@ class Storer:
         self.holds = holds
         self._sightings = None if threshold <= 1 else tuple(Sightings(threshold, most) for _ in groups.shapes)
         self._events = events
+        self._holds_at_once = holds_at_once
         self._groups = groups
         self._clock = clock
         self._stores: dict[int, _Store] = {}
@@ -304,7 +308,8 @@ class Storer:
         sources: tuple[int, ...],
         step: int,
     ) -> StoreOrder | None:
-        if self.holds is not None and not self.holds.has_room(len(sources)):
+        holds = self.holds if self._holds_at_once else None
+        if holds is not None and not holds.has_room(len(sources)):
             request.next_block[group] = min(request.next_block[group], indexes[0])
             return None
         kept = request.kept
@@ -319,8 +324,8 @@ class Storer:
         self._stores[part.ticket] = store
         request.open[part.ticket] = part
         request.under_way += 1
-        if self.holds is not None:
-            self.holds.hold(part.ticket, sources)
+        if holds is not None:
+            holds.hold(part.ticket, sources)
         elif self._groups.shapes[group].window_blocks:
             for block in sources:
                 self._readers.setdefault(block, []).append(part.ticket)
@@ -380,7 +385,39 @@ class Storer:
             store = self._stores.get(part.ticket)
             if store is not None:
                 self._disown(part.ticket, store)
-        return [] if self.holds is not None else parts
+        return [] if self._holds_at_once else parts
+
+    def keep(self, request: StoreState) -> bool:
+        """The request is over: from now on what its open stores read is held. False: it cannot be, and vLLM
+        must not give the blocks to others until the workers say so."""
+        if self.holds is None:
+            return not request.open
+        for ticket in request.open:
+            store = self._stores.get(ticket)
+            # What is not there any more has no daemon, and is revoked before anything is written.
+            if store is not None and ticket not in self.holds:
+                self.holds.hold(ticket, store.sources)
+        return True
+
+    def settle(self, wait_s: float) -> list[PartRef]:
+        """Nothing is to be held any more, if nobody else uses a block: waits up to `wait_s` for the stores
+        that hold some. Returns the parts of those that have not ended, to be withdrawn in the next step
+        before anything is written; their blocks are released now, but for models whose blocks are zeroed
+        earlier than that."""
+        holds, deadline_s = self.holds, self._clock() + wait_s
+        if holds is None or not holds.are_all:
+            return []
+        failed = self.poll()
+        for store in [store for ticket, store in self._stores.items() if ticket in holds]:
+            store.transfer.wait(max(0.0, deadline_s - self._clock()))
+        failed += self.poll()
+        if self._holds_at_once:
+            return failed
+        left = {ticket: self._stores[ticket] for ticket in holds.release_all() if ticket in self._stores}
+        for ticket, store in left.items():
+            self._disown(ticket, store)
+        self.counters.withdrawn += len(left)
+        return failed + [store.transfer.part for store in left.values() if store.transfer.part is not None]
 
     def start_over(self) -> None:
         """Another daemon, or the same after a restart: nothing is known of what it holds."""
@@ -403,13 +440,12 @@ class Storer:
 
     def _read_no_more(self, ticket: int, store: _Store, *, fenced: bool) -> None:
         """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
+        self._forget_reader(ticket, store)
         if self.holds is not None:
             if fenced:
                 self.holds.release(ticket)
             else:
                 self.holds.end(ticket)
-        else:
-            self._forget_reader(ticket, store)
 
     def _forget_reader(self, ticket: int, store: _Store) -> None:
         for block in store.sources if self._readers else ():

@@ -172,12 +172,12 @@ class Runner:
         from kvtier import session
         from kvtier_vllm import matching
 
+        side = self._core.scheduler.connector._scheduler
         if self._own_patience is None:
-            config = self._core.scheduler.connector._scheduler._config
-            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, config.load_start_deadline_s
+            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._config.load_start_deadline_s
             self._own_patience = own
         patience = self._own_patience if seconds is None else (seconds, seconds, seconds)
-        matching.ANSWER_DEADLINE_S, session.SILENCE_S, _ = patience
+        matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._storer.holds._hold_s = patience
         self._llm.collective_rpc(_set_patience, args=patience)
         return {}
 
