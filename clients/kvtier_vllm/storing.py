@@ -23,6 +23,9 @@ KNOWN_MAX = 65_536
 KNOWN_S = 60.0
 """After it a block that is still in use is submitted again: the daemon may have evicted it, and learns that
 it is wanted."""
+GONE_MAX = 256
+"""Blocks that one submission may find to be gone from the daemon, in one place each; what is behind them goes
+with the next step. Each costs a look at the index page, some microseconds."""
 KNOWN_TTL_PART = 0.25
 """Of a block that is dropped after a time, so much of it at most: then its time begins anew."""
 TRANSFERS_MAX = 256
@@ -71,6 +74,11 @@ class KnownBlocks:
             if block_hash not in self._until_s:
                 self._put(block_hash, until_s)
         self._bound()
+
+    def forget(self, block_hash: bytes) -> None:
+        """It is not there any more."""
+        self._until_s.pop(block_hash, None)
+        self._lesser.pop(block_hash, None)
 
     def clear(self) -> None:
         """Nothing is known any more."""
@@ -256,6 +264,7 @@ class Storer:
         first = request.next_block[group]
         end = min(len(block_ids), first + min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX))
         known = self.known[group]
+        end = self._forget_gone(client, group, hashes, first, end, request.kept)
         indexes = [index for index in range(first, end) if not known.covers(hashes[index], request.kept)]
         if self._groups.shapes[group].window_blocks:
             indexes = [index for index in indexes if block_ids[index]]
@@ -424,6 +433,28 @@ class Storer:
         for known in self.known:
             known.clear()
         self._paused_until_s = 0.0
+
+    def _forget_gone(
+        self, client: Client, group: int, hashes: Sequence[bytes], first: int, end: int, kept: Kept
+    ) -> int:
+        """Forgets the blocks from `first` on that the daemon has evicted since they were known to be there,
+        as its index page has it. Returns up to where it has looked: `end`, or before."""
+        known, gone, index = self.known[group], 0, first
+        while index < end:
+            if not known.covers(hashes[index], kept):
+                index += 1
+                continue
+            if gone == GONE_MAX:
+                return index
+            run = client.known_run(hashes, index, end, group=group, counted=False)
+            if run is None:
+                return end
+            index += run
+            if index < end:
+                known.forget(hashes[index])
+                gone += 1
+                index += 1
+        return end
 
     def _sight(
         self, sightings: Sightings, request: StoreState, group: int, hashes: Sequence[bytes], end: int
