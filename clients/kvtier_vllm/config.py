@@ -69,13 +69,17 @@ class ConnectorConfig:
     max_load_tokens: int = 0
     """Of a request, counted from its beginning: blocks that end later are not loaded. 0: all may be."""
     min_load_tokens: int = 0
-    """Fewer tokens than these are computed rather than loaded."""
+    """Fewer tokens than these are computed rather than loaded. 0: that is done which is expected to be over
+    sooner, by the engine's own measure of its steps, loads and prefill rate. While other requests are being
+    computed a load costs its request a step or more; an idle engine, and one that has not measured enough,
+    loads everything. Any other value alone decides, and then `pending_wait_s` alone bounds waiting."""
     lookup_budget_ms: float = 0.5
     """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
     in the next step."""
     pending_wait_s: float = 2.0
     """How long a request waits, in all, for blocks that are on their way up from a disk, or that another
-    engine is storing; others are computed meanwhile. After that it takes what there is. 0: it does not wait,
+    engine is storing; others are computed meanwhile. After that it takes what there is. It waits no longer
+    than computing them would take, as far as the prefill rate is known. 0: it does not wait,
     and computes what cannot be loaded at once. A disk's promotion takes its bytes divided by what the disk
     reads in a second; a store takes until the end of the other engine's step."""
     pending_poll_s: float = 0.01

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
@@ -35,6 +35,7 @@ from kvtier_vllm.room import LoadRoom
 from kvtier_vllm.storing import Made, Storer
 from kvtier_vllm.tables import beyond, hashes_of, newly_allocated, targets_of
 from kvtier_vllm.tracking import LoadCounters, TrackedRequest
+from kvtier_vllm.worth import Worth
 
 if TYPE_CHECKING:
     from kvtier_vllm.events import BlockEvents
@@ -100,8 +101,11 @@ class SchedulerSide:
         self._adapters = Adapters(log)
         if events is not None:
             events.keys_of = self._adapters.known_keys
-        self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
-        """Units: fewer are not loaded."""
+        self._worth = Worth(lambda: config.prefill_tokens_per_s if prefill is None else prefill.tokens_per_s)
+        self._computed: Collection[str] = ()
+        """Requests that the last step has computed."""
+        self._least: int | None = None
+        """Units: fewer are not loaded. None: to be found out for this step."""
         self._loads = LoadCounters()
         self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
@@ -180,7 +184,7 @@ class SchedulerSide:
             hashes,
             local,
             min(total + proof, len(hashes) // self._groups.unit_hashes),
-            self._least + proof,
+            self._least_units() + proof,
             host_only=tracked.control.keeping.host_only,
         )
         if units:
@@ -244,6 +248,8 @@ class SchedulerSide:
         self._out.revoke += self._storer.poll()
         self._leaving.tell(client)
         self._go_on_loading(client)
+        self._worth.step(bool(output.num_scheduled_tokens))
+        self._computed = output.num_scheduled_tokens.keys()
         if self._prefill is not None:
             self._measure(self._prefill, output)
         if client is not None:
@@ -264,6 +270,7 @@ class SchedulerSide:
         out = self._out
         out.stopped, out.generation = self._stopped, self._generation
         self._step += 1
+        self._least = None
         self._out = KvtierMetadata(step=self._step)
         self._matcher.next_step()
         return out
@@ -289,8 +296,10 @@ class SchedulerSide:
                 load.failed = True
             self._loads.loads += 1
             self._loads.failed += load.failed
-            self._loads.seconds += time.monotonic() - load.submitted_s
+            seconds = time.monotonic() - load.submitted_s
+            self._loads.seconds += seconds
             if not load.failed:
+                self._worth.loaded(load.tokens, seconds)
                 self._loads.tokens += load.tokens
                 tracked_or_none.may_load = True
                 for target, hashes in load.loaded:
@@ -305,6 +314,7 @@ class SchedulerSide:
             "lookups_hit": matched.hits,
             "lookups_unanswered": matched.given_up,
             "requests_known_absent": matched.local,
+            "computed_instead": matched.left,
             "waits": matched.waits,
             "waits_in_vain": matched.waits_in_vain,
             "loads": loaded.loads,
@@ -325,6 +335,7 @@ class SchedulerSide:
         self._matcher.forget(request_id)
         self._ahead.asked(request_id)
         self._room.give_back((request_id,))
+        self._least = None
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -541,6 +552,19 @@ class SchedulerSide:
                 )
                 if order is not None:
                     self._out.stores.append(order)
+
+    def _least_units(self) -> int:
+        """Fewer are not loaded in this step: as the setting says, or else what is computed sooner. That is
+        judged only where a load shares its steps with requests that are being computed."""
+        if self._least is None:
+            tokens = self._config.min_load_tokens
+            if not tokens:
+                busy = any(request in self._requests for request in self._computed)
+                tokens = self._worth.least_tokens() if busy else 1
+                self._matcher.block_s = self._worth.token_s * self._groups.unit_tokens
+                self._matcher.step_s = self._worth.step_s if busy else 0.0
+            self._least = max(1, -(-tokens // self._groups.unit_tokens))
+        return self._least
 
     def _loadable(self, request: Any, hashes: Sequence[bytes], control: Control) -> int:
         """Units that a load may fill. The last token is always computed, and never into a loaded block, as

@@ -20,13 +20,15 @@ get the processor for seconds."""
 
 
 def kv_transfer_config(socket: Path, **extra: object) -> dict[str, Any]:
-    """As a user writes it."""
+    """As a user writes it, but for what is not worth a load: tiny models compute that quickly that nearly
+    nothing would be."""
+    extra = {"min_load_tokens": 1} | extra
     return {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket), **extra},
+        "kv_connector_extra_config": {"socket": str(socket)} | extra,
     }
 
 

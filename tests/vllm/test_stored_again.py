@@ -40,7 +40,7 @@ def test_a_prefix_that_was_evicted_is_stored_again_when_it_is_computed_again(
     def displaced() -> bool:
         number = next(numbers)
         compute(engine, f"other {number}", prompt(OTHER_BLOCKS * TOKENS, seed=701 + number))
-        return client(engine).known_run(hashes) == 0
+        return bool(client(engine).known_run(hashes) == 0)
 
     until(displaced, "the daemon has evicted it")
     engine.forget()
