@@ -69,13 +69,17 @@ class ConnectorConfig:
     max_load_tokens: int = 0
     """Of a request, counted from its beginning: blocks that end later are not loaded. 0: all may be."""
     min_load_tokens: int = 0
-    """Fewer tokens than these are computed rather than loaded."""
+    """Fewer tokens than these are computed rather than loaded. 0: that is done which is expected to be over
+    sooner, by the engine's own measure of its steps, loads and prefill rate. While other requests are being
+    computed a load costs its request a step or more; an idle engine, and one that has not measured enough,
+    loads everything. Any other value alone decides, and then `pending_wait_s` alone bounds waiting."""
     lookup_budget_ms: float = 0.5
     """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
     in the next step."""
     pending_wait_s: float = 2.0
     """How long a request waits, in all, for blocks that are on their way up from a disk, or that another
-    engine is storing; others are computed meanwhile. After that it takes what there is. 0: it does not wait,
+    engine is storing; others are computed meanwhile. After that it takes what there is. It waits no longer
+    than computing them would take, as far as the prefill rate is known. 0: it does not wait,
     and computes what cannot be loaded at once. A disk's promotion takes its bytes divided by what the disk
     reads in a second; a store takes until the end of the other engine's step."""
     pending_poll_s: float = 0.01
@@ -86,6 +90,10 @@ class ConnectorConfig:
     load_start_deadline_s: float = 2.0
     """A load that has not started this long after it was let go (on a GPU: after its step was enqueued) is
     given up, and its tokens are computed. The same goes for stores that keep a finished request's blocks."""
+    on_reset: str = "leave"
+    """What a reset of the engine's own prefix cache means. "leave": its weights may be others from now on, so
+    that it shares with nobody any more, until they are named (`kvtier_vllm.updates`). "keep": resets only
+    flush the cache, and weights never change in place without being named."""
     audit_rate: float = 0.001
     """Of requests that load, the share of which the last block is computed as well and compared with what is
     stored; the first hit after each attachment is one of them. If the two are not of one model, this engine
@@ -130,6 +138,7 @@ _CHOICES = {
     "adapters": ("refuse", "files"),
     "share": ("auto", "export", "mirror"),
     "store_tokens": ("all", "prompt"),
+    "on_reset": ("leave", "keep"),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import secrets
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,16 +30,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier_vllm import autostart
+from kvtier_vllm import autostart, updates
 from kvtier_vllm.auditing import Audits, threshold_of
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
 from kvtier_vllm.groups import HYBRID_VLLM, Groups, context_ranks, groups_of, replicated_groups
-from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults
+from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, around_reset
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
-from kvtier_vllm.meta import DOORBELLS, KvtierMetadata
+from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
 from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler import SchedulerSide
@@ -104,10 +105,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     _block_events(vllm_config, kv_cache_config),
                     audits=_audits(vllm_config, groups, self._config),
                     in_parts=_failures_recompute(transfer),
+                    weights=_first_weights(vllm_config),
+                    world_size=vllm_config.parallel_config.world_size,
                 )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
                 self._worker = WorkerSide(self._config, self._connect_rank, log, gpu)
+            updates.listen(self)
         except Exception as error:
             self._disable(error)
         if self._is_off:  # found out in the background, while this was being made
@@ -143,6 +147,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None and not self._is_off:
             self._guard(lambda: side.watch_blocks(gpu_block_pool), None)
+            around_reset(
+                gpu_block_pool,
+                lambda: self._guard(side.settle, None),
+                lambda: None if self._is_off else self._guard(side.was_reset, None),
+            )
+
+    def has_pending_block_frees(self) -> bool:
+        """From vLLM 0.30 on: asked, when there are no blocks for a running request, whether to wait for a
+        moment instead of preempting one."""
+        side = self._scheduler
+        return side is not None and not self._is_off and self._guard(lambda: side.frees_soon, False)
 
     def has_pending_push_work(self) -> bool:
         """Asked whether to go on stepping without requests."""
@@ -234,6 +249,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return True  # nothing of ours is ever served again
         self._guard(side.reset, None)
         return True
+
+    # --- weights that change (`updates`)
+    # ------------------------------------------------------------------------------------------------------
+
+    def schedules_alone(self) -> bool:
+        """See updates.Listener."""
+        return self._scheduler is not None and self._vllm_config.parallel_config.world_size == 1
+
+    def weights_changed(self, revision: str, *, heard: bool) -> None:
+        """See updates.Listener."""
+        scheduler, worker = self._scheduler, self._worker
+        if self._is_off:
+            return
+        if scheduler is not None and self.schedules_alone():
+            self._guard(lambda: scheduler.name_weights([revision]), None)
+        if worker is not None:
+            self._guard(lambda: worker.weights_changed(revision, heard=heard), None)
 
     # --- the worker's hooks
     # ------------------------------------------------------------------------------------------------------
@@ -356,16 +388,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 except Exception:
                     log.exception("kvtier: the connection could not be ended")
 
-    def _connect_scheduler(self, generation: int) -> Link:
+    def _connect_scheduler(self, weights: Weights) -> Link:
         def find_options() -> ClientOptions:
-            options = self._identity.options(generation, Role.SCHEDULER)
+            options = self._identity.options(weights, Role.SCHEDULER)
             return ClientOptions(**options, on_ready=self._say_attached)
 
         return Link(find_options, self._disable)
 
-    def _connect_rank(self, generation: int, groups: tuple[Group, ...], memory: Memory) -> Link:
+    def _connect_rank(self, weights: Weights, groups: tuple[Group, ...], memory: Memory) -> Link:
         def find_options() -> ClientOptions:
-            options = self._identity.options(generation, Role.RANK, groups, memory)
+            options = self._identity.options(weights, Role.RANK, groups, memory)
             if self._config.autostart:  # the scheduler starts a daemon, and comes later than the workers
                 autostart.wait(self._config.socket, autostart.START_TIMEOUT_S)
             return options
@@ -401,7 +433,7 @@ class _Identity:
 
     def options(
         self,
-        generation: int,
+        weights: Weights,
         role: Role,
         groups: tuple[Group, ...] = (),
         memory: Memory | None = None,
@@ -411,10 +443,11 @@ class _Identity:
         parallel = self._vllm_config.parallel_config
         engine = self._vllm_config.kv_transfer_config.engine_id
         return ClientOptions(
-            # A generation is an instance of its own, so that its processes never meet those of the one
-            # before.
-            instance=f"{engine}-dp{parallel.data_parallel_rank}" + (f"-g{generation}" if generation else ""),
-            namespace=self._namespace(generation),
+            # With other weights it is an instance of its own, so that its processes never meet those of the
+            # one before.
+            instance=f"{engine}-dp{parallel.data_parallel_rank}"
+            + (f"-g{weights.life}" if weights.life else ""),
+            namespace=self._namespace(weights),
             role=role,
             rank=parallel.rank if role is Role.RANK else 0,
             world_size=parallel.world_size,
@@ -427,7 +460,7 @@ class _Identity:
             program=f"kvtier-vllm {importlib.metadata.version('kvtier')} (vLLM {vllm.__version__})",
         )
 
-    def _namespace(self, generation: int) -> Namespace:
+    def _namespace(self, weights: Weights) -> Namespace:
         if self._derived is None:
             config = self._config
             self._derived = derive(
@@ -438,8 +471,10 @@ class _Identity:
                 config.weights_revision,
                 adapters_by_files=config.adapters == "files",
             )
-        fields = dataclasses.asdict(self._derived) | {"generation": generation}
-        return Namespace(**fields)
+        fields = dataclasses.asdict(self._derived)
+        if weights.revision:
+            fields["weights_revision"] = f"named:{weights.revision}"
+        return Namespace(**fields | {"generation": weights.life if weights.private else 0})
 
 
 def _autostart(socket: str) -> None:
@@ -467,9 +502,23 @@ def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
     )
 
 
+def _first_weights(vllm_config: VllmConfig) -> Weights:
+    """Where weights are transferred into a running engine, nobody knows whose they are before they are
+    named."""
+    if getattr(vllm_config, "weight_transfer_config", None) is None:
+        return Weights()
+    log.info(
+        "kvtier: weights are transferred to this engine (weight_transfer_config): until they are named by "
+        "kvtier_vllm.updates.weights_changed(revision) it shares blocks with no other engine"
+    )
+    return Weights(secrets.randbits(63) | 1, private=True)
+
+
 def _audits(vllm_config: VllmConfig, groups: Groups, config: ConnectorConfig) -> Audits:
     threshold = threshold_of(str(vllm_config.model_config.dtype), str(vllm_config.cache_config.cache_dtype))
-    return Audits(groups, config.audit_rate, threshold, vllm_config.parallel_config.world_size, log)
+    workers = vllm_config.parallel_config.world_size
+    direct = config.share == "export" or engine_gpu() is None
+    return Audits(groups, config.audit_rate, threshold, workers, log, direct=direct)
 
 
 def _block_events(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockEvents | None:

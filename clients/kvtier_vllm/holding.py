@@ -1,19 +1,25 @@
 """Engine blocks that stay as they are while a store reads them, because vLLM's block pool counts one user
 more.
 
-Needed where vLLM writes to blocks before connectors hear that a request has lost them: it zeroes new blocks
-of models with recurrent layers, or of mixed precision, at the very beginning of a step. And a recurrent
-layer's state leaves its request two steps after it was computed.
+Needed for requests that are over while stores still read their blocks: vLLM has forgotten such a request, and
+what is held comes back without a word of vLLM's or a worker's, also in an engine that takes no further step.
+
+And where vLLM writes to blocks before connectors hear that a request has lost them: it zeroes new blocks of
+models with recurrent layers, or of mixed precision, at the very beginning of a step. And a recurrent layer's
+state leaves its request two steps after it was computed. There stores hold from their beginning.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 FRACTION_MAX = 0.5
 """Of the engine's blocks, held at once. Most of them are their request's as well, and cost nothing more."""
+SOON_S = 0.25
+"""What has been held for longer is not counted on to come back at once: vLLM need not wait for it."""
 
 
 class BlockPool(Protocol):
@@ -40,6 +46,7 @@ class WholeBlockPool(BlockPool, Protocol):
 @dataclass(slots=True)
 class _Hold:
     block_ids: Sequence[int]
+    since_s: float
     until_s: float
     withdrawn_step: int | None = None
 
@@ -53,12 +60,31 @@ class BlockHolds:
         self._hold_s = hold_s
         self._clock = clock
         self._holds: dict[int, _Hold] = {}
+        self._users: Counter[int] = Counter()
+        """Of each block that is held, how many of them are ours."""
         self._count = 0
         self._most = max(1, int(len(pool.blocks) * FRACTION_MAX))
 
     def __len__(self) -> int:
         """Stores that hold blocks."""
         return len(self._holds)
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._holds
+
+    @property
+    def are_all(self) -> bool:
+        """Whether there are some, and nobody else uses any block: without them the whole pool were free."""
+        used = len(self._pool.blocks) - 1 - self._pool.get_num_free_blocks()  # but for vLLM's null block
+        return bool(self._holds) and used == len(self._users) and all(map(self._solely, self._users))
+
+    @property
+    def come_back_soon(self) -> bool:
+        """Whether there are blocks that only these stores keep from others, and have not kept for long."""
+        since_s = self._clock() - SOON_S
+        return any(
+            hold.since_s > since_s and any(map(self._solely, hold.block_ids)) for hold in self._holds.values()
+        )
 
     def has_room(self, blocks: int) -> bool:
         """Whether so many more may be held. One store always may."""
@@ -67,7 +93,9 @@ class BlockHolds:
     def hold(self, ticket: int, block_ids: Sequence[int]) -> None:
         """They keep what they hold, whoever lets go of them, until `release`."""
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
-        self._holds[ticket] = _Hold(block_ids, self._clock() + self._hold_s)
+        now_s = self._clock()
+        self._holds[ticket] = _Hold(block_ids, now_s, now_s + self._hold_s)
+        self._users.update(block_ids)
         self._count += len(block_ids)
 
     def release(self, ticket: int) -> None:
@@ -75,8 +103,19 @@ class BlockHolds:
         hold = self._holds.pop(ticket, None)
         if hold is not None:
             self._count -= len(hold.block_ids)
+            for block in hold.block_ids:
+                self._users[block] -= 1
+                if not self._users[block]:
+                    del self._users[block]
             # The last of a prefix are the first to go.
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(hold.block_ids)])
+
+    def release_all(self) -> list[int]:
+        """As `release`. Returns the tickets that held blocks."""
+        tickets = list(self._holds)
+        for ticket in tickets:
+            self.release(ticket)
+        return tickets
 
     def end(self, ticket: int) -> None:
         """Its time is over."""
@@ -97,3 +136,7 @@ class BlockHolds:
             elif hold.withdrawn_step < step:
                 self.release(ticket)
         return due
+
+    def _solely(self, block: int) -> bool:
+        """Whether nobody but these stores uses a block that is held."""
+        return bool(self._pool.blocks[block].ref_cnt == self._users[block])

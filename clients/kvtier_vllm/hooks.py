@@ -7,7 +7,7 @@ own (see `namespace`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,19 @@ HOOKS = (
     ),
     Hook("Request.kv_transfer_params", ALL, "what a request says of its own stores and loads"),
     Hook("reset_cache", ALL, "a new generation of the namespace"),
+    Hook("bind_gpu_block_pool; BlockPool.touch, free_blocks, ref_cnt", ALL, "blocks that stores still read"),
+    Hook(
+        "BlockPool.reset_prefix_cache, called by its attribute",
+        ALL,
+        "what stores hold comes back before vLLM looks whether all blocks are free",
+        "a reset right after a request may be refused",
+    ),
+    Hook(
+        "has_pending_block_frees",
+        "0.30 to 0.33",
+        "waiting for blocks that come back at once",
+        "requests are preempted instead",
+    ),
     Hook("on_new_request", ALL, "prefetching for the queue"),
     Hook("KVCacheConfig, KVCacheTensor, *Spec", ALL, "where the blocks of each group lie"),
     Hook(
@@ -94,6 +107,23 @@ def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
         return found
     of_step: dict[str, Sequence[Sequence[int]]] = state.block_ids  # 0.29
     return of_step.get(request)
+
+
+def around_reset(pool: Any, before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Has `before` called whenever vLLM is about to reset a block pool, which it refuses while a block is
+    used, and `after` when it has. vLLM tells connectors only if it is asked to, and afterwards."""
+    reset = getattr(pool, "reset_prefix_cache", None)
+    if reset is None:
+        return
+
+    def settled_reset() -> Any:
+        before()
+        done = reset()
+        if done:
+            after()
+        return done
+
+    pool.reset_prefix_cache = settled_reset
 
 
 if TYPE_CHECKING:

@@ -60,6 +60,10 @@ class _Match:
     waiting: bool = False
     """The answer ended at a PENDING block, and is worth another lookup."""
     end_hash: bytes = b""
+    asked_end: int = 0
+    """The lookup was about blocks below it."""
+    left: bool = False
+    """It was seen that less can be loaded than is worth it."""
     end_since_s: float = 0.0
     """The PENDING block at which the answers end, and when they began to."""
 
@@ -153,6 +157,8 @@ class MatchCounters:
     """Requests that waited for PENDING blocks."""
     waits_in_vain: int = 0
     """Of them: they got less than they waited for."""
+    left: int = 0
+    """Requests of which something could have been loaded, and less than is worth it."""
 
 
 @dataclass(slots=True)
@@ -161,7 +167,8 @@ class Matcher:
 
     A request whose run of hits ends at a PENDING block is looked up again every `pending_poll_s` at most, and
     answered None meanwhile; `pending_wait_s` after its first such answer (0: at once) it gets what there is,
-    and never waits again until it is forgotten.
+    and never waits again until it is forgotten. It waits no longer than computing those blocks would take, as
+    far as `block_s` tells.
     """
 
     budget_s: float
@@ -171,6 +178,10 @@ class Matcher:
     question: OneGroup = field(default_factory=OneGroup)
     in_parts: bool = True
     """Blocks that are readable and not leased yet are promised as well, behind some that are leased."""
+    block_s: float = 0.0
+    """Seconds in which the engine computes a block; 0: not known."""
+    step_s: float = 0.0
+    """Seconds until a request that is told None can be asked about again; 0: no time to speak of."""
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
     _starts: int = field(init=False, default=0)
@@ -213,6 +224,8 @@ class Matcher:
         if match is None:
             match = self._matches[request] = _Match()
         if match.given_up or local + least > total:
+            if local < total and not match.given_up and not match.left:
+                self._leave(match, self.question.known(client, hashes, local, total) or 0)
             self._settle(request, match)
             self._release(match)
             return 0
@@ -220,6 +233,7 @@ class Matcher:
             covers = self._covers(match, client, local)
             if not covers and (known := self.question.known(client, hashes, local, total)) is not None:
                 if known < least:
+                    self._leave(match, known)
                     self._nothing(request, match)
                     return 0
                 total = min(total, local + known)
@@ -235,6 +249,7 @@ class Matcher:
             return None
         promised = min(match.end, total) - local
         if promised < least:
+            self._leave(match, promised)
             self._release(match)
             return 0
         return promised
@@ -298,7 +313,7 @@ class Matcher:
         self._release(match)
         match.answer = None
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
-        match.end = local
+        match.end, match.asked_end = local, total
         match.call = self.question.ask(client, hashes, local, total, host_only=host_only)
 
     def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
@@ -313,7 +328,7 @@ class Matcher:
         since_s = self._since_s.get(request, now_s)
         if self._stuck.get(end_hash, 0.0) > now_s:
             self._settle(request, match)
-        elif now_s - since_s >= self.pending_wait_s:
+        elif now_s - since_s + self.step_s >= self._patience_s(match):
             if match.waiting:
                 self.counters.waits_in_vain += 1
             if now_s - match.end_since_s >= self.pending_wait_s / 2:
@@ -332,11 +347,23 @@ class Matcher:
             return False
         now_s = self.clock()
         waited_s = now_s - self._since_s[request]
-        if waited_s >= self.pending_wait_s:
+        if waited_s >= self._patience_s(match):
             return True
         share = -(-len(self._waiting) // POLLS_MAX)
         interval_s = max(self.pending_poll_s * share, waited_s / POLLS_PER_WAIT)
         return self._step - match.asked_step >= share and now_s - match.asked_s >= interval_s
+
+    def _patience_s(self, match: _Match) -> float:
+        """How long a request waits for what is PENDING, in all."""
+        if not self.block_s:
+            return self.pending_wait_s
+        return min(self.pending_wait_s, (match.asked_end - match.end) * self.block_s)
+
+    def _leave(self, match: _Match, blocks: int) -> None:
+        """So many can be loaded, and are not worth it."""
+        if blocks > 0 and not match.left:
+            match.left = True
+            self.counters.left += 1
 
     def _remember_stuck(self, block_hash: bytes, now_s: float) -> None:
         self._stuck[block_hash] = now_s + STUCK_S

@@ -18,6 +18,19 @@ DOORBELLS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """What an engine's blocks are stored under, as far as its weights go. Another value means that workers
+    attach anew."""
+
+    life: int = 0
+    """Of the engine's instance: another one for each change. 0: as it was started."""
+    private: bool = False
+    """A namespace that nobody else has: nobody knows which weights these are."""
+    revision: str = ""
+    """Their name, if they have been given one since the engine started."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOrder:
     """A load to follow, and to report once as finished; or more of one that has a rest."""
 
@@ -74,8 +87,7 @@ class KvtierMetadata(KVConnectorMetadata):
 
     step: int
     """Rises by one with every step."""
-    generation: int = 0
-    """Of the namespace: another one means that workers attach anew."""
+    weights: Weights = field(default_factory=Weights)
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     revoke: list[PartRef] = field(default_factory=list)
@@ -110,8 +122,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What workers tell the scheduler's side after a step, beside what vLLM has words for."""
 
     audits: list[AuditResult] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    """One for each worker whose weights have changed: their name, or nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.audits + other.audits)
+        return WorkerReport(self.audits + other.audits, self.weights + other.weights)

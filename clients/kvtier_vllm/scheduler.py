@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
 from kvtier.joint import JOINT_LOOKUP
+from kvtier.status import ClientState
 
 from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.ahead import Ahead
@@ -27,7 +28,7 @@ from kvtier_vllm.leaving import Leaving
 from kvtier_vllm.link import Link
 from kvtier_vllm.loading import Load, Loader
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, WorkerReport
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WorkerReport
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.retaining import Granting
@@ -35,6 +36,7 @@ from kvtier_vllm.room import LoadRoom
 from kvtier_vllm.storing import Made, Storer
 from kvtier_vllm.tables import beyond, hashes_of, newly_allocated, targets_of
 from kvtier_vllm.tracking import LoadCounters, TrackedRequest
+from kvtier_vllm.worth import Worth
 
 if TYPE_CHECKING:
     from kvtier_vllm.events import BlockEvents
@@ -44,11 +46,15 @@ BLOCKS_LOADED_MAX = 65_536
 LOOKUPS_WITHOUT_HIT = 100
 """After as many the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
+SETTLE_S = 0.1
+"""How long a reset of the engine's own cache waits for stores that still read blocks of finished requests:
+their copies take milliseconds."""
+AS_STARTED = Weights()
 PREFILL_TOKENS_PER_S_MAX = 1e9
 """More is not believed."""
 
-Connect = Callable[[int], Link]
-"""Makes the client's link for a generation of the namespace."""
+Connect = Callable[[Weights], Link]
+"""Makes the client's link, for blocks of these weights."""
 
 
 class SchedulerSide:
@@ -65,6 +71,8 @@ class SchedulerSide:
         *,
         audits: Audits | None = None,
         in_parts: bool = True,
+        weights: Weights = AS_STARTED,
+        world_size: int = 1,
     ) -> None:
         """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
         declared. `events`: None if nobody wants to be told what is held. `audits`: None for none at all.
@@ -79,8 +87,12 @@ class SchedulerSide:
         """Units."""
         self._connect = connect
         self._log = log
-        self._generation = 0
-        self._link = connect(0)
+        self._weights = weights
+        self._weights_step = 0
+        """When they began."""
+        self._world_size = world_size
+        self._said_why = False
+        self._link = connect(weights)
         self._matcher = Matcher(
             config.lookup_budget_ms / 1e3,
             config.pending_wait_s,
@@ -90,15 +102,20 @@ class SchedulerSide:
         )
         self._prefill = prefill
         self._events = events
-        self._storer = Storer(groups, threshold=config.store_threshold, events=events)
+        self._storer = Storer(
+            groups, threshold=config.store_threshold, events=events, holds_at_once=groups.zeroed
+        )
         self._controls = Controls(config, log)
         self._granting = Granting(config, log)
         self._leaving = Leaving(groups, self._longest)
         self._adapters = Adapters(log)
         if events is not None:
             events.keys_of = self._adapters.known_keys
-        self._least = max(1, -(-config.min_load_tokens // groups.unit_tokens))
-        """Units: fewer are not loaded."""
+        self._worth = Worth(lambda: config.prefill_tokens_per_s if prefill is None else prefill.tokens_per_s)
+        self._computed: Collection[str] = ()
+        """Requests that the last step has computed."""
+        self._least: int | None = None
+        """Units: fewer are not loaded. None: to be found out for this step."""
         self._loads = LoadCounters()
         self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
@@ -122,13 +139,26 @@ class SchedulerSide:
         return self._link
 
     def watch_blocks(self, pool: WholeBlockPool) -> None:
-        """The engine's blocks. From now on stores hold what they read, if that is needed."""
+        """The engine's blocks. From now on stores hold what they read, where that is needed."""
         self._room.watch(pool)
         self._pool = pool
         if self._audits is not None:
             self._audits.watch(pool)
-        if self._groups.zeroed:
-            self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
+        self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
+
+    def settle(self) -> None:
+        """The engine is about to forget what its blocks hold, which vLLM refuses while any block is used:
+        nothing of ours is to be in its way. Waits for `SETTLE_S` at most."""
+        timeout_s = 0.0 if self._stopped else SETTLE_S
+        if self._audits is not None:
+            self._audits.settle(timeout_s)
+        self._out.fence += self._storer.settle(timeout_s)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks that only stores of finished requests keep from others are about to come back."""
+        holds = self._storer.holds
+        return holds is not None and not self._stopped and holds.come_back_soon
 
     @property
     def storing(self) -> bool:
@@ -178,7 +208,7 @@ class SchedulerSide:
             hashes,
             local,
             min(total + proof, len(hashes) // self._groups.unit_hashes),
-            self._least + proof,
+            self._least_units() + proof,
             host_only=tracked.control.keeping.host_only,
         )
         if units:
@@ -239,7 +269,7 @@ class SchedulerSide:
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
-        self._out.fence += self._storer.overdue(self._step, everything=self._stopped)
+        self._out.fence += self._storer.overdue(self._step, everything=self._stopped or self._unanswered)
         self._room.give_back(output.num_scheduled_tokens)
         self._forget_preempted()
         if self._storer.watches:
@@ -257,6 +287,8 @@ class SchedulerSide:
         self._out.revoke += self._storer.poll()
         self._leaving.tell(client)
         self._go_on_loading(client)
+        self._worth.step(bool(output.num_scheduled_tokens))
+        self._computed = output.num_scheduled_tokens.keys()
         if self._prefill is not None:
             self._measure(self._prefill, output)
         if client is not None:
@@ -278,8 +310,9 @@ class SchedulerSide:
     def take_metadata(self) -> KvtierMetadata:
         """What the workers are to know in this step; the next one begins. Never fails."""
         out = self._out
-        out.stopped, out.generation = self._stopped, self._generation
+        out.stopped, out.weights = self._stopped, self._weights
         self._step += 1
+        self._least = None
         self._out = KvtierMetadata(step=self._step)
         self._matcher.next_step()
         return out
@@ -308,8 +341,10 @@ class SchedulerSide:
                 load.failed = True
             self._loads.loads += 1
             self._loads.failed += load.failed
-            self._loads.seconds += time.monotonic() - load.submitted_s
+            seconds = time.monotonic() - load.submitted_s
+            self._loads.seconds += seconds
             if not load.failed:
+                self._worth.loaded(load.tokens, seconds)
                 self._loads.tokens += load.tokens
                 tracked_or_none.may_load = True
                 for target, hashes in load.loaded:
@@ -324,6 +359,7 @@ class SchedulerSide:
             "lookups_hit": matched.hits,
             "lookups_unanswered": matched.given_up,
             "requests_known_absent": matched.local,
+            "computed_instead": matched.left,
             "waits": matched.waits,
             "waits_in_vain": matched.waits_in_vain,
             "loads": loaded.loads,
@@ -348,6 +384,7 @@ class SchedulerSide:
         self._room.give_back((request_id,))
         if self._audits is not None:
             self._audits.over(request_id)
+        self._least = None
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -362,24 +399,57 @@ class SchedulerSide:
             self._leaving.over(client, tracked)
         if tracked.preemptions != tracked.request.num_preemptions:
             self._out.fence += self._storer.forget_open(tracked.stores)
-        if not tracked.stores.open:
+        if self._storer.keep(tracked.stores):
             return False
         self._out.held.append(request_id)
         return True
 
+    def was_reset(self) -> None:
+        """vLLM has reset its own prefix cache, as it is told to when weights have changed, and for
+        measurements."""
+        if self._config.on_reset == "leave":
+            self.reset()
+
     def reset(self) -> None:
-        """What is stored no longer fits what this engine computes: it gets a namespace that nobody else
+        """What is stored may no longer fit what this engine computes: it gets a namespace that nobody else
         has."""
+        if self._weights.private and self._weights_step == self._step:
+            return  # it has just got one
+        self._begin(Weights(secrets.randbits(63) | 1, private=True))
+        if self._said_why:
+            self._log.info("kvtier: cache reset; this engine goes on in a namespace of its own again")
+            return
+        self._said_why = True
+        self._log.warning(
+            "kvtier: the prefix cache was reset, as it is when weights have changed: from now on this engine "
+            "shares blocks with no other, nor with its own past. To share again, name the weights after each "
+            "update (kvtier_vllm.updates.weights_changed); if resets only flush the cache, and weights never "
+            'change in place, set "on_reset": "keep" in kv_connector_extra_config'
+        )
+
+    def name_weights(self, revisions: Sequence[str]) -> None:
+        """Workers have other weights now: what each calls them, or nothing."""
+        names = set(revisions)
+        revision = names.pop() if len(names) == 1 and len(revisions) == self._world_size else ""
+        if revision:
+            self._begin(Weights(secrets.randbits(63) | 1, revision=revision))
+            self._log.info("kvtier: this engine's weights are %r now, and shared under that name", revision)
+        else:
+            self._begin(Weights(secrets.randbits(63) | 1, private=True))
+            self._log.info(
+                "kvtier: this engine's weights have changed, without a name that all workers agree on: it "
+                "goes on in a namespace of its own"
+            )
+
+    def _begin(self, weights: Weights) -> None:
+        """Nothing of what was stored so far is this engine's."""
         self._matcher.drop_all()
         self._start_over()
         self._link.close(CLOSE_TIMEOUT_S)
         self._quarantined = False
-        self._generation = secrets.randbits(63) | 1
+        self._weights, self._weights_step = weights, self._step
         if not self._stopped:
-            self._link = self._connect(self._generation)
-        self._log.info(
-            "kvtier: cache reset; this engine goes on in namespace generation %d", self._generation
-        )
+            self._link = self._connect(weights)
 
     def stop(self) -> None:
         """Disables this side for good; `take_metadata` and `finished` go on."""
@@ -447,6 +517,12 @@ class SchedulerSide:
                 )
         return None if self._too_old else client
 
+    @property
+    def _unanswered(self) -> bool:
+        """Whether stores wait for a daemon that does not answer."""
+        client = self._link.client if self._storer.holds else None
+        return client is not None and client.status.state is ClientState.UNRESPONSIVE
+
     def _start_over(self) -> None:
         self._matcher.drop_all()
         self._storer.start_over()
@@ -475,7 +551,9 @@ class SchedulerSide:
 
     def _heed(self, report: WorkerReport) -> None:
         verdict = None if self._audits is None else self._audits.results(self._link.client, report.audits)
-        if verdict is not None and not self._quarantined:
+        if report.weights:
+            self.name_weights(report.weights)
+        elif verdict is not None and not self._quarantined:
             self._quarantine(verdict)
 
     def _quarantine(self, verdict: Verdict) -> None:
@@ -603,6 +681,19 @@ class SchedulerSide:
                 )
                 if order is not None:
                     self._out.stores.append(order)
+
+    def _least_units(self) -> int:
+        """Fewer are not loaded in this step: as the setting says, or else what is computed sooner. That is
+        judged only where a load shares its steps with requests that are being computed."""
+        if self._least is None:
+            tokens = self._config.min_load_tokens
+            if not tokens:
+                busy = any(request in self._requests for request in self._computed)
+                tokens = self._worth.least_tokens() if busy else 1
+                self._matcher.block_s = self._worth.token_s * self._groups.unit_tokens
+                self._matcher.step_s = self._worth.step_s if busy else 0.0
+            self._least = max(1, -(-tokens // self._groups.unit_tokens))
+        return self._least
 
     def _loadable(self, request: Any, hashes: Sequence[bytes], control: Control) -> int:
         """Units that a load may fill. The last token is always computed, and never into a loaded block, as

@@ -20,6 +20,7 @@ COUNTERS = {
     "lookups_hit": "Of them, those that found a block.",
     "lookups_unanswered": "Of them, those given up because kvtierd did not answer in time.",
     "requests_known_absent": "Requests for which kvtierd's index page had nothing, so that it was not asked.",
+    "computed_instead": "Requests of which kvtierd held something that was sooner computed than loaded.",
     "waits": "Requests that waited for blocks on their way from a disk or another engine.",
     "waits_in_vain": "Of them, those that got less than they waited for.",
     "loads": "Loads of cached blocks that have ended.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,19 +11,16 @@ from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer, TransferSta
 
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds
+from kvtier_vllm.known import KNOWN_MAX, KnownBlocks, Sightings
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
 from kvtier_vllm.retaining import PLAIN, Kept
 
 if TYPE_CHECKING:
     from kvtier_vllm.events import BlockEvents
 
-KNOWN_MAX = 65_536
-"""Hashes remembered as stored, of all groups together: some 10 MB."""
-KNOWN_S = 60.0
-"""After it a block that is still in use is submitted again: the daemon may have evicted it, and learns that
-it is wanted."""
-KNOWN_TTL_PART = 0.25
-"""Of a block that is dropped after a time, so much of it at most: then its time begins anew."""
+GONE_MAX = 256
+"""Blocks that one submission may find to be gone from the daemon, in one place each; what is behind them goes
+with the next step. Each costs a look at the index page, some microseconds."""
 TRANSFERS_MAX = 256
 """Stores in flight. Beyond it blocks wait, and go with later ones of their request."""
 BLOCKS_MAX = 2_048
@@ -33,78 +29,6 @@ PAUSE_S = 0.5
 """Without stores, after one was refused."""
 FAILURES_MAX = 3
 """Of one request; then it is left alone."""
-
-
-class KnownBlocks:
-    """Hashes that the daemon held not long ago, and what they were kept like. Advisory: it spares
-    submissions."""
-
-    def __init__(self, clock: Callable[[], float], most: int = KNOWN_MAX) -> None:
-        self._clock = clock
-        self._most = most
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
-        self._lesser: dict[bytes, Kept] = {}
-        """Of them, those that are not kept as long as there is room."""
-
-    def covers(self, block_hash: bytes, kept: Kept = PLAIN) -> bool:
-        """Whether a store that has the block kept like this would change nothing."""
-        if self._until_s.get(block_hash, 0.0) <= self._clock():
-            return False
-        return block_hash not in self._lesser or self._lesser[block_hash] >= kept
-
-    def add(self, hashes: Sequence[bytes], kept: Kept = PLAIN) -> None:
-        """They are there now, kept like this."""
-        until_s = self._clock() + min(KNOWN_S, kept.ttl_s * KNOWN_TTL_PART)
-        for block_hash in hashes:
-            self._put(block_hash, until_s)
-            if kept == PLAIN:
-                self._lesser.pop(block_hash, None)
-            else:
-                self._lesser[block_hash] = kept
-        self._bound()
-
-    def seen(self, hashes: Sequence[bytes]) -> None:
-        """They are there now. That tells nothing of those that are known here already: another engine may
-        have given them a time, which ends only if they are submitted again."""
-        until_s = self._clock() + KNOWN_S
-        for block_hash in hashes:
-            if block_hash not in self._until_s:
-                self._put(block_hash, until_s)
-        self._bound()
-
-    def clear(self) -> None:
-        """Nothing is known any more."""
-        self._until_s.clear()
-        self._lesser.clear()
-
-    def _put(self, block_hash: bytes, until_s: float) -> None:
-        self._until_s[block_hash] = until_s
-        self._until_s.move_to_end(block_hash)
-
-    def _bound(self) -> None:
-        while len(self._until_s) > self._most:
-            block_hash, _ = self._until_s.popitem(last=False)
-            self._lesser.pop(block_hash, None)
-
-
-class Sightings:
-    """How many requests have had a block, of those that were had lately."""
-
-    def __init__(self, enough: int, most: int = KNOWN_MAX) -> None:
-        self._enough = enough
-        self._most = most
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
-
-    def add(self, hashes: Sequence[bytes]) -> None:
-        """One more request has them."""
-        for block_hash in hashes:
-            self._counts[block_hash] = min(self._counts.pop(block_hash, 0) + 1, self._enough)
-        while len(self._counts) > self._most:
-            self._counts.popitem(last=False)
-
-    def enough(self, block_hash: bytes) -> bool:
-        """Whether it is to be stored."""
-        return self._counts.get(block_hash, 0) >= self._enough
 
 
 class Made:
@@ -180,8 +104,9 @@ class Storer:
     """Submits stores, one per request, group and step at most, and keeps account of them.
 
     What a store reads must stay as it is until its part is over. Blocks of full attention stay with their
-    request; for those that leave it while it runs there are two ways: `withdraw` ends stores whose blocks are
-    given to others, before anything is written there; with `holds` vLLM does not give them to others at all.
+    request as long as it runs; for those that leave it before there are two ways: `withdraw` ends stores
+    whose blocks are given to others, before anything is written there; with `holds_at_once` vLLM does not
+    give them to others at all. When a request is over, `keep` holds what its stores still read.
     """
 
     def __init__(
@@ -192,9 +117,11 @@ class Storer:
         *,
         threshold: int = 1,
         events: BlockEvents | None = None,
+        holds_at_once: bool = False,
     ) -> None:
         """`threshold`: a block is stored when so many requests have had it. `events`: is told what the daemon
-        holds."""
+        holds. `holds_at_once`: stores hold what they read from the beginning, not only when its request is
+        over."""
         most = KNOWN_MAX // len(groups.shapes)
         self.known = tuple(KnownBlocks(clock, most) for _ in groups.shapes)
         """By group."""
@@ -202,6 +129,7 @@ class Storer:
         self.holds = holds
         self._sightings = None if threshold <= 1 else tuple(Sightings(threshold, most) for _ in groups.shapes)
         self._events = events
+        self._holds_at_once = holds_at_once
         self._groups = groups
         self._clock = clock
         self._stores: dict[int, _Store] = {}
@@ -252,6 +180,7 @@ class Storer:
         first = request.next_block[group]
         end = min(len(block_ids), first + min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX))
         known = self.known[group]
+        end = self._forget_gone(client, group, hashes, first, end, request.kept)
         indexes = [index for index in range(first, end) if not known.covers(hashes[index], request.kept)]
         if self._groups.shapes[group].window_blocks:
             indexes = [index for index in indexes if block_ids[index]]
@@ -304,7 +233,8 @@ class Storer:
         sources: tuple[int, ...],
         step: int,
     ) -> StoreOrder | None:
-        if self.holds is not None and not self.holds.has_room(len(sources)):
+        holds = self.holds if self._holds_at_once else None
+        if holds is not None and not holds.has_room(len(sources)):
             request.next_block[group] = min(request.next_block[group], indexes[0])
             return None
         kept = request.kept
@@ -319,8 +249,8 @@ class Storer:
         self._stores[part.ticket] = store
         request.open[part.ticket] = part
         request.under_way += 1
-        if self.holds is not None:
-            self.holds.hold(part.ticket, sources)
+        if holds is not None:
+            holds.hold(part.ticket, sources)
         elif self._groups.shapes[group].window_blocks:
             for block in sources:
                 self._readers.setdefault(block, []).append(part.ticket)
@@ -380,13 +310,67 @@ class Storer:
             store = self._stores.get(part.ticket)
             if store is not None:
                 self._disown(part.ticket, store)
-        return [] if self.holds is not None else parts
+        return [] if self._holds_at_once else parts
+
+    def keep(self, request: StoreState) -> bool:
+        """The request is over: from now on what its open stores read is held. False: it cannot be, and vLLM
+        must not give the blocks to others until the workers say so."""
+        if self.holds is None:
+            return not request.open
+        for ticket in request.open:
+            store = self._stores.get(ticket)
+            # What is not there any more has no daemon, and is revoked before anything is written.
+            if store is not None and ticket not in self.holds:
+                self.holds.hold(ticket, store.sources)
+        return True
+
+    def settle(self, wait_s: float) -> list[PartRef]:
+        """Nothing is to be held any more, if nobody else uses a block: waits up to `wait_s` for the stores
+        that hold some. Returns the parts of those that have not ended, to be withdrawn in the next step
+        before anything is written; their blocks are released now, but for models whose blocks are zeroed
+        earlier than that."""
+        holds, deadline_s = self.holds, self._clock() + wait_s
+        if holds is None or not holds.are_all:
+            return []
+        failed = self.poll()
+        for store in [store for ticket, store in self._stores.items() if ticket in holds]:
+            store.transfer.wait(max(0.0, deadline_s - self._clock()))
+        failed += self.poll()
+        if self._holds_at_once:
+            return failed
+        left = {ticket: self._stores[ticket] for ticket in holds.release_all() if ticket in self._stores}
+        for ticket, store in left.items():
+            self._disown(ticket, store)
+        self.counters.withdrawn += len(left)
+        return failed + [store.transfer.part for store in left.values() if store.transfer.part is not None]
 
     def start_over(self) -> None:
         """Another daemon, or the same after a restart: nothing is known of what it holds."""
         for known in self.known:
             known.clear()
         self._paused_until_s = 0.0
+
+    def _forget_gone(
+        self, client: Client, group: int, hashes: Sequence[bytes], first: int, end: int, kept: Kept
+    ) -> int:
+        """Forgets the blocks from `first` on that the daemon has evicted since they were known to be there,
+        as its index page has it. Returns up to where it has looked: `end`, or before."""
+        known, gone, index = self.known[group], 0, first
+        while index < end:
+            if not known.covers(hashes[index], kept):
+                index += 1
+                continue
+            if gone == GONE_MAX:
+                return index
+            run = client.known_run(hashes, index, end, group=group, counted=False)
+            if run is None:
+                return end
+            index += run
+            if index < end:
+                known.forget(hashes[index])
+                gone += 1
+                index += 1
+        return end
 
     def _sight(
         self, sightings: Sightings, request: StoreState, group: int, hashes: Sequence[bytes], end: int
@@ -403,13 +387,12 @@ class Storer:
 
     def _read_no_more(self, ticket: int, store: _Store, *, fenced: bool) -> None:
         """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
+        self._forget_reader(ticket, store)
         if self.holds is not None:
             if fenced:
                 self.holds.release(ticket)
             else:
                 self.holds.end(ticket)
-        else:
-            self._forget_reader(ticket, store)
 
     def _forget_reader(self, ticket: int, store: _Store) -> None:
         for block in store.sources if self._readers else ():

@@ -25,7 +25,7 @@ from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import GroupLayout, describe
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, WorkerReport
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WorkerReport
 from kvtier_vllm.parts import Part
 from kvtier_vllm.sharing import HostSharing, Landing, Sharing, share_gpu
 
@@ -35,8 +35,8 @@ CLOSE_TIMEOUT_S = 2.0
 SLEEP_TIMEOUT_S = 10.0
 """How long an engine that goes to sleep waits for copies that run."""
 
-Connect = Callable[[int, tuple[Group, ...], Memory], Link]
-"""Makes the link of the client that shares this memory, for a generation of the namespace."""
+Connect = Callable[[Weights, tuple[Group, ...], Memory], Link]
+"""Makes the link of the client that shares this memory, for blocks of these weights."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,11 @@ class WorkerSide:
         self._groups: tuple[Group, ...] = ()
         self._link: Link | None = None
         self._old_links: list[Link] = []
-        self._generation = 0
+        self._weights = Weights()
+        self._changed: list[str] = []
+        """Names of weights that the scheduler's side has not heard of."""
+        self._unsure = False
+        """It has not answered yet: nobody is attached meanwhile."""
         self._loads: list[_Load] = []
         self._stores: dict[str, list[Part]] = {}
         self._new_loads: list[Part] = []
@@ -173,7 +177,7 @@ class WorkerSide:
         if self._stopped:
             return
         if not self._sharing.wake(self._client, SLEEP_TIMEOUT_S):
-            self._renew(self._generation)
+            self._renew(self._weights)
         elif self._link is None:
             self._attach()
 
@@ -198,8 +202,8 @@ class WorkerSide:
     def begin(self, meta: KvtierMetadata) -> None:
         """Before the forward pass: adopts the step's parts, and lets its loads start."""
         self.adopt(meta)
-        if meta.generation != self._generation:
-            self._renew(meta.generation)
+        if meta.weights != self._weights:
+            self._renew(meta.weights)
         self._revoke(meta.revoke)
         self._distrust(meta.distrusted)
         if meta.stopped and not self._stopped:
@@ -259,7 +263,22 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """What the scheduler's side is to know after this step; None: nothing."""
         audits = self._audits.poll(self._clock())
-        return WorkerReport(audits) if audits else None
+        changed, self._changed = self._changed[-1:], []
+        return WorkerReport(audits, changed) if audits or changed else None
+
+    def weights_changed(self, revision: str, *, heard: bool = False) -> None:
+        """The weights are others from now on, by this name, or by none: nothing starts any more, and nothing
+        that is on its way counts, until the scheduler's side has answered. `heard`: it knows already."""
+        if self._stopped:
+            return
+        if not heard:
+            self._changed.append(revision)
+        self._unsure = True
+        for load in self._loads:
+            load.in_vain = load.failed = True
+            load.bad_blocks.update(load.block_ids)
+        self._audits.fail_all()
+        self._part()
 
     # --- the end
     # ------------------------------------------------------------------------------------------------------
@@ -296,17 +315,22 @@ class WorkerSide:
         return [*self._old_links, *([] if self._link is None else [self._link])]
 
     def _attach(self) -> None:
-        if self._sharing is not None and not (self._stopped or self._asleep):
-            self._link = self._connect(self._generation, self._groups, self._sharing.client_memory)
+        if self._sharing is not None and not (self._stopped or self._asleep or self._unsure):
+            self._link = self._connect(self._weights, self._groups, self._sharing.client_memory)
 
-    def _renew(self, generation: int) -> None:
-        """Attaches anew, in another generation of the namespace."""
-        self._generation = generation
+    def _renew(self, weights: Weights) -> None:
+        """Attaches anew, for blocks of these weights. If others have come meanwhile, when those are known."""
+        self._weights = weights
+        self._unsure = bool(self._changed)
+        self._part()
+        self._attach()
+
+    def _part(self) -> None:
+        """From the daemon."""
         if self._link is not None:
             self._link.close(0)
             self._old_links = [self._link]
             self._link = None
-        self._attach()
 
     def _nothing_more(self) -> None:
         for load in self._loads:

@@ -51,6 +51,25 @@ def _overwrite_cache(worker: Any, value: int, blocks: list[int] | None) -> int:
     return len(layers)
 
 
+def _scale_weights(worker: Any, factor: float) -> int:
+    """Runs in each worker of an engine: an update of weights in place, as reinforcement learning does; of the
+    norms, because vLLM's CPU backend keeps packed copies of others. Powers of two leave nothing behind when
+    they are taken back. Returns the number of parameters."""
+    count = 0
+    for name, parameter in worker.model_runner.model.named_parameters():
+        if "norm" in name:
+            parameter.data.mul_(factor)
+            count += 1
+    return count
+
+
+def _tell_weights(worker: Any, revision: str | None) -> bool:
+    """Runs in each worker of an engine."""
+    from kvtier_vllm.updates import weights_changed
+
+    return weights_changed(revision)
+
+
 def _set_patience(worker: Any, answer_s: float, silence_s: float, start_s: float) -> None:
     """Runs in each worker of an engine: what its client and its half of the connector wait for a daemon."""
     import dataclasses
@@ -161,6 +180,14 @@ class Runner:
     def do_reset_prefix_cache(self) -> Answer:
         return {"ok": bool(self._llm.reset_prefix_cache())}
 
+    def do_scale_weights(self, factor: float) -> Answer:
+        """Changes the weights in place."""
+        return {"parameters": self._llm.collective_rpc(_scale_weights, args=(factor,))}
+
+    def do_tell_weights(self, revision: str | None) -> Answer:
+        """Tells kvtier that they were changed."""
+        return {"told": self._llm.collective_rpc(_tell_weights, args=(revision,))}
+
     def do_overwrite_cache(self, value: int, blocks: list[int] | None = None) -> Answer:
         """Fills KV blocks (all but the null block 0, or the named ones) with one byte: what is read
         afterwards can only have been computed or loaded again."""
@@ -173,12 +200,12 @@ class Runner:
         from kvtier import session
         from kvtier_vllm import matching
 
+        side = self._core.scheduler.connector._scheduler
         if self._own_patience is None:
-            config = self._core.scheduler.connector._scheduler._config
-            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, config.load_start_deadline_s
+            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._config.load_start_deadline_s
             self._own_patience = own
         patience = self._own_patience if seconds is None else (seconds, seconds, seconds)
-        matching.ANSWER_DEADLINE_S, session.SILENCE_S, _ = patience
+        matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._storer.holds._hold_s = patience
         self._llm.collective_rpc(_set_patience, args=patience)
         return {}
 

@@ -20,14 +20,17 @@ get the processor for seconds."""
 
 
 def kv_transfer_config(socket: Path, **extra: object) -> dict[str, Any]:
-    """As a user writes it."""
+    """As a user writes it, but for what is not worth a load: tiny models compute that quickly that nearly
+    nothing would be."""
+    extra = {"min_load_tokens": 1} | extra
     return {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        # The first hit after each attachment would have one block less: audits have tests of their own.
-        "kv_connector_extra_config": {"socket": str(socket), "audit_rate": 0, **extra},
+        # Resets flush the cache in most tests. And the first hit after each attachment would have one block
+        # less. Both have tests of their own.
+        "kv_connector_extra_config": {"socket": str(socket), "on_reset": "keep", "audit_rate": 0} | extra,
     }
 
 

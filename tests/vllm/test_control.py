@@ -13,6 +13,7 @@ import pytest
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.control import WARNED_MAX, Control, Controls
 from kvtier_vllm.retaining import Keeping, Kept
+from kvtier_vllm.worth import LOADS_MIN, Worth
 
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
 from tests.vllm.rig import prompt
@@ -117,6 +118,41 @@ def test_what_is_quicker_computed_is_not_loaded(patient: Callable[..., MiniEngin
     assert compute(engine, "rest", long) == TOKENS
     all_came_back(engine)
     assert client(engine).status.leases == 0
+
+
+def test_beside_others_a_hit_is_loaded_if_that_is_sooner_by_the_engines_own_measure(
+    patient: Callable[..., MiniEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = patient(min_load_tokens=0)
+    side, short, long = engine.connector._scheduler, prompt(2 * TOKENS + 1, 1), prompt(LENGTH, 2)
+    for name, tokens in (("short", short), ("long", long)):
+        compute(engine, name, tokens)
+    engine.forget()
+    # Steps take 10 ms beside others, in which 100 tokens are computed; a load takes no longer than a step.
+    monkeypatch.setattr(Worth, "token_s", 1e-4)
+    monkeypatch.setattr(Worth, "step_s", 1e-2)
+    for _ in range(LOADS_MIN):
+        side._worth.loaded(1_000, 1e-2)
+    assert compute(engine, "idle", short) == 2 * TOKENS, "the engine has nothing else to do"
+    engine.forget()
+    engine.add("other", prompt(3 * TOKENS, 3), max_tokens=400)
+    for _ in range(5):
+        engine.step()
+    loads, steps = side.totals()["loads"], 0
+    engine.add("beside", short)
+    while not engine.scheduler.requests["beside"].num_output_tokens:
+        engine.step()
+        steps += 1
+    assert steps == 1
+    assert (side.totals()["loads"], side.totals()["computed_instead"]) == (loads, 1)
+    engine.add("worth it", long)
+    while "worth it" not in engine.finished:
+        engine.step()
+    assert engine.cached["worth it"] == BLOCKS * TOKENS
+    assert "other" not in engine.finished
+    engine.run()
+    assert engine.finished["beside"] == output_of(short, 8)
+    all_came_back(engine)
 
 
 def test_a_block_is_stored_when_enough_requests_have_had_it(patient: Callable[..., MiniEngine]) -> None:

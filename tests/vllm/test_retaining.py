@@ -16,9 +16,10 @@ from kvtier import Client, Retention, spec
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.control import Control, Controls
 from kvtier_vllm.groups import Groups, GroupShape
+from kvtier_vllm.known import KNOWN_S, KNOWN_TTL_PART, KnownBlocks
 from kvtier_vllm.leaving import PATIENCE_S, Leaving
 from kvtier_vllm.retaining import PLAIN, Granting, Keeping, Kept
-from kvtier_vllm.storing import KNOWN_S, KNOWN_TTL_PART, KnownBlocks, Made, StoreState
+from kvtier_vllm.storing import Made, StoreState
 from kvtier_vllm.tracking import TrackedRequest
 
 from tests.support.daemon import DaemonHost, until

@@ -221,7 +221,9 @@ class Chaos:
             self._thaw()  # a copy that has started ends with its worker only
             self.engine.run()
             self.engine.forget()
-        elif trouble < 0.4 and self.engine.scheduler.requests:
+        elif trouble < 0.33:
+            self.engine.scheduler.reset_prefix_cache()  # refused while requests use blocks
+        elif trouble < 0.43 and self.engine.scheduler.requests:
             self.engine.abort([self.random.choice(list(self.engine.scheduler.requests))])
         else:
             self._add()

@@ -226,6 +226,39 @@ def test_it_takes_what_there_is_when_its_patience_is_over_and_waits_no_more(worl
     assert world.match("r") == 4
 
 
+def test_it_waits_no_longer_than_computing_takes(world: World) -> None:
+    prompt = world.prompt("r")
+    world.states[prompt[4]] = PENDING
+    world.matcher.block_s = 0.05
+    started_s = world.peer.now_s
+    assert world.run("r", 10) == 4
+    assert (BLOCKS - 4) * 0.05 <= world.peer.now_s - started_s < (BLOCKS - 4) * 0.05 + 0.1
+    assert world.matcher._stuck == {}, "a request with more to compute waits for it all the same"
+    prompt = world.prompt("not at all")
+    world.states[prompt[4]] = PENDING
+    world.matcher.step_s = (BLOCKS - 4) * 0.05
+    assert world.match("not at all") == 4, "before the next step it is computed"
+
+
+def test_hits_that_are_not_worth_a_load_are_counted_once(world: World) -> None:
+    prompt = world.prompt("few")
+    world.index = set(prompt[:3])
+    client = cast(Client, world)
+    for _ in range(3):
+        assert world.matcher.match(client, "few", prompt, 0, BLOCKS, 4) == 0
+        world.step()
+    assert world.asked_s == {}, "nobody is asked"
+    assert world.matcher.counters.left == 1
+    prompt = world.prompt("short")
+    world.index = set(prompt)
+    assert world.matcher.match(client, "short", prompt, BLOCKS - 2, BLOCKS, 4) == 0
+    assert world.matcher.counters.left == 2
+    prompt = world.prompt("none")
+    assert world.matcher.match(client, "none", prompt, BLOCKS - 2, BLOCKS, 4) == 0
+    assert world.matcher.match(client, "none", prompt, 0, BLOCKS, 4) == 0
+    assert world.matcher.counters.left == 2
+
+
 def test_no_patience_at_all(scheduler: Peer) -> None:
     world = World(scheduler, pending_wait_s=0)
     prompt = world.prompt("r")

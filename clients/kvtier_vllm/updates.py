@@ -1,0 +1,60 @@
+"""For programs that change an engine's weights in place (reinforcement learning, for one): tell kvtier, in
+the process of each worker, right where the weights are loaded.
+
+    from kvtier_vllm.updates import weights_changed
+
+    model.load_weights(new_weights)
+    weights_changed("step 100")
+
+From that moment on nothing that was stored before is loaded, and nothing that is computed is stored under the
+name of the old weights. With a name the engine shares with all engines that say the same name (and are equal
+in everything else); without one it keeps what it computes to itself, until its weights have a name. Engines
+that need not call Python in their workers say it by `--worker-extension-cls kvtier_vllm.updates.Worker` and
+`collective_rpc("kvtier_weights_changed", args=("step 100",))`.
+
+Call it after every update, with the engine's requests paused or over, before or after `reset_prefix_cache()`.
+A reset that comes when the engine has taken a step since the call may belong to another update: the engine
+then goes on by itself, and the weights have to be named again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+
+class Listener(Protocol):
+    """A half of the connector."""
+
+    def schedules_alone(self) -> bool:
+        """Whether this is the scheduler's half of an engine with one worker, and so hears of the change
+        here."""
+
+    def weights_changed(self, revision: str, *, heard: bool) -> None:
+        """`heard`: the scheduler's half has been told."""
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def listen(listener: Listener) -> None:
+    """It is told from now on, for as long as it lives."""
+    _listeners.add(listener)
+
+
+def weights_changed(revision: str | None = None) -> bool:
+    """The weights of this process's engine are others now; see the module. `revision`: their name, which no
+    other weights ever have. False: no connector of kvtier lives in this process."""
+    listeners = list(_listeners)
+    heard = any(listener.schedules_alone() for listener in listeners)
+    for listener in listeners:
+        listener.weights_changed(revision or "", heard=heard)
+    return bool(listeners)
+
+
+class Worker:
+    """For vLLM's `--worker-extension-cls`."""
+
+    def kvtier_weights_changed(self, revision: str | None = None) -> bool:
+        """See `weights_changed`."""
+        return weights_changed(revision)

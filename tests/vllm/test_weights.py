@@ -1,0 +1,171 @@
+"""Weights that change in place: nothing of the old ones is loaded, nothing of the new ones is taken for
+theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvtier_vllm.hooks import around_reset
+
+from tests.support.daemon import DaemonHost
+from tests.vllm.engine import Engine, EngineOptions
+from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt, start_rig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+TOKENS = prompt(9 * BLOCK + 5, seed=21)
+HIT = full_blocks(len(TOKENS))
+FACTOR = 2.0
+"""Of every norm: another model, and exactly undone by its inverse."""
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(session_host: DaemonHost, model: Path, tmp_path: Path) -> Start:
+    """Engines of one namespace, set as a user's are unless a test says otherwise."""
+
+    @contextmanager
+    def engine(**settings: Any) -> Iterator[Rig]:
+        config = kv_transfer_config(
+            session_host.socket, **{"salt": tmp_path.name, "on_reset": "leave"} | settings
+        )
+        rig = start_rig(session_host, EngineOptions(model, config), tmp_path / "log")
+        with rig.engine:
+            yield rig
+
+    return engine
+
+
+def right_answer(model: Path, factor: float, log: Path) -> list[int]:
+    """Of an engine with such weights that has nothing to do with others."""
+    with Engine.start(EngineOptions(model), log) as engine:
+        engine.call("scale_weights", factor=factor)
+        return engine.generate([TOKENS], max_tokens=16)[0].tokens
+
+
+def update(rig: Rig, factor: float) -> None:
+    """Changes all weights in place."""
+    rig.engine.drain()
+    [count] = rig.engine.call("scale_weights", factor=factor)["parameters"]
+    assert count
+
+
+def tell(rig: Rig, revision: str | None) -> None:
+    assert rig.engine.call("tell_weights", revision=revision)["told"] == [True]
+
+
+def settled(rig: Rig) -> None:
+    """The engine's worker knows what the scheduler knows, and both are attached again."""
+    rig.generate(prompt(BLOCK, seed=77), max_tokens=2)
+    rig.wait_ready()
+
+
+def test_after_a_reset_nothing_of_the_old_weights_is_used_and_nothing_is_stored_as_theirs(
+    start: Start, model: Path, tmp_path: Path, proved: Callable[[str], None]
+) -> None:
+    new = right_answer(model, FACTOR, tmp_path / "plain")
+    with start() as rig:
+        old = rig.generate(TOKENS)
+        rig.wait_stored()
+        assert old.tokens != new, "or this test would prove nothing"
+        update(rig, FACTOR)
+        rig.engine.reset_prefix_cache()
+        settled(rig)
+        got = rig.generate(TOKENS)
+        assert (got.num_cached_tokens, got.tokens) == (0, new)
+        rig.wait_stored()
+        assert rig.engine.log.read_text().count("shares blocks with no other") == 1
+        # Its own blocks of the new weights are its own until the next reset.
+        assert rig.generate(TOKENS).num_cached_tokens == HIT
+    with start() as fresh:  # of the original weights: what it finds is theirs
+        found = fresh.generate(TOKENS)
+        assert found.num_cached_tokens == HIT
+        assert found.tokens == old.tokens
+    proved("Weights that were changed in place before a reset neither loaded nor left a block as another's.")
+
+
+def test_weights_that_have_a_name_are_shared_under_it(start: Start, model: Path, tmp_path: Path) -> None:
+    new = right_answer(model, FACTOR, tmp_path / "plain")
+    with start() as rig:
+        old = rig.generate(TOKENS)
+        rig.wait_stored()
+        update(rig, FACTOR)
+        tell(rig, "step 1")
+        rig.engine.reset_prefix_cache()
+        tell(rig, "step 1")  # a reset comes after the name as well as before it
+        settled(rig)
+        got = rig.generate(TOKENS)
+        assert (got.num_cached_tokens, got.tokens) == (0, new)
+        rig.wait_stored()
+    with start() as other:
+        update(other, FACTOR)
+        other.engine.reset_prefix_cache()
+        tell(other, "step 1")
+        settled(other)
+        found = other.generate(TOKENS)
+        assert (found.num_cached_tokens, found.tokens) == (HIT, new)
+        update(other, 1 / FACTOR)
+        other.engine.reset_prefix_cache()  # nobody has said what they are now
+        settled(other)
+        again = other.generate(TOKENS)
+        assert (again.num_cached_tokens, again.tokens) == (0, old.tokens)
+
+
+def test_without_a_reset_it_is_enough_to_say_that_they_have_changed(start: Start) -> None:
+    with start() as rig:
+        rig.generate(TOKENS)
+        rig.wait_stored()
+        update(rig, FACTOR)
+        tell(rig, None)
+        settled(rig)
+        more = prompt(6 * BLOCK + 3, seed=22)
+        rig.generate(more)
+        rig.wait_stored()
+    with start() as fresh:
+        assert fresh.generate(more).num_cached_tokens == 0
+        assert fresh.generate(TOKENS).num_cached_tokens == HIT
+
+
+def test_an_engine_that_only_flushes_its_cache_may_say_so(start: Start) -> None:
+    with start(on_reset="keep") as rig:
+        rig.compute_and_hit(TOKENS)
+        rig.engine.drain()
+        rig.engine.reset_prefix_cache()
+        assert rig.generate(TOKENS).num_cached_tokens == HIT
+        assert "shares blocks with no other" not in rig.engine.log.read_text()
+
+
+def test_an_audit_finds_weights_that_nobody_has_told_of(start: Start, proved: Callable[[str], None]) -> None:
+    with start(on_reset="keep", audit_rate=1e-9) as rig:
+        rig.generate(TOKENS)
+        rig.wait_stored()
+        update(rig, FACTOR)
+        rig.engine.reset_prefix_cache()
+        rig.generate(TOKENS)
+        rig.engine.drain()
+        assert rig.look("side._quarantined")
+        error = rig.look("side._audits.counters.worst_mismatch")
+        assert rig.generate(TOKENS).num_cached_tokens == 0
+    proved(f"An audit found weights that were changed without a word: relative error {error:.2f}.")
+
+
+class Pool:
+    def __init__(self, done: bool) -> None:
+        self.done = done
+
+    def reset_prefix_cache(self) -> bool:
+        return self.done
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_only_a_reset_that_was_done_is_one(done: bool) -> None:
+    told: list[str] = []
+    pool = Pool(done)
+    around_reset(pool, lambda: told.append("before"), lambda: told.append("after"))
+    assert pool.reset_prefix_cache() is done
+    assert told == ["before", "after"][: 1 + done]
