@@ -619,8 +619,14 @@ class SchedulerSide:
         if not tracked.begun:
             tracked.begun, began_at = True, request.num_computed_tokens
             tracked.foreign_until = began_at if began_at > tracked.expected_tokens else 0
+        computed, first = request.num_computed_tokens + scheduled, tracked.stores.next_block
+        for shape in self._groups.shapes:
+            if computed // shape.block_tokens > first[shape.group] and not shape.handed_off:
+                break
+        else:
+            return  # as in nearly every step
         hashes = self._hashes(tracked)
-        computed, known = request.num_computed_tokens + scheduled, len(hashes)
+        known = len(hashes)
         if tracked.foreign_until:  # only what vLLM has seen succeed
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             if computed <= tracked.foreign_until:  # the step that loads it has not ended, or it failed
