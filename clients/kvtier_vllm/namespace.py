@@ -104,9 +104,10 @@ def derive(
     )
 
 
-def told(vllm_config: Any) -> tuple[tuple[str, str], ...]:
-    """Settings of this engine in which others that share with it may differ, for people."""
-    found = configuration_of(vllm_config)
+def told(vllm_config: Any, on_reset: str = "leave") -> tuple[tuple[str, str], ...]:
+    """Settings of this engine in which others that share with it may differ, for people; and what a reset of
+    its cache does, for `kvtierctl check-engine`."""
+    found = configuration_of(vllm_config) | {"kvtier.on_reset": on_reset}
     found.setdefault("model_config.max_model_len", str(vllm_config.model_config.max_model_len))
     return tuple(sorted(found.items()))[:_CONFIGURATION_MAX]
 
