@@ -274,6 +274,11 @@ def _overrides(model: Any, revision: str) -> dict[str, str]:
                     f"hf_overrides is {error}, of which nobody can say what it does: write a dictionary, or "
                     "set weights_revision in kv_connector_extra_config to a name for the model with it"
                 ) from error
+    if (code := positions.foreign_code(model)) and not revision:
+        raise UnsupportedConfiguration(
+            f"the model runs code of another repository ({code}), which may change: set weights_revision in "
+            "kv_connector_extra_config to a name for the model with this code"
+        )
     if elsewhere := getattr(model, "hf_config_path", None):
         file = Path(elsewhere) / "config.json"
         if file.is_file():
