@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 ATTACH_WAIT_S = 1.0
 """How long the start of an engine may wait for the daemon, so that its first requests can hit already."""
+UNNAMED = "unnamed"
+"""Weights of which nobody knows which they are; their namespace has a number of its own."""
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
@@ -110,7 +112,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
-                self._worker = WorkerSide(self._config, self._connect_rank, log, gpu)
+                self._worker = WorkerSide(
+                    self._config, self._connect_rank, log, gpu, unnamed=_transfers_weights(vllm_config)
+                )
             updates.listen(self)
         except Exception as error:
             self._disable(error)
@@ -429,7 +433,9 @@ class _Identity:
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         self._vllm_config = vllm_config
         self._config = config
-        self._derived: EngineNamespace | None = None
+        self._derived: dict[bool, EngineNamespace] = {}
+        """By whether somebody has named the weights: what is beside them is the same whatever they are called,
+        and weights that have a name are not read."""
 
     def options(
         self,
@@ -461,20 +467,20 @@ class _Identity:
         )
 
     def _namespace(self, weights: Weights) -> Namespace:
-        if self._derived is None:
+        revision = weights.revision or (UNNAMED if weights.private else self._config.weights_revision)
+        derived = self._derived.get(bool(revision))
+        if derived is None:
             config = self._config
-            self._derived = derive(
+            derived = self._derived[bool(revision)] = derive(
                 self._vllm_config,
                 vllm.__version__,
                 config.tenant,
                 config.salt,
-                config.weights_revision,
+                revision,
                 adapters_by_files=config.adapters == "files",
             )
-        fields = dataclasses.asdict(self._derived)
-        if weights.revision:
-            fields["weights_revision"] = f"named:{weights.revision}"
-        return Namespace(**fields | {"generation": weights.life if weights.private else 0})
+        fields = dataclasses.asdict(derived) | {"generation": weights.life if weights.private else 0}
+        return Namespace(**fields | ({"weights_revision": revision} if revision else {}))
 
 
 def _autostart(socket: str) -> None:
@@ -502,10 +508,14 @@ def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
     )
 
 
+def _transfers_weights(vllm_config: VllmConfig) -> bool:
+    return getattr(vllm_config, "weight_transfer_config", None) is not None
+
+
 def _first_weights(vllm_config: VllmConfig) -> Weights:
     """Where weights are transferred into a running engine, nobody knows whose they are before they are
     named."""
-    if getattr(vllm_config, "weight_transfer_config", None) is None:
+    if not _transfers_weights(vllm_config):
         return Weights()
     log.info(
         "kvtier: weights are transferred to this engine (weight_transfer_config): until they are named by "

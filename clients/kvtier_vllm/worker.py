@@ -82,8 +82,11 @@ class WorkerSide:
         log: logging.Logger,
         gpu: EngineGpu | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        unnamed: bool = False,
     ) -> None:
-        """`gpu`: where the KV cache will be; None for an engine on a CPU."""
+        """`gpu`: where the KV cache will be; None for an engine on a CPU. `unnamed`: only the scheduler's side
+        knows under what this engine's blocks are stored, from the first step on."""
         self._config = config
         self._connect = connect
         self._log = log
@@ -98,7 +101,7 @@ class WorkerSide:
         self._weights = Weights()
         self._changed: list[str] = []
         """Names of weights that the scheduler's side has not heard of."""
-        self._unsure = False
+        self._unsure = unnamed
         """It has not answered yet: nobody is attached meanwhile."""
         self._loads: list[_Load] = []
         self._stores: dict[str, list[Part]] = {}
