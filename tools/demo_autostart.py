@@ -44,7 +44,8 @@ def daemon_survives(
         "KVTIER_CONFIG": "",
     }
     stack.callback(_end_daemon, socket)
-    config = connector | {"kv_connector_extra_config": {"autostart": True}}
+    extra = connector["kv_connector_extra_config"] | {"autostart": True}
+    config = connector | {"kv_connector_extra_config": extra}
 
     def serve(command: str, name: str) -> ApiServer:
         options = ServerOptions(

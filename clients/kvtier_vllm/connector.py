@@ -456,7 +456,7 @@ class _Identity:
             socket=self._config.socket or None,
             doorbells=DOORBELLS,
             prefill_tokens_per_s=self._config.prefill_tokens_per_s if role is Role.SCHEDULER else 0.0,
-            configuration=told(self._vllm_config) if role is Role.SCHEDULER else (),
+            configuration=told(self._vllm_config, self._config.on_reset) if role is Role.SCHEDULER else (),
             program=f"kvtier-vllm {importlib.metadata.version('kvtier')} (vLLM {vllm.__version__})",
         )
 

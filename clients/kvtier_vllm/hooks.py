@@ -87,6 +87,16 @@ HOOKS = (
         "waiting for blocks that come back at once",
         "requests are preempted instead",
     ),
+    Hook(
+        "KVConnectorWorkerMetadata, KVConnectorOutput.kv_connector_worker_meta",
+        ALL,
+        "results of audits; weights that have changed",
+    ),
+    Hook(
+        "BlockPool.get_new_blocks, touch, free_blocks, evict_blocks",
+        ALL,
+        "blocks that stores and audits hold",
+    ),
     Hook("on_new_request", ALL, "prefetching for the queue"),
     Hook("KVCacheConfig, KVCacheTensor, *Spec", ALL, "where the blocks of each group lie"),
     Hook(

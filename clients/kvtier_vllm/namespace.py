@@ -104,9 +104,10 @@ def derive(
     )
 
 
-def told(vllm_config: Any) -> tuple[tuple[str, str], ...]:
-    """Settings of this engine in which others that share with it may differ, for people."""
-    found = configuration_of(vllm_config)
+def told(vllm_config: Any, on_reset: str = "leave") -> tuple[tuple[str, str], ...]:
+    """Settings of this engine in which others that share with it may differ, for people; and what a reset of
+    its cache does, for `kvtierctl check-engine`."""
+    found = configuration_of(vllm_config) | {"kvtier.on_reset": on_reset}
     found.setdefault("model_config.max_model_len", str(vllm_config.model_config.max_model_len))
     return tuple(sorted(found.items()))[:_CONFIGURATION_MAX]
 
@@ -273,6 +274,11 @@ def _overrides(model: Any, revision: str) -> dict[str, str]:
                     f"hf_overrides is {error}, of which nobody can say what it does: write a dictionary, or "
                     "set weights_revision in kv_connector_extra_config to a name for the model with it"
                 ) from error
+    if (code := positions.foreign_code(model)) and not revision:
+        raise UnsupportedConfiguration(
+            f"the model runs code of another repository ({code}), which may change: set weights_revision in "
+            "kv_connector_extra_config to a name for the model with this code"
+        )
     if elsewhere := getattr(model, "hf_config_path", None):
         file = Path(elsewhere) / "config.json"
         if file.is_file():

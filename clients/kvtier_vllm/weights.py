@@ -20,7 +20,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
-CONFIG_NAMES = ("config.json", "hf_quant_config.json", "adapter_config.json", "params.json")
+CONFIG_NAMES = (
+    "config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "adapter_config.json",
+    "params.json",
+    # What images, videos and sounds are turned into; block hashes cover these before they are.
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 CODE_PATTERN = "*.py"
 WEIGHT_PATTERN = "*.safetensors"
 

@@ -131,9 +131,7 @@ def engines(socket: Path | None, as_json: bool) -> None:
 
 @main.command()
 @_socket_option
-@click.option(
-    "--fields", is_flag=True, help="With what engines have said of each."
-)
+@click.option("--fields", is_flag=True, help="With what engines have said of each.")
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
 def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
     """List the namespaces that engines use, or that blocks are there of, and how many blocks."""

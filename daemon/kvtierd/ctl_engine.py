@@ -26,6 +26,7 @@ BLOCKS = 4
 """At least, of the largest kind."""
 TRIES = 3
 """A load may come too late on a busy machine, and then its tokens are computed."""
+ON_RESET = "kvtier.on_reset"
 CONNECTOR_METRIC = "vllm:kvtier_loaded_tokens_total"
 RESET = "/reset_prefix_cache"
 SEE_LOG = "see the engine's log: its lines about kvtier begin with `kvtier:`"
@@ -65,6 +66,19 @@ class Proof:
     loaded_bytes: int = 0
     loaded_tokens: int | None = None
     """As the engine's own metrics have it; None if it has none."""
+
+
+def _check_resets_only_flush(instances: list[admin_pb2.InstanceStatus]) -> None:
+    """Raises NotProvenError before anything is done to an engine that would stop sharing."""
+    for instance in instances:
+        settings = {each.name: each.value for session in instance.sessions for each in session.configuration}
+        if settings.get(ON_RESET) == "leave":
+            raise NotProvenError(
+                f"a reset of its prefix cache, which this check needs, would end the sharing of "
+                f"{instance.instance}: with its settings it means that its weights have changed",
+                'start it with "on_reset": "keep" in kv_connector_extra_config, for this check, or for good '
+                "if its weights never change in place",
+            )
 
 
 class EngineCheck:
@@ -112,6 +126,7 @@ class EngineCheck:
         instances = self._ready_instances()
         self.proof.instances = len(instances)
         self._say(f"attached  {', '.join(f'{each.instance} ({each.model})' for each in instances)}")
+        _check_resets_only_flush(instances)
         prompt = self._server.prompt(model, self._prompt_tokens(model, instances))
         self._store(model, prompt)
         self._load(model, prompt)

@@ -39,7 +39,7 @@ def test_an_engine_alone_starts_a_daemon_and_the_next_one_hits(
         "kv_connector_module_path": "kvtier_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"autostart": True, **patience},
+        "kv_connector_extra_config": {"autostart": True, "audit_rate": 0, **patience},
     }
     cached = []
     try:

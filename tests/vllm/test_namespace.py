@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -133,6 +134,33 @@ def test_variables_of_the_environment_separate(plain: Any, monkeypatch: pytest.M
     assert ("environment.VLLM_BATCH_INVARIANT", "1") in told(plain)
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
     assert ("environment.VLLM_MARLIN_INPUT_DTYPE", "fp8") in derive(plain, VERSION).identity
+
+
+def test_code_of_another_repository_needs_a_name(plain: Any, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / model.name
+    shutil.copytree(model, folder)
+    given = json.loads((folder / "config.json").read_text())
+    for where, foreign in (("modeling.Model", False), ("org/other--modeling.Model", True)):
+        (folder / "config.json").write_text(json.dumps(given | {"auto_map": {"AutoModel": where}}))
+        config = changed(plain, "model_config", model=str(folder), trust_remote_code=True)
+        assert derive(config, VERSION, revision="mine").weights_revision == "mine"
+        if foreign:
+            with pytest.raises(UnsupportedConfiguration, match=r"org/other.*weights_revision"):
+                derive(config, VERSION)
+        else:
+            derive(config, VERSION)
+
+
+def test_code_beside_the_weights_is_part_of_them(plain: Any, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / model.name
+    shutil.copytree(model, folder)
+    seen = {weights.local_revision(folder)}
+    for name in ("modeling.py", "preprocessor_config.json", "params.json"):
+        (folder / name).write_text("{}")
+        seen.add(weights.local_revision(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    seen.add(weights.local_revision(folder))
+    assert len(seen) == 4
 
 
 def test_overrides_by_a_function_need_a_name(plain: Any) -> None:

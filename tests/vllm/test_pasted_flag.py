@@ -39,7 +39,7 @@ def test_an_engine_with_the_printed_flag_uses_that_daemon(
         parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(arguments).kv_transfer_config
         assert parsed.kv_connector_extra_config == {"socket": str(daemon.socket)}
         config = json.loads(arguments[1])
-        config["kv_connector_extra_config"] |= patience
+        config["kv_connector_extra_config"] |= patience | {"audit_rate": 0, "on_reset": "keep"}
         engine = MiniEngine(engine_config(model, config), BLOCKS)
         wait_ready(engine)
         engine.add("story", STORY)

@@ -936,11 +936,16 @@ class SessionStatus(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
     ATTACHED_S_FIELD_NUMBER: builtins.int
+    CONFIGURATION_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"scheduler", "rank 0", "scheduler and rank 0"."""
     pid: builtins.int
     client: builtins.str
     attached_s: builtins.float
+    @property
+    def configuration(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
+        """As in Hello."""
+
     def __init__(
         self,
         *,
@@ -948,8 +953,9 @@ class SessionStatus(google.protobuf.message.Message):
         pid: builtins.int = ...,
         client: builtins.str = ...,
         attached_s: builtins.float = ...,
+        configuration: collections.abc.Iterable[kvtier.v1.types_pb2.Setting] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attached_s", b"attached_s", "client", b"client", "pid", b"pid", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attached_s", b"attached_s", "client", b"client", "configuration", b"configuration", "pid", b"pid", "role", b"role"]) -> None: ...
 
 global___SessionStatus = SessionStatus
 

@@ -323,8 +323,9 @@ CLASSES = {
     },
     "SpeculativeConfig": {
         DRAFT: (
-            "disable_eagle_block_drop draft_lm_head_quantization index_share_for_mtp_iteration "
-            "kv_cache_dtype max_model_len parallel_drafting quantization use_heterogeneous_vocab"
+            "disable_eagle_block_drop disable_lookahead_block_hashes draft_lm_head_quantization "
+            "index_share_for_mtp_iteration kv_cache_dtype max_model_len parallel_drafting "
+            "quantization use_heterogeneous_vocab"
         ),
         ELSEWHERE: (
             "code_revision draft_model_config draft_parallel_config method model revision "
@@ -333,14 +334,14 @@ CLASSES = {
         ROUNDING: "attention_backend enforce_eager moe_backend",
         FILES: "draft_load_config",
         OUTPUT: (
-            "disable_lookahead_block_hashes disable_padded_drafter_batch draft_sample_method "
-            "draft_tensor_parallel_size dspark_draft_topk enable_adaptive_verification "
-            "fly_entropy_threshold fly_entropy_top_k fly_window_size num_speculative_tokens "
-            "num_speculative_tokens_per_batch_size prompt_lookup_max prompt_lookup_min "
-            "rejection_sample_method suffix_decoding_max_cached_requests "
-            "suffix_decoding_max_spec_factor suffix_decoding_max_tree_depth "
-            "suffix_decoding_min_token_prob synthetic_acceptance_length synthetic_acceptance_rates "
-            "tensor_parallel_size use_local_argmax_reduction xpress_topc"
+            "disable_padded_drafter_batch draft_sample_method draft_tensor_parallel_size "
+            "dspark_draft_topk enable_adaptive_verification fly_entropy_threshold fly_entropy_top_k "
+            "fly_window_size num_speculative_tokens num_speculative_tokens_per_batch_size "
+            "prompt_lookup_max prompt_lookup_min rejection_sample_method "
+            "suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor "
+            "suffix_decoding_max_tree_depth suffix_decoding_min_token_prob "
+            "synthetic_acceptance_length synthetic_acceptance_rates tensor_parallel_size "
+            "use_local_argmax_reduction xpress_topc"
         ),
     },
     "SpeechToTextConfig": {

@@ -106,13 +106,24 @@ def given_config(model_config: Any) -> dict[str, Any]:
             found = json.loads(path.read_text())
             return found if isinstance(found, dict) else {}
     try:
-        from transformers import PretrainedConfig
+        from vllm.transformers_utils.repo_utils import try_get_local_file
 
-        revision = getattr(model_config, "revision", None)
-        found, _ = PretrainedConfig.get_config_dict(where, revision=revision, local_files_only=True)
-        return dict(found)
-    except Exception:  # another hub, or no file of that name: what this process has is the next best
-        return dict(model_config.hf_config.to_dict())
+        commit = getattr(model_config.hf_config, "_commit_hash", None)
+        cached = try_get_local_file(str(where), "config.json", revision=commit)
+        if isinstance(cached, Path):
+            return dict(json.loads(cached.read_text()))
+    except Exception:  # another hub, or another release
+        pass
+    return dict(model_config.hf_config.to_dict())  # what this process has is the next best
+
+
+def foreign_code(model_config: Any) -> str:
+    """A repository, other than the model's own, whose code its configuration runs; empty if there is none."""
+    if not getattr(model_config, "trust_remote_code", False):
+        return ""
+    classes = given_config(model_config).get("auto_map")
+    names = classes.values() if isinstance(classes, Mapping) else ()
+    return next((str(name).split("--")[0] for name in names if "--" in str(name)), "")
 
 
 def _rope_types(values: Iterable[Any]) -> Iterator[str]:
@@ -155,4 +166,5 @@ def _is_vllms_own(architecture: str) -> bool:
         return False
     used = getattr(registry.ModelRegistry, "models", {}).get(architecture)
     module = getattr(used, "module_name", None)
-    return module is None or str(module).startswith("vllm.")
+    # `READERS` knows of no code elsewhere.
+    return module is None or str(module).startswith("vllm.model_executor.models.")

@@ -17,6 +17,8 @@ class SessionAbout:
     client: str
     attached_at_s: float
     """On the façade's clock."""
+    configuration: tuple[tuple[str, str], ...] = ()
+    """Names and values of the engine's settings, as far as it has told them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,13 @@ class Sessions:
             Role.RANK: f"rank {attach.rank}",
             Role.SCHEDULER | Role.RANK: f"scheduler and rank {attach.rank}",
         }
-        about = SessionAbout(names[attach.role], session.peer.pid, greeting.client, self._clock())
+        about = SessionAbout(
+            names[attach.role],
+            session.peer.pid,
+            greeting.client,
+            self._clock(),
+            greeting.configuration,
+        )
         reply = self._cache.attach(attach, about, listener)
         session.greeting = greeting
         session.epoch = reply.epoch

@@ -81,6 +81,9 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
                         pid=session.pid,
                         client=session.client,
                         attached_s=snapshot.now_s - session.attached_at_s,
+                        configuration=[
+                            types_pb2.Setting(name=name, value=value) for name, value in session.configuration
+                        ],
                     )
                     for session in map(snapshot.sessions.get, instance.sessions)
                     if session is not None

@@ -153,6 +153,18 @@ def test_what_was_stored_and_loaded_is_proven(tokenizer: str, daemon: DaemonHost
     assert tokenizer == "unknown" or len(engine.prompts[0]) == 513
 
 
+def test_an_engine_that_a_reset_would_part_from_others_is_left_alone(daemon: DaemonHost) -> None:
+    with PlainClient(
+        daemon.socket, "trained", configuration=(("kvtier.on_reset", "leave"),)
+    ).ready() as plain:
+        engine = Engine(plain)
+        status, found = check(engine, daemon.socket)
+        assert (status, found["proven"], engine.prompts) == (1, False, [])
+        assert "would end the sharing of trained" in found["why_not"]
+        assert '"on_reset": "keep"' in found["advice"]
+    until(lambda: not daemon.status().instances, "the daemon has noticed")
+
+
 @pytest.mark.parametrize(
     ("change", "why", "advice"),
     [
