@@ -19,6 +19,7 @@ TESTS = (
     "tests/vllm/test_context_parallel.py",
     "tests/vllm/test_control.py",
     "tests/vllm/test_events.py",
+    "tests/vllm/test_generations.py",
     "tests/vllm/test_hybrid.py",
     "tests/vllm/test_identity.py",
     "tests/vllm/test_keys.py",
@@ -32,6 +33,7 @@ TESTS = (
     "tests/vllm/test_room.py",
     "tests/vllm/test_simulation.py",
     "tests/vllm/test_stats.py",
+    "tests/vllm/test_weights_in_disorder.py",
 )
 SETUP_DEADLINE_S, TESTS_DEADLINE_S = 1_800, 1_200
 

@@ -39,7 +39,7 @@ from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, arou
 from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
-from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights
+from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights, WeightsChange
 from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
 from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler import SchedulerSide
@@ -154,7 +154,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             around_reset(
                 gpu_block_pool,
                 lambda: self._guard(side.settle, None),
-                lambda: None if self._is_off else self._guard(side.was_reset, None),
+                lambda done: None if self._is_off else self._guard(lambda: side.was_reset(done), None),
             )
 
     def has_pending_block_frees(self) -> bool:
@@ -257,19 +257,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # --- weights that change (`updates`)
     # ------------------------------------------------------------------------------------------------------
 
-    def schedules_alone(self) -> bool:
+    @property
+    def engine(self) -> str:
         """See updates.Listener."""
-        return self._scheduler is not None and self._vllm_config.parallel_config.world_size == 1
+        return str(self._vllm_config.kv_transfer_config.engine_id)
 
-    def weights_changed(self, revision: str, *, heard: bool) -> None:
+    def weights_changed(self, revision: str) -> WeightsChange | None:
         """See updates.Listener."""
-        scheduler, worker = self._scheduler, self._worker
-        if self._is_off:
-            return
-        if scheduler is not None and self.schedules_alone():
-            self._guard(lambda: scheduler.name_weights([revision]), None)
-        if worker is not None:
-            self._guard(lambda: worker.weights_changed(revision, heard=heard), None)
+        side = self._worker
+        if side is None or self._is_off:
+            return None
+        return self._guard(lambda: side.weights_changed(revision), None)
+
+    def weights_told(self, change: WeightsChange) -> None:
+        """See updates.Listener."""
+        side = self._scheduler
+        if side is not None and not self._is_off and self._vllm_config.parallel_config.world_size == 1:
+            self._guard(lambda: side.weights_changed([change]), None)
 
     # --- the worker's hooks
     # ------------------------------------------------------------------------------------------------------
@@ -434,8 +438,8 @@ class _Identity:
         self._vllm_config = vllm_config
         self._config = config
         self._derived: dict[bool, EngineNamespace] = {}
-        """By whether somebody has named the weights: what is beside them is the same whatever they are called,
-        and weights that have a name are not read."""
+        """By whether somebody has named the weights: the rest is the same whatever they are called, and
+        weights that have a name are not read."""
 
     def options(
         self,

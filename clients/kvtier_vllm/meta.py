@@ -28,6 +28,8 @@ class Weights:
     """A namespace that nobody else has: nobody knows which weights these are."""
     revision: str = ""
     """Their name, if they have been given one since the engine started."""
+    heeded: int = 0
+    """Changes that each worker has told of so far, and that this is the answer to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class KvtierMetadata(KVConnectorMetadata):
 
     step: int
     """Rises by one with every step."""
+    work: int = 0
+    """Steps so far, with this one, that compute or load anything. Engines take others, too, as long as stores
+    run."""
     weights: Weights = field(default_factory=Weights)
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
@@ -117,13 +122,25 @@ class AuditResult:
     """For each group: its number, the relative error, and where it is worst. Empty: nothing was compared."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsChange:
+    """What one worker has been told of its weights."""
+
+    revision: str
+    """Their name, or nothing."""
+    work: int
+    """As `KvtierMetadata.work` of the last step before, with the weights of then."""
+    count: int
+    """So many times they have changed."""
+
+
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """What workers tell the scheduler's side after a step, beside what vLLM has words for."""
 
     audits: list[AuditResult] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
-    """One for each worker whose weights have changed: their name, or nothing."""
+    weights: list[WeightsChange] = field(default_factory=list)
+    """One for each worker whose weights have changed, in each step until it is answered."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers."""

@@ -8,30 +8,39 @@ the process of each worker, right where the weights are loaded.
 
 From that moment on nothing that was stored before is loaded, and nothing that is computed is stored under the
 name of the old weights. With a name the engine shares with all engines that say the same name (and are equal
-in everything else); without one it keeps what it computes to itself, until its weights have a name. Engines
-that need not call Python in their workers say it by `--worker-extension-cls kvtier_vllm.updates.Worker` and
-`collective_rpc("kvtier_weights_changed", args=("step 100",))`.
+in everything else), as soon as its own prefix cache has nothing of the old weights; without one it keeps what
+it computes to itself, until its weights have a name. Engines that need not call Python in their workers say
+it by `--worker-extension-cls kvtier_vllm.updates.Worker` and `collective_rpc("kvtier_weights_changed",
+args=("step 100",))`.
 
-Call it after every update, with the engine's requests paused or over, before or after `reset_prefix_cache()`.
-A reset that comes when the engine has taken a step since the call may belong to another update: the engine
-then goes on by itself, and the weights have to be named again.
+Call it after every update, with the engine's requests paused or over, and right before or after
+`reset_prefix_cache()`: an engine that is not reset goes on with blocks of the old weights, so that it shares
+with nobody, whatever its weights are called. A reset that comes when the engine has taken a step since the
+call may belong to another update: the engine then goes on by itself, and the weights have to be named again.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvtier_vllm.meta import WeightsChange
 
 
 class Listener(Protocol):
     """A half of the connector."""
 
-    def schedules_alone(self) -> bool:
-        """Whether this is the scheduler's half of an engine with one worker, and so hears of the change
-        here."""
+    @property
+    def engine(self) -> str:
+        """The same for all halves of one engine."""
 
-    def weights_changed(self, revision: str, *, heard: bool) -> None:
-        """`heard`: the scheduler's half has been told."""
+    def weights_changed(self, revision: str) -> WeightsChange | None:
+        """A worker's half has something to tell the scheduler's."""
+
+    def weights_told(self, change: WeightsChange) -> None:
+        """What a worker in the same process has to tell: the scheduler's half of an engine with one worker
+        need not wait for it."""
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -44,12 +53,17 @@ def listen(listener: Listener) -> None:
 
 def weights_changed(revision: str | None = None) -> bool:
     """The weights of this process's engine are others now; see the module. `revision`: their name, which no
-    other weights ever have. False: no connector of kvtier lives in this process."""
+    other weights ever have. False: no worker with kvtier lives in this process, and nobody has been told."""
     listeners = list(_listeners)
-    heard = any(listener.schedules_alone() for listener in listeners)
+    changes = {
+        listener.engine: change
+        for listener in listeners
+        if (change := listener.weights_changed(revision or "")) is not None
+    }
     for listener in listeners:
-        listener.weights_changed(revision or "", heard=heard)
-    return bool(listeners)
+        if (change := changes.get(listener.engine)) is not None:
+            listener.weights_told(change)
+    return bool(changes)
 
 
 class Worker:

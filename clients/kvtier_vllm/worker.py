@@ -25,7 +25,7 @@ from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import GroupLayout, describe
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WorkerReport
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WeightsChange, WorkerReport
 from kvtier_vllm.parts import Part
 from kvtier_vllm.sharing import HostSharing, Landing, Sharing, share_gpu
 
@@ -85,8 +85,8 @@ class WorkerSide:
         *,
         unnamed: bool = False,
     ) -> None:
-        """`gpu`: where the KV cache will be; None for an engine on a CPU. `unnamed`: only the scheduler's side
-        knows under what this engine's blocks are stored, from the first step on."""
+        """`gpu`: where the KV cache will be; None for an engine on a CPU. `unnamed`: under what this engine's
+        blocks are stored the scheduler's side says, with the first step."""
         self._config = config
         self._connect = connect
         self._log = log
@@ -99,10 +99,11 @@ class WorkerSide:
         self._link: Link | None = None
         self._old_links: list[Link] = []
         self._weights = Weights()
-        self._changed: list[str] = []
-        """Names of weights that the scheduler's side has not heard of."""
+        self._changes = 0
+        self._change: WeightsChange | None = None
+        """The last of them."""
         self._unsure = unnamed
-        """It has not answered yet: nobody is attached meanwhile."""
+        """The scheduler's side has not answered yet: nobody is attached meanwhile."""
         self._loads: list[_Load] = []
         self._stores: dict[str, list[Part]] = {}
         self._new_loads: list[Part] = []
@@ -112,6 +113,8 @@ class WorkerSide:
         """Requests to report as sent, and since when they wait."""
         self._audits = AuditFollower(self._landing, self._forget_part, log)
         self._step = 0
+        self._work = 0
+        """Steps so far that moved anything to blocks of the engine."""
         self._stopped = False
 
     # --- the memory
@@ -220,7 +223,7 @@ class WorkerSide:
         it does nothing."""
         if meta.step == self._step:
             return
-        self._step = meta.step
+        self._step, self._work = meta.step, meta.work
         for left in (*self._new_loads, *self._new_stores):
             left.revoke()  # a step broke off: the next one's doorbells must not let them go
         self._new_loads, self._new_stores = [], []
@@ -266,22 +269,24 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """What the scheduler's side is to know after this step; None: nothing."""
         audits = self._audits.poll(self._clock())
-        changed, self._changed = self._changed[-1:], []
+        changed = [self._change] if self._unsure and self._change is not None else []
         return WorkerReport(audits, changed) if audits or changed else None
 
-    def weights_changed(self, revision: str, *, heard: bool = False) -> None:
+    def weights_changed(self, revision: str) -> WeightsChange | None:
         """The weights are others from now on, by this name, or by none: nothing starts any more, and nothing
-        that is on its way counts, until the scheduler's side has answered. `heard`: it knows already."""
+        that is on its way counts, until the scheduler's side has answered. It is told in each step until
+        then. None: this side is disabled."""
         if self._stopped:
-            return
-        if not heard:
-            self._changed.append(revision)
+            return None
+        self._changes += 1
+        self._change = WeightsChange(revision, self._work, self._changes)
         self._unsure = True
         for load in self._loads:
             load.in_vain = load.failed = True
             load.bad_blocks.update(load.block_ids)
         self._audits.fail_all()
         self._part()
+        return self._change
 
     # --- the end
     # ------------------------------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ class WorkerSide:
     def _renew(self, weights: Weights) -> None:
         """Attaches anew, for blocks of these weights. If others have come meanwhile, when those are known."""
         self._weights = weights
-        self._unsure = bool(self._changed)
+        self._unsure = weights.heeded < self._changes
         self._part()
         self._attach()
 

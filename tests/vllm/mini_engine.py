@@ -45,7 +45,10 @@ def engine_config(model: Path, kv_transfer_config: dict[str, Any] | None, **chan
         "enable_prefix_caching": True,
         "kv_transfer_config": kv_transfer_config,
     }
-    return EngineArgs(**arguments | changes).create_engine_config()
+    config = EngineArgs(**arguments | changes).create_engine_config()
+    # vLLM switches it off for a CPU, which has no use for it: it is the scheduler that is looked at.
+    config.scheduler_config.async_scheduling = (arguments | changes)["async_scheduling"]
+    return config
 
 
 def _kv_cache_config(blocks: int) -> Any:

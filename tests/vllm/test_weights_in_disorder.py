@@ -1,4 +1,4 @@
-"""Weights that change in place, in disorder, under vLLM's scheduler: updates, names and resets in any order and
+"""Weights that change in place, in disorder, under vLLM's scheduler: updates, names and resets in any order,
 at any time. The model's KV tells of which weights it is, so that no engine can load another's unnoticed."""
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Weighted(MiniEngine):
 
     def tell(self, name: str | None, *, heard: bool) -> None:
         """`heard`: the only worker lives in the scheduler's process."""
+        change = self.worker.weights_changed(name or "")
         if heard:
-            self.connector.weights_changed(name or "", heard=True)
-        self.worker.weights_changed(name or "", heard=heard)
+            self.connector.weights_told(change)
 
     def reset(self, **changes: bool) -> bool:
         done = bool(self.scheduler.reset_prefix_cache(**changes))
@@ -271,18 +271,22 @@ def test_where_weights_are_transferred_they_have_no_name_before_they_are_told(
 
 def test_a_second_update_overtakes_the_answer_to_the_first(make: Callable[..., Weighted]) -> None:
     """With asynchronous scheduling the answer to the first is on its way when the second one comes."""
-    one, two = make(ahead=True), make()
-    worker = one.worker._worker
-    one.update(1)
-    one.tell("step 1", heard=False)
-    for index in range(40):
-        one.add(f"first {index}", prompt(TOKENS + 1, seed=900 + index), max_tokens=2)
-        one.step()
-        if worker.report() is None and not worker._link:
-            break
+    one = make(ahead=True)
+    side, worker = one.connector._scheduler, one.worker._worker
+    acts("update tell reset", one, 1, "step 1", heard=False)
+    one.add("first", STORY, max_tokens=20, kv_transfer_params={"kvtier": {"load": False}})
+    one.step()
+    assert not side._generations.weights.revision, "it is heard of one step late"
     one.update(2)
     one.tell("step 2", heard=False)
-    one.say("second")
+    revisions = set()
+    for _ in range(6):
+        one.step()
+        revisions.add(side._generations.weights.revision)
+        assert worker.link is None or worker._weights.revision != "step 1"
+    assert "step 1" in revisions, "or this test would prove nothing"
+    one.run()
+    two = make()
     acts("update reset tell", two, 1, "step 1", heard=True)
     assert two.say("late") == 0
 
