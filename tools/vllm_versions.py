@@ -19,6 +19,7 @@ TESTS = (
     "tests/vllm/test_context_parallel.py",
     "tests/vllm/test_control.py",
     "tests/vllm/test_events.py",
+    "tests/vllm/test_generations.py",
     "tests/vllm/test_hybrid.py",
     "tests/vllm/test_identity.py",
     "tests/vllm/test_keys.py",

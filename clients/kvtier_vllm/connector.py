@@ -150,7 +150,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             around_reset(
                 gpu_block_pool,
                 lambda: self._guard(side.settle, None),
-                lambda: None if self._is_off else self._guard(side.was_reset, None),
+                lambda done: None if self._is_off else self._guard(lambda: side.was_reset(done), None),
             )
 
     def has_pending_block_frees(self) -> bool:
@@ -263,7 +263,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_off:
             return
         if scheduler is not None and self.schedules_alone():
-            self._guard(lambda: scheduler.name_weights([revision]), None)
+            self._guard(lambda: scheduler.weights_changed(revision), None)
         if worker is not None:
             self._guard(lambda: worker.weights_changed(revision, heard=heard), None)
 

@@ -119,9 +119,10 @@ def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
     return of_step.get(request)
 
 
-def around_reset(pool: Any, before: Callable[[], object], after: Callable[[], object]) -> None:
+def around_reset(pool: Any, before: Callable[[], object], after: Callable[[bool], object]) -> None:
     """Has `before` called whenever vLLM is about to reset a block pool, which it refuses while a block is
-    used, and `after` when it has. vLLM tells connectors only if it is asked to, and afterwards."""
+    used, and then `after` with whether it has done so. vLLM tells connectors only if it is asked to, and
+    afterwards."""
     reset = getattr(pool, "reset_prefix_cache", None)
     if reset is None:
         return
@@ -129,8 +130,7 @@ def around_reset(pool: Any, before: Callable[[], object], after: Callable[[], ob
     def settled_reset() -> Any:
         before()
         done = reset()
-        if done:
-            after()
+        after(bool(done))
         return done
 
     pool.reset_prefix_cache = settled_reset

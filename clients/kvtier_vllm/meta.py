@@ -117,13 +117,23 @@ class AuditResult:
     """For each group: its number, the relative error, and where it is worst. Empty: nothing was compared."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsChange:
+    """What one worker has been told of its weights."""
+
+    revision: str
+    """Their name, or nothing."""
+    step: int
+    """The last one before, with the weights of then."""
+
+
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """What workers tell the scheduler's side after a step, beside what vLLM has words for."""
 
     audits: list[AuditResult] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
-    """One for each worker whose weights have changed: their name, or nothing."""
+    weights: list[WeightsChange] = field(default_factory=list)
+    """One for each worker whose weights have changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers."""

@@ -7,7 +7,6 @@ request is reported and goes on.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from kvtier_vllm.ahead import Ahead
 from kvtier_vllm.auditing import Audits, Verdict
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.control import Control, Controls
+from kvtier_vllm.generations import Generations
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.hooks import block_table
@@ -28,7 +28,7 @@ from kvtier_vllm.leaving import Leaving
 from kvtier_vllm.link import Link
 from kvtier_vllm.loading import Load, Loader
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WorkerReport
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WeightsChange, WorkerReport
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.retaining import Granting
@@ -87,11 +87,9 @@ class SchedulerSide:
         """Units."""
         self._connect = connect
         self._log = log
-        self._weights = weights
-        self._weights_step = 0
-        """When they began."""
-        self._world_size = world_size
-        self._said_why = False
+        self._generations = Generations(
+            weights, keep=config.on_reset == "keep", world_size=world_size, log=log
+        )
         self._link = connect(weights)
         self._matcher = Matcher(
             config.lookup_budget_ms / 1e3,
@@ -310,7 +308,7 @@ class SchedulerSide:
     def take_metadata(self) -> KvtierMetadata:
         """What the workers are to know in this step; the next one begins. Never fails."""
         out = self._out
-        out.stopped, out.weights = self._stopped, self._weights
+        out.stopped, out.weights = self._stopped, self._generations.weights
         self._step += 1
         self._least = None
         self._out = KvtierMetadata(step=self._step)
@@ -404,52 +402,32 @@ class SchedulerSide:
         self._out.held.append(request_id)
         return True
 
-    def was_reset(self) -> None:
-        """vLLM has reset its own prefix cache, as it is told to when weights have changed, and for
-        measurements."""
-        if self._config.on_reset == "leave":
-            self.reset()
+    def was_reset(self, done: bool) -> None:
+        """vLLM was asked to reset its own prefix cache, and has done so, or has refused."""
+        if self._generations.was_reset(self._step, done=done):
+            self._begin()
 
     def reset(self) -> None:
-        """What is stored may no longer fit what this engine computes: it gets a namespace that nobody else
-        has."""
-        if self._weights.private and self._weights_step == self._step:
-            return  # it has just got one
-        self._begin(Weights(secrets.randbits(63) | 1, private=True))
-        if self._said_why:
-            self._log.info("kvtier: cache reset; this engine goes on in a namespace of its own again")
-            return
-        self._said_why = True
-        self._log.warning(
-            "kvtier: the prefix cache was reset, as it is when weights have changed: from now on this engine "
-            "shares blocks with no other, nor with its own past. To share again, name the weights after each "
-            "update (kvtier_vllm.updates.weights_changed); if resets only flush the cache, and weights never "
-            'change in place, set "on_reset": "keep" in kv_connector_extra_config'
-        )
+        """What is stored may no longer fit what this engine computes."""
+        if self._generations.was_dropped(self._step):
+            self._begin()
 
-    def name_weights(self, revisions: Sequence[str]) -> None:
-        """Workers have other weights now: what each calls them, or nothing."""
-        names = set(revisions)
-        revision = names.pop() if len(names) == 1 and len(revisions) == self._world_size else ""
-        if revision:
-            self._begin(Weights(secrets.randbits(63) | 1, revision=revision))
-            self._log.info("kvtier: this engine's weights are %r now, and shared under that name", revision)
-        else:
-            self._begin(Weights(secrets.randbits(63) | 1, private=True))
-            self._log.info(
-                "kvtier: this engine's weights have changed, without a name that all workers agree on: it "
-                "goes on in a namespace of its own"
-            )
+    def weights_changed(self, revision: str) -> None:
+        """The engine's only worker, in this process, has other weights from the next step on, by this name,
+        or by none."""
+        if self._generations.have_changed(self._step, [WeightsChange(revision, self._step - 1)]):
+            self._begin()
 
-    def _begin(self, weights: Weights) -> None:
-        """Nothing of what was stored so far is this engine's."""
+    def _begin(self) -> None:
+        """Blocks of other weights: nothing of what was stored so far is this engine's, and nothing of what is
+        being loaded counts."""
         self._matcher.drop_all()
         self._start_over()
+        self._fail_loads()
         self._link.close(CLOSE_TIMEOUT_S)
         self._quarantined = False
-        self._weights, self._weights_step = weights, self._step
         if not self._stopped:
-            self._link = self._connect(weights)
+            self._link = self._connect(self._generations.weights)
 
     def stop(self) -> None:
         """Disables this side for good; `take_metadata` and `finished` go on."""
@@ -552,7 +530,8 @@ class SchedulerSide:
     def _heed(self, report: WorkerReport) -> None:
         verdict = None if self._audits is None else self._audits.results(self._link.client, report.audits)
         if report.weights:
-            self.name_weights(report.weights)
+            if self._generations.have_changed(self._step, report.weights):
+                self._begin()
         elif verdict is not None and not self._quarantined:
             self._quarantine(verdict)
 
@@ -576,14 +555,18 @@ class SchedulerSide:
         self._quarantined = True
         self._epoch = None
         self._start_over()
+        self._fail_loads()
+        pool = self._pool
+        if pool is not None:  # blocks that were loaded are the engine's own by now
+            pool.evict_blocks(set(range(len(pool.blocks))))
+
+    def _fail_loads(self) -> None:
+        """What they bring is not what this engine computes."""
         for request_id, tracked in self._requests.items():
             if tracked.load is not None:
                 tracked.load.failed = True
                 self._out.revoke += tracked.load.parts
                 self._out.distrusted.append(request_id)
-        pool = self._pool
-        if pool is not None:  # blocks that were loaded are the engine's own by now
-            pool.evict_blocks(set(range(len(pool.blocks))))
 
     def _go_on_loading(self, client: Client | None) -> None:
         """Takes in loads that the daemon refused after they were submitted, which no worker will ever start,

@@ -4,13 +4,15 @@ the process of each worker, right where the weights are loaded: `weights_changed
 
 From that moment on nothing that was stored before is loaded, and nothing that is computed is stored under the
 name of the old weights. With a name the engine shares with all engines that say the same name (and are equal
-in everything else); without one it keeps what it computes to itself, until its weights have a name. Engines
-that need not call Python in their workers say it by `--worker-extension-cls kvtier_vllm.updates.Worker` and
-`collective_rpc("kvtier_weights_changed", args=("step 100",))`.
+in everything else), as soon as its own prefix cache has nothing of the old weights; without one it keeps what
+it computes to itself, until its weights have a name. Engines that need not call Python in their workers say
+it by `--worker-extension-cls kvtier_vllm.updates.Worker` and `collective_rpc("kvtier_weights_changed",
+args=("step 100",))`.
 
-Call it after every update, with the engine's requests paused or over, before or after `reset_prefix_cache()`.
-A reset that comes when the engine has taken a step since the call may belong to another update: the engine
-then goes on by itself, and the weights have to be named again.
+Call it after every update, with the engine's requests paused or over, and right before or after
+`reset_prefix_cache()`: an engine that is not reset goes on with blocks of the old weights, so that it shares
+with nobody, whatever its weights are called. A reset that comes when the engine has taken a step since the
+call may belong to another update: the engine then goes on by itself, and the weights have to be named again.
 """
 
 from __future__ import annotations

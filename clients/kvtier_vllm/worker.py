@@ -25,7 +25,7 @@ from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import GroupLayout, describe
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WorkerReport
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WeightsChange, WorkerReport
 from kvtier_vllm.parts import Part
 from kvtier_vllm.sharing import HostSharing, Landing, Sharing, share_gpu
 
@@ -96,8 +96,8 @@ class WorkerSide:
         self._link: Link | None = None
         self._old_links: list[Link] = []
         self._weights = Weights()
-        self._changed: list[str] = []
-        """Names of weights that the scheduler's side has not heard of."""
+        self._changed: list[WeightsChange] = []
+        """What the scheduler's side has not heard of."""
         self._unsure = False
         """It has not answered yet: nobody is attached meanwhile."""
         self._loads: list[_Load] = []
@@ -272,7 +272,7 @@ class WorkerSide:
         if self._stopped:
             return
         if not heard:
-            self._changed.append(revision)
+            self._changed.append(WeightsChange(revision, self._step))
         self._unsure = True
         for load in self._loads:
             load.in_vain = load.failed = True
