@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long pictures wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long pictures wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (half an hour)
 	@KVTIER_WORKLOAD=long $(PY) -m tools.check workload
+
+test-audits: setup ## 2,000 audits of real engines of every family that runs here: no false alarm (half an hour)
+	@KVTIER_AUDITS_LONG=1 $(PY) -m tools.check audits
 
 test-vllm-all: setup-light ## the connector under the scheduler of every vLLM that it supports, 0.29 to 0.33 (12 GB, half an hour)
 	@$(PY) -m tools.vllm_versions

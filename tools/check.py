@@ -177,6 +177,15 @@ AUTOSTART = [
         folder="tests/vllm/test_api_server.py",
     ),
 ]
+AUDITS = [
+    pytest_stage(
+        "tests-audits",
+        "vllm",
+        "Thousands of audits of sound engines raise no alarm; blocks of other models do, with the first hit.",
+        deadline_s=3_600,
+        folder="tests/vllm/test_audits.py",
+    ),
+]
 LIGHT = [stage for stage in REST if stage.name in ("light-client", "tests", "tests-faults")]
 """What needs no engine, and no tools of one Python only."""
 FORMS = {
@@ -186,6 +195,7 @@ FORMS = {
     "deploy": DEPLOY,
     "vllm": [stage for stage in REST if stage.name in ("tests-vllm", "tests-vllm-fake-gpu")],
     "autostart": AUTOSTART,
+    "audits": AUDITS,
     "workload": WORKLOAD,
     "fake-gpu": [
         replace(stage, deadline_s=1_800, least=fault_counts.FAKE_GPU)

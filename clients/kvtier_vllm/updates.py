@@ -1,10 +1,6 @@
 """For programs that change an engine's weights in place (reinforcement learning, for one): tell kvtier, in
-the process of each worker, right where the weights are loaded.
-
-    from kvtier_vllm.updates import weights_changed
-
-    model.load_weights(new_weights)
-    weights_changed("step 100")
+the process of each worker, right where the weights are loaded: `weights_changed("run 7, step 100")` behind
+`model.load_weights(…)`.
 
 From that moment on nothing that was stored before is loaded, and nothing that is computed is stored under the
 name of the old weights. With a name the engine shares with all engines that say the same name (and are equal

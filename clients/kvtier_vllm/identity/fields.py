@@ -23,15 +23,14 @@ CLASSES = {
     "AttentionConfig": {
         IDENTITY: (
             "disable_flashinfer_q_quantization hisparse_config indexer_kv_dtype indexer_sparse_logits "
-            "use_fp4_indexer_cache use_non_causal use_prefill_query_quantization"
+            "use_fp4_indexer_cache use_non_causal use_prefill_query_quantization use_trtllm_attention"
         ),
         ROUNDING: (
             "backend backend_per_kind flash_attn_max_num_splits_for_cuda_graph flash_attn_version "
             "flex_attn_block_m flex_attn_block_n flex_attn_kv_block_size flex_attn_q_block_size "
             "indexer_tp_shard_min_rows minimax_m3_indexer_cp minimax_m3_msa_decode_backend "
             "mla_prefill_backend sparse_mla_force_mqa sparse_mla_prefill_workspace_factor "
-            "tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph trtllm_ragged_backend "
-            "use_trtllm_attention"
+            "tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph trtllm_ragged_backend"
         ),
     },
     "AudioDummyOptions": {
