@@ -11,8 +11,9 @@ args=("step 100",))`.
 
 Call it after every update, with the engine's requests paused or over, and right before or after
 `reset_prefix_cache()`: an engine that is not reset goes on with blocks of the old weights, so that it shares
-with nobody, whatever its weights are called. A reset that comes when the engine has taken a step since the
-call may belong to another update: the engine then goes on by itself, and the weights have to be named again.
+with nobody, whatever its weights are called. A reset that comes when the engine has computed or loaded
+anything since the call may belong to another update: the engine then goes on by itself, and the weights have
+to be named again.
 """
 
 from __future__ import annotations
