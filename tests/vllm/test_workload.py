@@ -57,7 +57,7 @@ class Form:
         return f"{kind}KVTIER_SEED={SEED} .venv/bin/pytest -s tests/vllm/test_workload.py -k {self.name}"
 
 
-SHORT_FORMS = [Form("llama", "float32", 1_200, 48)]
+SHORT_FORMS = [Form("llama", "float32", 1_200, 40)]
 LONG_FORMS = [
     *(Form("llama", "float32", 2_400, 48, SEED + more) for more in range(2)),
     *(Form("llama", "bfloat16", 2_400, 48, SEED + more) for more in range(2)),

@@ -76,7 +76,7 @@ LEAST = {
     "loaded_tokens": 5_000,
     "aborts": 20,
     "aborted_loads": 20,
-    "preemptions": 20,
+    "preemptions": 1,  # a request waits for blocks that stores are about to give back, first of all
     "resets": 3,
     "connector_resets": 1,
     "daemon_kills": 5,
