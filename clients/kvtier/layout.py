@@ -18,6 +18,7 @@ HASH_BYTES_MIN, HASH_BYTES_MAX = 8, 32
 TEXT_BYTES_MAX = 1_024
 SETTINGS_MAX = 256
 SETTING_NAME_BYTES_MAX = 128
+SETTINGS_BYTES_MAX = 32 << 10
 BLOCKS_MAX = 2**32 - 1
 OFFSET_MAX = 2**63 - 1
 
@@ -36,7 +37,7 @@ def check_text(field: str, value: str, reason: Reason, *, required: bool = False
 
 Settings = tuple[tuple[str, str], ...]
 """Names and values, sorted by name, no name twice: at most 256, names of 1 to 128 bytes, values of at most
-1,024."""
+1,024, and 32 KiB of all together."""
 
 
 def check_settings(field: str, settings: Settings, reason: Reason) -> None:
@@ -51,6 +52,9 @@ def check_settings(field: str, settings: Settings, reason: Reason) -> None:
             raise _refuse(reason, field, name, f"is sorted by name, no name twice; before it is {before!r}")
         check_text(f"{field}[{name}]", value, reason)
         before = name
+    size = sum(len(text.encode()) for setting in settings for text in setting)
+    if size > SETTINGS_BYTES_MAX:
+        raise _refuse(reason, field, size, f"names and values have at most {SETTINGS_BYTES_MAX:,} bytes")
 
 
 def settings_to_proto(settings: Settings) -> list[types_pb2.Setting]:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvtier_vllm.meta import (
     KvtierMetadata,
 )
 from kvtier_vllm.tables import hashes_of
+from kvtier_vllm.tracking import TrackedRequest
 
 UNITS_MIN = 2
 """Units of a hit that is audited: at least one is loaded."""
@@ -199,8 +200,15 @@ class Audits:
         for ticket, audit in list(self._open.items()):
             self._cancel(ticket, audit)
 
-    def plan(self, client: Client | None, output: Any, requests: Any, step: int, out: KvtierMetadata) -> None:
-        """Once per step, when vLLM has scheduled it. `requests`: vLLM's, by id."""
+    def plan(
+        self,
+        client: Client | None,
+        output: Any,
+        requests: Mapping[str, TrackedRequest],
+        step: int,
+        out: KvtierMetadata,
+    ) -> None:
+        """Once per step, when vLLM has scheduled it. `requests`: all that it has not finished."""
         for ticket, audit in list(self._open.items()):
             if audit.cancelled:
                 continue
@@ -211,11 +219,11 @@ class Audits:
                 self._cancel(ticket, audit)
                 continue
             if not self._is_computed(audit):
-                request = requests.get(audit.request)
+                tracked = requests.get(audit.request)
                 scheduled = output.num_scheduled_tokens.get(audit.request)
-                if request is None or scheduled is None:
+                if tracked is None or scheduled is None:
                     continue
-                if request.num_computed_tokens + scheduled < audit.end_tokens:
+                if tracked.request.num_computed_tokens + scheduled < audit.end_tokens:
                     continue
                 table = block_table(output, audit.request)
                 if table is not None and not self._hold(audit, table):
@@ -383,7 +391,7 @@ class Audits:
         else:
             self.counters.worst_mismatch = max(self.counters.worst_mismatch, verdict.error)
         if client is not None:
-            getattr(client, "report_audit", lambda **_: None)(
+            client.report_audit(
                 matched=verdict.matched,
                 error=verdict.error,
                 threshold=verdict.threshold,

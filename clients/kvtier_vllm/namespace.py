@@ -38,7 +38,8 @@ _STATIC_SCALE_KV_DTYPES = {"fp8", "fp8_e4m3", "fp8_e5m2"}
 _DRAFTLESS_METHODS = {"ngram", "ngram_gpu", "suffix"}
 # Those whose draft's KV lies beside the model's, and follows from a block's tokens and the one behind it.
 _DRAFTING_METHODS = {"eagle", "eagle3", "mtp"}
-_CONFIGURATION_MAX = 256
+# What a client may tell of an engine.
+_CONFIGURATION_MAX, _CONFIGURATION_BYTES_MAX = 256, 32 << 10
 
 
 class UnsupportedConfiguration(Exception):
@@ -109,7 +110,12 @@ def told(vllm_config: Any, on_reset: str = "leave") -> tuple[tuple[str, str], ..
     its cache does, for `kvtierctl check-engine`."""
     found = configuration_of(vllm_config) | {"kvtier.on_reset": on_reset}
     found.setdefault("model_config.max_model_len", str(vllm_config.model_config.max_model_len))
-    return tuple(sorted(found.items()))[:_CONFIGURATION_MAX]
+    kept, size = [], 0
+    for name, value in sorted(found.items())[:_CONFIGURATION_MAX]:
+        size += len(name.encode()) + len(value.encode())
+        if size <= _CONFIGURATION_BYTES_MAX:
+            kept.append((name, value))
+    return tuple(kept)
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -236,6 +242,8 @@ def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
         found["model_config.quantization"] = text_of(model.quantization)
         found["platform"] = _platform()
     found |= _overrides(model, revision)
+    if revision and (given := positions.given_digest(model)):  # else it is in what was found of the weights
+        found["model_config.hf_config"] = given
     if positions.matters(model):
         found["model_config.max_model_len"] = str(model.max_model_len)
     if drafts:

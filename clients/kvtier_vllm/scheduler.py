@@ -120,6 +120,9 @@ class SchedulerSide:
         self._audits = audits
         self._quarantined = False
         """An audit has found that what is stored in this namespace is not what this engine computes."""
+        self._tainted: set[str] = set()
+        """Requests from before that, which may have loaded some of it: what they go on to compute is no
+        better, and is not to stay in the engine's own cache."""
         self._pool: WholeBlockPool | None = None
         self._requests: dict[str, TrackedRequest] = {}
         self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
@@ -273,6 +276,8 @@ class SchedulerSide:
         self._out.fence += self._storer.overdue(self._step, everything=self._stopped or self._unanswered)
         self._room.give_back(output.num_scheduled_tokens)
         self._forget_preempted()
+        if self._tainted:
+            self._evict_all()
         if self._storer.watches:
             self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
         if self._stopped:
@@ -297,8 +302,7 @@ class SchedulerSide:
             if self._events is not None:
                 self._events.check(client)
         if self._audits is not None:
-            of_vllm = {name: tracked.request for name, tracked in self._requests.items()}
-            self._audits.plan(client, output, of_vllm, self._step, self._out)
+            self._audits.plan(client, output, self._requests, self._step, self._out)
         if client is not None and self._config.store:
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
@@ -386,6 +390,9 @@ class SchedulerSide:
         if self._audits is not None:
             self._audits.over(request_id)
         self._least = None
+        if request_id in self._tainted:
+            self._evict_all()
+            self._tainted.discard(request_id)
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -545,7 +552,7 @@ class SchedulerSide:
             "error %.3g in %s, where %.2g is the most that rounding explains. This engine loads and stores "
             "nothing more in namespace %s, and requests that have loaded from it may be wrong. Either some "
             "engine's weights were changed without telling kvtier, or engines share that differ in something "
-            "that decides their KV cache: `kvtierctl namespaces` shows what this namespace says of them; "
+            "that decides their KV cache: `kvtierctl namespaces --fields` shows what they have said; "
             "give this engine another weights_revision, or clear the namespace, and report it",
             verdict.block_hash.hex()[:16],
             verdict.error,
@@ -557,9 +564,14 @@ class SchedulerSide:
         self._epoch = None
         self._start_over()
         self._fail_loads()
-        pool = self._pool
-        if pool is not None:  # blocks that were loaded are the engine's own by now
-            pool.evict_blocks(set(range(len(pool.blocks))))
+        self._tainted = set(self._requests)
+        self._evict_all()
+
+    def _evict_all(self) -> None:
+        """The engine's own prefix cache is empty, as after a reset; requests that run keep their blocks. What
+        was loaded is there like what it has computed itself."""
+        if self._pool is not None:
+            self._pool.evict_blocks(set(range(len(self._pool.blocks))))
 
     def _fail_loads(self) -> None:
         """What they bring is not what this engine computes."""

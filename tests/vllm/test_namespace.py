@@ -151,6 +151,29 @@ def test_code_of_another_repository_needs_a_name(plain: Any, model: Path, tmp_pa
             derive(config, VERSION)
 
 
+def test_a_name_for_the_weights_is_none_for_their_configuration(
+    plain: Any, model: Path, tmp_path: Path
+) -> None:
+    def named(**changes: Any) -> EngineNamespace:
+        folder = tmp_path / str(len(list(tmp_path.iterdir()))) / model.name
+        shutil.copytree(model, folder)
+        given = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(given | changes))
+        return derive(changed(plain, "model_config", model=str(folder)), VERSION, revision="mine")
+
+    assert named() == named(transformers_version="99")
+    assert named() != named(rope_theta=12345.0)
+
+
+def test_what_may_hold_keys_is_not_shown(plain: Any) -> None:
+    def told_of(key: str) -> tuple[tuple[str, str], ...]:
+        extra = {"s3_secret_access_key": key}
+        return derive(changed(plain, "load_config", model_loader_extra_config=extra), VERSION).identity
+
+    assert told_of("hunter2") != told_of("hunter3")
+    assert "hunter2" not in str(told_of("hunter2"))
+
+
 def test_code_beside_the_weights_is_part_of_them(plain: Any, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / model.name
     shutil.copytree(model, folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtier_vllm.auditing import Verdict
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
@@ -277,6 +278,31 @@ def test_disorder_costs_no_byte_no_block_and_no_request(
     chaos.end()
     assert chaos.loaded
     assert not engine.connector._scheduler._audits.counters.mismatches
+
+
+def test_what_comes_of_blocks_that_an_audit_refuted_is_not_cached(
+    make: Callable[..., MiniEngine],
+) -> None:
+    """A request that had loaded some goes on; nobody hits what it computes, while it runs and afterwards."""
+    engine = make(salt="refuted")
+    engine.add("loaded", prompt(100), max_tokens=120)
+    step_until(engine, lambda: "loaded" in engine.cached, "it runs")
+    side = engine.connector._scheduler
+    side._quarantine(Verdict(False, 1.4, 0.2, 0, b"h" * 32, "layer 0"))
+    for number in range(4):
+        engine.add(f"meanwhile {number}", prompt(100), max_tokens=2)
+        step_until(engine, lambda name=f"meanwhile {number}": name in engine.finished, "it ends")
+        assert engine.cached[f"meanwhile {number}"] == 0
+        assert "loaded" not in engine.finished
+    engine.run()
+    talk = prompt(100) + engine.finished["loaded"]
+    engine.add("after", talk, max_tokens=2)
+    engine.run()
+    assert engine.cached["after"] == 0
+    assert not side._tainted
+    engine.add("again", talk, max_tokens=2)
+    engine.run()
+    assert engine.cached["again"] > 0, "its own cache works again"
 
 
 BROKEN = [

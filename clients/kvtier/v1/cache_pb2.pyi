@@ -256,7 +256,7 @@ class Hello(google.protobuf.message.Message):
     @property
     def configuration(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
         """For people: settings of the engine that cannot change a block's bytes, as far as they are not the defaults. Sorted by
-        name, no name twice, at most 256. When an audit finds two engines that do not compute the same, the daemon tells
+        name, no name twice, at most 256, and 32 KiB. When an audit finds two engines that do not compute the same, the daemon tells
         which of these differ.
         """
 

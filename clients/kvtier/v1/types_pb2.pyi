@@ -361,7 +361,7 @@ class Namespace(google.protobuf.message.Message):
     @property
     def identity(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Setting]:
         """Everything else that decides a block's bytes, by name, e.g. "model_config.max_model_len": sorted by name, no name
-        twice. A daemon that does not know this field leaves it out, so a client says a digest of it in `weights_revision` too.
+        twice, at most 256, and 32 KiB. A daemon that does not know this field leaves it out, so a client says a digest of it in `weights_revision` too.
         """
 
     def __init__(

@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtier_vllm.identity.rendering import digest_of
+
+COSMETIC_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+"""Of config.json. The dtype that is used is in the namespace."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_type")
 INDEPENDENT_ROPES = frozenset(
     {
@@ -98,23 +102,36 @@ def matters(model_config: Any) -> bool:
 
 
 def given_config(model_config: Any) -> dict[str, Any]:
-    """The model's configuration as its files have it."""
+    """The model's configuration as its files have it; as this process has it, where none are on this
+    machine."""
+    file = _given_file(model_config)
+    if file is None:
+        return dict(model_config.hf_config.to_dict())
+    found = json.loads(file.read_text())
+    return found if isinstance(found, dict) else {}
+
+
+def given_digest(model_config: Any) -> str:
+    """Of that file, but for what says nothing about values; empty if there is none on this machine."""
+    if _given_file(model_config) is None:
+        return ""
+    found = given_config(model_config)
+    return digest_of({key: value for key, value in found.items() if key not in COSMETIC_KEYS})
+
+
+def _given_file(model_config: Any) -> Path | None:
     where = getattr(model_config, "hf_config_path", None) or model_config.model
     for name in ("config.json", "params.json"):
-        path = Path(where) / name
-        if path.is_file():
-            found = json.loads(path.read_text())
-            return found if isinstance(found, dict) else {}
+        if (path := Path(where) / name).is_file():
+            return path
     try:
         from vllm.transformers_utils.repo_utils import try_get_local_file
 
         commit = getattr(model_config.hf_config, "_commit_hash", None)
         cached = try_get_local_file(str(where), "config.json", revision=commit)
-        if isinstance(cached, Path):
-            return dict(json.loads(cached.read_text()))
     except Exception:  # another hub, or another release
-        pass
-    return dict(model_config.hf_config.to_dict())  # what this process has is the next best
+        return None
+    return cached if isinstance(cached, Path) else None
 
 
 def foreign_code(model_config: Any) -> str:

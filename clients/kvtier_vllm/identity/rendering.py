@@ -21,11 +21,18 @@ class Unnameable(Exception):
 def text_of(value: Any) -> str:
     """A setting's value. What is longer than a field of a namespace may be is named by its digest. Raises
     Unnameable."""
+    text = _text(value)
+    return text if len(text.encode()) <= TEXT_BYTES_MAX and text.isprintable() else digest_of(value)
+
+
+def digest_of(value: Any) -> str:
+    """Likewise, where the value itself is not to be shown."""
+    return f"sha256:{hashlib.sha256(_text(value).encode()).hexdigest()}"
+
+
+def _text(value: Any) -> str:
     plain = _plain(value)
-    text = plain if isinstance(plain, str) else json.dumps(plain, sort_keys=True)
-    if len(text.encode()) > TEXT_BYTES_MAX or not text.isprintable():
-        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-    return text
+    return plain if isinstance(plain, str) else json.dumps(plain, sort_keys=True)
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier_vllm.identity.completeness import classed
 from kvtier_vllm.identity.fields import CLASSES
 from kvtier_vllm.identity.reasons import DRAFT, IDENTITY, OWN_CODE, ROUNDING, Reason
-from kvtier_vllm.identity.rendering import Unnameable, text_of
+from kvtier_vllm.identity.rendering import Unnameable, digest_of, text_of
 from kvtier_vllm.identity.variables import VARIABLES
 
 DEPTH_MAX = 8
@@ -18,6 +18,8 @@ TOLD_BYTES_MAX = 200
 """Of a value that is only told."""
 SAME_VALUES = {"load_config.load_format": ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")}
 """Values that mean the same as the default."""
+SECRET = ("load_config.model_loader_extra_config", "additional_config")
+"""Values that may hold keys of a store, or anything: people see a digest of them."""
 NOT_BELOW = ("draft_model_config", "target_model_config", "draft_parallel_config", "target_parallel_config")
 """Configurations of other engines and models, which are named in another way."""
 
@@ -37,7 +39,7 @@ def identity_of(
         if value in SAME_VALUES.get(path, ()):
             continue
         try:
-            found[path] = text_of(value)
+            found[path] = digest_of(value) if path in SECRET else text_of(value)
         except Unnameable as error:
             raise UnnameableSetting(f"{path} is {error}, which cannot be named") from error
     return found | _variables(environment, reasons)

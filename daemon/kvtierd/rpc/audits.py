@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.namespaces import fields_fingerprint
 from kvtierd.core.stimuli import AuditReport
 from kvtierd.logs import logger
 from kvtierd.rpc.hello import Greeting
 
-NAMESPACES_MAX = 256
+NAMESPACES_MAX = 64
 ENGINES_MAX = 8
-"""Of one namespace: engines that were not started alike, the latest."""
+"""Of one namespace: engines that were not started alike, the latest. With what a Hello may say all of them
+take 16 MiB at most."""
 DIFFERENCES_MAX = 16
+TOLD_CHARACTERS_MAX = 4_096
+"""Of a namespace, and of what differs, in one line."""
 TELL_EVERY_S = 10.0
 
 log = logger(__name__)
@@ -34,12 +38,13 @@ class EnginesMet:
         self._clock = clock
         self._told_s = -TELL_EVERY_S
         self._met: OrderedDict[bytes, OrderedDict[_Engine, str]] = OrderedDict()
-        """By the fields of a namespace: engines, and the last instance of each."""
+        """By the fingerprint of a namespace's fields: engines, and the last instance of each."""
 
     def add(self, greeting: Greeting) -> None:
         """A scheduler has attached."""
-        engines = self._met.setdefault(greeting.attach.namespace_fields, OrderedDict())
-        self._met.move_to_end(greeting.attach.namespace_fields)
+        namespace = fields_fingerprint(greeting.attach.namespace_fields)
+        engines = self._met.setdefault(namespace, OrderedDict())
+        self._met.move_to_end(namespace)
         engine = _Engine(greeting.client, greeting.configuration)
         engines[engine] = greeting.attach.instance
         engines.move_to_end(engine)
@@ -65,15 +70,21 @@ class EnginesMet:
                 group=report.group,
                 block=report.block_hash.hex()[:16],
                 detail=report.detail,
-                namespace="; ".join(f"{name}={value}" for name, value in greeting.attach.namespace_facts),
-                others="; ".join(self._others(greeting)) or "no other engine has been here since the start",
+                namespace=_joined(f"{name}={value}" for name, value in greeting.attach.namespace_facts),
+                others=_joined(self._others(greeting)) or "no other engine has been here since the start",
             )
 
     def _others(self, greeting: Greeting) -> Iterator[str]:
         mine = _Engine(greeting.client, greeting.configuration)
-        for other, instance in self._met.get(greeting.attach.namespace_fields, {}).items():
+        namespace = fields_fingerprint(greeting.attach.namespace_fields)
+        for other, instance in self._met.get(namespace, {}).items():
             if other != mine:
                 yield f"{instance} ({other.client}): " + (", ".join(_differences(mine, other)) or "set alike")
+
+
+def _joined(parts: Iterable[str]) -> str:
+    text = "; ".join(parts)
+    return text if len(text) <= TOLD_CHARACTERS_MAX else text[:TOLD_CHARACTERS_MAX] + "…"
 
 
 def _differences(mine: _Engine, other: _Engine) -> list[str]:

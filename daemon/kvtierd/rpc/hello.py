@@ -19,6 +19,8 @@ WORLD_SIZE_MAX = 1_024
 TEXT_BYTES_MAX = 1_024
 SETTINGS_MAX = 256
 SETTING_NAME_BYTES_MAX = 128
+SETTINGS_BYTES_MAX = 32 << 10
+"""Of all names and values of one kind in a Hello: what is kept of every engine has to have a bound."""
 GROUPS_MAX = 64
 PLANES_MAX = 4_096
 """Of all groups together."""
@@ -190,6 +192,10 @@ def _settings(
             raise Refusal(reason, "sorted by name, no name twice", field=field, value=name)
         _check_text(f"{field}[{name}]", setting.value, reason, shown=True)
         before = name
+    size = sum(len(setting.name.encode()) + len(setting.value.encode()) for setting in settings)
+    if size > SETTINGS_BYTES_MAX:
+        message = f"names and values have at most {SETTINGS_BYTES_MAX:,} bytes"
+        raise Refusal(reason, message, field=field, value=size)
     return tuple((setting.name, setting.value) for setting in settings)
 
 

@@ -91,6 +91,7 @@ def test_a_layout_that_makes_no_sense_is_refused_by_field(bad: Group, reason: Re
         ({"identity": (("n" * 129, ""),)}, "namespace.identity"),
         ({"identity": (("a", "v" * 1_025),)}, "namespace.identity[a]"),
         ({"identity": tuple((f"{number:03}", "") for number in range(257))}, "namespace.identity"),
+        ({"identity": tuple((f"{number:03}", "x" * 1_000) for number in range(40))}, "namespace.identity"),
     ],
 )
 def test_a_namespace_that_makes_no_sense_is_refused_by_field(change: dict[str, object], field: str) -> None:

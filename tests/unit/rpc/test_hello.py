@@ -186,6 +186,7 @@ class TestNamespaceFields:
             ([("a", "v" * 1_025)], "namespace.identity[a]"),
             ([("a", "\x1b[31m")], "namespace.identity[a]"),
             ([(f"{number:04}", "") for number in range(257)], "namespace.identity"),
+            ([(f"{number:04}", "x" * 1_000) for number in range(40)], "namespace.identity"),
         ],
     )
     def test_settings_that_make_no_sense_are_refused_by_name(
