@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -204,6 +205,7 @@ def test_blocks_of_another_model_under_the_same_name_are_found(
         tiny_llama.ensure(tmp_path / str(seed) / "tiny", tiny_llama.PRESETS["tiny"], seed=seed)
         for seed in (0, 1)
     ]
+    shutil.copy(models[0] / "config.json", models[1])  # their weights differ, and nothing else
     tokens, name = prompt(9 * BLOCK + 5, seed=5), {"weights_revision": "the same", "audit_rate": 1e-9}
     with start(models[0], name) as one:
         one.compute_and_hit(tokens)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,9 +291,10 @@ def test_what_comes_of_blocks_that_an_audit_refuted_is_not_cached(
     side = engine.connector._scheduler
     side._quarantine(Verdict(False, 1.4, 0.2, 0, b"h" * 32, "layer 0"))
     for number in range(4):
-        engine.add(f"meanwhile {number}", prompt(100), max_tokens=2)
-        step_until(engine, lambda name=f"meanwhile {number}": name in engine.finished, "it ends")
-        assert engine.cached[f"meanwhile {number}"] == 0
+        name = f"meanwhile {number}"
+        engine.add(name, prompt(100), max_tokens=2)
+        step_until(engine, partial(engine.finished.__contains__, name), "it ends")
+        assert engine.cached[name] == 0
         assert "loaded" not in engine.finished
     engine.run()
     talk = prompt(100) + engine.finished["loaded"]

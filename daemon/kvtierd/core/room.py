@@ -17,7 +17,11 @@ from kvtierd.core.blocks import READY, STAMPS_PER_S, Blocks, owned
 from kvtierd.core.domains import Domain
 from kvtierd.core.ids import NO_ENTRY, Entries
 from kvtierd.core.status import DiskTally, Tally
+from kvtierd.core.table import BlockFlag
 
+CLEAN, QUEUED = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED)
+PASSED_LOOKS = 8
+"""Blocks looked at beyond the oldest, for each of these that is being written to a disk just now."""
 CLEARLY_OLDER = 1.25
 GRACE_S = 1.0
 RECLAIM_TRIES = 16
@@ -134,8 +138,21 @@ class Room:
             return preferred
         return oldest
 
+    def _victims(self, domain: Domain, wanted: int) -> Entries:
+        """The oldest, but for those that are being written to a disk just now, as far as younger ones can go
+        instead that a disk has already: evicted now, the former would be lost, the latter are not."""
+        table = self._table
+        victims = table.victims(domain.domain, wanted)
+        queued = table.flags(victims) & QUEUED != 0
+        passed = int(np.count_nonzero(queued))
+        if not passed:
+            return victims
+        beyond = table.victims(domain.domain, len(victims) + PASSED_LOOKS * passed)[len(victims) :]
+        clean = beyond[table.flags(beyond) & CLEAN != 0][:passed]
+        return np.concatenate((victims[~queued], victims[queued][: passed - len(clean)], clean))
+
     def _evict(self, domain: Domain, wanted: int) -> bool:
-        victims = self._table.victims(domain.domain, wanted)
+        victims = self._victims(domain, wanted)
         if len(victims) == 0:
             return False
         self._count(victims)

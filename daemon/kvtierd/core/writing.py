@@ -1,6 +1,7 @@
 """Which blocks of the host are written to disks, and when.
 
-BACK: those that are about to be evicted, as fast as blocks come and go now. THROUGH: at once. ON_REUSE: when
+BACK: those that are about to be evicted, as fast as blocks come and go now, and as one long prompt may need
+their room at once: so all of a small pool that is full. THROUGH: at once. ON_REUSE: when
 they are found again. What found no room in a disk's queue at once is written before it is evicted, if there
 is time."""
 
@@ -23,10 +24,16 @@ HORIZON_MAX = 65_536
 """Victims walked over at once, to find those that are not written yet."""
 KEPT_READY_FRACTION = 1 / 16
 """Of the blocks of a full pool: so many can go at once, however slowly they went before."""
+KEPT_READY_MIN = 4_096
+"""Blocks, likewise: one long prompt needs so many at once. A pool that has no more is written as it fills."""
 DISK_FRACTION_MAX = 0.5
 """Of the disks, that is kept written ahead."""
 WRITTEN_PER_STORED = 2
 """Bytes written to disks at most, for each that comes to the host."""
+WALKED_ALWAYS = 1_024
+WALKED_PER_STORED = 64
+"""Victims walked over when blocks have been stored: so many at most, and for each block so many more. Beyond
+that a tick does it."""
 
 _NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
 
@@ -39,6 +46,8 @@ class Writing:
         self._jobs = jobs
         self._paces: dict[Domain, tuple[Pace, Pace]] = {}
         """How fast blocks of each domain come, and how fast they go."""
+        self._unwalked: dict[Domain, int] = {}
+        """Blocks of each domain that were stored since its victims were walked over last."""
         self._left = True
         """Something should have been written, and has found no room, or was never looked at."""
         self._hungry = False
@@ -58,6 +67,8 @@ class Writing:
         """Blocks have been stored; the head of a sequence first."""
         if self._policy.mode is WriteMode.THROUGH:
             self._write_at_once(domain, entries)
+        elif self._policy.mode is WriteMode.BACK:
+            self._follow(domain, len(entries))
 
     def found(self, domain: Domain, entries: Entries) -> None:
         """Blocks have been looked up, and hit; the head of a sequence first."""
@@ -106,6 +117,15 @@ class Writing:
         if job.kind is DiskJobKind.WRITE:
             self._credit_bytes += (len(job.entries) - job.good) * job.domain.block_bytes
 
+    def _follow(self, domain: Domain, stored: int) -> None:
+        """Writes ahead without waiting for the tick: until then as much may come as a small pool has room
+        for, and what was stored last may be what goes first."""
+        self._unwalked[domain] = stored = stored + self._unwalked.get(domain, 0)
+        if self._books.draining or not self._disks.any_live:
+            return
+        if self._horizon(domain) <= WALKED_ALWAYS + WALKED_PER_STORED * stored:
+            self._ahead_of(domain)
+
     def _write_ahead(self) -> None:
         self._hungry = False
         if self._books.draining or not self._disks.any_live:
@@ -119,6 +139,7 @@ class Writing:
     def _ahead_of(self, domain: Domain) -> bool:
         """Writes the coldest of a domain. True if some that should be written by now are left."""
         horizon = self._horizon(domain)
+        self._unwalked.pop(domain, None)
         if horizon <= 0 or not any(disk.fits(domain.sizes) for disk in self._disks.all):
             return False
         most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
@@ -134,12 +155,12 @@ class Writing:
         """How many victims of a domain, from the next one on, should be written by now."""
         slots, ahead_s = self._host.slots, self._policy.clean_ahead_s
         come_per_s, go_per_s = (pace.per_s for pace in self._paces.get(domain, _NO_PACES))
+        kept_ready = max(domain.blocks * KEPT_READY_FRACTION, min(domain.blocks, KEPT_READY_MIN))
         free = min(
             (slots.free(size) + slots.extents_free * slots.geometry.slots_per_extent(size)) // per_block
             for size, per_block in domain.per_size
         )
-        coming = max(come_per_s * ahead_s, domain.blocks * KEPT_READY_FRACTION) - free
-        horizon = max(coming, go_per_s * ahead_s)
+        horizon = max(max(come_per_s * ahead_s, kept_ready) - free, go_per_s * ahead_s)
         if self._left and self._policy.mode is WriteMode.THROUGH:
             horizon = HORIZON_MAX
         disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._disks.all if disk.live)

@@ -334,6 +334,25 @@ class TestFailing:
         load_all(plain, batch("h", 0))
         assert worker_pid(daemon) != pid
 
+    def test_a_hanging_disk_of_a_killed_daemon_does_not_keep_the_next_one_waiting(
+        self, start: Start, tier: Tier, connect: Connect
+    ) -> None:
+        """Whatever its deadline is: the worker has the pool's lock, and nobody hears what it would finish."""
+        settings = tier.settings(write_mode="through", deadline_s=3_600, slow_deadline_s=3_600)
+        daemon, plain = start(**settings), connect()
+        daemon.may_complain = True
+        write_all(daemon, plain, "h")
+        tier.fail(hang=True)
+        assert plain.store(batch("more", 0)).done
+        until(lambda: disk(daemon).writing_bytes > 0, "the disk's worker is in the middle of a write")
+        plain.close()
+        daemon.kill()
+        another = start(**settings)  # which waits pool.lock_timeout_s at most
+        another.may_complain = True
+        tier.fail()
+        again = connect()
+        load_all(again, batch("h", 0))
+
     def test_a_slow_disk_is_a_miss_and_what_it_has_read_is_a_hit_later(
         self, start: Start, tier: Tier, connect: Connect
     ) -> None:

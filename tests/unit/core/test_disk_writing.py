@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvtierd.core import writing
 from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostDiskJob
 from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import CoreDisks, Drain, Outcome, Reconfigure, Tick, WriteMode
 from kvtierd.core.table import BlockFlag
 
 from tests.unit.core.disk import SLAB, WRITE, DiskHost, flagged
-from tests.unit.core.host import Host, keys
+from tests.unit.core.host import Host, Instance, keys
 
 FULL = 56
+LARGE = PoolGeometry(extents=16, extent_bytes=1 << 16, first_extent_offset=2 << 20)
+"""A slab for four times what the pool holds."""
 CLEAN, QUEUED = BlockFlag.CLEAN, BlockFlag.QUEUED
 Make = Callable[..., DiskHost]
 
@@ -28,6 +31,16 @@ def ticks(host: Host, seconds: float) -> list[PostDiskJob]:
         host.do(Tick())
         jobs += host.of(PostDiskJob)
     return jobs
+
+
+def full_and_quiet(host: DiskHost) -> Instance:
+    """Its pool is full, of which the disk has nothing, and nothing has come for long."""
+    one = host.instance()
+    host.disk.pause()
+    one.stored(*range(FULL))
+    ticks(host, 120.0)
+    host.disk.resume()
+    return one
 
 
 class TestThrough:
@@ -159,6 +172,44 @@ class TestThrough:
         assert host.of(AssignExtent) == []
 
 
+class TestWhatIsBeingWrittenGoesLast:
+    def test_blocks_that_a_disk_has_go_in_its_place(self, make_disk_host: Make) -> None:
+        host = make_disk_host(slab=LARGE)
+        one = host.instance()
+        host.stored_on_disk(one, *range(40))
+        one.stored(*range(40, FULL))
+        one.lookup(*range(40))
+        one.stored(*range(100, 110))
+        assert one.hits(*range(40, FULL)) == list(range(40, FULL)), "they are older, and on no disk yet"
+        assert host.counters.evicted_unwritten_blocks == 0
+        assert len(one.hits(*range(40))) == 30
+        host.disk.finish_all()
+        assert host.disk.holds(one, *range(FULL)) == list(range(FULL))
+
+    def test_no_more_than_a_disk_has(self, make_disk_host: Make) -> None:
+        host = make_disk_host(slab=LARGE)
+        one = host.instance()
+        host.stored_on_disk(one, 0, 1, 2)
+        one.stored(*range(3, FULL))
+        one.lookup(0, 1, 2)
+        one.stored(*range(100, 110))
+        assert one.hits(0, 1, 2) == []
+        assert host.counters.evicted_blocks == 10
+        assert host.counters.evicted_unwritten_blocks == 7
+        assert one.hits(*range(3, FULL - 7)) == list(range(3, FULL - 7)), "the oldest of them have gone"
+
+    def test_a_write_that_failed_keeps_nothing(self, make_disk_host: Make) -> None:
+        host = make_disk_host(slab=LARGE)
+        one = host.instance()
+        host.stored_on_disk(one, *range(55))
+        one.stored(55)
+        one.lookup(*range(55))
+        host.disk.fail(host.disk.open_jobs()[0])
+        host.disk.pause()
+        one.stored(100)
+        assert one.hits(55) == [], "it is on its way no more"
+
+
 class TestTheHostIsNotHeld:
     def test_a_block_may_be_evicted_while_it_is_written(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
@@ -203,16 +254,21 @@ class TestTheHostIsNotHeld:
         assert host.disk.status.jobs == 0
 
 
+@pytest.fixture
+def large_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools are as large, in blocks, as those of which only a part is written ahead."""
+    monkeypatch.setattr(writing, "KEPT_READY_MIN", 0)
+
+
 class TestBack:
     def test_nothing_is_written_while_the_pool_has_room(self, make_disk_host: Make) -> None:
         host = make_disk_host(mode=WriteMode.BACK)
         host.instance().stored(*range(8))
         assert ticks(host, 60.0) == []
 
-    def test_the_coldest_are_written_before_they_go(self, make_disk_host: Make) -> None:
+    def test_the_coldest_are_written_before_they_go(self, make_disk_host: Make, large_pool: None) -> None:
         host = make_disk_host(mode=WriteMode.BACK, policy={"clean_ahead_s": 2.0})
-        one = host.instance()
-        one.stored(*range(FULL))
+        one = full_and_quiet(host)
         [job] = ticks(host, 0.1)[:1]
         assert len(job.disk_slots) >= 4
         host.disk.finish_all()
@@ -223,18 +279,76 @@ class TestBack:
         assert host.counters.evicted_blocks == 2
         assert host.counters.evicted_unwritten_blocks == 0
 
-    def test_more_is_written_ahead_the_faster_blocks_go(self, make_disk_host: Make) -> None:
+    def test_more_is_written_ahead_the_faster_blocks_go(
+        self, make_disk_host: Make, large_pool: None
+    ) -> None:
         ahead = []
         for every_s in (0.1, 10.0):
             host = make_disk_host(mode=WriteMode.BACK, policy={"clean_ahead_s": 2.0})
-            one = host.instance()
-            one.stored(*range(FULL))
+            one = full_and_quiet(host)
             for number in range(100, 110):
                 one.stored(number)
                 ticks(host, every_s)
                 host.disk.finish_all()
             ahead.append(len(flagged(one, CLEAN, *range(110))))
         assert ahead[0] > ahead[1] > 0
+
+    def test_what_fills_a_pool_at_once_is_written_at_once(self, make_disk_host: Make) -> None:
+        """As much may come again before the next tick, and what was stored last may go first."""
+        host = make_disk_host(mode=WriteMode.BACK, slab=LARGE)
+        one = host.instance()
+        one.stored(*range(40))
+        host.disk.finish_all()
+        one.stored(*range(100, 116))
+        host.disk.finish_all()
+        one.lookup(*range(40))
+        one.stored(*range(200, 240))
+        assert host.counters.evicted_blocks == 40
+        assert host.counters.evicted_unwritten_blocks == 0
+
+    def test_what_is_stored_between_ticks_is_written_between_ticks(self, make_disk_host: Make) -> None:
+        host = make_disk_host(mode=WriteMode.BACK, slab=LARGE)
+        one = host.instance()
+        for first in range(0, 4 * FULL, 8):
+            one.stored(*range(first, first + 8))
+            host.disk.finish_all()
+        assert host.counters.evicted_blocks == 3 * FULL
+        assert host.counters.evicted_unwritten_blocks == 0
+
+    def test_however_slowly_blocks_come_a_small_pool_is_written(self, make_disk_host: Make) -> None:
+        """A pace tells nothing of the one long prompt that takes all of the pool."""
+        host = make_disk_host(mode=WriteMode.BACK, slab=LARGE)
+        one = full_and_quiet(host)
+        ticks(host, 0.1)
+        host.disk.finish_all()
+        for number in range(100, 100 + FULL):
+            one.stored(number)
+            ticks(host, 5.0)
+            host.disk.finish_all()
+        assert host.disk.holds(one, *range(100, 100 + FULL)) == list(range(100, 100 + FULL))
+
+    def test_stores_that_end_together_are_all_written(self, make_disk_host: Make) -> None:
+        host = make_disk_host(mode=WriteMode.BACK, slab=LARGE)
+        one = host.instance()
+        several = [one.store(*range(first, first + 14)) for first in range(0, FULL, 14)]
+        for store in several:
+            store.finish()
+        host.disk.finish_all()
+        assert host.disk.holds(one, *range(FULL)) == list(range(FULL))
+
+    def test_a_long_walk_is_left_to_the_tick(
+        self, make_disk_host: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(writing, "WALKED_ALWAYS", 0)
+        monkeypatch.setattr(writing, "WALKED_PER_STORED", 1)
+        monkeypatch.setattr(writing, "KEPT_READY_MIN", 0)
+        host = make_disk_host(mode=WriteMode.BACK, slab=LARGE)
+        one = full_and_quiet(host)
+        ticks(host, 0.1)
+        host.disk.finish_all()
+        one.stored(100)
+        assert host.disk.jobs == []
+        assert len(ticks(host, 0.1)) == 1
 
     def test_what_goes_before_a_disk_has_it_is_counted(self, make_disk_host: Make) -> None:
         host = make_disk_host(mode=WriteMode.BACK)

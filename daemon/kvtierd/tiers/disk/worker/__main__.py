@@ -47,6 +47,10 @@ NICENESS = 5
 
 STUCK_STATUS = 75
 
+ORPHAN_DEADLINE_S = 2.0
+"""How long what has begun may go on without progress once the front is gone. Nobody hears its outcome, and the
+next front waits for this process, which keeps the pool's lock."""
+
 
 def main() -> NoReturn:
     """Runs a worker and ends the process with its status."""
@@ -91,6 +95,7 @@ def main() -> NoReturn:
     populator = Populator(pool, lambda: queue.busy)
     # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
     status.enter(StatusWord.HEARTBEAT)
+    deadline_s = arguments.operation_deadline_s
     try:
         ready = wire.Ready(pid=os.getpid(), cold_reason=disk.cold_reason, direct_io=disk.is_direct)
         channel.send(wire.ToFront(ready=ready).SerializeToString())
@@ -99,11 +104,12 @@ def main() -> NoReturn:
         exit_status = 1 if threads.broken.is_set() else 0
     except ChannelEndedError:
         exit_status = 0
+        deadline_s = min(deadline_s, ORPHAN_DEADLINE_S)
     except Exception:
         _log.critical("the worker ends: what has started is finished, nothing else is", exc_info=True)
         exit_status = 1
     populator.stop()
-    _finish(queue, threads, status, arguments.operation_deadline_s)
+    _finish(queue, threads, status, deadline_s)
     _leave(exit_status)
 
 
@@ -137,14 +143,14 @@ def _unusable(refusal: Refusal) -> bytes:
 
 
 def _serve(queue: JobQueue, threads: Threads, channel: BlockingPacketChannel, status: StatusPage) -> None:
-    """Handles messages until the front says stop or is gone, or a thread has broken."""
+    """Handles messages until the front says stop, or a thread has broken. ChannelEndedError: it is gone."""
     while not threads.broken.is_set():
         status.enter(StatusWord.HEARTBEAT)
         if not channel.wait(HEARTBEAT_PERIOD_S):
             continue
         received = channel.receive()
         if received is None:
-            return
+            raise ChannelEndedError
         packet, fds = received
         close_fds(fds)
         try:
