@@ -1,5 +1,6 @@
 """One attachment: what the daemon's Welcome said, and what has changed since."""
 
+from kvtier.batches import BATCHES
 from kvtier.errors import KvtierError, Reason
 from kvtier.index import FEATURE, Index
 from kvtier.joint import JOINT_LOOKUP
@@ -67,6 +68,11 @@ class Attachment:
         return max(0.0, self._next_heartbeat_s - now_s)
 
     # --- features ---
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether several requests may go in one message."""
+        return BATCHES in self.welcome.features
 
     def lacks(self, feature: str, field: str, value: object) -> KvtierError | None:
         """Why the daemon cannot do what needs this feature; None if it can. `field`, `value`: what asks for

@@ -204,6 +204,12 @@ class ClientBase(ABC):
             return self._session.epoch
 
     @property
+    def ready_epoch(self) -> int | None:
+        """`epoch` while lookups, stores and loads work, else None: both at once, of one moment."""
+        with self._lock:
+            return self._session.epoch if self._session.state is ClientState.READY else None
+
+    @property
     def transfer_blocks_max(self) -> int:
         """Blocks that the daemon takes in one store or load; 0 while there is no session."""
         with self._lock:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvtier.asking import Ask, Touch
 from kvtier.attachment import Attachment
+from kvtier.batches import in_batches
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.index import Index
 from kvtier.joint import JOINT_LOOKUP, GroupQuery, hashes_max
@@ -155,10 +156,19 @@ class Session:
         self._send_releases()
         messages = list(self._outgoing)
         self._outgoing.clear()
+        if len(messages) > 1 and self._attachment is not None and self._attachment.takes_batches:
+            return list(in_batches(messages))
         return messages
 
     def receive(self, message: cache_pb2.AttachResponse) -> None:
         """One message of the stream. What it does not expect it ignores."""
+        if message.WhichOneof("body") == "batch":
+            for each in message.batch.responses:
+                self._take(each)
+        else:
+            self._take(message)
+
+    def _take(self, message: cache_pb2.AttachResponse) -> None:
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
         self._silent_since_s = self._clock() if self._pending else None

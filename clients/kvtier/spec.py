@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
+from kvtier.batches import BATCHES
 from kvtier.errors import KvtierError, Reason
 from kvtier.index import FEATURE as INDEX_PAGE
 from kvtier.joint import JOINT_LOOKUP
@@ -25,7 +26,7 @@ from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 
 PROTOCOL_VERSION = 1
-FEATURES = (INDEX_PAGE, JOINT_LOOKUP, RETENTION)
+FEATURES = (INDEX_PAGE, JOINT_LOOKUP, RETENTION, BATCHES)
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9

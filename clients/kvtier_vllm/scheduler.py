@@ -488,9 +488,11 @@ class SchedulerSide:
 
     def _ready_client(self) -> Client | None:
         client = self._link.client
-        if client is None or self._stopped or self._quarantined or not client.ready:
+        if client is None or self._stopped or self._quarantined:
             return None
-        epoch = client.epoch
+        epoch = client.ready_epoch
+        if epoch is None:
+            return None
         if epoch != self._epoch:
             self._epoch = epoch
             self._granting.attached(client.status)

@@ -112,6 +112,8 @@ class Increments:
 
     def of(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Since the last call; only what has changed."""
+        if totals == self._told:  # as after most steps
+            return {}
         grown = {name: value - self._told.get(name, 0) for name, value in totals.items()}
         self._told = dict(totals)
         return {name: value for name, value in grown.items() if value}

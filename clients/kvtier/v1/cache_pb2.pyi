@@ -86,6 +86,7 @@ class AttachRequest(google.protobuf.message.Message):
     WAIT_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Chosen by the client, unique on this stream; repeated in the reply. Zero for messages without a reply."""
     @property
@@ -108,6 +109,12 @@ class AttachRequest(google.protobuf.message.Message):
     def touch(self) -> global___TouchRequest: ...
     @property
     def prefetch(self) -> global___PrefetchRequest: ...
+    @property
+    def batch(self) -> global___RequestBatch:
+        """Several requests in one message, as if they had come one after the other: a message costs more time than most
+        requests. Its own id is zero. Needs the feature "batches".
+        """
+
     def __init__(
         self,
         *,
@@ -122,12 +129,31 @@ class AttachRequest(google.protobuf.message.Message):
         wait: global___WaitRequest | None = ...,
         touch: global___TouchRequest | None = ...,
         prefetch: global___PrefetchRequest | None = ...,
+        batch: global___RequestBatch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait", "touch", "prefetch"] | None: ...
+    def HasField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait", "touch", "prefetch", "batch"] | None: ...
 
 global___AttachRequest = AttachRequest
+
+@typing.final
+class RequestBatch(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AttachRequest]:
+        """At most 64, and neither a Hello nor another batch."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[global___AttachRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+global___RequestBatch = RequestBatch
 
 @typing.final
 class AttachResponse(google.protobuf.message.Message):
@@ -147,6 +173,7 @@ class AttachResponse(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     TOUCH_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
     id: builtins.int
     """The request's id; zero for events."""
     @property
@@ -183,6 +210,10 @@ class AttachResponse(google.protobuf.message.Message):
     def touch(self) -> global___TouchResponse: ...
     @property
     def prefetch(self) -> global___PrefetchResponse: ...
+    @property
+    def batch(self) -> global___ResponseBatch:
+        """Several replies and events in one message, in order. Only with the feature "batches"."""
+
     def __init__(
         self,
         *,
@@ -200,12 +231,29 @@ class AttachResponse(google.protobuf.message.Message):
         goodbye: global___Goodbye | None = ...,
         touch: global___TouchResponse | None = ...,
         prefetch: global___PrefetchResponse | None = ...,
+        batch: global___ResponseBatch | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "instance", b"instance", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "id", b"id", "instance", b"instance", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "heartbeat_ack", "lookup", "submit", "release", "cancel", "wait", "error", "transfer", "instance", "goodbye", "touch", "prefetch"] | None: ...
+    def HasField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "instance", b"instance", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "error", b"error", "goodbye", b"goodbye", "heartbeat_ack", b"heartbeat_ack", "id", b"id", "instance", b"instance", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "submit", b"submit", "touch", b"touch", "transfer", b"transfer", "wait", b"wait", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "heartbeat_ack", "lookup", "submit", "release", "cancel", "wait", "error", "transfer", "instance", "goodbye", "touch", "prefetch", "batch"] | None: ...
 
 global___AttachResponse = AttachResponse
+
+@typing.final
+class ResponseBatch(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: builtins.int
+    @property
+    def responses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AttachResponse]: ...
+    def __init__(
+        self,
+        *,
+        responses: collections.abc.Iterable[global___AttachResponse] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["responses", b"responses"]) -> None: ...
+
+global___ResponseBatch = ResponseBatch
 
 @typing.final
 class Hello(google.protobuf.message.Message):
@@ -245,6 +293,7 @@ class Hello(google.protobuf.message.Message):
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Optional abilities the client can use; the intersection comes back in Welcome. "index-page": see OpenIndex.
         "joint-lookup": see LookupRequest. "retention": see Retention, TouchRequest.hold_ms and cold, LookupRequest.host_only.
+        "batches": see RequestBatch.
         """
 
     @property

@@ -10,10 +10,11 @@ from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
 from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+from kvtierd.rpc.batches import BATCHES
 from kvtierd.rpc.convert import prefill_rate
 
 PROTOCOL_VERSIONS = (1,)
-FEATURES = frozenset({"index-page", "joint-lookup", "retention"})
+FEATURES = frozenset({"index-page", "joint-lookup", "retention", BATCHES})
 HASH_BYTES_MIN = 8
 WORLD_SIZE_MAX = 1_024
 TEXT_BYTES_MAX = 1_024

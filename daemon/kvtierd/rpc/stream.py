@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch
 from kvtierd.core.stimuli import RenewSession
 from kvtierd.rpc import convert
+from kvtierd.rpc.batches import BATCHES, REQUESTS_MAX, in_batches
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.guard import Undecodable
@@ -25,6 +26,13 @@ from kvtierd.rpc.sessions import Session, Sessions
 
 GOODBYE_DEADLINE_S = 1.0
 """For the last messages to leave; a client that does not read misses them."""
+UNHURRIED = frozenset({"store", "touch", "release", "cancel"})
+"""Requests whose reply says only that they were taken: it goes with the next message, which for a store is most
+often the event that it has ended."""
+REPLY_DELAY_S = 0.05
+"""So long such a reply waits for a message to go with."""
+REPLIES_MAX = 64
+"""So many of them wait: more, and the client is not read from before they are sent."""
 
 Context = grpc.aio.ServicerContext[cache_pb2.AttachRequest, cache_pb2.AttachResponse]
 
@@ -62,6 +70,9 @@ class Stream:
         self._queue: deque[cache_pb2.AttachResponse] = deque()
         self._writing = asyncio.Lock()
         self._replying = 0
+        self._batches = False
+        """Whether the client sends and takes several messages in one."""
+        self._unhurried: list[cache_pb2.AttachResponse] = []
         self._closed = False
         self._more = asyncio.Event()
         self._finished: Refusal | None = None
@@ -112,13 +123,14 @@ class Stream:
         self._queue.append(message)
         self._more.set()
 
-    async def _send(self, message: cache_pb2.AttachResponse) -> None:
-        """For replies: returns when it is sent, so a client that does not read is not read from either."""
+    async def _send(self, messages: Iterable[cache_pb2.AttachResponse]) -> None:
+        """For replies: returns when they are sent, so a client that does not read is not read from either."""
         self._replying += 1
         try:
             async with self._writing:
-                if not self._closed:
-                    await self._context.write(message)
+                for message in self._joined(messages):
+                    if not self._closed:
+                        await self._context.write(message)
         finally:
             self._replying -= 1
             if self._finished is not None:
@@ -130,13 +142,24 @@ class Stream:
             await self._more.wait()
             self._more.clear()
             async with self._writing:
-                while self._queue:
-                    await self._context.write(self._queue.popleft())
+                while self._queue or self._unhurried:
+                    events = list(self._queue)
+                    self._queue.clear()
+                    for message in self._joined(events):
+                        await self._context.write(message)
                 if self._finished is not None and not self._replying:
                     self._closed = True
                     goodbye = cache_pb2.Goodbye(why=to_error(self._finished))
                     await self._context.write(cache_pb2.AttachResponse(goodbye=goodbye))
                     return
+
+    def _joined(self, messages: Iterable[cache_pb2.AttachResponse]) -> Iterable[cache_pb2.AttachResponse]:
+        """What is written now: for a client that takes batches with the replies that waited for it, in few
+        messages."""
+        if not self._batches:
+            return messages
+        replies, self._unhurried = self._unhurried, []
+        return in_batches((*replies, *messages))
 
     def _finish(self, why: Refusal) -> None:
         """Sends what waits, then Goodbye, then ends the stream."""
@@ -187,7 +210,8 @@ class Stream:
             return False
         self._session = session
         session.on_end.append(self._finish)
-        await self._send(self._welcome(request, greeting.protocol_version, greeting.features, attached))
+        await self._send([self._welcome(request, greeting.protocol_version, greeting.features, attached)])
+        self._batches = BATCHES in greeting.features
         return True
 
     def _welcome(
@@ -211,6 +235,30 @@ class Stream:
         return cache_pb2.AttachResponse(id=request.id, welcome=welcome)
 
     async def _answer(self, session: Session, request: cache_pb2.AttachRequest) -> None:
+        requests = [request]
+        if self._batches and request.WhichOneof("body") == "batch":
+            requests = list(request.batch.requests)
+            if request.id or len(requests) > REQUESTS_MAX:
+                field, value = ("id", request.id) if request.id else ("batch.requests", len(requests))
+                message = f"a batch has no id of its own, and at most {REQUESTS_MAX} requests"
+                error = to_error(Refusal(Reason.MALFORMED, message, field=field, value=value))
+                await self._send([cache_pb2.AttachResponse(id=request.id, error=error)])
+                return
+        hurried = []
+        for each in requests:
+            reply = self._reply(session, each)
+            if reply is None:
+                continue
+            if self._batches and each.WhichOneof("body") in UNHURRIED and not reply.HasField("error"):
+                self._unhurried.append(reply)
+            else:
+                hurried.append(reply)
+        if hurried or len(self._unhurried) >= REPLIES_MAX:
+            await self._send(hurried)
+        elif self._unhurried:
+            asyncio.get_running_loop().call_later(REPLY_DELAY_S, self._more.set)
+
+    def _reply(self, session: Session, request: cache_pb2.AttachRequest) -> cache_pb2.AttachResponse | None:
         started_s = time.perf_counter()
         body = request.WhichOneof("body")
         try:
@@ -219,8 +267,7 @@ class Stream:
             response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
         if body is not None and body != "wait":
             self._observe(body, time.perf_counter() - started_s)
-        if response is not None:
-            await self._send(response)
+        return response
 
     def _respond(
         self, session: Session, body: str | None, request: cache_pb2.AttachRequest
@@ -233,7 +280,9 @@ class Stream:
             if not request.id:
                 return None
             return cache_pb2.AttachResponse(id=request.id, heartbeat_ack=cache_pb2.HeartbeatAck())
-        if body is None:
+        if (
+            body is None or body == "batch"
+        ):  # in a batch, or from a client that has not said that it sends some
             raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
         if body == "hello":
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
@@ -273,7 +322,7 @@ class Stream:
         except Refusal as refusal:
             response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
         try:
-            await self._send(response)
+            await self._send([response])
         except Exception:
             # A stream that failed once is of no use; nobody else would hear of it, and the client wait on.
             self._end(Refusal(Reason.EPOCH_ENDED, "an answer could not be sent on its stream"))

@@ -1,0 +1,33 @@
+"""Several messages of the session stream in one: gRPC takes more time for a message than most of them need."""
+
+from collections.abc import Iterable, Iterator
+
+from kvtier.v1 import cache_pb2
+
+BATCHES = "batches"
+"""Feature of a daemon that takes several requests in one message, and answers likewise."""
+MESSAGES_MAX = 64
+"""Of one batch: what a daemon takes."""
+BATCH_BYTES_MAX = 64 << 10
+"""About so many; a message that is larger goes by itself."""
+
+
+def in_batches(requests: Iterable[cache_pb2.AttachRequest]) -> Iterator[cache_pb2.AttachRequest]:
+    """The same requests, in their order, in fewer messages."""
+    batch: list[cache_pb2.AttachRequest] = []
+    size_bytes = 0
+    for request in requests:
+        own_bytes = request.ByteSize()
+        if batch and (len(batch) == MESSAGES_MAX or size_bytes + own_bytes > BATCH_BYTES_MAX):
+            yield _joined(batch)
+            batch, size_bytes = [], 0
+        batch.append(request)
+        size_bytes += own_bytes
+    if batch:
+        yield _joined(batch)
+
+
+def _joined(batch: list[cache_pb2.AttachRequest]) -> cache_pb2.AttachRequest:
+    if len(batch) == 1:
+        return batch[0]
+    return cache_pb2.AttachRequest(batch=cache_pb2.RequestBatch(requests=batch))

@@ -1,0 +1,33 @@
+"""Several messages of the session stream in one: gRPC takes more time for a message than most of them need."""
+
+from collections.abc import Iterable, Iterator
+
+from kvtier.v1 import cache_pb2
+
+BATCHES = "batches"
+"""Feature of a client that sends several requests in one message, and takes replies and events likewise."""
+REQUESTS_MAX = 64
+"""Of one batch: while they are answered nobody else is."""
+BATCH_BYTES_MAX = 256 << 10
+"""About so many of replies and events; what is larger goes by itself."""
+
+
+def in_batches(responses: Iterable[cache_pb2.AttachResponse]) -> Iterator[cache_pb2.AttachResponse]:
+    """The same replies and events, in their order, in fewer messages."""
+    batch: list[cache_pb2.AttachResponse] = []
+    size_bytes = 0
+    for response in responses:
+        own_bytes = response.ByteSize()
+        if batch and size_bytes + own_bytes > BATCH_BYTES_MAX:
+            yield _joined(batch)
+            batch, size_bytes = [], 0
+        batch.append(response)
+        size_bytes += own_bytes
+    if batch:
+        yield _joined(batch)
+
+
+def _joined(batch: list[cache_pb2.AttachResponse]) -> cache_pb2.AttachResponse:
+    if len(batch) == 1:
+        return batch[0]
+    return cache_pb2.AttachResponse(batch=cache_pb2.ResponseBatch(responses=batch))
