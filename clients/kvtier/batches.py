@@ -1,4 +1,4 @@
-"""Several messages of the session stream in one: gRPC takes more time for a message than most of them need."""
+"""Several messages of the session stream in one: gRPC needs more time for a message than most take."""
 
 from collections.abc import Iterable, Iterator
 

@@ -2,12 +2,13 @@
 
     python -m tests.benchmarks.overhead [--json] [--pairs N]
 
-Two engines with the tests' tiny model, one with kvtier and one without, serve the same prompts in turn, a few
-together, each prompt once; which of them comes first alternates. Everything that kvtier's engine computes is
-stored. Its processor time is that of its process with all threads, not of the daemon. A pair's ratios are those
-of the same prompts on both engines: the median for processor time, of the means for times to first token. Two
-processes of the same program differ by some percent, so there are several pairs of them, and what counts is the
-median of their ratios. A model so small computes a step in milliseconds: a real one's ratios are nearer to 1.
+Two engines with the tests' tiny model, one with kvtier and one without, serve the same prompts in turn, a
+few together, each prompt once; which comes first alternates. Everything that kvtier's engine computes is
+stored. Its processor time is that of its process with all threads, not of the daemon. A pair's ratios are
+those of the same prompts on both engines: the median for processor time, of the means for times to first
+token. Two processes of the same program differ by some percent, so there are several pairs, and what counts
+is the median of their ratios. A model so small computes a step in milliseconds: a real one's ratios are
+nearer to 1.
 """
 
 from __future__ import annotations

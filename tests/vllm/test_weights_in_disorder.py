@@ -104,9 +104,7 @@ def make(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made: list[Weighted] = []
 
-    def engine(
-        *, ahead: bool = False, changes: dict[str, Any] | None = None, **extra: object
-    ) -> Weighted:
+    def engine(*, ahead: bool = False, changes: dict[str, Any] | None = None, **extra: object) -> Weighted:
         options = patience | {"salt": request.node.name, "on_reset": "leave"} | extra
         config = kv_transfer_config(host.socket, **options)
         made.append(Weighted(engine_config(model, config, async_scheduling=ahead, **changes or {}), BLOCKS))

@@ -27,8 +27,8 @@ from kvtierd.rpc.sessions import Session, Sessions
 GOODBYE_DEADLINE_S = 1.0
 """For the last messages to leave; a client that does not read misses them."""
 UNHURRIED = frozenset({"store", "touch", "release", "cancel"})
-"""Requests whose reply says only that they were taken: it goes with the next message, which for a store is most
-often the event that it has ended."""
+"""Requests whose reply says only that they were taken: it goes with the next message, which for a store is
+most often the event that it has ended."""
 REPLY_DELAY_S = 0.05
 """So long such a reply waits for a message to go with."""
 REPLIES_MAX = 64

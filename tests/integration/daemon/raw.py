@@ -92,6 +92,9 @@ class AttachStream:
         self._ids = itertools.count(1)
         self._replies: dict[int, queue.Queue[cache_pb2.AttachResponse]] = {}
         self.events: queue.Queue[cache_pb2.AttachResponse] = queue.Queue()
+        self.messages = 0
+        """Received, each batch as one."""
+        self.batches = 0
         self.ended = threading.Event()
         self.status: grpc.StatusCode | None = None
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -103,9 +106,12 @@ class AttachStream:
 
     def _read(self) -> None:
         try:
-            for response in self._call:
-                waiting = self._replies.get(response.id) if response.id else None
-                (waiting or self.events).put(response)
+            for message in self._call:
+                self.messages += 1
+                self.batches += message.HasField("batch")
+                for response in message.batch.responses if message.HasField("batch") else [message]:
+                    waiting = self._replies.get(response.id) if response.id else None
+                    (waiting or self.events).put(response)
         except grpc.RpcError:
             pass
         self.status = self._call.code()
@@ -117,6 +123,18 @@ class AttachStream:
         self._replies[request.id] = queue.Queue()
         self._outgoing.put(request)
         return request.id
+
+    def post_batch(self, *bodies: dict[str, Any]) -> list[int]:
+        """Sends several requests in one message; their ids."""
+        requests = [cache_pb2.AttachRequest(id=next(self._ids), **body) for body in bodies]
+        for request in requests:
+            self._replies[request.id] = queue.Queue()
+        self.post_plain(batch=cache_pb2.RequestBatch(requests=requests))
+        return [request.id for request in requests]
+
+    def post_plain(self, **fields: Any) -> None:
+        """Sends a message as it is: nobody waits for its answer."""
+        self._outgoing.put(cache_pb2.AttachRequest(**fields))
 
     def answer(self, request: int) -> cache_pb2.AttachResponse:
         """The answer to a posted request. Raises Refused."""
@@ -218,12 +236,16 @@ class RawSession:
         """Side connection, stream, Hello. Raises Refused."""
         if not self.token:
             self.token = self.side.open()
+        welcome = self.open_stream().call(hello=self.hello(**changes)).welcome
+        self.epoch = welcome.epoch
+        return welcome
+
+    def open_stream(self) -> AttachStream:
+        """A stream on which nothing has been said."""
         stream = AttachStream(self.stub)
         self._close.insert(0, stream.close)
         self.stream = stream
-        welcome = stream.call(hello=self.hello(**changes)).welcome
-        self.epoch = welcome.epoch
-        return welcome
+        return stream
 
     def words_request(self) -> side_pb2.RegisterWords:
         return side_pb2.RegisterWords(doorbells=DOORBELLS, parts=PARTS, device=self.device)

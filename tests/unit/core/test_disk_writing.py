@@ -279,9 +279,7 @@ class TestBack:
         assert host.counters.evicted_blocks == 2
         assert host.counters.evicted_unwritten_blocks == 0
 
-    def test_more_is_written_ahead_the_faster_blocks_go(
-        self, make_disk_host: Make, large_pool: None
-    ) -> None:
+    def test_more_is_written_ahead_the_faster_blocks_go(self, make_disk_host: Make, large_pool: None) -> None:
         ahead = []
         for every_s in (0.1, 10.0):
             host = make_disk_host(mode=WriteMode.BACK, policy={"clean_ahead_s": 2.0})

@@ -48,8 +48,8 @@ NICENESS = 5
 STUCK_STATUS = 75
 
 ORPHAN_DEADLINE_S = 2.0
-"""How long what has begun may go on without progress once the front is gone. Nobody hears its outcome, and the
-next front waits for this process, which keeps the pool's lock."""
+"""How long what has begun may go on without progress once the front is gone. Nobody hears its outcome, and
+the next front waits for this process, which keeps the pool's lock."""
 
 
 def main() -> NoReturn:
