@@ -1,0 +1,89 @@
+"""Several requests, replies and events in one message of the session stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtier import LookupMode
+from kvtier.batches import BATCH_BYTES_MAX, BATCHES, MESSAGES_MAX, in_batches
+from kvtier.v1 import cache_pb2, types_pb2
+
+from tests.unit.client.peer import Peer, hashes
+
+
+def requests(sizes: list[int]) -> list[cache_pb2.AttachRequest]:
+    return [
+        cache_pb2.AttachRequest(id=number + 1, touch=cache_pb2.TouchRequest(hashes=b"h" * size))
+        for number, size in enumerate(sizes)
+    ]
+
+
+def taken_apart(messages: list[cache_pb2.AttachRequest]) -> list[cache_pb2.AttachRequest]:
+    return [each for one in messages for each in (one.batch.requests if one.HasField("batch") else [one])]
+
+
+@given(st.lists(st.sampled_from([0, 32, 1_000, BATCH_BYTES_MAX - 100, BATCH_BYTES_MAX + 1]), max_size=200))
+def test_the_same_requests_in_their_order_in_bounded_messages(sizes: list[int]) -> None:
+    sent = list(in_batches(requests(sizes)))
+    assert taken_apart(sent) == requests(sizes)
+    for message in sent:
+        if message.HasField("batch"):
+            assert not message.id
+            assert 2 <= len(message.batch.requests) <= MESSAGES_MAX
+            assert sum(each.ByteSize() for each in message.batch.requests) <= BATCH_BYTES_MAX
+
+
+@pytest.fixture
+def modern(make_peer: Callable[..., Peer]) -> Peer:
+    """Of a daemon that knows batches."""
+    made = make_peer()
+    made.welcome(features=[BATCHES])
+    return made
+
+
+class TestSession:
+    def test_an_older_daemon_gets_every_request_in_a_message_of_its_own(self, peer: Peer) -> None:
+        ask_twice(peer)
+        assert [each.WhichOneof("body") for each in peer.sent()] == ["lookup", "lookup"]
+
+    def test_a_daemon_that_knows_batches_gets_one_message(self, modern: Peer) -> None:
+        ask_twice(modern)
+        [message] = modern.sent()
+        assert [each.WhichOneof("body") for each in message.batch.requests] == ["lookup", "lookup"]
+        assert [each.id for each in message.batch.requests] == sorted(
+            {each.id for each in message.batch.requests}
+        )
+
+    def test_one_request_goes_as_it_is(self, modern: Peer) -> None:
+        modern.session.lookup(0, hashes(1), LookupMode.PREFIX, lease=False)
+        [message] = modern.sent()
+        assert message.WhichOneof("body") == "lookup"
+
+    def test_replies_and_events_of_one_message_are_taken_in_order(self, modern: Peer) -> None:
+        record = modern.session.store(0, hashes(1), [0], None)
+        [request] = modern.sent()
+        assert record.part is not None
+        modern.say(
+            batch=cache_pb2.ResponseBatch(
+                responses=[
+                    cache_pb2.AttachResponse(id=request.id, submit=cache_pb2.SubmitResponse(results=b"\1")),
+                    cache_pb2.AttachResponse(
+                        transfer=cache_pb2.TransferEvent(
+                            ticket=record.part.ticket,
+                            state=types_pb2.TRANSFER_STATE_DONE,
+                            succeeded=b"\1",
+                        )
+                    ),
+                ]
+            )
+        )
+        assert record.accepted
+        assert modern.session.outcome(record).done
+
+
+def ask_twice(peer: Peer) -> None:
+    for number in (1, 2):
+        peer.session.lookup(0, hashes(number), LookupMode.PREFIX, lease=False)
