@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,13 +50,16 @@ def serve(engine: Engine, prompts: list[list[int]]) -> tuple[float, float]:
     return used_s / OUTPUT_TOKENS, statistics.mean(answer.ttft_s for answer in answers)
 
 
-def measure(pairs: int = PAIRS, rounds: int = ROUNDS) -> dict[str, Any]:
-    """The figures; `..._ratio` the median over all pairs, `..._ratios` those of each."""
-    load = os.getloadavg()[0]
+def measure(pairs: int = PAIRS, rounds: int = ROUNDS) -> dict[str, float]:
+    """The figures: medians over all pairs, and of the ratios the least and the largest."""
+    figures = {"load_before": os.getloadavg()[0]}
     found = [_pair(rounds) for _ in range(pairs)]
-    medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
-    ratios = {f"{name}s": sorted(each[name] for each in found) for name in found[0] if name.endswith("ratio")}
-    return {"load_before": load} | medians | ratios
+    for name in found[0]:
+        values = [each[name] for each in found]
+        figures[name] = statistics.median(values)
+        if name.endswith("_ratio"):
+            figures |= {f"{name}_least": min(values), f"{name}_most": max(values)}
+    return figures
 
 
 def _pair(rounds: int) -> dict[str, float]:
@@ -106,8 +108,7 @@ def main() -> int:
     figures = measure(arguments.pairs, arguments.rounds)
     if not arguments.json:
         for name, value in figures.items():
-            values = value if isinstance(value, list) else [value]
-            print(f"{name:24} {'  '.join(f'{each:.3f}' for each in values)}")
+            print(f"{name:28} {value:8.3f}")
     print(json.dumps(figures))
     return 0
 
