@@ -24,7 +24,7 @@ std::size_t checked_buckets(const std::byte* memory, std::size_t bytes) {
 }  // namespace
 
 std::size_t IndexPage::bytes_for(std::uint64_t blocks) {
-    const std::uint64_t wanted = std::min<std::uint64_t>(blocks, kIndexBucketsMax * kBucketWords) * 2 / kBucketWords;
+    const std::uint64_t wanted = std::min<std::uint64_t>(blocks, kIndexBucketsMax * kBucketWords) * kWordsPerBlock / kBucketWords;
     return kIndexHeaderBytes + std::min(std::bit_ceil(std::max<std::uint64_t>(wanted, 16)), kIndexBucketsMax) * kBucketBytes;
 }
 

@@ -18,6 +18,9 @@ namespace kvtier {
 constexpr std::uint64_t kIndexMagic = 0x3158444e4954564bu;  // "KVTINDX1"
 constexpr std::size_t kIndexHeaderBytes = 4096;
 constexpr std::size_t kBucketWords = 8;
+// With two words for each block, one of some thousand hashes in a full and busy pool found both of its buckets full, and was
+// a miss for as long as it was there.
+constexpr std::uint64_t kWordsPerBlock = 4;
 constexpr std::size_t kBucketBytes = kBucketWords * sizeof(std::uint64_t);
 constexpr std::size_t kIndexBucketsMax = std::size_t{1} << 24;  // a gigabyte of words
 
@@ -80,7 +83,7 @@ class IndexPage {
    public:
     using Place = IndexWords::Place;
 
-    // Bytes of a page that has room for so many hashes at half its words.
+    // Bytes of a page that has room for so many hashes at a quarter of its words.
     static std::size_t bytes_for(std::uint64_t blocks);
 
     // Takes memory of zeros. Throws if it is no header and a power of two of buckets, or not aligned to cache lines.

@@ -65,7 +65,27 @@ def test_what_finds_no_room_is_missing_and_nothing_else_is_found() -> None:
     assert not np.frombuffer(memory, np.uint8)[4096:].any()
 
 
-def test_half_full_hardly_anything_is_left_out() -> None:
+@pytest.mark.parametrize("blocks", [30, 64, 500, 2_000])
+def test_nothing_is_left_out_however_often_all_blocks_are_replaced(blocks: int) -> None:
+    """A hash that has no place is a miss for as long as it is there, and with it all that comes after it."""
+    random, left_out = np.random.default_rng(blocks), 0
+    for seed in range(10):
+        page = IndexPage(mmap.mmap(-1, IndexPage.bytes_for(blocks)), 1, seed)
+        table = BlockTable(blocks, 64)
+        table.publish(0, page)
+        table.publish_more(0, 1)
+        present = np.zeros(0, np.uint32)
+        for _ in range(100):
+            new = random.integers(0, 256, (blocks - len(present), 32), np.uint8)
+            entries, _ = table.insert(0, 0, new)
+            present = random.permutation(np.concatenate((present, entries)))
+            table.remove(np.ascontiguousarray(present[: blocks // 2]))
+            present = present[blocks // 2 :]
+        left_out += page.left_out
+    assert left_out == 0
+
+
+def test_as_many_as_a_page_is_made_for_all_have_room() -> None:
     memory = mmap.mmap(-1, IndexPage.bytes_for(len(KEYS)))
     page, table = IndexPage(memory, 1, 5), BlockTable(len(KEYS), 64)
     table.publish(0, page)
