@@ -280,9 +280,8 @@ class Stream:
             if not request.id:
                 return None
             return cache_pb2.AttachResponse(id=request.id, heartbeat_ack=cache_pb2.HeartbeatAck())
-        if (
-            body is None or body == "batch"
-        ):  # in a batch, or from a client that has not said that it sends some
+        # A batch gets here inside another one, or from a client that has not said that it sends batches.
+        if body is None or body == "batch":
             raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
         if body == "hello":
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")

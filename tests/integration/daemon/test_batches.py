@@ -87,8 +87,7 @@ def test_what_no_batch_may_have_is_refused_by_name(talking: RawSession, what: st
     stream = talking.attached
     if what == "too many":
         stream.post_plain(batch=cache_pb2.RequestBatch(requests=[cache_pb2.AttachRequest()] * 65))
-        [field] = [stream.event("error").field]
-        assert field == "batch.requests"
+        assert stream.event("error").field == "batch.requests"
     elif what == "an id":
         stream.post_plain(id=1_000, batch=cache_pb2.RequestBatch())
         assert stream.event("error").field == "id"
