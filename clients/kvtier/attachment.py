@@ -29,7 +29,13 @@ class Attachment:
     def __init__(self, spec: AttachSpec, welcome: cache_pb2.Welcome, first_ticket: int, now_s: float) -> None:
         self._spec = spec
         self.welcome = welcome
+        self.epoch: int = welcome.epoch
+        """Of the instance."""
+        self.takes_batches = BATCHES in welcome.features
+        """Whether several requests may go in one message."""
         self.instance = welcome.instance
+        self.ready: bool = welcome.instance.ready
+        """Whether the instance is."""
         self.words = PartWords(spec.parts, first_ticket)
         self.leases = Leases()
         self.transfers: dict[int, TransferRecord] = {}
@@ -42,11 +48,6 @@ class Attachment:
         """The daemon's number of the memory that is registered, as far as this client was told."""
         self._registered = not spec.role.holds_rank
         self._stale_requests = False
-
-    @property
-    def epoch(self) -> int:
-        """Of the instance."""
-        return self.welcome.epoch
 
     @property
     def heartbeat_interval_s(self) -> float:
@@ -69,11 +70,6 @@ class Attachment:
 
     # --- features ---
 
-    @property
-    def takes_batches(self) -> bool:
-        """Whether several requests may go in one message."""
-        return BATCHES in self.welcome.features
-
     def lacks(self, feature: str, field: str, value: object) -> KvtierError | None:
         """Why the daemon cannot do what needs this feature; None if it can. `field`, `value`: what asks for
         it."""
@@ -88,7 +84,7 @@ class Attachment:
     def wants_index(self) -> bool:
         """Whether to ask for the index pages now: once, when the instance is ready, and with it its namespace
         known."""
-        return self._index_wanted and self.instance.ready
+        return self._index_wanted and self.ready
 
     def index_asked(self) -> None:
         """Whatever came of it."""
@@ -118,7 +114,7 @@ class Attachment:
 
     def on_instance(self, event: cache_pb2.InstanceEvent) -> None:
         """What the instance is able to do changed; the copy worker of this rank may be lost."""
-        self.instance = event
+        self.instance, self.ready = event, event.ready
         if not self._spec.role.holds_rank:
             return
         if self._spec.rank not in event.reregister_ranks:

@@ -206,8 +206,7 @@ class ClientBase(ABC):
     @property
     def ready_epoch(self) -> int | None:
         """`epoch` while lookups, stores and loads work, else None: both at once, of one moment."""
-        with self._lock:
-            return self._session.epoch if self._session.state is ClientState.READY else None
+        return self._session.ready_epoch  # without the lock, as an engine asks several times in every step
 
     @property
     def transfer_blocks_max(self) -> int:
@@ -256,10 +255,12 @@ class ClientBase(ABC):
             self._wake_writer()
         return record
 
-    def touch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery], *, hold_s: float = 0.0) -> None:
+    def touch_groups(
+        self, hashes: Hashes, queries: Sequence[GroupQuery], *, hold_s: float = 0.0, lazily: bool = False
+    ) -> None:
         """As `touch`, of several groups: of those with a window, its last blocks."""
         check_seconds("hold_s", hold_s)
-        self._touch(Touch(self._joined_for(hashes, queries), queries, hold_s=hold_s))
+        self._touch(Touch(self._joined_for(hashes, queries), queries, hold_s=hold_s), lazily=lazily)
 
     def cool_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> None:
         """As `cool`, of several groups: of those with a window, its last blocks."""
@@ -346,18 +347,21 @@ class ClientBase(ABC):
                 )
             )
 
-    def touch(self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0) -> None:
+    def touch(
+        self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0, lazily: bool = False
+    ) -> None:
         """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them
         last. Never waits, and is forgotten if the daemon cannot be told now.
 
         For a prefix that the engine uses from its own cache, or that was stored in several parts. With
         `hold_s` they are not evicted at all for so many seconds, as far as a Retention's `hold_s` promises
         it. A daemon that cannot hold is told nothing: see `status.can_retain`, and `status.last_error`.
+        `lazily`: it may be told later, with the next message, at the latest with the next heartbeat.
 
         Raises KvtierError for a time that is none.
         """
         check_seconds("hold_s", hold_s)
-        self._touch(Touch(self._joined(hashes, group), group=group, hold_s=hold_s))
+        self._touch(Touch(self._joined(hashes, group), group=group, hold_s=hold_s), lazily=lazily)
 
     def cool(self, hashes: Hashes, *, group: int = 0) -> None:
         """Tells the daemon that these blocks, in sequence order, are not worth keeping: they are the first to
@@ -372,9 +376,9 @@ class ClientBase(ABC):
         spec.block_ids_max(group)
         return join_hashes(hashes, spec.namespace.hash_bytes)
 
-    def _touch(self, touch: Touch) -> None:
+    def _touch(self, touch: Touch, *, lazily: bool = False) -> None:
         with self._lock:
-            self._session.touch(touch)
+            self._session.touch(touch, lazily=lazily)
             self._wake_writer()
 
     def _submit_store(
@@ -384,6 +388,8 @@ class ClientBase(ABC):
         group: int,
         doorbell: Doorbell | None,
         retention: Retention | None,
+        *,
+        lazily: bool,
     ) -> TransferRecord:
         spec = self._submitting()
         joined = join_hashes(hashes, spec.namespace.hash_bytes)
@@ -394,7 +400,7 @@ class ClientBase(ABC):
             raise KvtierError(Reason.COUNT_MISMATCH, message, field="block_ids", value=len(ids))
         self._check_doorbell(doorbell)
         with self._lock:
-            record = self._session.store(group, joined, ids, doorbell, retention)
+            record = self._session.store(group, joined, ids, doorbell, retention, lazily=lazily)
             self._wake_writer()
         return record
 

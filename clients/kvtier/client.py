@@ -251,6 +251,7 @@ class Client(ClientBase):
         group: int = 0,
         doorbell: Doorbell | None = None,
         retention: Retention | None = None,
+        lazily: bool = False,
     ) -> Transfer:
         """Submits a store, for all ranks of the instance, and returns at once.
 
@@ -263,12 +264,15 @@ class Client(ClientBase):
         doorbell: no rank starts before this doorbell of its own has reached the value; None: at once.
         retention: how long and where the blocks are kept; a daemon that is too old for it
             (`status.can_retain`) refuses the store.
+        lazily: nobody waits for its end, which may be told up to 10 ms later, together with that of others.
+            Spares both sides messages.
 
         The blocks must not change until the transfer is fenced. Raises KvtierError for hashes of another
         length, for other counts, and for ids that do not exist; what the daemon refuses is told by the
         outcome.
         """
-        return Transfer(self, self._submit_store(hashes, block_ids, group, doorbell, retention))
+        record = self._submit_store(hashes, block_ids, group, doorbell, retention, lazily=lazily)
+        return Transfer(self, record)
 
     def load(
         self,

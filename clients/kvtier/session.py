@@ -65,6 +65,10 @@ class Doorbell:
     value: int
 
 
+UNHURRIED_MAX = 64
+"""Touches that wait for a message to go with."""
+
+
 class Session:
     """See the module."""
 
@@ -93,6 +97,8 @@ class Session:
         self._next_ticket = 1
         self._pending: dict[int, Pending] = {}
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
+        self._unhurried: list[cache_pb2.TouchRequest] = []
+        """They go with the next message."""
         self._silent_since_s: float | None = None
         self._suspect = False
         self._last_error = ""
@@ -153,6 +159,7 @@ class Session:
 
     def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
         """What is to be sent now, in order. The caller sends it."""
+        self._send_unhurried()
         self._send_releases()
         messages = list(self._outgoing)
         self._outgoing.clear()
@@ -223,6 +230,7 @@ class Session:
         self.memory.attach(None)
         pending, self._pending = self._pending, {}
         self._outgoing.clear()
+        self._unhurried.clear()
         self._silent_since_s, self._suspect = None, False
         self.words.end_epoch()
         for waiting in pending.values():
@@ -255,6 +263,15 @@ class Session:
         return None if self._attachment is None else self._attachment.epoch
 
     @property
+    def ready_epoch(self) -> int | None:
+        """`epoch` in the state READY, else None. Also right in a thread that does not hold the lock: what it
+        looks at is of one attachment."""
+        attachment = self._attachment
+        if attachment is None or self._closed or self._unresponsive():
+            return None
+        return attachment.epoch if attachment.ready and attachment.registered else None
+
+    @property
     def transfer_blocks_max(self) -> int:
         """Blocks of one transfer, 0 without a session."""
         return 0 if self._attachment is None else self._attachment.transfer_blocks_max
@@ -273,7 +290,7 @@ class Session:
             return ClientState.CONNECTING
         if self._unresponsive():
             return ClientState.UNRESPONSIVE
-        if self._attachment.instance.ready and self._attachment.registered:
+        if self._attachment.ready and self._attachment.registered:
             return ClientState.READY
         return ClientState.ATTACHED
 
@@ -405,9 +422,9 @@ class Session:
         record.end(answer)
         return answer
 
-    def touch(self, touch: Touch) -> None:
+    def touch(self, touch: Touch, *, lazily: bool = False) -> None:
         """Tells the daemon of blocks that are in use, or will not be. Dropped if it cannot be told now; if it
-        never can, that is noted."""
+        never can, that is noted. `lazily`: with the next message, which may be a heartbeat."""
         attachment = self._attachment
         if not touch.hashes or attachment is None or self._why_not_now() is not None:
             return
@@ -416,7 +433,11 @@ class Session:
                 self.note(str(error))
                 return
         request = touch.to_proto(self.spec.namespace.hash_bytes, attachment.lookup_hashes_max)
-        self._send(Ignored(), touch=request)
+        if lazily and attachment.takes_batches and len(self._unhurried) < UNHURRIED_MAX:
+            self._unhurried.append(request)
+        else:
+            self._send_unhurried()
+            self._send(Ignored(), touch=request)
 
     def store(
         self,
@@ -425,8 +446,11 @@ class Session:
         block_ids: list[int],
         doorbell: Doorbell | None,
         retention: Retention | None = None,
+        *,
+        lazily: bool = False,
     ) -> TransferRecord:
-        """Submits a store of as many hashes as block ids. The arguments are checked already."""
+        """Submits a store of as many hashes as block ids. The arguments are checked already. `lazily`: its
+        end may be told a little later, with that of others."""
         self.counters.stores += 1
         error, wishes = None, None
         if retention is not None and not retention.plain:
@@ -434,7 +458,12 @@ class Session:
         record, signals = self._submit("store", len(block_ids), doorbell, error)
         if signals is not None:
             request = cache_pb2.StoreRequest(
-                signals=signals, group=group, hashes=hashes, block_ids=block_ids, retention=wishes
+                signals=signals,
+                group=group,
+                hashes=hashes,
+                block_ids=block_ids,
+                retention=wishes,
+                lazily=lazily,
             )
             self._send(Submitted(record, signals.ticket), store=request)
         return record
@@ -519,6 +548,11 @@ class Session:
         self._outgoing.append(message)
         if self._silent_since_s is None:
             self._silent_since_s = self._clock()
+
+    def _send_unhurried(self) -> None:
+        for request in self._unhurried:
+            self._send(Ignored(), touch=request)
+        self._unhurried.clear()
 
     def _send_releases(self) -> None:
         attachment = self._attachment
@@ -635,7 +669,8 @@ class Session:
     def _unresponsive(self) -> bool:
         if self._suspect:
             return True
-        return self._silent_since_s is not None and self._clock() - self._silent_since_s > SILENCE_S
+        since_s = self._silent_since_s
+        return since_s is not None and self._clock() - since_s > SILENCE_S
 
     def _why_not_ready(self) -> str:
         """In one sentence; empty if it is."""

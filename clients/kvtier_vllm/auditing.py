@@ -158,6 +158,11 @@ class Audits:
         """Audits that hold blocks of the engine, or are about to."""
         return len(self._open)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether `plan` is worth calling now."""
+        return bool(self._open or self._dropped)
+
     def watch(self, pool: WholeBlockPool) -> None:
         """The engine's blocks. Nothing is audited before."""
         self._pool = pool

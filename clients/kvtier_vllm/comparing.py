@@ -159,6 +159,10 @@ class AuditFollower:
         self._followed: dict[int, _Followed] = {}
         self._told = False
 
+    def __len__(self) -> int:
+        """Audits that were not reported yet."""
+        return len(self._followed)
+
     def adopt(self, meta: KvtierMetadata, client: Client | None, now_s: float) -> list[Part]:
         """What a step says of audits. Returns the parts that may start now."""
         parts: list[Part] = []

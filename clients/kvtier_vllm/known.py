@@ -36,9 +36,10 @@ class KnownBlocks:
     def add(self, hashes: Sequence[bytes], kept: Kept = PLAIN) -> None:
         """They are there now, kept like this."""
         until_s = self._clock() + min(KNOWN_S, kept.ttl_s * KNOWN_TTL_PART)
+        plain = kept == PLAIN
         for block_hash in hashes:
             self._put(block_hash, until_s)
-            if kept == PLAIN:
+            if plain:
                 self._lesser.pop(block_hash, None)
             else:
                 self._lesser[block_hash] = kept

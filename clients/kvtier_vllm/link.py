@@ -36,6 +36,8 @@ class Link:
     @property
     def client(self) -> Client | None:
         """None until it is made, and if it cannot be."""
+        if self._client is not None:  # as in nearly every step of an engine, several times
+            return self._client
         with self._lock:
             return self._client
 

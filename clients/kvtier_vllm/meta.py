@@ -112,6 +112,13 @@ class KvtierMetadata(KVConnectorMetadata):
     stopped: bool = False
     """The scheduler's side was disabled: end what has not started, report what is open."""
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether there is something to follow from now on. In most steps there is not."""
+        return bool(
+            self.loads or self.stores or self.held or self.audits or self.compares or self.audits_dropped
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:

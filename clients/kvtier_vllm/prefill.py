@@ -50,7 +50,8 @@ class PrefillMeter:
         """`steps_in_flight`: when a step is scheduled, all but this many less one of those before it have
         ended: 1 for an engine that schedules one step after the other."""
         self._in_flight = steps_in_flight
-        self._tokens_min = step_tokens_min
+        self.step_tokens_min = step_tokens_min
+        """Smaller steps say nothing."""
         self._clock = clock
         self._steps: deque[tuple[float, int]] = deque(maxlen=RUN_MAX + steps_in_flight - 1)
         """When each was scheduled, and its prompt tokens; 0 for one that says nothing."""
@@ -66,7 +67,7 @@ class PrefillMeter:
             if rate:
                 self._samples.append(rate)
                 sampled = True
-        says_something = prompt_tokens >= self._tokens_min and prompt_tokens >= other_tokens
+        says_something = prompt_tokens >= self.step_tokens_min and prompt_tokens >= other_tokens
         self._steps.append((now_s, prompt_tokens if says_something else 0))
         return sampled
 

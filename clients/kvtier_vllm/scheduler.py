@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
@@ -117,6 +117,8 @@ class SchedulerSide:
         self._loads = LoadCounters()
         self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
+        self._filled = [shape for shape in groups.shapes if not shape.handed_off]
+        """Groups whose blocks are stored when they are full. vLLM hands off those of the others."""
         self._audits = audits
         self._quarantined = False
         """An audit has found that what is stored in this namespace is not what this engine computes."""
@@ -125,6 +127,8 @@ class SchedulerSide:
         better, and is not to stay in the engine's own cache."""
         self._pool: WholeBlockPool | None = None
         self._requests: dict[str, TrackedRequest] = {}
+        self._loading: dict[str, Load] = {}
+        """Of those requests, what is being loaded and was not reported."""
         self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
         self._epoch: int | None = None
         self._step = 1
@@ -246,7 +250,7 @@ class SchedulerSide:
         tracked.expected_tokens = begin + num_external_tokens
         self._room.take(request, begin + num_external_tokens)
         targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
-        tracked.load, order = self._loader.begin(
+        load, order = self._loader.begin(
             self._link.client,
             request.request_id,
             grant,
@@ -256,12 +260,13 @@ class SchedulerSide:
             self._step,
             host_only=tracked.control.keeping.host_only,
         )
+        self._loading[request.request_id] = load
         self._out.loads.append(order)
         if self._audits is not None and tracked.audited_unit is not None:
             self._audits.begin(request.request_id, tracked.hashes, tracked.audited_unit)
             tracked.audited_unit = None
         if self._storer.watches:
-            self._out.fence += self._storer.withdraw(tracked.load.block_ids)
+            self._out.fence += self._storer.withdraw(load.block_ids)
 
     def promise_failed(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
         """A load into some of these blocks was promised to vLLM and could not be submitted: have it reported
@@ -272,43 +277,63 @@ class SchedulerSide:
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
-        self._work += bool(output.num_scheduled_tokens or self._out.loads)
-        self._out.fence += self._storer.overdue(self._step, everything=self._stopped or self._unanswered)
-        self._room.give_back(output.num_scheduled_tokens)
-        self._forget_preempted()
+        # Most steps have next to nothing to do here, and each function called costs microseconds between two
+        # runs of a model, which leaves the processor's caches to others: so ask before calling.
+        scheduled_tokens: Mapping[str, int] = output.num_scheduled_tokens
+        storer = self._storer
+        self._work += bool(scheduled_tokens or self._out.loads)
+        if storer.holds:
+            overdue = storer.overdue(self._step, everything=self._stopped or self._unanswered)
+            self._out.fence += overdue
+        self._room.give_back(scheduled_tokens)
+        if storer.busy or self._audits:
+            for tracked in self._requests.values():
+                if tracked.preemptions != tracked.request.num_preemptions:
+                    self._forget_preempted(tracked)
         if self._tainted:
             self._evict_all()
-        if self._storer.watches:
-            self._out.fence += self._storer.withdraw(newly_allocated(self._groups, output))
+        if storer.watches:
+            self._out.fence += storer.withdraw(newly_allocated(self._groups, output))
         if self._stopped:
             if self._audits is not None:
                 self._audits.drop_all()
             return
-        if self._groups.zeroed and self._storer.holds is None:
+        if self._groups.zeroed and storer.holds is None:
             raise UnsupportedConfiguration(
                 "this vLLM zeroes blocks that it takes from a request (layers are recurrent or differ in "
                 "precision), and lets connectors hold none: use vLLM 0.32"
             )
         client = self._ready_client()
-        self._out.revoke += self._storer.poll()
-        self._leaving.tell(client)
-        self._go_on_loading(client)
-        self._worth.step(bool(output.num_scheduled_tokens))
-        self._computed = output.num_scheduled_tokens.keys()
+        if storer.busy:
+            self._out.revoke += storer.poll()
+        if self._leaving:
+            self._leaving.tell(client)
+        if self._loading:
+            self._go_on_loading(client)
+        self._worth.step(bool(scheduled_tokens))
+        self._computed = scheduled_tokens.keys()
         if self._prefill is not None:
             self._measure(self._prefill, output)
         if client is not None:
-            self._ahead.prefetch(client)
+            if self._ahead:
+                self._ahead.prefetch(client)
             if self._events is not None:
                 self._events.check(client)
-        if self._audits is not None:
+        storing = client if self._config.store else None
+        for request_id, scheduled in scheduled_tokens.items():
+            tracked_or_none = self._requests.get(request_id)
+            if tracked_or_none is None:
+                continue
+            if tracked_or_none.preemptions != tracked_or_none.request.num_preemptions:
+                self._forget_preempted(tracked_or_none)
+            if storing is None or not tracked_or_none.control.store:
+                continue
+            if self._has_full_blocks(tracked_or_none, scheduled):
+                self._store_full_blocks(storing, tracked_or_none, scheduled, output)
+        if storing is not None and len(self._filled) < len(self._groups.shapes):
+            self._store_states(storing, output)
+        if self._audits is not None and self._audits.has_orders:
             self._audits.plan(client, output, self._requests, self._step, self._out)
-        if client is not None and self._config.store:
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                tracked = self._requests.get(request_id)
-                if tracked is not None and tracked.control.store:
-                    self._store_full_blocks(client, tracked, scheduled, output)
-            self._store_states(client, output)
         if not self._told:
             self._tell_why_nothing_hits(client)
 
@@ -326,21 +351,20 @@ class SchedulerSide:
         """What the workers reported for a step."""
         invalid = output.invalid_block_ids or ()
         if invalid:
-            for tracked in self._requests.values():
-                if tracked.load is not None and not tracked.load.block_ids.isdisjoint(invalid):
-                    tracked.load.failed = True
+            for load in self._loading.values():
+                if not load.block_ids.isdisjoint(invalid):
+                    load.failed = True
         for request_id in getattr(output, "failed_recving", None) or ():
-            tracked_or_none = self._requests.get(request_id)
-            if tracked_or_none is not None and tracked_or_none.load is not None:
-                tracked_or_none.load.failed = True
+            if (failed := self._loading.get(request_id)) is not None:
+                failed.failed = True
         report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             self._heed(report)
         for request_id in output.finished_recving or ():
-            tracked_or_none = self._requests.get(request_id)
-            if tracked_or_none is None or tracked_or_none.load is None:
+            if request_id not in self._loading:
                 continue
-            load, tracked_or_none.load = tracked_or_none.load, None
+            load = self._loading.pop(request_id)
+            tracked = self._requests[request_id]
             if load.rest is not None:  # the workers were stopped
                 load.rest.drop()
                 load.failed = True
@@ -351,10 +375,10 @@ class SchedulerSide:
             if not load.failed:
                 self._worth.loaded(load.tokens, seconds)
                 self._loads.tokens += load.tokens
-                tracked_or_none.may_load = True
+                tracked.may_load = True
                 for target, hashes in load.loaded:
                     indexes = range(target.first, target.first + len(hashes))
-                    self._storer.loaded(tracked_or_none.request, target.group, indexes, hashes)
+                    self._storer.loaded(tracked.request, target.group, indexes, hashes)
 
     def totals(self) -> dict[str, float]:
         """Since the engine started, by the names of `stats.COUNTERS`."""
@@ -396,10 +420,11 @@ class SchedulerSide:
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
-        if tracked.load is not None:
+        load = self._loading.pop(request_id, None)
+        if load is not None:
             # vLLM keeps the blocks until the load is reported as finished.
-            self._out.revoke += tracked.load.parts
-            self._load_no_further(request_id, tracked.load)
+            self._out.revoke += load.parts
+            self._load_no_further(request_id, load)
             return False
         self._out.revoke += self._storer.poll()
         client = self._ready_client()
@@ -521,9 +546,9 @@ class SchedulerSide:
             self._audits.attached()
         if self._events is not None:
             self._events.clear()
-        for request_id, tracked in self._requests.items():
-            if tracked.load is not None:
-                self._load_no_further(request_id, tracked.load)
+        for request_id, load in self._loading.items():
+            self._load_no_further(request_id, load)
+        for tracked in self._requests.values():
             self._grant(tracked)
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
@@ -577,19 +602,15 @@ class SchedulerSide:
 
     def _fail_loads(self) -> None:
         """What they bring is not what this engine computes."""
-        for request_id, tracked in self._requests.items():
-            if tracked.load is not None:
-                tracked.load.failed = True
-                self._out.revoke += tracked.load.parts
-                self._out.distrusted.append(request_id)
+        for request_id, load in self._loading.items():
+            load.failed = True
+            self._out.revoke += load.parts
+            self._out.distrusted.append(request_id)
 
     def _go_on_loading(self, client: Client | None) -> None:
         """Takes in loads that the daemon refused after they were submitted, which no worker will ever start,
         and begins the next parts of others."""
-        for request_id, tracked in self._requests.items():
-            load = tracked.load
-            if load is None:
-                continue
+        for request_id, load in self._loading.items():
             if not load.failed and load.spoiled:
                 load.failed = True
                 self._out.revoke += load.parts
@@ -603,26 +624,30 @@ class SchedulerSide:
         if order is not None:
             self._out.loads.append(order)
 
-    def _forget_preempted(self) -> None:
-        for tracked in self._requests.values():
-            if tracked.preemptions != tracked.request.num_preemptions:
-                tracked.preemptions = tracked.request.num_preemptions
-                self._compute_unaudited(tracked)
-                self._out.fence += self._storer.forget_open(tracked.stores)
+    def _forget_preempted(self, tracked: TrackedRequest) -> None:
+        tracked.preemptions = tracked.request.num_preemptions
+        self._compute_unaudited(tracked)
+        self._out.fence += self._storer.forget_open(tracked.stores)
+
+    def _has_full_blocks(self, tracked: TrackedRequest, scheduled: int) -> bool:
+        """Whether there is more to store when this step has computed so many tokens of it. Once per step."""
+        request, first = tracked.request, tracked.stores.next_block
+        if not tracked.begun:
+            tracked.begun, began_at = True, request.num_computed_tokens
+            tracked.foreign_until = began_at if began_at > tracked.expected_tokens else 0
+        computed = request.num_computed_tokens + scheduled
+        for shape in self._filled:
+            if computed // shape.block_tokens > first[shape.group]:
+                break
+        else:
+            return False
+        return True
 
     def _store_full_blocks(
         self, client: Client, tracked: TrackedRequest, scheduled: int, output: Any
     ) -> None:
         request, table = tracked.request, None
-        if not tracked.begun:
-            tracked.begun, began_at = True, request.num_computed_tokens
-            tracked.foreign_until = began_at if began_at > tracked.expected_tokens else 0
-        computed, first = request.num_computed_tokens + scheduled, tracked.stores.next_block
-        for shape in self._groups.shapes:
-            if computed // shape.block_tokens > first[shape.group] and not shape.handed_off:
-                break
-        else:
-            return  # as in nearly every step
+        computed = request.num_computed_tokens + scheduled
         hashes = self._hashes(tracked)
         known = len(hashes)
         if tracked.foreign_until:  # only what vLLM has seen succeed
@@ -633,9 +658,9 @@ class SchedulerSide:
             computed = min(computed, end_tokens)
         if longest := client.prefix_tokens_max:
             computed = min(computed, longest)
-        for shape in self._groups.shapes:
+        for shape in self._filled:
             full = min(computed // shape.block_tokens, known // shape.hash_stride)
-            if shape.handed_off or full <= tracked.stores.next_block[shape.group]:
+            if full <= tracked.stores.next_block[shape.group]:
                 continue
             if not self._storer.has_room:
                 return
@@ -712,8 +737,10 @@ class SchedulerSide:
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
-        client = self._link.client
-        if prefill.step(*tokens_of_step(output, self._requests)) and client is not None:
+        client, tokens = self._link.client, (0, output.total_num_scheduled_tokens)
+        if tokens[1] >= prefill.step_tokens_min:  # else it does not matter which of them are of prompts
+            tokens = tokens_of_step(output, self._requests)
+        if prefill.step(*tokens) and client is not None:
             client.report_prefill_rate(min(prefill.tokens_per_s, PREFILL_TOKENS_PER_S_MAX))
 
     def _tell_why_nothing_hits(self, client: Client | None) -> None:

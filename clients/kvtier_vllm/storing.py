@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtier import Client, Doorbell, PartRef, StoreResult, Transfer, TransferState
+from kvtier import Client, Doorbell, Outcome, PartRef, StoreResult, Transfer, TransferState
 
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds
@@ -144,6 +144,12 @@ class Storer:
         return len(self._stores) < TRANSFERS_MAX and self._clock() >= self._paused_until_s
 
     @property
+    def busy(self) -> bool:
+        """Whether there are stores of which it is not known how they ended: else `poll` finds nothing, and no
+        request has lost blocks that are read."""
+        return bool(self._stores)
+
+    @property
     def watches(self) -> bool:
         """Whether `withdraw` is worth calling now."""
         return bool(self._readers)
@@ -239,7 +245,9 @@ class Storer:
             return None
         kept = request.kept
         doorbell = Doorbell(STORE_DOORBELL, step)
-        transfer = client.store(hashes, sources, group=group, doorbell=doorbell, retention=kept.retention)
+        transfer = client.store(
+            hashes, sources, group=group, doorbell=doorbell, retention=kept.retention, lazily=True
+        )
         self.counters.transfers += 1
         store = _Store(transfer, request, request, group, hashes, indexes, sources, kept)
         part = transfer.part
@@ -271,7 +279,7 @@ class Storer:
                 store.request.open.pop(ticket, None)
             if not outcome.done and store.transfer.part is not None:
                 failed.append(store.transfer.part)
-            self._account(store)
+            self._account(store, outcome)
         return failed
 
     def withdraw(self, block_ids: Iterable[int]) -> list[PartRef]:
@@ -402,8 +410,8 @@ class Storer:
                 if not tickets:
                     del self._readers[block]
 
-    def _account(self, store: _Store) -> None:
-        outcome, results = store.transfer.outcome, store.transfer.results
+    def _account(self, store: _Store, outcome: Outcome) -> None:
+        results = store.transfer.results
         if results is None or len(results) != len(store.hashes):
             if not store.given_up:
                 self._failed(store, 0)

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvtier_vllm.adapters import Keys
 from kvtier_vllm.control import Control
-from kvtier_vllm.loading import Load
 from kvtier_vllm.storing import StoreState
 
 
@@ -25,7 +24,6 @@ class TrackedRequest:
     keys: Keys | None
     """None: not known yet, or never."""
     preemptions: int = 0
-    load: Load | None = None
     may_load: bool = True
     """False from the submission of a load until its success is reported, so for ever after a failure."""
     matched_at: int = 0

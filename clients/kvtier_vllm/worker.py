@@ -198,6 +198,8 @@ class WorkerSide:
     def fence(self, meta: KvtierMetadata) -> None:
         """Before anything of the step: stores of blocks that are given to others are withdrawn, those that
         run too. They may still read, but nothing of what they read is ever served."""
+        if not self._stores:
+            return
         wanted = {part.ticket for part in meta.fence}
         everything = meta.stopped or self._stopped
         for parts in self._stores.values():
@@ -210,12 +212,16 @@ class WorkerSide:
         self.adopt(meta)
         if meta.weights != self._weights:
             self._renew(meta.weights)
-        self._revoke(meta.revoke)
-        self._distrust(meta.distrusted)
+        if meta.revoke:
+            self._revoke(meta.revoke)
+        if meta.distrusted:
+            self._distrust(meta.distrusted)
         if meta.stopped and not self._stopped:
             self.stop()
+        if not self._new_loads:
+            return
         parts, self._new_loads = self._new_loads, []
-        if parts and self._client is not None and self._sharing is not None and not self._stopped:
+        if self._client is not None and self._sharing is not None and not self._stopped:
             self._sharing.let_load(self._client, self._step, parts)
 
     def adopt(self, meta: KvtierMetadata) -> None:
@@ -224,33 +230,39 @@ class WorkerSide:
         if meta.step == self._step:
             return
         self._step, self._work = meta.step, meta.work
-        for left in (*self._new_loads, *self._new_stores):
-            left.revoke()  # a step broke off: the next one's doorbells must not let them go
-        self._new_loads, self._new_stores = [], []
-        client, now_s = self._client, self._clock()
-        for load in meta.loads:
-            self._new_loads += self._follow(load, client, now_s)
-        self._new_loads += self._audits.adopt(meta, client, now_s)
+        if self._new_loads or self._new_stores:
+            for left in (*self._new_loads, *self._new_stores):
+                left.revoke()  # a step broke off: the next one's doorbells must not let them go
+            self._new_loads, self._new_stores = [], []
+        if meta.has_orders:
+            client, now_s = self._client, self._clock()
+            for load in meta.loads:
+                self._new_loads += self._follow(load, client, now_s)
+            self._new_loads += self._audits.adopt(meta, client, now_s)
+            for store in meta.stores:
+                source = Part(client, store.part, store.block_ids, now_s)
+                self._stores.setdefault(store.request, []).append(source)
+                self._new_stores.append(source)
+            for request in meta.held:
+                self._held[request] = now_s
         if meta.stopped or self._stopped:
             self._nothing_more()
-        for store in meta.stores:
-            source = Part(client, store.part, store.block_ids, now_s)
-            self._stores.setdefault(store.request, []).append(source)
-            self._new_stores.append(source)
-        for request in meta.held:
-            self._held[request] = now_s
 
     def end(self) -> None:
         """After the forward pass: what the step computed is in place, or enqueued. Once per step: called
         again it does nothing."""
+        if not self._new_stores:
+            return
         # What is over already may have been followed to its end.
         parts = [part for part in self._new_stores if not part.state().over]
         self._new_stores = []
         if parts and self._client is not None and self._sharing is not None and not self._stopped:
             self._sharing.let_store(self._client, self._step, parts)
 
-    def poll(self) -> Results:
-        """Everything that has ended since the last call."""
+    def poll(self) -> Results | None:
+        """Everything that has ended since the last call. None: nothing is under way."""
+        if not (self._loads or self._stores or self._held):
+            return None
         results = Results()
         now_s = self._clock()
         self._loads = [load for load in self._loads if not self._load_over(load, now_s, results)]
@@ -268,6 +280,8 @@ class WorkerSide:
 
     def report(self) -> WorkerReport | None:
         """What the scheduler's side is to know after this step; None: nothing."""
+        if not self._unsure and not self._audits:
+            return None
         audits = self._audits.poll(self._clock())
         changed = [self._change] if self._unsure and self._change is not None else []
         return WorkerReport(audits, changed) if audits or changed else None

@@ -214,7 +214,7 @@ def test_wrong_bytes_would_show(make: Make) -> None:
 
             def spoil(load: Any = load, engine: HybridEngine = engine, names: list[str] = names) -> Any:
                 results = load()
-                for name in names if results.received else ():
+                for name in names if results is not None and results.received else ():
                     tables = engine.scheduler.kv_cache_manager.get_block_ids("second")
                     engine.layers[name][tables[spoilt][5]] ^= 1  # noqa: B023
                 return results

@@ -82,8 +82,7 @@ def stored(make: Callable[..., MiniEngine], *stories: list[int]) -> None:
 
 def load_of(engine: MiniEngine, name: str) -> Any:
     """The connector's, of a request that waits for it."""
-    tracked = engine.connector._scheduler._requests.get(name)
-    return None if tracked is None else tracked.load
+    return engine.connector._scheduler._loading.get(name)
 
 
 def counters(host: DaemonHost) -> Any:

@@ -135,7 +135,7 @@ class Work:
         def spoiling() -> Any:
             loads = {load.order.request: load.order for load in worker._loads}
             results = poll()
-            for request in results.received - results.failed:
+            for request in results.received - results.failed if results is not None else ():
                 order = loads[request]
                 first = order.block_ids[0][0] if order.block_ids[0] else None
                 if self._to_spoil and first is not None and not results.bad_blocks:

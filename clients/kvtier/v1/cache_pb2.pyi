@@ -879,9 +879,14 @@ class StoreRequest(google.protobuf.message.Message):
     HASHES_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
+    LAZILY_FIELD_NUMBER: builtins.int
     group: builtins.int
     hashes: builtins.bytes
     """Block hashes one after another, in sequence order (a parent before its children)."""
+    lazily: builtins.bool
+    """Submitted on a stream with the feature "batches": its TransferEvent may wait up to 10 ms for others to go with in one
+    message. A daemon that does not know this sends it at once.
+    """
     @property
     def session(self) -> global___SessionRef: ...
     @property
@@ -903,9 +908,10 @@ class StoreRequest(google.protobuf.message.Message):
         hashes: builtins.bytes = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         retention: global___Retention | None = ...,
+        lazily: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["retention", b"retention", "session", b"session", "signals", b"signals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "group", b"group", "hashes", b"hashes", "retention", b"retention", "session", b"session", "signals", b"signals"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "group", b"group", "hashes", b"hashes", "lazily", b"lazily", "retention", b"retention", "session", b"session", "signals", b"signals"]) -> None: ...
 
 global___StoreRequest = StoreRequest
 

@@ -31,6 +31,8 @@ UNHURRIED = frozenset({"store", "touch", "release", "cancel"})
 most often the event that it has ended."""
 REPLY_DELAY_S = 0.05
 """So long such a reply waits for a message to go with."""
+EVENT_DELAY_S = 0.01
+"""So long the end of a transfer waits that nobody waits for."""
 REPLIES_MAX = 64
 """So many of them wait: more, and the client is not read from before they are sent."""
 
@@ -73,6 +75,10 @@ class Stream:
         self._batches = False
         """Whether the client sends and takes several messages in one."""
         self._unhurried: list[cache_pb2.AttachResponse] = []
+        self._lazy: set[int] = set()
+        """Tickets of transfers whose end nobody waits for."""
+        self._timer: asyncio.TimerHandle | None = None
+        """When what waits for others is written without them."""
         self._closed = False
         self._more = asyncio.Event()
         self._finished: Refusal | None = None
@@ -107,8 +113,9 @@ class Stream:
 
     # --- outgoing ---
 
-    def _push(self, message: cache_pb2.AttachResponse) -> None:
-        """For events, which cannot wait: queued, and a client that lets too many pile up is dropped."""
+    def _push(self, message: cache_pb2.AttachResponse, *, lazily: bool = False) -> None:
+        """For events, which cannot wait: queued, and a client that lets too many pile up is dropped.
+        `lazily`: it may be written a little later, with others."""
         if self._finished is not None:
             return
         if len(self._queue) >= self._settings.outgoing_max:
@@ -121,6 +128,22 @@ class Stream:
             )
             return
         self._queue.append(message)
+        if not lazily:
+            self._more.set()
+        else:
+            self._write_within(EVENT_DELAY_S)
+
+    def _write_within(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + delay_s
+        if self._timer is not None:
+            if self._timer.when() <= at_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        self._timer = None
         self._more.set()
 
     async def _send(self, messages: Iterable[cache_pb2.AttachResponse]) -> None:
@@ -159,6 +182,9 @@ class Stream:
         if not self._batches:
             return messages
         replies, self._unhurried = self._unhurried, []
+        if self._timer is not None and not self._queue:
+            self._timer.cancel()
+            self._timer = None
         return in_batches((*replies, *messages))
 
     def _finish(self, why: Refusal) -> None:
@@ -256,7 +282,7 @@ class Stream:
         if hurried or len(self._unhurried) >= REPLIES_MAX:
             await self._send(hurried)
         elif self._unhurried:
-            asyncio.get_running_loop().call_later(REPLY_DELAY_S, self._more.set)
+            self._write_within(REPLY_DELAY_S)
 
     def _reply(self, session: Session, request: cache_pb2.AttachRequest) -> cache_pb2.AttachResponse | None:
         started_s = time.perf_counter()
@@ -292,7 +318,14 @@ class Stream:
         if body == "wait":
             self._start_wait(request, caller)
             return None
-        field, reply = self._calls.by_body[body](message, caller)
+        ticket = message.signals.ticket if body == "store" and message.lazily and self._batches else 0
+        if ticket:
+            self._lazy.add(ticket)
+        try:
+            field, reply = self._calls.by_body[body](message, caller)
+        except Refusal:
+            self._lazy.discard(ticket)
+            raise
         return cache_pb2.AttachResponse(**{"id": request.id, field: reply})
 
     def _caller(self, session: Session, message: Any) -> Caller:
@@ -332,7 +365,9 @@ class Stream:
     def _event(self, event: Event) -> None:
         if isinstance(event, TransferEnded):
             transfer = convert.transfer_event(self._boot_nonce, event)
-            self._push(cache_pb2.AttachResponse(transfer=transfer))
+            lazily = event.ticket in self._lazy
+            self._lazy.discard(event.ticket)
+            self._push(cache_pb2.AttachResponse(transfer=transfer), lazily=lazily)
         elif isinstance(event, SessionEnded):
             self._end(event.why)
         else:

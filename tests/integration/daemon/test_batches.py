@@ -72,6 +72,34 @@ def test_stores_and_touches_of_one_message_come_back_in_few(talking: RawSession)
         assert talking.lookup(key).answers[0].hits == 2
 
 
+def test_ends_that_nobody_waits_for_are_told_together(talking: RawSession) -> None:
+    stream = talking.attached
+    for attempt in range(20):  # on a busy machine they may end long after each other
+        before = stream.messages
+        requests = [talking.store_request(hashes(2, seed=8 * attempt + seed), [0, 1]) for seed in range(8)]
+        for each in requests:
+            each.lazily = True
+        stream.post_batch(*({"store": each} for each in requests))
+        ended = [stream.event("transfer") for _ in requests]
+        assert sorted(each.ticket for each in ended) == [each.signals.ticket for each in requests]
+        if stream.messages - before == 1:  # with the replies
+            return
+    pytest.fail("their ends never came in one message")
+
+
+def test_a_store_that_is_refused_leaves_no_trace_of_its_haste(talking: RawSession) -> None:
+    stream = talking.attached
+    bad = talking.store_request(hashes(1), [10**6])
+    bad.lazily = True
+    [one] = stream.post_batch({"store": bad})
+    with pytest.raises(Refused):
+        stream.answer(one)
+    good = talking.store_request(hashes(1), [0])
+    good.lazily = True
+    stream.post_batch({"store": good})
+    assert stream.event("transfer").succeeded == b"\1"
+
+
 def test_a_reply_that_nothing_follows_comes_all_the_same(talking: RawSession) -> None:
     stream = talking.attached
     [one] = stream.post_batch({"touch": touch(hashes(1))})

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier import LookupMode
+from kvtier import ClientState, LookupMode
+from kvtier.asking import Touch
 from kvtier.batches import BATCH_BYTES_MAX, BATCHES, MESSAGES_MAX, in_batches
+from kvtier.session import SILENCE_S, UNHURRIED_MAX
 from kvtier.v1 import cache_pb2, types_pb2
 
 from tests.unit.client.peer import Peer, hashes
@@ -82,6 +84,52 @@ class TestSession:
         )
         assert record.accepted
         assert modern.session.outcome(record).done
+
+    def test_a_touch_in_no_hurry_goes_with_the_next_message(self, modern: Peer) -> None:
+        for number in range(3):
+            modern.session.touch(Touch(hashes(number)), lazily=True)
+        assert not modern.session.has_outgoing
+        modern.now_s += 2 * SILENCE_S
+        assert modern.session.state is not ClientState.UNRESPONSIVE, "nothing is on its way"
+        modern.session.lookup(0, hashes(9), LookupMode.PREFIX, lease=False)
+        [message] = modern.sent()
+        assert bodies(message) == ["lookup", "touch", "touch", "touch"]
+        assert not modern.session.has_outgoing
+
+    def test_it_goes_with_a_heartbeat_at_the_latest(self, modern: Peer) -> None:
+        modern.session.touch(Touch(hashes(1)), lazily=True)
+        modern.now_s += modern.session.tick()
+        modern.session.tick()
+        [message] = modern.sent()
+        assert bodies(message) == ["heartbeat", "touch"]
+
+    def test_one_in_a_hurry_takes_those_before_it_along(self, modern: Peer) -> None:
+        for number, lazily in enumerate((True, False)):
+            modern.session.touch(Touch(hashes(number)), lazily=lazily)
+        [message] = modern.sent()
+        assert [each.touch.queries[0].hashes for each in message.batch.requests] == [hashes(0), hashes(1)]
+
+    def test_only_so_many_wait(self, modern: Peer) -> None:
+        for number in range(UNHURRIED_MAX):
+            modern.session.touch(Touch(hashes(number)), lazily=True)
+            assert not modern.session.has_outgoing
+        modern.session.touch(Touch(hashes(0)), lazily=True)
+        assert len(taken_apart(modern.sent())) == UNHURRIED_MAX + 1
+
+    def test_an_older_daemon_is_told_at_once(self, peer: Peer) -> None:
+        peer.session.touch(Touch(hashes(1)), lazily=True)
+        assert [bodies(each) for each in peer.sent()] == [["touch"]]
+
+    def test_none_outlives_its_session(self, modern: Peer) -> None:
+        modern.session.touch(Touch(hashes(1)), lazily=True)
+        modern.session.lost("it was stopped")
+        modern.welcome(features=[BATCHES])
+        modern.session.lookup(0, hashes(9), LookupMode.PREFIX, lease=False)
+        assert [bodies(each) for each in modern.sent()] == [["lookup"]]
+
+
+def bodies(message: cache_pb2.AttachRequest) -> list[str]:
+    return sorted(str(each.WhichOneof("body")) for each in taken_apart([message]))
 
 
 def ask_twice(peer: Peer) -> None:
