@@ -120,6 +120,28 @@ def test_all_ranks_find_a_daemon_that_was_killed_again(parallel: Rig) -> None:
     assert same(restored, hit)
 
 
+def test_every_rank_says_what_its_weights_are(model: Path, host: DaemonHost, tmp_path: Path) -> None:
+    """As `--worker-extension-cls kvtier_vllm.updates.Worker` has it said; one rank's word is not enough."""
+    tokens = prompt(6 * BLOCK + 1, seed=8)
+    rig = start_parallel(model, host, tmp_path, worker_extension_cls="kvtier_vllm.updates.Worker")
+    with rig.engine:
+        rig.compute_and_hit(tokens)
+        namespaces = [rig.look("client.status.namespace_digest")]
+        for name in ("step 1", "step 2"):
+            rpc = f"llm.collective_rpc('kvtier_weights_changed', args=({name!r},))"
+            assert rig.look(rpc) == [True] * RANKS
+            rig.engine.reset_prefix_cache()
+            rig.generate(prompt(BLOCK, seed=9), max_tokens=2)  # the ranks learn what the scheduler knows
+            rig.wait_ready()
+            namespaces.append(rig.look("client.status.namespace_digest"))
+            assert f"this engine's weights are {name!r} now, and shared" in rig.engine.log.read_text()
+            hit = rig.compute_and_hit(tokens)  # which fails if the first is not computed
+            restored = restored_by(rig, tokens)
+            assert restored.num_cached_tokens == 6 * BLOCK
+            assert same(restored, hit)
+        assert len(set(namespaces)) == 3
+
+
 def test_stages_of_a_pipeline_restore_their_layers_bit_for_bit(
     model: Path, host: DaemonHost, tmp_path: Path
 ) -> None:
