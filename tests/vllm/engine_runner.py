@@ -100,6 +100,8 @@ class Runner:
         self._serial = 0
         self._own_patience: tuple[float, float, float] | None = None
         self._work: Any = None
+        self._taken: tuple[Any, Any] | None = None
+        """Scheduler's and worker's connector, while they are switched off."""
 
     def handle(self, command: Command) -> Answer:
         operation = command.pop("op")
@@ -187,6 +189,17 @@ class Runner:
     def do_tell_weights(self, revision: str | None) -> Answer:
         """Tells kvtier that they were changed."""
         return {"told": self._llm.collective_rpc(_tell_weights, args=(revision,))}
+
+    def do_switch_connector(self, on: bool) -> Answer:
+        """Takes the connector from scheduler and worker, or gives it back, while there are no requests."""
+        from vllm.distributed.kv_transfer import kv_transfer_state as worker
+
+        halves = self._core.scheduler.connector, worker._KV_CONNECTOR_AGENT
+        if on and self._taken is not None:
+            (self._core.scheduler.connector, worker._KV_CONNECTOR_AGENT), self._taken = self._taken, None
+        elif not on and self._taken is None:
+            (self._core.scheduler.connector, worker._KV_CONNECTOR_AGENT), self._taken = (None, None), halves
+        return {}
 
     def do_overwrite_cache(self, value: int, blocks: list[int] | None = None) -> Answer:
         """Fills KV blocks (all but the null block 0, or the named ones) with one byte: what is read
