@@ -420,13 +420,17 @@ class Telling:
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[bytes], Any]] = []
 
-    def touch(self, hashes: Sequence[bytes], *, hold_s: float) -> None:
+    def touch(self, hashes: Sequence[bytes], *, hold_s: float, lazily: bool) -> None:
+        assert lazily == (hold_s == 0), "a hold is wished for at once"
         self.heard.append(("touch", list(hashes), hold_s))
 
     def cool(self, hashes: Sequence[bytes], *, group: int) -> None:
         self.heard.append(("cool", list(hashes), group))
 
-    def touch_groups(self, hashes: Sequence[bytes], queries: Sequence[Any], *, hold_s: float) -> None:
+    def touch_groups(
+        self, hashes: Sequence[bytes], queries: Sequence[Any], *, hold_s: float, lazily: bool
+    ) -> None:
+        assert lazily == (hold_s == 0)
         self.heard.append(("touch groups", list(hashes), hold_s))
 
 
