@@ -52,7 +52,7 @@ class _Hold:
 
 
 class BlockHolds:
-    """Blocks of stores, by ticket. Called from the scheduler's thread."""
+    """Blocks of stores, by the number of each. Called from the scheduler's thread."""
 
     def __init__(self, pool: BlockPool, hold_s: float, clock: Callable[[], float]) -> None:
         """None is held for much longer than `hold_s`."""
@@ -69,8 +69,8 @@ class BlockHolds:
         """Stores that hold blocks."""
         return len(self._holds)
 
-    def __contains__(self, ticket: int) -> bool:
-        return ticket in self._holds
+    def __contains__(self, number: int) -> bool:
+        return number in self._holds
 
     @property
     def are_all(self) -> bool:
@@ -90,17 +90,17 @@ class BlockHolds:
         """Whether so many more may be held. One store always may."""
         return not self._holds or self._count + blocks <= self._most
 
-    def hold(self, ticket: int, block_ids: Sequence[int]) -> None:
+    def hold(self, number: int, block_ids: Sequence[int]) -> None:
         """They keep what they hold, whoever lets go of them, until `release`."""
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
         now_s = self._clock()
-        self._holds[ticket] = _Hold(block_ids, now_s, now_s + self._hold_s)
+        self._holds[number] = _Hold(block_ids, now_s, now_s + self._hold_s)
         self._users.update(block_ids)
         self._count += len(block_ids)
 
-    def release(self, ticket: int) -> None:
+    def release(self, number: int) -> None:
         """The store reads no more, or nothing that it reads counts. Idempotent."""
-        hold = self._holds.pop(ticket, None)
+        hold = self._holds.pop(number, None)
         if hold is not None:
             self._count -= len(hold.block_ids)
             for block in hold.block_ids:
@@ -111,15 +111,15 @@ class BlockHolds:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(hold.block_ids)])
 
     def release_all(self) -> list[int]:
-        """As `release`. Returns the tickets that held blocks."""
-        tickets = list(self._holds)
-        for ticket in tickets:
-            self.release(ticket)
-        return tickets
+        """As `release`. Returns the numbers that held blocks."""
+        numbers = list(self._holds)
+        for number in numbers:
+            self.release(number)
+        return numbers
 
-    def end(self, ticket: int) -> None:
+    def end(self, number: int) -> None:
         """Its time is over."""
-        hold = self._holds.get(ticket)
+        hold = self._holds.get(number)
         if hold is not None:
             hold.until_s = self._clock()
 
@@ -128,13 +128,13 @@ class BlockHolds:
         blocks are released in the next: what vLLM gives away then is written in a later step."""
         now_s = self._clock()
         due: list[int] = []
-        for ticket, hold in list(self._holds.items()):
+        for number, hold in list(self._holds.items()):
             if hold.withdrawn_step is None:
                 if everything or now_s >= hold.until_s:
                     hold.withdrawn_step = step
-                    due.append(ticket)
+                    due.append(number)
             elif hold.withdrawn_step < step:
-                self.release(ticket)
+                self.release(number)
         return due
 
     def _solely(self, block: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,8 @@ class StoreState:
     sighted: list[int] = field(default_factory=list)
     """Of each group: blocks below it were counted as seen by this request. Empty: none."""
     open: dict[int, PartRef] = field(default_factory=dict)
-    """By ticket: parts that may still read the request's blocks, as far as the scheduler knows."""
+    """By number of the store: parts that may still read the request's blocks, as far as the scheduler
+    knows."""
     kept: Kept = PLAIN
     """How the daemon is to keep its blocks."""
     made: Made | None = None
@@ -132,9 +134,12 @@ class Storer:
         self._holds_at_once = holds_at_once
         self._groups = groups
         self._clock = clock
+        self._numbers = itertools.count(1)
         self._stores: dict[int, _Store] = {}
+        """By numbers of our own: the tickets of another client begin anew, and holds of stores of the one
+        before may not have ended."""
         self._readers: dict[int, list[int]] = {}
-        """Tickets of the stores that read a block which may leave its request. Several do if requests share
+        """Numbers of the stores that read a block which may leave its request. Several do if requests share
         it."""
         self._paused_until_s = 0.0
 
@@ -254,29 +259,30 @@ class Storer:
         if part is None:  # refused at once
             self._failed(store, 0)
             return None
-        self._stores[part.ticket] = store
-        request.open[part.ticket] = part
+        number = next(self._numbers)
+        self._stores[number] = store
+        request.open[number] = part
         request.under_way += 1
         if holds is not None:
-            holds.hold(part.ticket, sources)
+            holds.hold(number, sources)
         elif self._groups.shapes[group].window_blocks:
             for block in sources:
-                self._readers.setdefault(block, []).append(part.ticket)
+                self._readers.setdefault(block, []).append(number)
         return StoreOrder(name, part, sources)
 
     def poll(self) -> list[PartRef]:
         """Takes in what the daemon reported. Returns the parts of stores that ended otherwise than well: a
         worker that has not seen them start would wait for them in vain."""
         failed: list[PartRef] = []
-        for ticket, store in list(self._stores.items()):
+        for number, store in list(self._stores.items()):
             outcome = store.transfer.outcome
             if outcome.state is TransferState.ACTIVE:
                 continue
-            del self._stores[ticket]
+            del self._stores[number]
             store.origin.under_way -= 1
-            self._read_no_more(ticket, store, fenced=outcome.fenced)
+            self._read_no_more(number, store, fenced=outcome.fenced)
             if outcome.fenced:
-                store.request.open.pop(ticket, None)
+                store.request.open.pop(number, None)
             if not outcome.done and store.transfer.part is not None:
                 failed.append(store.transfer.part)
             self._account(store, outcome)
@@ -287,15 +293,15 @@ class Storer:
         before anything is written there, and what they have read is never served."""
         readers = self._readers
         parts: list[PartRef] = []
-        for ticket in {ticket for block in block_ids for ticket in readers.get(block, ())}:
-            store = self._stores[ticket]
+        for number in {number for block in block_ids for number in readers.get(block, ())}:
+            store = self._stores[number]
             request, group = store.request, store.group
-            part = request.open.pop(ticket, None)
+            part = request.open.pop(number, None)
             if part is not None:
                 parts.append(part)
             # What the request has left of it is tried again.
             request.next_block[group] = min(request.next_block[group], store.indexes[0])
-            self._disown(ticket, store)
+            self._disown(number, store)
             self.counters.withdrawn += 1
         return parts
 
@@ -304,32 +310,32 @@ class Storer:
         in an earlier one. Once per step. `everything`: no part may hold blocks any more."""
         if self.holds is None:
             return []
-        tickets = self.holds.overdue(step, everything=everything)
-        stores = [self._stores[ticket] for ticket in tickets if ticket in self._stores]
+        numbers = self.holds.overdue(step, everything=everything)
+        stores = [self._stores[number] for number in numbers if number in self._stores]
         return [store.transfer.part for store in stores if store.transfer.part is not None]
 
     def forget_open(self, request: StoreState) -> list[PartRef]:
         """The request loses its blocks: returns the parts that may still read them and must not. What becomes
         of those stores is no longer held against it, and it starts over."""
-        parts = list(request.open.values())
+        opened = list(request.open.items())
         request.open.clear()
         request.next_block = [0] * len(self.known)
-        for part in parts:
-            store = self._stores.get(part.ticket)
+        for number, _ in opened:
+            store = self._stores.get(number)
             if store is not None:
-                self._disown(part.ticket, store)
-        return [] if self._holds_at_once else parts
+                self._disown(number, store)
+        return [] if self._holds_at_once else [part for _, part in opened]
 
     def keep(self, request: StoreState) -> bool:
         """The request is over: from now on what its open stores read is held. False: it cannot be, and vLLM
         must not give the blocks to others until the workers say so."""
         if self.holds is None:
             return not request.open
-        for ticket in request.open:
-            store = self._stores.get(ticket)
+        for number in request.open:
+            store = self._stores.get(number)
             # What is not there any more has no daemon, and is revoked before anything is written.
-            if store is not None and ticket not in self.holds:
-                self.holds.hold(ticket, store.sources)
+            if store is not None and number not in self.holds:
+                self.holds.hold(number, store.sources)
         return True
 
     def settle(self, wait_s: float) -> list[PartRef]:
@@ -341,14 +347,14 @@ class Storer:
         if holds is None or not holds.are_all:
             return []
         failed = self.poll()
-        for store in [store for ticket, store in self._stores.items() if ticket in holds]:
+        for store in [store for number, store in self._stores.items() if number in holds]:
             store.transfer.wait(max(0.0, deadline_s - self._clock()))
         failed += self.poll()
         if self._holds_at_once:
             return failed
-        left = {ticket: self._stores[ticket] for ticket in holds.release_all() if ticket in self._stores}
-        for ticket, store in left.items():
-            self._disown(ticket, store)
+        left = {number: self._stores[number] for number in holds.release_all() if number in self._stores}
+        for number, store in left.items():
+            self._disown(number, store)
         self.counters.withdrawn += len(left)
         return failed + [store.transfer.part for store in left.values() if store.transfer.part is not None]
 
@@ -388,26 +394,26 @@ class Storer:
         sightings.add(hashes[request.sighted[group] : end])
         request.sighted[group] = max(request.sighted[group], end)
 
-    def _disown(self, ticket: int, store: _Store) -> None:
+    def _disown(self, number: int, store: _Store) -> None:
         store.request = self.new_state(store.origin.request)
         store.given_up = True
-        self._forget_reader(ticket, store)
+        self._forget_reader(number, store)
 
-    def _read_no_more(self, ticket: int, store: _Store, *, fenced: bool) -> None:
+    def _read_no_more(self, number: int, store: _Store, *, fenced: bool) -> None:
         """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
-        self._forget_reader(ticket, store)
+        self._forget_reader(number, store)
         if self.holds is not None:
             if fenced:
-                self.holds.release(ticket)
+                self.holds.release(number)
             else:
-                self.holds.end(ticket)
+                self.holds.end(number)
 
-    def _forget_reader(self, ticket: int, store: _Store) -> None:
+    def _forget_reader(self, number: int, store: _Store) -> None:
         for block in store.sources if self._readers else ():
-            tickets = self._readers.get(block, [])
-            if ticket in tickets:
-                tickets.remove(ticket)
-                if not tickets:
+            numbers = self._readers.get(block, [])
+            if number in numbers:
+                numbers.remove(number)
+                if not numbers:
                     del self._readers[block]
 
     def _account(self, store: _Store, outcome: Outcome) -> None:

@@ -200,11 +200,11 @@ class WorkerSide:
         run too. They may still read, but nothing of what they read is ever served."""
         if not self._stores:
             return
-        wanted = {part.ticket for part in meta.fence}
+        wanted = set(meta.fence)
         everything = meta.stopped or self._stopped
         for parts in self._stores.values():
             for part in parts:
-                if everything or part.ref.ticket in wanted:
+                if everything or part.ref in wanted:
                     part.revoke()
 
     def begin(self, meta: KvtierMetadata) -> None:
@@ -396,13 +396,11 @@ class WorkerSide:
         return parts
 
     def _revoke(self, refs: Iterable[PartRef]) -> None:
-        wanted = {ref.ticket for ref in refs}
-        if not wanted:
-            return
+        wanted = set(refs)
         parts = [part for load in self._loads for part in load.left]
         parts += [part for parts in self._stores.values() for part in parts]
         for part in parts:
-            if part.ref.ticket in wanted:
+            if part.ref in wanted:
                 part.revoke()
 
     def _store_over(self, part: Part, held_since_s: float | None, now_s: float) -> bool:
