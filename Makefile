@@ -54,10 +54,10 @@ test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check ev
 test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 	@$(PY) -m tools.check vllm
 
-test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (half an hour)
+test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)
 	@KVTIER_WORKLOAD=long $(PY) -m tools.check workload
 
-test-audits: setup ## 2,000 audits of real engines of every family that runs here: no false alarm (half an hour)
+test-audits: setup ## 3,000 audits of real engines of every family that runs here: no false alarm (15 minutes)
 	@KVTIER_AUDITS_LONG=1 $(PY) -m tools.check audits
 
 test-vllm-all: setup-light ## the connector under the scheduler of every vLLM that it supports, 0.29 to 0.33 (12 GB, half an hour)

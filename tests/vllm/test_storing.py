@@ -37,7 +37,7 @@ class Pool:
     """vLLM's blocks, of which the test sees how many use each."""
 
     def __init__(self, blocks: int) -> None:
-        self.blocks: list[Any] = [SimpleNamespace(ref_cnt=0) for _ in range(blocks)]
+        self.blocks: Sequence[Any] = [SimpleNamespace(ref_cnt=0) for _ in range(blocks)]
 
     def touch(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
