@@ -312,13 +312,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard(lambda: side.fence(kv_connector_metadata), None)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
         side = self._worker
         if side is not None and isinstance(connector_metadata, KvtierMetadata):
             failed = object()
             if self._guard(lambda: side.begin(connector_metadata), failed) is failed:
                 # Whatever it was, the requests of this step are reported some time.
                 self._guard(lambda: side.adopt(connector_metadata), None)
+
+    def has_connector_metadata(self) -> bool:
+        """Asked before and after each layer whether there is something to wait for, or to save: there never
+        is."""
+        return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads were let go when the metadata was bound, before the forward pass."""

@@ -37,6 +37,7 @@ HOOKS = (
     ),
     Hook("bind_connector_metadata before the forward pass", ALL, "the load doorbell, once blocks are zeroed"),
     Hook("wait_for_save in every step", ALL, "the store doorbell"),
+    Hook("has_connector_metadata, asked around each layer", ALL, "layers that wait for nothing"),
     Hook("handle_preemptions before blocks are overwritten", ALL, "the fence of stores"),
     Hook("get_block_ids_with_load_errors", ALL, "failed loads of one KV cache group"),
     Hook(

@@ -80,6 +80,21 @@ def test_a_block_is_stored_once(rig: Rig) -> None:
     assert after.deduplicated_blocks == counters.deduplicated_blocks  # not even submitted
 
 
+def test_layers_wait_for_nothing(rig: Rig) -> None:
+    """Large models have many, and around each vLLM would call two hooks, in every step."""
+    hooks = "('wait_for_layer_load', 'save_kv_layer')"
+    kept, kind = "__import__('builtins').kept_hooks", "type(scheduler.connector)"
+    rig.look(f"[setattr(__import__('builtins'), 'kept_hooks', [getattr({kind}, one) for one in {hooks}])]")
+    rig.look(f"[setattr({kind}, one, None) for one in {hooks}]")
+    try:
+        tokens = prompt(3 * BLOCK + 1, seed=12)
+        hit = rig.compute_and_hit(tokens)
+        rig.forget()
+        assert same(rig.generate(tokens), hit)
+    finally:
+        rig.look(f"[setattr({kind}, one, hook) for one, hook in zip({hooks}, {kept})]")
+
+
 def test_wrong_bytes_would_show(rig: Rig) -> None:
     """The negative control of every test above. While the daemon runs, it trusts its own memory."""
     tokens = prompt(6 * BLOCK + 1, seed=4)
