@@ -112,13 +112,14 @@ def bench(
                 why = found.last_error or found.why
                 raise BenchError(f"it could not be used as an engine uses it within {READY_S:g} s: {why}")
             digest = client.status.namespace_digest
+            array = memory.array.reshape(2 * blocks, block_bytes)
+            run = _Run(client, array, blocks, block_bytes, check_stop)
             try:
-                array = memory.array.reshape(2 * blocks, block_bytes)
-                run = _Run(client, array, blocks, block_bytes, check_stop)
                 store_s = run.store()
                 load_s, wrong = run.load()
                 one, every, missed = run.lookups()
             finally:
+                run.end()  # a store that the clearing overtook would stay
                 left = _clear(admin, digest)
     return Figures(
         daemon_version=status.version,
@@ -150,6 +151,7 @@ class _Run:
         self._memory = memory
         self._blocks = blocks
         self._hashes = [secrets.token_bytes(32) for _ in range(blocks)]
+        self._running: list[Transfer] = []
         memory[:blocks] = np.random.default_rng().integers(0, 256, (blocks, block_bytes), np.uint8)
 
     def store(self) -> float:
@@ -179,17 +181,24 @@ class _Run:
         return self._client.load(found, range(self._blocks + first, self._blocks + last))
 
     def _all_batches(self, what: str, submit: Callable[[int, int], Transfer]) -> float:
-        running: list[Transfer] = []
         began_s = time.perf_counter()
         for first in range(0, self._blocks, BATCH):
             self._check_stop()
-            if len(running) == TRANSFERS_AT_ONCE:
-                _check(what, running.pop(0).wait(WAIT_S))
-            running.append(submit(first, min(first + BATCH, self._blocks)))
-        for transfer in running:
+            if len(self._running) == TRANSFERS_AT_ONCE:
+                _check(what, self._running.pop(0).wait(WAIT_S))
+            self._running.append(submit(first, min(first + BATCH, self._blocks)))
+        while self._running:
             self._check_stop()
-            _check(what, transfer.wait(WAIT_S))
+            _check(what, self._running.pop(0).wait(WAIT_S))
         return time.perf_counter() - began_s
+
+    def end(self) -> None:
+        """What still runs is over."""
+        for transfer in self._running:
+            transfer.cancel()
+        for transfer in self._running:
+            transfer.wait(WAIT_S)
+        self._running.clear()
 
     def lookups(self) -> tuple[Latency, Latency, Latency]:
         """Of one block that is there, of all (or HASHES_MAX), of one that is not; each asks the daemon."""
