@@ -347,9 +347,7 @@ class ClientBase(ABC):
                 )
             )
 
-    def touch(
-        self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0, lazily: bool = False
-    ) -> None:
+    def touch(self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0, lazily: bool = False) -> None:
         """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them
         last. Never waits, and is forgotten if the daemon cannot be told now.
 

@@ -193,11 +193,12 @@ class _Run:
         return time.perf_counter() - began_s
 
     def end(self) -> None:
-        """What still runs is over."""
+        """Cancels what still runs, and waits for its end, WAIT_S at most for all of it."""
+        deadline_s = time.monotonic() + WAIT_S
         for transfer in self._running:
             transfer.cancel()
         for transfer in self._running:
-            transfer.wait(WAIT_S)
+            transfer.wait(max(0.0, deadline_s - time.monotonic()))
         self._running.clear()
 
     def lookups(self) -> tuple[Latency, Latency, Latency]:
