@@ -369,6 +369,14 @@ class ClientBase(ABC):
         """
         self._touch(Touch(self._joined(hashes, group), group=group, cold=True))
 
+    def flush(self) -> None:
+        """Sends what was submitted `lazily` and still waits for a message to go with. Never waits; costs next
+        to nothing if there is none."""
+        if self._session.has_unhurried:
+            with self._lock:
+                self._session.hurry()
+                self._wake_writer()
+
     def _joined(self, hashes: Hashes, group: int) -> bytes:
         spec = self._submitting()
         spec.block_ids_max(group)
@@ -576,6 +584,8 @@ class ClientBase(ABC):
             return self._session.abandon(record)
 
     def _outcome(self, record: TransferRecord) -> Outcome:
+        if not self._session.spec.role.holds_rank:  # no part word has a say in it
+            return record.outcome
         with self._lock:
             return self._session.outcome(record)
 

@@ -89,6 +89,7 @@ class Transfer(TransferBase):
         `revoke`.
         """
         deadline_s = time.monotonic() + timeout_s
+        self._client.flush()
         while True:
             outcome = self.outcome
             remaining_s = deadline_s - time.monotonic()
@@ -264,7 +265,8 @@ class Client(ClientBase):
         doorbell: no rank starts before this doorbell of its own has reached the value; None: at once.
         retention: how long and where the blocks are kept; a daemon that is too old for it
             (`status.can_retain`) refuses the store.
-        lazily: nobody waits for its end, which may be told up to 10 ms later, together with that of others.
+        lazily: nobody waits for its end. It is sent with the next message, after `flush`, or at the latest
+            with the next heartbeat, and its end may be told up to 10 ms later, together with that of others.
             Spares both sides messages.
 
         The blocks must not change until the transfer is fenced. Raises KvtierError for hashes of another

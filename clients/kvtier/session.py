@@ -66,7 +66,7 @@ class Doorbell:
 
 
 UNHURRIED_MAX = 64
-"""Touches that wait for a message to go with."""
+"""Messages that wait for others to go with; more, and they are sent."""
 
 
 class Session:
@@ -97,8 +97,8 @@ class Session:
         self._next_ticket = 1
         self._pending: dict[int, Pending] = {}
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
-        self._unhurried: list[cache_pb2.TouchRequest] = []
-        """They go with the next message."""
+        self._hurried = False
+        """Whether something of that is to be sent at once; else it all waits for what is."""
         self._silent_since_s: float | None = None
         self._suspect = False
         self._last_error = ""
@@ -116,7 +116,7 @@ class Session:
         assert not self._pending
         self.ended = None
         self._daemon_pid = daemon_pid
-        self._outgoing.clear()
+        self._clear_outgoing()
         record = HelloRecord(self._make_event())
         self._send(record, hello=self.spec.hello(token, self._news.prefill_tokens_per_s))
         self._news.prefill_told()
@@ -155,14 +155,24 @@ class Session:
     def has_outgoing(self) -> bool:
         """Whether `take_outgoing` has something."""
         attachment = self._attachment
-        return bool(self._outgoing) or (attachment is not None and attachment.leases.has_releases)
+        return self._hurried or (attachment is not None and attachment.leases.has_releases)
+
+    @property
+    def has_unhurried(self) -> bool:
+        """Whether `hurry` has something to do. Also right in a thread that does not hold the lock."""
+        return bool(self._outgoing) and not self._hurried
+
+    def hurry(self) -> None:
+        """What waits for other messages is to be sent now."""
+        self._hurried = bool(self._outgoing)
 
     def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
         """What is to be sent now, in order. The caller sends it."""
-        self._send_unhurried()
         self._send_releases()
         messages = list(self._outgoing)
-        self._outgoing.clear()
+        self._clear_outgoing()
+        if messages and self._silent_since_s is None:
+            self._silent_since_s = self._clock()
         if len(messages) > 1 and self._attachment is not None and self._attachment.takes_batches:
             return list(in_batches(messages))
         return messages
@@ -178,7 +188,8 @@ class Session:
     def _take(self, message: cache_pb2.AttachResponse) -> None:
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
-        self._silent_since_s = self._clock() if self._pending else None
+        answers_owed = len(self._pending) > len(self._outgoing)  # to what has been sent
+        self._silent_since_s = self._clock() if answers_owed else None
         if isinstance(pending, HeartbeatSent) and self._attachment is not None:
             self._attachment.heartbeat_pending = False
         match message.WhichOneof("body"):
@@ -229,8 +240,7 @@ class Session:
         attachment, self._attachment = self._attachment, None
         self.memory.attach(None)
         pending, self._pending = self._pending, {}
-        self._outgoing.clear()
-        self._unhurried.clear()
+        self._clear_outgoing()
         self._silent_since_s, self._suspect = None, False
         self.words.end_epoch()
         for waiting in pending.values():
@@ -433,11 +443,7 @@ class Session:
                 self.note(str(error))
                 return
         request = touch.to_proto(self.spec.namespace.hash_bytes, attachment.lookup_hashes_max)
-        if lazily and attachment.takes_batches and len(self._unhurried) < UNHURRIED_MAX:
-            self._unhurried.append(request)
-        else:
-            self._send_unhurried()
-            self._send(Ignored(), touch=request)
+        (self._send_lazily if lazily else self._send)(Ignored(), touch=request)
 
     def store(
         self,
@@ -450,7 +456,7 @@ class Session:
         lazily: bool = False,
     ) -> TransferRecord:
         """Submits a store of as many hashes as block ids. The arguments are checked already. `lazily`: its
-        end may be told a little later, with that of others."""
+        message may be sent with the next, and its end be told a little later, with that of others."""
         self.counters.stores += 1
         error, wishes = None, None
         if retention is not None and not retention.plain:
@@ -465,7 +471,8 @@ class Session:
                 retention=wishes,
                 lazily=lazily,
             )
-            self._send(Submitted(record, signals.ticket), store=request)
+            send = self._send_lazily if lazily else self._send
+            send(Submitted(record, signals.ticket), store=request)
         return record
 
     def load(
@@ -542,17 +549,27 @@ class Session:
         return self.state is ClientState.READY and self.epoch != self._ready_epoch
 
     def _send(self, pending: Pending, **body: object) -> None:
-        message = cache_pb2.AttachRequest(id=self._next_id, **body)  # type: ignore[arg-type]
-        self._pending[self._next_id] = pending
-        self._next_id += 1
-        self._outgoing.append(message)
+        self._queue(pending, body)
+        self._hurried = True
         if self._silent_since_s is None:
             self._silent_since_s = self._clock()
 
-    def _send_unhurried(self) -> None:
-        for request in self._unhurried:
-            self._send(Ignored(), touch=request)
-        self._unhurried.clear()
+    def _send_lazily(self, pending: Pending, **body: object) -> None:
+        """With the next message."""
+        attachment = self._attachment
+        if attachment is not None and attachment.takes_batches and len(self._outgoing) < UNHURRIED_MAX:
+            self._queue(pending, body)
+        else:
+            self._send(pending, **body)
+
+    def _queue(self, pending: Pending, body: dict[str, object]) -> None:
+        self._outgoing.append(cache_pb2.AttachRequest(id=self._next_id, **body))  # type: ignore[arg-type]
+        self._pending[self._next_id] = pending
+        self._next_id += 1
+
+    def _clear_outgoing(self) -> None:
+        self._outgoing.clear()
+        self._hurried = False
 
     def _send_releases(self) -> None:
         attachment = self._attachment

@@ -29,7 +29,7 @@ from kvtier_vllm.meta import (
     AuditCompare,
     AuditLoad,
     AuditResult,
-    KvtierMetadata,
+    Orders,
 )
 from kvtier_vllm.tables import hashes_of
 from kvtier_vllm.tracking import TrackedRequest
@@ -211,7 +211,7 @@ class Audits:
         output: Any,
         requests: Mapping[str, TrackedRequest],
         step: int,
-        out: KvtierMetadata,
+        out: Orders,
     ) -> None:
         """Once per step, when vLLM has scheduled it. `requests`: all that it has not finished."""
         for ticket, audit in list(self._open.items()):
@@ -281,7 +281,7 @@ class Audits:
     def _is_computed(self, audit: _Audit) -> bool:
         return audit.places[0].computed is not None
 
-    def _submit(self, client: Client, ticket: int, audit: _Audit, step: int, out: KvtierMetadata) -> bool:
+    def _submit(self, client: Client, ticket: int, audit: _Audit, step: int, out: Orders) -> bool:
         """Has the stored blocks loaded, when they are leased. False: they cannot be."""
         pool = self._pool
         assert pool is not None

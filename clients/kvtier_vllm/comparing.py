@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvtier import Client, GroupKind
 
 from kvtier_vllm.layout import GroupLayout
-from kvtier_vllm.meta import AuditCompare, AuditResult, KvtierMetadata
+from kvtier_vllm.meta import AuditCompare, AuditResult, Orders
 from kvtier_vllm.parts import Part
 from kvtier_vllm.sharing import Landing
 
@@ -163,10 +163,10 @@ class AuditFollower:
         """Audits that were not reported yet."""
         return len(self._followed)
 
-    def adopt(self, meta: KvtierMetadata, client: Client | None, now_s: float) -> list[Part]:
+    def adopt(self, orders: Orders, client: Client | None, now_s: float) -> list[Part]:
         """What a step says of audits. Returns the parts that may start now."""
         parts: list[Part] = []
-        for load in meta.audits:
+        for load in orders.audits:
             followed = _Followed(load.ticket, [])
             self._followed[load.ticket] = followed
             for ref, block in zip(load.parts, load.block_ids, strict=True):
@@ -175,10 +175,10 @@ class AuditFollower:
                 else:
                     followed.left.append(Part(client, ref, (block,), now_s))
             parts += followed.left
-        for order in meta.compares:
+        for order in orders.compares:
             if order.ticket in self._followed:
                 self._followed[order.ticket].order = order
-        for ticket in meta.audits_dropped:
+        for ticket in orders.audits_dropped:
             if ticket in self._followed:
                 self._followed[ticket].failed = True
         return parts

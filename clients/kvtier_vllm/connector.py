@@ -205,13 +205,19 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if side is None:
             self._step_without_us += 1
             return KvtierMetadata(step=self._step_without_us, stopped=True)
-        self._guard(lambda: side.plan_step(scheduler_output), None)
+        try:  # hooks of every step do without `_guard`, whose closures cost microseconds
+            side.plan_step(scheduler_output)
+        except Exception as error:
+            self._disable(error)
         return side.take_metadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         side = self._scheduler
         if side is not None:
-            self._guard(lambda: side.results(connector_output), None)
+            try:
+                side.results(connector_output)
+            except Exception as error:
+                self._disable(error)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         side = self._scheduler
@@ -221,7 +227,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is None:
             return None
-        grown: dict[str, float] = self._guard(lambda: self._increments.of(side.totals()), {})
+        try:
+            grown = self._increments.of(side.totals())
+        except Exception as error:
+            self._disable(error)
+            return None
         return KvtierStats(grown) if grown else None
 
     @classmethod
@@ -309,13 +319,18 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         side = self._worker
         if side is not None and isinstance(kv_connector_metadata, KvtierMetadata):
-            self._guard(lambda: side.fence(kv_connector_metadata), None)
+            try:
+                side.fence(kv_connector_metadata)
+            except Exception as error:
+                self._disable(error)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         side = self._worker
         if side is not None and isinstance(connector_metadata, KvtierMetadata):
-            failed = object()
-            if self._guard(lambda: side.begin(connector_metadata), failed) is failed:
+            try:
+                side.begin(connector_metadata)
+            except Exception as error:
+                self._disable(error)
                 # Whatever it was, the requests of this step are reported some time.
                 self._guard(lambda: side.adopt(connector_metadata), None)
 

@@ -32,6 +32,9 @@ class Weights:
     """Changes that each worker has told of so far, and that this is the answer to."""
 
 
+AS_STARTED = Weights()
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """A load to follow, and to report once as finished; or more of one that has a rest."""
@@ -84,15 +87,9 @@ class AuditCompare:
 
 
 @dataclass(slots=True)
-class KvtierMetadata(KVConnectorMetadata):
-    """One step."""
+class Orders:
+    """What the workers have to do in one step."""
 
-    step: int
-    """Rises by one with every step."""
-    work: int = 0
-    """Steps so far, with this one, that compute or load anything. Engines take others, too, as long as stores
-    run."""
-    weights: Weights = field(default_factory=Weights)
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     revoke: list[PartRef] = field(default_factory=list)
@@ -109,15 +106,37 @@ class KvtierMetadata(KVConnectorMetadata):
     distrusted: list[str] = field(default_factory=list)
     """Requests whose loads are to fail, whatever becomes of them: an audit has found that what is stored is
     not what this engine computes."""
-    stopped: bool = False
-    """The scheduler's side was disabled: end what has not started, report what is open."""
 
     @property
-    def has_orders(self) -> bool:
-        """Whether there is something to follow from now on. In most steps there is not."""
+    def any(self) -> bool:
+        """Whether there is anything to do."""
         return bool(
-            self.loads or self.stores or self.held or self.audits or self.compares or self.audits_dropped
+            self.loads
+            or self.stores
+            or self.revoke
+            or self.fence
+            or self.held
+            or self.audits
+            or self.compares
+            or self.audits_dropped
+            or self.distrusted
         )
+
+
+@dataclass(slots=True)
+class KvtierMetadata(KVConnectorMetadata):
+    """One step."""
+
+    step: int
+    """Rises by one with every step."""
+    work: int = 0
+    """Steps so far, with this one, that compute or load anything. Engines take others, too, as long as stores
+    run."""
+    weights: Weights = AS_STARTED
+    orders: Orders | None = None
+    """None, as in most steps: nothing."""
+    stopped: bool = False
+    """The scheduler's side was disabled: end what has not started, report what is open."""
 
 
 @dataclass(frozen=True, slots=True)

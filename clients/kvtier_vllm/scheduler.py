@@ -28,7 +28,15 @@ from kvtier_vllm.leaving import Leaving
 from kvtier_vllm.link import Link
 from kvtier_vllm.loading import Load, Loader
 from kvtier_vllm.matching import Grant, Matcher, OneGroup, SeveralGroups
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WeightsChange, WorkerReport
+from kvtier_vllm.meta import (
+    AS_STARTED,
+    KvtierMetadata,
+    LoadOrder,
+    Orders,
+    Weights,
+    WeightsChange,
+    WorkerReport,
+)
 from kvtier_vllm.namespace import UnsupportedConfiguration
 from kvtier_vllm.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.retaining import Granting
@@ -49,7 +57,6 @@ CLOSE_TIMEOUT_S = 1.0
 SETTLE_S = 0.1
 """How long a reset of the engine's own cache waits for stores that still read blocks of finished requests:
 their copies take milliseconds."""
-AS_STARTED = Weights()
 PREFILL_TOKENS_PER_S_MAX = 1e9
 """More is not believed."""
 
@@ -134,7 +141,8 @@ class SchedulerSide:
         self._step = 1
         self._work = 0
         """Steps so far that compute or load anything."""
-        self._out = KvtierMetadata(step=1)
+        self._out = Orders()
+        """For the workers, in the next step."""
         self._stopped = False
         self._told = False
         self._too_old = False
@@ -332,6 +340,8 @@ class SchedulerSide:
                 self._store_full_blocks(storing, tracked_or_none, scheduled, output)
         if storing is not None and len(self._filled) < len(self._groups.shapes):
             self._store_states(storing, output)
+        if client is not None and storer.has_unsent:
+            storer.send(client, self._step)
         if self._audits is not None and self._audits.has_orders:
             self._audits.plan(client, output, self._requests, self._step, self._out)
         if not self._told:
@@ -339,11 +349,12 @@ class SchedulerSide:
 
     def take_metadata(self) -> KvtierMetadata:
         """What the workers are to know in this step; the next one begins. Never fails."""
-        out = self._out
-        out.stopped, out.weights, out.work = self._stopped, self._generations.weights, self._work
+        orders = self._out
+        out = KvtierMetadata(self._step, self._work, self._generations.weights, stopped=self._stopped)
+        if orders.any:
+            out.orders, self._out = orders, Orders()
         self._step += 1
         self._least = None
-        self._out = KvtierMetadata(step=self._step)
         self._matcher.next_step()
         return out
 
@@ -430,6 +441,8 @@ class SchedulerSide:
         client = self._ready_client()
         if client is not None:
             self._leaving.over(client, tracked)
+            if tracked.stores.open:  # the sooner they end, the sooner others have its blocks
+                client.flush()
         if tracked.preemptions != tracked.request.num_preemptions:
             self._out.fence += self._storer.forget_open(tracked.stores)
         if self._storer.keep(tracked.stores):

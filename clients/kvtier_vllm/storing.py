@@ -30,6 +30,10 @@ PAUSE_S = 0.5
 """Without stores, after one was refused."""
 FAILURES_MAX = 3
 """Of one request; then it is left alone."""
+SEND_BLOCKS, SEND_STEPS = 32, 4
+"""Stores are sent together, because each message costs the engine's process a few hundred microseconds: when
+they have so many blocks, or the first of them is so many steps old. That makes no difference to a prompt of
+some length, and to what is generated a small one."""
 
 
 class Made:
@@ -141,6 +145,8 @@ class Storer:
         self._readers: dict[int, list[int]] = {}
         """Numbers of the stores that read a block which may leave its request. Several do if requests share
         it."""
+        self._unsent_blocks = self._unsent_since = 0
+        """Of stores that may still wait to be sent; since which step."""
         self._paused_until_s = 0.0
 
     @property
@@ -261,6 +267,8 @@ class Storer:
             return None
         number = next(self._numbers)
         self._stores[number] = store
+        self._unsent_since = self._unsent_since if self._unsent_blocks else step
+        self._unsent_blocks += len(sources)
         request.open[number] = part
         request.under_way += 1
         if holds is not None:
@@ -269,6 +277,18 @@ class Storer:
             for block in sources:
                 self._readers.setdefault(block, []).append(number)
         return StoreOrder(name, part, sources)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `send` is worth calling now."""
+        return self._unsent_blocks > 0
+
+    def send(self, client: Client, step: int) -> None:
+        """Has stores sent that have waited long enough for others, or are enough themselves. Once per step,
+        after its stores."""
+        if self._unsent_blocks >= SEND_BLOCKS or step - self._unsent_since >= SEND_STEPS:
+            client.flush()
+            self._unsent_blocks = 0
 
     def poll(self) -> list[PartRef]:
         """Takes in what the daemon reported. Returns the parts of stores that ended otherwise than well: a

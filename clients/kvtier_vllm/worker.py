@@ -25,7 +25,7 @@ from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.layout import GroupLayout, describe
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Weights, WeightsChange, WorkerReport
+from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Orders, Weights, WeightsChange, WorkerReport
 from kvtier_vllm.parts import Part
 from kvtier_vllm.sharing import HostSharing, Landing, Sharing, share_gpu
 
@@ -200,8 +200,10 @@ class WorkerSide:
         run too. They may still read, but nothing of what they read is ever served."""
         if not self._stores:
             return
-        wanted = set(meta.fence)
         everything = meta.stopped or self._stopped
+        if not everything and meta.orders is None:
+            return
+        wanted = set() if meta.orders is None else set(meta.orders.fence)
         for parts in self._stores.values():
             for part in parts:
                 if everything or part.ref in wanted:
@@ -212,10 +214,9 @@ class WorkerSide:
         self.adopt(meta)
         if meta.weights != self._weights:
             self._renew(meta.weights)
-        if meta.revoke:
-            self._revoke(meta.revoke)
-        if meta.distrusted:
-            self._distrust(meta.distrusted)
+        if meta.orders is not None:
+            self._revoke(meta.orders.revoke)
+            self._distrust(meta.orders.distrusted)
         if meta.stopped and not self._stopped:
             self.stop()
         if not self._new_loads:
@@ -234,17 +235,8 @@ class WorkerSide:
             for left in (*self._new_loads, *self._new_stores):
                 left.revoke()  # a step broke off: the next one's doorbells must not let them go
             self._new_loads, self._new_stores = [], []
-        if meta.has_orders:
-            client, now_s = self._client, self._clock()
-            for load in meta.loads:
-                self._new_loads += self._follow(load, client, now_s)
-            self._new_loads += self._audits.adopt(meta, client, now_s)
-            for store in meta.stores:
-                source = Part(client, store.part, store.block_ids, now_s)
-                self._stores.setdefault(store.request, []).append(source)
-                self._new_stores.append(source)
-            for request in meta.held:
-                self._held[request] = now_s
+        if meta.orders is not None:
+            self._adopt(meta.orders)
         if meta.stopped or self._stopped:
             self._nothing_more()
 
@@ -354,6 +346,18 @@ class WorkerSide:
             self._old_links = [self._link]
             self._link = None
 
+    def _adopt(self, orders: Orders) -> None:
+        client, now_s = self._client, self._clock()
+        for load in orders.loads:
+            self._new_loads += self._follow(load, client, now_s)
+        self._new_loads += self._audits.adopt(orders, client, now_s)
+        for store in orders.stores:
+            source = Part(client, store.part, store.block_ids, now_s)
+            self._stores.setdefault(store.request, []).append(source)
+            self._new_stores.append(source)
+        for request in orders.held:
+            self._held[request] = now_s
+
     def _nothing_more(self) -> None:
         for load in self._loads:
             load.nothing_more()
@@ -397,6 +401,8 @@ class WorkerSide:
 
     def _revoke(self, refs: Iterable[PartRef]) -> None:
         wanted = set(refs)
+        if not wanted:
+            return
         parts = [part for load in self._loads for part in load.left]
         parts += [part for parts in self._stores.values() for part in parts]
         for part in parts:

@@ -160,9 +160,10 @@ class LaggingEngine(MiniEngine):
     def _prepare_blocks(self, meta: Any) -> None:
         self._gpu.synchronize()
         self._used = 0
-        if meta is not None and meta.loads:
+        loads = [] if meta is None or meta.orders is None else meta.orders.loads
+        if loads:
             self._lag(self._gpu.stream())
-        for order in meta.loads if meta is not None else ():
+        for order in loads:
             for block in order.block_ids[0]:
                 for layer in range(LAYERS):
                     self._enqueue(layer, block, np.zeros_like(self.pages[layer][block]))

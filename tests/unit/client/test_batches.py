@@ -109,6 +109,37 @@ class TestSession:
         [message] = modern.sent()
         assert [each.touch.queries[0].hashes for each in message.batch.requests] == [hashes(0), hashes(1)]
 
+    def test_stores_in_no_hurry_go_together_and_in_order(self, modern: Peer) -> None:
+        for number in range(2):
+            modern.session.store(0, hashes(number), [number], None, lazily=True)
+        assert modern.session.has_unhurried
+        assert not modern.session.has_outgoing
+        modern.session.store(0, hashes(2), [2], None)
+        assert not modern.session.has_unhurried
+        [message] = modern.sent()
+        tickets = [each.store.signals.ticket for each in taken_apart([message])]
+        assert tickets == sorted(tickets), "the daemon takes tickets in their order alone"
+        assert [each.store.hashes for each in taken_apart([message])] == [hashes(0), hashes(1), hashes(2)]
+
+    def test_whoever_waits_for_one_hurries_them(self, modern: Peer) -> None:
+        modern.session.store(0, hashes(0), [0], None, lazily=True)
+        modern.session.hurry()
+        assert [bodies(each) for each in modern.sent()] == [["store"]]
+        modern.session.hurry()
+        assert not modern.session.has_outgoing, "there is nothing left"
+
+    def test_what_waits_is_owed_no_answer(self, modern: Peer) -> None:
+        modern.session.lookup(0, hashes(9), LookupMode.PREFIX, lease=False)
+        [lookup] = modern.sent()
+        modern.session.store(0, hashes(0), [0], None, lazily=True)
+        modern.say(lookup.id, lookup=cache_pb2.LookupResponse())
+        modern.now_s += 2 * SILENCE_S
+        assert modern.session.state is not ClientState.UNRESPONSIVE
+        modern.session.hurry()
+        modern.sent()
+        modern.now_s += 2 * SILENCE_S
+        assert modern.session.state is ClientState.UNRESPONSIVE, "now it is"
+
     def test_only_so_many_wait(self, modern: Peer) -> None:
         for number in range(UNHURRIED_MAX):
             modern.session.touch(Touch(hashes(number)), lazily=True)
