@@ -86,9 +86,9 @@ class BlockHolds:
             hold.since_s > since_s and any(map(self._solely, hold.block_ids)) for hold in self._holds.values()
         )
 
-    def has_room(self, blocks: int) -> bool:
-        """Whether so many more may be held. One store always may."""
-        return not self._holds or self._count + blocks <= self._most
+    def has_room(self, blocks: int, planned: int = 0) -> bool:
+        """Whether so many more may be held, beside those that are about to be. The first always may."""
+        return not (self._holds or planned) or self._count + planned + blocks <= self._most
 
     def hold(self, number: int, block_ids: Sequence[int]) -> None:
         """They keep what they hold, whoever lets go of them, until `release`."""

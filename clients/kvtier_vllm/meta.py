@@ -56,9 +56,9 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """A store to follow: the request's blocks are being read until its part is over."""
+    """A store to follow: the requests' blocks are being read until its part is over."""
 
-    request: str
+    requests: tuple[str, ...]
     part: PartRef
     block_ids: tuple[int, ...]
     """What it reads. A worker that copies its blocks out itself needs it, and only the worker knows that it

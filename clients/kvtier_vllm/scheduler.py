@@ -339,7 +339,9 @@ class SchedulerSide:
             if self._has_full_blocks(tracked_or_none, scheduled):
                 self._store_full_blocks(storing, tracked_or_none, scheduled, output)
         if storing is not None and len(self._filled) < len(self._groups.shapes):
-            self._store_states(storing, output)
+            self._store_states(output)
+        if storing is not None and storer.has_plans:
+            self._out.stores += storer.submit(storing, self._step)
         if client is not None and storer.has_unsent:
             storer.send(client, self._step)
         if self._audits is not None and self._audits.has_orders:
@@ -684,19 +686,16 @@ class SchedulerSide:
             blocks = table[shape.group][:full]
             if len(blocks) < full or (not shape.window_blocks and 0 in blocks):
                 continue
-            order = self._storer.submit(
+            self._storer.plan(
                 client,
                 request.request_id,
                 tracked.stores,
                 hashes_of(shape, hashes),
                 blocks,
-                self._step,
                 shape.group,
             )
-            if order is not None:
-                self._out.stores.append(order)
 
-    def _store_states(self, client: Client, output: Any) -> None:
+    def _store_states(self, output: Any) -> None:
         """Recurrent layers' states at block ends, which vLLM hands off as it computes them."""
         handed_off = getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
         for request_id, states in handed_off.items():
@@ -711,18 +710,14 @@ class SchedulerSide:
                     continue
                 if rest or blocks * shape.hash_stride > len(hashes) or not self._storer.has_room:
                     continue
-                order = self._storer.submit_one(
-                    client,
+                self._storer.plan_one(
                     request_id,
                     tracked.stores,
                     group,
                     hashes[blocks * shape.hash_stride - 1],
                     blocks - 1,
                     block_id,
-                    self._step,
                 )
-                if order is not None:
-                    self._out.stores.append(order)
 
     def _least_units(self) -> int:
         """Fewer are not loaded in this step: as the setting says, or else what is computed sooner. That is

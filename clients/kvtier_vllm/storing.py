@@ -69,8 +69,7 @@ class StoreState:
     sighted: list[int] = field(default_factory=list)
     """Of each group: blocks below it were counted as seen by this request. Empty: none."""
     open: dict[int, PartRef] = field(default_factory=dict)
-    """By number of the store: parts that may still read the request's blocks, as far as the scheduler
-    knows."""
+    """By number: parts of stores that may still read the request's blocks, as far as the scheduler knows."""
     kept: Kept = PLAIN
     """How the daemon is to keep its blocks."""
     made: Made | None = None
@@ -80,19 +79,30 @@ class StoreState:
 
 
 @dataclass(slots=True, eq=False)
-class _Store:
-    transfer: Transfer
+class _Share:
+    """What a store has of one request."""
+
+    name: str
     request: StoreState
     origin: StoreState
-    """What it was submitted for, which `request` may be parted from."""
-    group: int
+    """What it was planned for, which `request` may be parted from."""
     hashes: list[bytes]
     indexes: list[int]
     """Block of the request for each hash."""
-    sources: tuple[int, ...]
-    kept: Kept
+    sources: Sequence[int]
     given_up: bool = False
     """Its request has lost blocks that it reads: it is not to succeed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    """Of all requests of a step that have blocks of one group to store, and want them kept alike."""
+
+    transfer: Transfer
+    group: int
+    kept: Kept
+    shares: list[_Share]
+    sources: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -107,7 +117,8 @@ class StoreCounters:
 
 
 class Storer:
-    """Submits stores, one per request, group and step at most, and keeps account of them.
+    """Plans and submits stores, and keeps account of them: one for each group and step, whose blocks are of
+    all requests that have some, because each transfer costs both sides much more than its blocks.
 
     What a store reads must stay as it is until its part is over. Blocks of full attention stay with their
     request as long as it runs; for those that leave it before there are two ways: `withdraw` ends stores
@@ -140,8 +151,11 @@ class Storer:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._stores: dict[int, _Store] = {}
-        """By numbers of our own: the tickets of another client begin anew, and holds of stores of the one
-        before may not have ended."""
+        """By numbers of our own: tickets begin anew with each client."""
+        self._planned: dict[tuple[int, Kept], list[_Share]] = {}
+        """By group and how it is kept, what the next `submit` is to store."""
+        self._planned_hashes: set[tuple[int, bytes]] = set()
+        self._planned_blocks = 0
         self._readers: dict[int, list[int]] = {}
         """Numbers of the stores that read a block which may leave its request. Several do if requests share
         it."""
@@ -151,7 +165,7 @@ class Storer:
 
     @property
     def has_room(self) -> bool:
-        """Whether `submit` is worth calling now."""
+        """Whether `plan` is worth calling now."""
         return len(self._stores) < TRANSFERS_MAX and self._clock() >= self._paused_until_s
 
     @property
@@ -159,6 +173,11 @@ class Storer:
         """Whether there are stores of which it is not known how they ended: else `poll` finds nothing, and no
         request has lost blocks that are read."""
         return bool(self._stores)
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `submit` is worth calling now."""
+        return bool(self._planned)
 
     @property
     def watches(self) -> bool:
@@ -178,24 +197,22 @@ class Storer:
         if self._events is not None:
             self._events.held(request, group, indexes, hashes)
 
-    def submit(
+    def plan(
         self,
         client: Client,
         name: str,
         request: StoreState,
         hashes: Sequence[bytes],
         block_ids: Sequence[int],
-        step: int,
         group: int = 0,
-    ) -> StoreOrder | None:
-        """Submits what is new among the first `len(block_ids)` blocks of a request in a group; 0 is a block
-        that it has no more. They are full, and computed when the store doorbell says `step`. None if there is
-        nothing for the workers to follow."""
+    ) -> None:
+        """What is new among the first `len(block_ids)` blocks of a request in a group is stored by the next
+        `submit`; 0 is a block that it has no more."""
         if request.failures > FAILURES_MAX:
             request.next_block[group] = len(block_ids)
-            return None
+            return
         first = request.next_block[group]
-        end = min(len(block_ids), first + min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX))
+        end = min(len(block_ids), first + self._most(client))
         known = self.known[group]
         end = self._forget_gone(client, group, hashes, first, end, request.kept)
         indexes = [index for index in range(first, end) if not known.covers(hashes[index], request.kept)]
@@ -205,78 +222,100 @@ class Storer:
             self._sight(self._sightings[group], request, group, hashes, end)
             indexes = [index for index in indexes if self._sightings[group].enough(hashes[index])]
         request.next_block[group] = end
-        if not indexes:
-            return None
-        return self._submit(
-            client,
-            name,
-            request,
-            group,
-            [hashes[index] for index in indexes],
-            indexes,
-            tuple(block_ids[index] for index in indexes),
-            step,
-        )
+        if indexes:
+            self._plan(
+                name,
+                request,
+                group,
+                [hashes[index] for index in indexes],
+                indexes,
+                [block_ids[index] for index in indexes],
+            )
 
-    def submit_one(
-        self,
-        client: Client,
-        name: str,
-        request: StoreState,
-        group: int,
-        block_hash: bytes,
-        index: int,
-        block_id: int,
-        step: int,
-    ) -> StoreOrder | None:
-        """Submits one block, if it is new: likewise."""
+    def plan_one(
+        self, name: str, request: StoreState, group: int, block_hash: bytes, index: int, block_id: int
+    ) -> None:
+        """Likewise of one block, if it is new."""
         if request.failures > FAILURES_MAX or self.known[group].covers(block_hash, request.kept):
-            return None
+            return
         if self._sightings is not None:
             # Each is handed off once, but for preempted requests.
             self._sightings[group].add([block_hash])
             if not self._sightings[group].enough(block_hash):
-                return None
-        return self._submit(client, name, request, group, [block_hash], [index], (block_id,), step)
+                return
+        self._plan(name, request, group, [block_hash], [index], [block_id])
 
-    def _submit(
+    def _plan(
         self,
-        client: Client,
         name: str,
         request: StoreState,
         group: int,
         hashes: list[bytes],
         indexes: list[int],
-        sources: tuple[int, ...],
-        step: int,
-    ) -> StoreOrder | None:
+        sources: list[int],
+    ) -> None:
         holds = self.holds if self._holds_at_once else None
-        if holds is not None and not holds.has_room(len(sources)):
+        if holds is not None and not holds.has_room(len(sources), self._planned_blocks):
             request.next_block[group] = min(request.next_block[group], indexes[0])
-            return None
-        kept = request.kept
+            return
+        # What another request of this step has as well need not be told twice.
+        news = [place for place, one in enumerate(hashes) if (group, one) not in self._planned_hashes]
+        if not news:
+            return
+        if len(news) < len(hashes):
+            hashes = [hashes[place] for place in news]
+            indexes, sources = [indexes[place] for place in news], [sources[place] for place in news]
+        self._planned_hashes.update((group, one) for one in hashes)
+        self._planned_blocks += len(hashes)
+        share = _Share(name, request, request, hashes, indexes, sources)
+        self._planned.setdefault((group, request.kept), []).append(share)
+
+    def submit(self, client: Client, step: int) -> list[StoreOrder]:
+        """Submits what was planned: blocks that are full, and computed when the store doorbell says `step`.
+        Returns what the workers are to follow."""
+        planned, self._planned = self._planned, {}
+        self._planned_hashes.clear()
+        self._planned_blocks = 0
+        orders = []
+        for (group, kept), shares in planned.items():
+            for some in _in_pieces(shares, self._most(client)):
+                order = self._submit(client, group, kept, some, step)
+                if order is not None:
+                    orders.append(order)
+        return orders
+
+    def _submit(
+        self, client: Client, group: int, kept: Kept, shares: list[_Share], step: int
+    ) -> StoreOrder | None:
+        hashes = [one for share in shares for one in share.hashes]
+        sources = tuple(block for share in shares for block in share.sources)
         doorbell = Doorbell(STORE_DOORBELL, step)
         transfer = client.store(
             hashes, sources, group=group, doorbell=doorbell, retention=kept.retention, lazily=True
         )
         self.counters.transfers += 1
-        store = _Store(transfer, request, request, group, hashes, indexes, sources, kept)
+        store = _Store(transfer, group, kept, shares, sources)
         part = transfer.part
         if part is None:  # refused at once
-            self._failed(store, 0)
+            self._refused(store)
             return None
         number = next(self._numbers)
         self._stores[number] = store
         self._unsent_since = self._unsent_since if self._unsent_blocks else step
         self._unsent_blocks += len(sources)
-        request.open[number] = part
-        request.under_way += 1
-        if holds is not None:
-            holds.hold(number, sources)
+        for share in shares:
+            share.request.open[number] = part
+            share.request.under_way += 1
+        if self._holds_at_once and self.holds is not None:
+            self.holds.hold(number, sources)
         elif self._groups.shapes[group].window_blocks:
             for block in sources:
                 self._readers.setdefault(block, []).append(number)
-        return StoreOrder(name, part, sources)
+        return StoreOrder(tuple(share.name for share in shares), part, sources)
+
+    def _most(self, client: Client) -> int:
+        """Blocks of one store."""
+        return min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX)
 
     @property
     def has_unsent(self) -> bool:
@@ -299,10 +338,11 @@ class Storer:
             if outcome.state is TransferState.ACTIVE:
                 continue
             del self._stores[number]
-            store.origin.under_way -= 1
             self._read_no_more(number, store, fenced=outcome.fenced)
-            if outcome.fenced:
-                store.request.open.pop(number, None)
+            for share in store.shares:
+                share.origin.under_way -= 1
+                if outcome.fenced:
+                    share.request.open.pop(number, None)
             if not outcome.done and store.transfer.part is not None:
                 failed.append(store.transfer.part)
             self._account(store, outcome)
@@ -312,18 +352,8 @@ class Storer:
         """vLLM has given these blocks to somebody: returns the parts that may still read them. They are over
         before anything is written there, and what they have read is never served."""
         readers = self._readers
-        parts: list[PartRef] = []
-        for number in {number for block in block_ids for number in readers.get(block, ())}:
-            store = self._stores[number]
-            request, group = store.request, store.group
-            part = request.open.pop(number, None)
-            if part is not None:
-                parts.append(part)
-            # What the request has left of it is tried again.
-            request.next_block[group] = min(request.next_block[group], store.indexes[0])
-            self._disown(number, store)
-            self.counters.withdrawn += 1
-        return parts
+        numbers = {number for block in block_ids for number in readers.get(block, ())}
+        return [part for number in numbers if (part := self._withdraw(number)) is not None]
 
     def overdue(self, step: int, *, everything: bool = False) -> list[PartRef]:
         """Parts that have held blocks for too long: to be withdrawn in this step. Lets go of those that were
@@ -338,13 +368,18 @@ class Storer:
         """The request loses its blocks: returns the parts that may still read them and must not. What becomes
         of those stores is no longer held against it, and it starts over."""
         opened = list(request.open.items())
+        parts: list[PartRef] = []
+        for number, part in opened:
+            if number not in self._stores:  # the daemon that it was submitted to is gone
+                parts.append(part)
+            elif self._holds_at_once:  # it goes on, and has what it reads
+                self._part(request, self._stores[number])
+            else:
+                self._withdraw(number)
+                parts.append(part)
         request.open.clear()
         request.next_block = [0] * len(self.known)
-        for number, _ in opened:
-            store = self._stores.get(number)
-            if store is not None:
-                self._disown(number, store)
-        return [] if self._holds_at_once else [part for _, part in opened]
+        return [] if self._holds_at_once else parts
 
     def keep(self, request: StoreState) -> bool:
         """The request is over: from now on what its open stores read is held. False: it cannot be, and vLLM
@@ -372,11 +407,8 @@ class Storer:
         failed += self.poll()
         if self._holds_at_once:
             return failed
-        left = {number: self._stores[number] for number in holds.release_all() if number in self._stores}
-        for number, store in left.items():
-            self._disown(number, store)
-        self.counters.withdrawn += len(left)
-        return failed + [store.transfer.part for store in left.values() if store.transfer.part is not None]
+        left = [number for number in holds.release_all() if number in self._stores]
+        return failed + [part for number in left if (part := self._withdraw(number)) is not None]
 
     def start_over(self) -> None:
         """Another daemon, or the same after a restart: nothing is known of what it holds."""
@@ -414,10 +446,27 @@ class Storer:
         sightings.add(hashes[request.sighted[group] : end])
         request.sighted[group] = max(request.sighted[group], end)
 
-    def _disown(self, number: int, store: _Store) -> None:
-        store.request = self.new_state(store.origin.request)
-        store.given_up = True
+    def _withdraw(self, number: int) -> PartRef | None:
+        """Its part is to be withdrawn before anything is written: nothing of it counts any more, and what its
+        requests have left of it is tried again."""
+        store = self._stores[number]
+        for share in store.shares:
+            share.request.open.pop(number, None)
+            self._try_again(share, store.group, 0)
+            share.request, share.given_up = self.new_state(share.origin.request), True
         self._forget_reader(number, store)
+        self.counters.withdrawn += 1
+        return store.transfer.part
+
+    def _part(self, request: StoreState, store: _Store) -> None:
+        """The request has nothing to do with this store any more."""
+        for share in store.shares:
+            if share.request is request:
+                share.request, share.given_up = self.new_state(share.origin.request), True
+
+    def _try_again(self, share: _Share, group: int, position: int) -> None:
+        next_block = share.request.next_block
+        next_block[group] = min(next_block[group], share.indexes[position])
 
     def _read_no_more(self, number: int, store: _Store, *, fenced: bool) -> None:
         """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
@@ -438,32 +487,68 @@ class Storer:
 
     def _account(self, store: _Store, outcome: Outcome) -> None:
         results = store.transfer.results
-        if results is None or len(results) != len(store.hashes):
-            if not store.given_up:
-                self._failed(store, 0)
+        if results is None or len(results) != len(store.sources):
+            self._refused(store)
             return
-        good: list[int] = []
-        first_bad: int | None = None
-        for position, result in enumerate(results):
-            succeeded = position < len(outcome.succeeded) and outcome.succeeded[position] == 1
-            if succeeded or result is StoreResult.EXISTS:
-                good.append(position)
-                if succeeded and result is StoreResult.ACCEPTED and store.origin.made is not None:
-                    store.origin.made.add(store.group, store.indexes[position], store.hashes[position])
-            elif result is not StoreResult.PENDING and first_bad is None:
-                first_bad = position
-        indexes, hashes = [store.indexes[one] for one in good], [store.hashes[one] for one in good]
-        self.known[store.group].add(hashes, store.kept)
-        self._announce(store.origin.request, store.group, indexes, hashes)
-        self.counters.blocks += len(good)
-        if first_bad is not None and not store.given_up:
-            self._failed(store, first_bad)
+        first, failed = 0, False
+        for share in store.shares:
+            end = first + len(share.hashes)
+            good, first_bad = _judged(results[first:end], outcome.succeeded[first:end])
+            if share.origin.made is not None:
+                for place in good:
+                    if results[first + place] is StoreResult.ACCEPTED:
+                        share.origin.made.add(store.group, share.indexes[place], share.hashes[place])
+            indexes, hashes = [share.indexes[one] for one in good], [share.hashes[one] for one in good]
+            self.known[store.group].add(hashes, store.kept)
+            self._announce(share.origin.request, store.group, indexes, hashes)
+            self.counters.blocks += len(good)
+            if first_bad is not None and not share.given_up:
+                self._failed(share, store.group, first_bad)
+                failed = True
+            first = end
+        if failed:
+            self._pause()
 
-    def _failed(self, store: _Store, position: int) -> None:
+    def _refused(self, store: _Store) -> None:
+        """Nothing of it was stored."""
+        left = [share for share in store.shares if not share.given_up]
+        for share in left:
+            self._failed(share, store.group, 0)
+        if left:
+            self._pause()
+
+    def _failed(self, share: _Share, group: int, position: int) -> None:
         """What was not stored is tried again with its request's next blocks: without it they are of no
         use."""
+        share.request.failures += 1
+        self._try_again(share, group, position)
+
+    def _pause(self) -> None:
         self.counters.refused += 1
-        request, group = store.request, store.group
-        request.failures += 1
-        request.next_block[group] = min(request.next_block[group], store.indexes[position])
         self._paused_until_s = self._clock() + PAUSE_S
+
+
+def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int], int | None]:
+    """Which blocks of a share the daemon holds, and the first that it has refused or lost."""
+    good: list[int] = []
+    first_bad: int | None = None
+    for place, result in enumerate(results):
+        if (place < len(succeeded) and succeeded[place] == 1) or result is StoreResult.EXISTS:
+            good.append(place)
+        elif result is not StoreResult.PENDING and first_bad is None:
+            first_bad = place
+    return good, first_bad
+
+
+def _in_pieces(shares: list[_Share], most: int) -> Iterator[list[_Share]]:
+    """Of at most so many blocks, which no share exceeds."""
+    piece: list[_Share] = []
+    blocks = 0
+    for share in shares:
+        if piece and blocks + len(share.hashes) > most:
+            yield piece
+            piece, blocks = [], 0
+        piece.append(share)
+        blocks += len(share.hashes)
+    if piece:
+        yield piece

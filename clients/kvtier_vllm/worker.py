@@ -60,6 +60,13 @@ class _Load:
             self.order = replace(self.order, rest=())
 
 
+@dataclass(slots=True, eq=False)
+class _Store:
+    part: Part
+    requests: tuple[str, ...]
+    """Whose blocks it reads."""
+
+
 @dataclass(slots=True)
 class Results:
     """What is reported to vLLM after one step."""
@@ -105,7 +112,7 @@ class WorkerSide:
         self._unsure = unnamed
         """The scheduler's side has not answered yet: nobody is attached meanwhile."""
         self._loads: list[_Load] = []
-        self._stores: dict[str, list[Part]] = {}
+        self._stores: list[_Store] = []
         self._new_loads: list[Part] = []
         self._new_stores: list[Part] = []
         """Of this step, not let go yet."""
@@ -198,16 +205,13 @@ class WorkerSide:
     def fence(self, meta: KvtierMetadata) -> None:
         """Before anything of the step: stores of blocks that are given to others are withdrawn, those that
         run too. They may still read, but nothing of what they read is ever served."""
-        if not self._stores:
-            return
         everything = meta.stopped or self._stopped
-        if not everything and meta.orders is None:
+        if not everything and (meta.orders is None or not meta.orders.fence):
             return
         wanted = set() if meta.orders is None else set(meta.orders.fence)
-        for parts in self._stores.values():
-            for part in parts:
-                if everything or part.ref in wanted:
-                    part.revoke()
+        for store in self._stores:
+            if everything or store.part.ref in wanted:
+                store.part.revoke()
 
     def begin(self, meta: KvtierMetadata) -> None:
         """Before the forward pass: adopts the step's parts, and lets its loads start."""
@@ -258,16 +262,12 @@ class WorkerSide:
         results = Results()
         now_s = self._clock()
         self._loads = [load for load in self._loads if not self._load_over(load, now_s, results)]
-        for request, parts in list(self._stores.items()):
-            held_since_s = self._held.get(request)
-            left = [part for part in parts if not self._store_over(part, held_since_s, now_s)]
-            if left:
-                self._stores[request] = left
-            else:
-                del self._stores[request]
-        for request in [request for request in self._held if request not in self._stores]:
-            del self._held[request]
-            results.sent.add(request)
+        self._stores = [store for store in self._stores if not self._store_over(store, now_s)]
+        if self._held:
+            read = {request for store in self._stores for request in store.requests}
+            results.sent = self._held.keys() - read
+            for request in results.sent:
+                del self._held[request]
         return results
 
     def report(self) -> WorkerReport | None:
@@ -353,7 +353,7 @@ class WorkerSide:
         self._new_loads += self._audits.adopt(orders, client, now_s)
         for store in orders.stores:
             source = Part(client, store.part, store.block_ids, now_s)
-            self._stores.setdefault(store.request, []).append(source)
+            self._stores.append(_Store(source, store.requests))
             self._new_stores.append(source)
         for request in orders.held:
             self._held[request] = now_s
@@ -404,17 +404,18 @@ class WorkerSide:
         if not wanted:
             return
         parts = [part for load in self._loads for part in load.left]
-        parts += [part for parts in self._stores.values() for part in parts]
+        parts += [store.part for store in self._stores]
         for part in parts:
             if part.ref in wanted:
                 part.revoke()
 
-    def _store_over(self, part: Part, held_since_s: float | None, now_s: float) -> bool:
-        over = part.state().over
-        if not over and held_since_s is not None:
-            over = self._give_up(part, held_since_s, now_s)
+    def _store_over(self, store: _Store, now_s: float) -> bool:
+        over = store.part.state().over
+        if not over and self._held:
+            waiting = [self._held[request] for request in store.requests if request in self._held]
+            over = bool(waiting) and self._give_up(store.part, min(waiting), now_s)
         if over:
-            self._forget_part(part)
+            self._forget_part(store.part)
         return over
 
     def _load_over(self, load: _Load, now_s: float, results: Results) -> bool:

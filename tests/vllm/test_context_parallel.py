@@ -95,7 +95,7 @@ def all_came_back(engine: ContextEngine) -> None:
     assert not engine.connector._scheduler._requests
     for rank in engine.ranks:
         worker = rank._worker
-        assert [worker._loads, worker._stores, worker._held] == [[], {}, {}]
+        assert [worker._loads, worker._stores, worker._held] == [[], [], {}]
 
 
 @spread_is_told

@@ -183,16 +183,14 @@ def test_a_request_aborted_while_it_is_stored_keeps_its_blocks_until_the_copy_en
     rig.forget()
     tokens = prompt(7 * BLOCK + 1, seed=29)
     request = rig.engine.call("add", prompt=tokens, max_tokens=1_000, logprobs=1)["request"]
-    storing = "'STARTED' in [part.state().name for parts in worker._stores.values() for part in parts]"
+    storing = "'STARTED' in [store.part.state().name for store in worker._stores]"
     step_until(rig, storing)
     rig.host.freeze_workers()
     while not rig.look(storing):  # the copy ended first: the next one
         rig.host.thaw()
         step_until(rig, storing)
         rig.host.freeze_workers()
-    reading = rig.look(
-        "len({b for parts in worker._stores.values() for part in parts for b in part.block_ids})"
-    )
+    reading = rig.look("len({b for store in worker._stores for b in store.part.block_ids})")
     assert rig.engine.call("abort", requests=[request])["free_blocks"] == ALL_FREE["free_blocks"] - reading
     rig.host.thaw()
     assert rig.engine.drain() == ALL_FREE

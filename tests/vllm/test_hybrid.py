@@ -388,7 +388,7 @@ def test_zeroed_groups(
 ) -> None:
     """vLLM zeroes blocks of a preempted request before the connector hears of it: nobody gets them while a
     store reads them."""
-    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:50")
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:300")
     host.restart()
     engine = make(kinds, load_start_deadline_s=2.0)  # as by default: holds end then
     held = 0

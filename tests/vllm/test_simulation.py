@@ -106,7 +106,7 @@ def all_came_back(engine: MiniEngine) -> None:
     matcher = side._matcher
     assert [matcher._matches, matcher._since_s, matcher._waiting] == [{}, {}, set()]
     assert [side._ahead._unasked, side._ahead._prefetched] == [{}, set()]
-    assert [worker._loads, worker._stores, worker._held] == [[], {}, {}]
+    assert [worker._loads, worker._stores, worker._held] == [[], [], {}]
     assert [side._audits._open, side._audits._chosen, worker._audits._followed] == [{}, set(), {}]
 
 

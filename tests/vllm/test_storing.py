@@ -59,8 +59,8 @@ def test_stores_of_two_clients_are_told_apart_though_their_tickets_are_the_same(
 
     def over(client: Numbering, block: int, step: int) -> StoreState:
         request = storer.new_state(SimpleNamespace())
-        order = storer.submit(cast(Client, client), "r", request, [bytes([block]) * 32], [block], step)
-        assert order is not None
+        storer.plan(cast(Client, client), "r", request, [bytes([block]) * 32], [block])
+        assert len(storer.submit(cast(Client, client), step)) == 1
         assert storer.keep(request)
         return request
 
