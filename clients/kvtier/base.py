@@ -211,15 +211,13 @@ class ClientBase(ABC):
     @property
     def transfer_blocks_max(self) -> int:
         """Blocks that the daemon takes in one store or load; 0 while there is no session."""
-        with self._lock:
-            return self._session.transfer_blocks_max
+        return self._session.transfer_blocks_max  # without the lock, likewise
 
     @property
     def prefix_tokens_max(self) -> int:
         """Tokens of the longest prefix that the daemon's pool can hold; 0: not known, or longer ones can be
         kept on disks. Of a longer one store no more: its end would push its beginning out."""
-        with self._lock:
-            return self._session.prefix_tokens_max
+        return self._session.prefix_tokens_max  # without the lock, likewise
 
     # --- the submitter's side ---
 

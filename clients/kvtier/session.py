@@ -283,13 +283,16 @@ class Session:
 
     @property
     def transfer_blocks_max(self) -> int:
-        """Blocks of one transfer, 0 without a session."""
-        return 0 if self._attachment is None else self._attachment.transfer_blocks_max
+        """Blocks of one transfer, 0 without a session. Also right without the lock."""
+        attachment = self._attachment
+        return 0 if attachment is None else attachment.transfer_blocks_max
 
     @property
     def prefix_tokens_max(self) -> int:
-        """Tokens of the longest prefix that the pool can hold; 0: not known, or not bounded."""
-        return 0 if self._attachment is None else self._attachment.instance.prefix_tokens_max
+        """Tokens of the longest prefix that the pool can hold; 0: not known, or not bounded. Also right
+        without the lock."""
+        attachment = self._attachment
+        return 0 if attachment is None else attachment.instance.prefix_tokens_max
 
     @property
     def state(self) -> ClientState:
