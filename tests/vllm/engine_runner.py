@@ -149,6 +149,15 @@ class Runner:
         self._engine.add_request(request, tokens, sampling, lora_request=adapter)
         return {"request": request}
 
+    def do_load_adapter(self, lora: list[Any], in_place: bool = False) -> Answer:
+        """As the API server does when it is told to load one."""
+        from vllm.lora.request import LoRARequest
+
+        return {"ok": self._engine.add_lora(LoRARequest(*lora, load_inplace=in_place))}
+
+    def do_unload_adapter(self, number: int) -> Answer:
+        return {"ok": self._engine.remove_lora(number)}
+
     def do_step(self, count: int = 1) -> Answer:
         """Steps the engine `count` times; says what the scheduler holds afterwards."""
         for _ in range(count):
