@@ -12,6 +12,8 @@ import uuid
 from pathlib import Path
 
 RUN_VARIABLE = "KVTIER_TEST_RUN"
+if "PYTEST_XDIST_WORKER" in os.environ:  # several run side by side, and each looks after what it started
+    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
 RUN_ID = os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
 # Engine processes retitle themselves; without this they overwrite the environment that /proc shows.
 os.environ.setdefault("SPT_NOENV", "1")
@@ -24,9 +26,8 @@ SETTLE_S = 10.0
 
 
 def shm_files() -> set[str]:
-    """The names in /dev/shm that are ours: this run's, and those that are no test run's."""
-    names = {entry.name for entry in SHM.iterdir() if entry.name.startswith("kvtier")}
-    return {name for name in names if name.startswith(SHM_PREFIX) or not name.startswith("kvtier-test-")}
+    """The names in /dev/shm that are this run's. Others' may come and go: another run's, another daemon's."""
+    return {entry.name for entry in SHM.iterdir() if entry.name.startswith(SHM_PREFIX)}
 
 
 def _command(process: Path) -> str:

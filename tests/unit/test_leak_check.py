@@ -45,17 +45,17 @@ def test_an_orphan_in_a_session_of_its_own_is_a_leak(monkeypatch: pytest.MonkeyP
         os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_pool_file_of_no_test_run_is_a_leak_but_another_runs_is_not():
+def test_files_of_others_are_none_of_our_business():
+    """Another test run, or a daemon that somebody uses on this machine."""
     check = LeakCheck()
-    other = SHM / f"kvtier-test-{uuid.uuid4().hex}"
-    stray = SHM / f"kvtier-{uuid.uuid4().hex}.pool"
-    other.touch()
-    stray.touch()
+    others = [SHM / f"kvtier-test-{uuid.uuid4().hex}", SHM / f"kvtier-{uuid.uuid4().hex}.pool"]
+    for other in others:
+        other.touch()
     try:
-        assert check.leaks() == [f"file left in /dev/shm: {stray.name}"]
+        assert check.leaks() == []
     finally:
-        other.unlink()
-        stray.unlink()
+        for other in others:
+            other.unlink()
 
 
 def test_what_was_there_before_is_not_a_leak():

@@ -110,7 +110,7 @@ def test_without_a_manager_nothing_happens(make: Callable[..., Notifier]) -> Non
 @pytest.mark.parametrize(
     ("microseconds", "pid", "watchdog_s"),
     [
-        ("30000000", str(os.getpid()), 30.0),
+        pytest.param("30000000", str(os.getpid()), 30.0, id="this process"),
         ("500000", "", 0.5),
         ("30000000", "1", None),
         ("0", "", None),
