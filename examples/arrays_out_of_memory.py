@@ -95,7 +95,9 @@ def main():
                     arrays[number][:] += 1  # one step of the simulation
             right = all((arrays[number] == number + ROUNDS).all() for number in range(SIMULATIONS))
             print(f"{SIMULATIONS} arrays of {ARRAY_BYTES >> 10} KiB, memory for {IN_MEMORY}")
-            print(f"moved out {arrays.moved_out} times, in {arrays.moved_in} times, every number right: {right}")
+            print(
+                f"moved out {arrays.moved_out} times, in {arrays.moved_in} times, every number right: {right}"
+            )
             arrays.close()
 
 

@@ -1,7 +1,7 @@
 """Several requests share one prefix: the first one stores it, and the others load it at the same time.
 
-Start a daemon with `kvtierd serve`, then run this program. It uses `kvtier.aio.Client`, which has the same calls
-as the blocking client: those that wait are coroutines, and the others return at once.
+Start a daemon with `kvtierd serve`, then run this program. It uses `kvtier.aio.Client`, which has the same
+calls as the blocking client: those that wait are coroutines, and the others return at once.
 """
 
 import asyncio

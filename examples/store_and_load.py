@@ -3,8 +3,8 @@
 Start a daemon with `kvtierd serve`, then run this program twice. The first run computes every block, the
 second one loads them all. Restart the daemon in between (even with `kill -9`), and the second run still does.
 
-"Computing" a block means filling it with numbers that follow from its tokens, so that each loaded block can be
-compared with what computing it would have given.
+"Computing" a block means filling it with numbers that follow from its tokens, so that each loaded block can
+be compared with what computing it would have given.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Two real vLLM engines, one after the other: the second one loads the prefix that the first one computed.
 
 Start a daemon with `kvtierd serve`, then run this program in an environment that has vLLM and `kvtierctl`
-(`make setup` makes one, with vLLM's build for the CPU; no GPU is needed). The model is a tiny Llama with random
-weights, which is written on the spot, so nothing is downloaded.
+(`make setup` makes one, with vLLM's build for the CPU; no GPU is needed). The model is a tiny Llama with
+random weights, which is written on the spot, so nothing is downloaded.
 """
 
 import json

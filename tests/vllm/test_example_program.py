@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ from tests.support.daemon import DaemonHost
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "vllm_on_cpu.py"
+
+
+@pytest.fixture
+def host(socket_dir: Path, shm_dir: Path) -> Iterator[DaemonHost]:
+    """A daemon of the program's own: it waits until all stores have ended."""
+    host = DaemonHost(socket_dir, shm_dir / "pool", pool__size="66MiB")
+    host.start()
+    yield host
+    host.stop()
 
 
 def test_the_second_engine_loads_what_the_first_one_computed(host: DaemonHost) -> None:
