@@ -2,7 +2,8 @@
 and of the adapter's files.
 
 vLLM's block hash carries an adapter's name and (from 0.31 on) its path, and nothing of its weights: two
-engines, or one engine at two times, may have different ones under the same name.
+engines, or one engine at two times, may have different ones under the same name. Which files its weights are
+of the workers say, that have loaded them (see `adapter_loads`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from kvtier_vllm.weights import Stamp, UnknownWeights, local_revision, stamp_of
+from kvtier_vllm.adapter_loads import UNKNOWN, AdapterId, AdapterLoad, proof_of, remember
+from kvtier_vllm.weights import UnknownWeights, local_revision
 
 ADAPTERS_MAX = 1_024
 """Remembered; one that comes back later is identified again."""
@@ -56,46 +58,100 @@ class DerivedKeys(Sequence[bytes]):
 
 @dataclass(slots=True)
 class _Adapter:
-    """One that requests have named."""
+    """One that requests have named, or a worker has loaded."""
 
-    directory: Path
-    stamp: Stamp | None = None
-    """Of its files when it was first seen; None: they could not be looked at."""
+    proof: bytes
+    """Of its files when it was first seen."""
     revision: Future[str] | None = None
-    left_out: bool = False
-    """What its requests compute is neither stored nor loaded, as long as this engine lives."""
+    """None: they cannot be identified."""
+    doubt: str = ""
+    """Why what its requests compute is neither stored nor loaded, as long as this engine lives. Empty: there
+    is no reason."""
+    said: bool = False
+    """The user was told why."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What the workers have said of one adapter."""
+
+    proof: bytes
+    workers: int = 1
+    ended: bool = False
+    """Its number has other weights now, or its workers have read different files."""
 
 
 @dataclass(slots=True)
 class Adapters:
     """The adapters of one engine. Called from the scheduler's thread; files are read in another.
 
-    An adapter's files are taken for what the engine has loaded from them, as long as they stay as they were
-    when the first request named it. Once they have changed its blocks are left alone.
+    An adapter is known by its files once all workers have loaded the very files that are there, and as long
+    as those stay as they are. Once they have changed, or others were loaded under the adapter's number, its
+    blocks are left alone.
     """
 
     log: logging.Logger
     identify: Callable[[Path], str] = local_revision
-    _known: OrderedDict[tuple[str, int, str], _Adapter] = field(default_factory=OrderedDict)
+    world_size: int = 1
+    """Workers, each of which loads every adapter."""
+    names_alone: bool = False
+    """vLLM's block hashes carry an adapter's name only: two adapters with one name cannot be told apart."""
+    _known: OrderedDict[AdapterId, _Adapter] = field(default_factory=OrderedDict)
+    _loaded: dict[AdapterId, _Loaded] = field(default_factory=dict)
+    _paths: dict[int, str] = field(default_factory=dict)
+    """By number: of what was loaded last."""
+    _names: dict[str, AdapterId] = field(default_factory=dict)
+    """With `names_alone`: what was first called so."""
+    _told_at_once: bool = False
     _reading: ThreadPoolExecutor | None = None
+
+    def loaded(self, loads: Sequence[AdapterLoad], *, at_once: bool = False) -> set[AdapterId]:
+        """What workers have loaded. `at_once`: the only one tells it as it happens, and what comes with the
+        step's results was known before. Returns adapters whose requests compute with other weights now."""
+        if self._told_at_once and not at_once:
+            return set()
+        self._told_at_once = at_once
+        ended = set()
+        for load in loads:
+            number, path = load.adapter
+            before = (number, self._paths.get(number, path))
+            remember(self._paths, number, path)
+            if before != load.adapter:
+                ended.add(before)
+                if before in self._loaded:
+                    self._loaded[before].ended = True
+            known = self._loaded.get(load.adapter)
+            if known is None:
+                remember(self._loaded, load.adapter, _Loaded(load.proof))
+                self._adapter(load.adapter)  # its files are read before the first request needs to know
+            elif known.proof == load.proof:
+                known.workers += 1
+            else:
+                known.ended = True
+                ended.add(load.adapter)
+        return ended
 
     def keys(self, request: Any) -> Keys | None:
         """How the blocks of a request are named. None: not known (yet): nothing of it can be shared."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return as_they_are
-        adapter = self._adapter(lora)
-        if adapter.left_out or adapter.revision is None:
+        this = (lora.lora_int_id, lora.lora_path)
+        adapter = self._adapter(this)
+        adapter.doubt = adapter.doubt or self._doubt(adapter, this, lora.lora_name)
+        if adapter.doubt:
+            self._say(adapter, lora.lora_name)
             return None
-        if not self._unchanged(adapter):
-            self._leave_out(adapter, lora, "its files have changed since they were first used")
+        loaded = self._loaded.get(this)
+        if loaded is None or loaded.workers < self.world_size:
             return None
-        if not adapter.revision.done():
+        if adapter.revision is None or not adapter.revision.done():
             return None
         try:
             revision = adapter.revision.result().encode()
         except (UnknownWeights, OSError) as error:
-            self._leave_out(adapter, lora, str(error))
+            adapter.doubt = str(error)
+            self._say(adapter, lora.lora_name)
             return None
         return _derived_from(revision)
 
@@ -104,8 +160,8 @@ class Adapters:
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return as_they_are
-        adapter = self._known.get(_name_of(lora))
-        if adapter is None or adapter.left_out or adapter.revision is None:
+        adapter = self._known.get((lora.lora_int_id, lora.lora_path))
+        if adapter is None or adapter.doubt or adapter.revision is None:
             return None
         if not adapter.revision.done() or adapter.revision.exception() is not None:
             return None
@@ -116,42 +172,46 @@ class Adapters:
         if self._reading is not None:
             self._reading.shutdown(wait=False, cancel_futures=True)
 
-    def _adapter(self, lora: Any) -> _Adapter:
-        name = _name_of(lora)
-        adapter = self._known.get(name)
+    def _adapter(self, this: AdapterId) -> _Adapter:
+        adapter = self._known.get(this)
         if adapter is None:
-            adapter = self._known[name] = self._first_seen(lora)
+            adapter = self._known[this] = _Adapter(proof_of(this[1]))
+            if adapter.proof != UNKNOWN:
+                if self._reading is None:
+                    self._reading = ThreadPoolExecutor(1, "kvtier-adapters")
+                adapter.revision = self._reading.submit(self.identify, Path(this[1]).expanduser())
             while len(self._known) > ADAPTERS_MAX:
                 self._known.popitem(last=False)
-        self._known.move_to_end(name)
+        self._known.move_to_end(this)
         return adapter
 
-    def _first_seen(self, lora: Any) -> _Adapter:
-        adapter = _Adapter(Path(lora.lora_path).expanduser())
-        try:
-            adapter.stamp = stamp_of(adapter.directory)
-        except UnknownWeights as error:
-            self._leave_out(adapter, lora, str(error))
-            return adapter
-        if self._reading is None:
-            self._reading = ThreadPoolExecutor(1, "kvtier-adapters")
-        adapter.revision = self._reading.submit(self.identify, adapter.directory)
-        return adapter
+    def _doubt(self, adapter: _Adapter, this: AdapterId, name: str) -> str:
+        """Why what the engine computes for it may not be of its files, or these are unknown."""
+        if adapter.proof == UNKNOWN:
+            return f"no safetensors files can be read in {this[1]!r}"
+        if self.names_alone and name not in self._names:
+            remember(self._names, name, this)
+        if self.names_alone and self._names[name] != this:
+            return "block hashes of this vLLM do not tell it from another adapter of the same name"
+        if proof_of(this[1]) != adapter.proof:
+            return "its files have changed since they were first used"
+        loaded = self._loaded.get(this)
+        if loaded is not None and loaded.ended:
+            return "its number was given other weights"
+        if loaded is not None and loaded.proof != adapter.proof:
+            return "its files have changed since the engine loaded them"
+        return ""
 
-    @staticmethod
-    def _unchanged(adapter: _Adapter) -> bool:
-        try:
-            return stamp_of(adapter.directory) == adapter.stamp
-        except UnknownWeights:
-            return False
-
-    def _leave_out(self, adapter: _Adapter, lora: Any, why: str) -> None:
-        adapter.left_out = True
+    def _say(self, adapter: _Adapter, name: str) -> None:
+        if adapter.said:
+            return
+        adapter.said = True
         self.log.warning(
             "kvtier: what adapter %.64r computes is not cached: %s. Its files must lie in a folder of this "
-            "machine, as safetensors, and stay as they are",
-            lora.lora_name,
-            why,
+            "machine, as safetensors, and stay as they are; load changed weights under a new name, from a "
+            "folder of their own",
+            name,
+            adapter.doubt,
         )
 
 
@@ -163,7 +223,3 @@ def as_they_are(hashes: Sequence[bytes]) -> Sequence[bytes]:
 def _derived_from(revision: bytes) -> Keys:
     made: dict[bytes, bytes] = {}
     return lambda hashes: DerivedKeys(hashes, revision, made)
-
-
-def _name_of(lora: Any) -> tuple[str, int, str]:
-    return lora.lora_name, lora.lora_int_id, lora.lora_path

@@ -36,9 +36,9 @@ class ConnectorConfig:
     weights_revision: str = ""
     """Name of the weights, changed whenever they change. Empty: found out, from the files or the hub."""
     adapters: str = "refuse"
-    """With LoRA. "refuse": nothing is cached. "files": an adapter is known by the content of its files, which
-    lie in a folder of this machine, as safetensors, and must not change while an engine has them loaded; once
-    they have, its requests are not cached any more."""
+    """With LoRA. "refuse": nothing is cached. "files": an adapter is known by the content of the files that
+    every worker has loaded, which lie in a folder of this machine, as safetensors. Once they have changed, or
+    the adapter was loaded again with others, its requests are not cached any more."""
     store: bool = True
     """Whether this engine's blocks are stored."""
     load: bool = True

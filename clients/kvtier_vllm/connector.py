@@ -30,7 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier_vllm import autostart, updates
+from kvtier_vllm import adapter_loads, autostart, updates
+from kvtier_vllm.adapter_loads import AdapterId, AdapterLoad
 from kvtier_vllm.auditing import Audits, threshold_of
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
@@ -109,6 +110,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     in_parts=_failures_recompute(transfer),
                     weights=_first_weights(vllm_config),
                     world_size=vllm_config.parallel_config.world_size,
+                    adapters_by_name=version_of(vllm.__version__) < (0, 31),
                 )
                 self._scheduler.link.wait_ready(ATTACH_WAIT_S)
             else:
@@ -116,6 +118,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     self._config, self._connect_rank, log, gpu, unnamed=_transfers_weights(vllm_config)
                 )
             updates.listen(self)
+            if vllm_config.lora_config is not None:
+                adapter_loads.listen(self)
         except Exception as error:
             self._disable(error)
         if self._is_off:  # found out in the background, while this was being made
@@ -284,6 +288,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is not None and not self._is_off and self._vllm_config.parallel_config.world_size == 1:
             self._guard(lambda: side.weights_changed([change]), None)
+
+    # --- adapters (`adapter_loads`)
+    # ------------------------------------------------------------------------------------------------------
+
+    @property
+    def lora_config(self) -> Any:
+        """See adapter_loads.Listener."""
+        return self._vllm_config.lora_config
+
+    def adapter_loaded(self, adapter: AdapterId, proof: bytes) -> None:
+        """See adapter_loads.Listener."""
+        worker, scheduler = self._worker, self._scheduler
+        if worker is not None:
+            self._guard(lambda: worker.adapter_loaded(adapter, proof), None)
+        if scheduler is not None and self._vllm_config.parallel_config.world_size == 1:
+            loads = [AdapterLoad(adapter, proof)]
+            self._guard(lambda: scheduler.adapters_loaded(loads, at_once=True), None)
 
     # --- the worker's hooks
     # ------------------------------------------------------------------------------------------------------

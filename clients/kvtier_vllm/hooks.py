@@ -106,6 +106,12 @@ HOOKS = (
         "blocks whose tokens are spread over the ranks of a context",
         "decode context parallelism is refused",
     ),
+    Hook(
+        "lora.worker_manager.WorkerLoRAManager._load_adapter, wrapped",
+        ALL,
+        "which files the workers have read an adapter from",
+        "kvtier is off for engines with LoRA",
+    ),
     Hook("vllm.v1.core.kv_cache_utils: block hashes", ALL, "the keys; NONE_HASH from a fixed seed"),
 )
 

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvtier_vllm.adapter_loads import AdapterId, AdapterLoad
+
 LOAD_DOORBELL = 0
 """Rung with the step's number when the step's new blocks may be written."""
 STORE_DOORBELL = 1
@@ -63,6 +65,8 @@ class StoreOrder:
     block_ids: tuple[int, ...]
     """What it reads. A worker that copies its blocks out itself needs it, and only the worker knows that it
     does; a few bytes a block, once."""
+    adapter: AdapterId | None = None
+    """All of it was computed with this one; None: without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +171,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     audits: list[AuditResult] = field(default_factory=list)
     weights: list[WeightsChange] = field(default_factory=list)
     """One for each worker whose weights have changed, in each step until it is answered."""
+    adapters: list[AdapterLoad] = field(default_factory=list)
+    """Each once by every worker."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.audits + other.audits, self.weights + other.weights)
+        return WorkerReport(
+            self.audits + other.audits, self.weights + other.weights, self.adapters + other.adapters
+        )

@@ -15,6 +15,7 @@ from kvtier import Client
 from kvtier.joint import JOINT_LOOKUP
 from kvtier.status import ClientState
 
+from kvtier_vllm.adapter_loads import AdapterLoad, adapter_of
 from kvtier_vllm.adapters import Adapters
 from kvtier_vllm.ahead import Ahead
 from kvtier_vllm.auditing import Audits, Verdict
@@ -80,11 +81,12 @@ class SchedulerSide:
         in_parts: bool = True,
         weights: Weights = AS_STARTED,
         world_size: int = 1,
+        adapters_by_name: bool = False,
     ) -> None:
         """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
         declared. `events`: None if nobody wants to be told what is held. `audits`: None for none at all.
         `in_parts`: a prefix that cannot be leased at once is promised whole; if some of it cannot be loaded
-        in the end, vLLM computes it."""
+        in the end, vLLM computes it. `adapters_by_name`: vLLM's hashes carry nothing else of adapters."""
         self._config = config
         self._groups = groups
         smallest = min(groups.shapes, key=lambda shape: shape.block_tokens)
@@ -113,7 +115,7 @@ class SchedulerSide:
         self._controls = Controls(config, log)
         self._granting = Granting(config, log)
         self._leaving = Leaving(groups, self._longest)
-        self._adapters = Adapters(log)
+        self._adapters = Adapters(log, world_size=world_size, names_alone=adapters_by_name)
         if events is not None:
             events.keys_of = self._adapters.known_keys
         self._worth = Worth(lambda: config.prefill_tokens_per_s if prefill is None else prefill.tokens_per_s)
@@ -467,6 +469,14 @@ class SchedulerSide:
         if self._generations.have_changed(self._work, changes):
             self._begin()
 
+    def adapters_loaded(self, loads: Sequence[AdapterLoad], *, at_once: bool = False) -> None:
+        """What workers have loaded, see `Adapters.loaded`. Requests whose adapter has other weights now store
+        nothing any more."""
+        ended = self._adapters.loaded(loads, at_once=at_once)
+        for tracked in self._requests.values() if ended else ():
+            if adapter_of(tracked.request) in ended:
+                tracked.keys = None
+
     def _begin(self) -> None:
         """Blocks of other weights: nothing of what was stored so far is this engine's, and nothing of what is
         being loaded counts."""
@@ -580,6 +590,8 @@ class SchedulerSide:
 
     def _heed(self, report: WorkerReport) -> None:
         verdict = None if self._audits is None else self._audits.results(self._link.client, report.audits)
+        if report.adapters:
+            self.adapters_loaded(report.adapters)
         if report.weights:
             self.weights_changed(report.weights)
         elif verdict is not None and not self._quarantined:

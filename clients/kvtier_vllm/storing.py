@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import Client, Doorbell, Outcome, PartRef, StoreResult, Transfer, TransferState
 
+from kvtier_vllm.adapter_loads import AdapterId, adapter_of
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.holding import BlockHolds
 from kvtier_vllm.known import KNOWN_MAX, KnownBlocks, Sightings
@@ -96,7 +97,8 @@ class _Share:
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """Of all requests of a step that have blocks of one group to store, and want them kept alike."""
+    """Of all requests of a step that have blocks of one group to store, want them kept alike, and compute
+    with the same adapter."""
 
     transfer: Transfer
     group: int
@@ -152,8 +154,9 @@ class Storer:
         self._numbers = itertools.count(1)
         self._stores: dict[int, _Store] = {}
         """By numbers of our own: tickets begin anew with each client."""
-        self._planned: dict[tuple[int, Kept], list[_Share]] = {}
-        """By group and how it is kept, what the next `submit` is to store."""
+        self._planned: dict[tuple[int, Kept, AdapterId | None], list[_Share]] = {}
+        """By group, how it is kept, and the adapter that it is computed with, what the next `submit` is to
+        store."""
         self._planned_hashes: set[tuple[int, bytes]] = set()
         self._planned_blocks = 0
         self._readers: dict[int, list[int]] = {}
@@ -268,7 +271,8 @@ class Storer:
         self._planned_hashes.update((group, one) for one in hashes)
         self._planned_blocks += len(hashes)
         share = _Share(name, request, request, hashes, indexes, sources)
-        self._planned.setdefault((group, request.kept), []).append(share)
+        adapter = adapter_of(request.request)
+        self._planned.setdefault((group, request.kept, adapter), []).append(share)
 
     def submit(self, client: Client, step: int) -> list[StoreOrder]:
         """Submits what was planned: blocks that are full, and computed when the store doorbell says `step`.
@@ -277,15 +281,21 @@ class Storer:
         self._planned_hashes.clear()
         self._planned_blocks = 0
         orders = []
-        for (group, kept), shares in planned.items():
+        for (group, kept, adapter), shares in planned.items():
             for some in _in_pieces(shares, self._most(client)):
-                order = self._submit(client, group, kept, some, step)
+                order = self._submit(client, group, kept, adapter, some, step)
                 if order is not None:
                     orders.append(order)
         return orders
 
     def _submit(
-        self, client: Client, group: int, kept: Kept, shares: list[_Share], step: int
+        self,
+        client: Client,
+        group: int,
+        kept: Kept,
+        adapter: AdapterId | None,
+        shares: list[_Share],
+        step: int,
     ) -> StoreOrder | None:
         hashes = [one for share in shares for one in share.hashes]
         sources = tuple(block for share in shares for block in share.sources)
@@ -311,7 +321,7 @@ class Storer:
         elif self._groups.shapes[group].window_blocks:
             for block in sources:
                 self._readers.setdefault(block, []).append(number)
-        return StoreOrder(tuple(share.name for share in shares), part, sources)
+        return StoreOrder(tuple(share.name for share in shares), part, sources, adapter)
 
     def _most(self, client: Client) -> int:
         """Blocks of one store."""

@@ -19,6 +19,7 @@ from kvtier import Client, Group, PartRef, PartState, Plane
 from kvtier.memory import Memory
 from kvtier.status import ClientState
 
+from kvtier_vllm.adapter_loads import AdapterId, LoadedAdapters
 from kvtier_vllm.comparing import AuditFollower, Comparer
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.gpu import EngineGpu, GpuKVMemory
@@ -65,6 +66,8 @@ class _Store:
     part: Part
     requests: tuple[str, ...]
     """Whose blocks it reads."""
+    adapter: AdapterId | None
+    """What they were computed with."""
 
 
 @dataclass(slots=True)
@@ -118,6 +121,7 @@ class WorkerSide:
         """Of this step, not let go yet."""
         self._held: dict[str, float] = {}
         """Requests to report as sent, and since when they wait."""
+        self._adapters = LoadedAdapters()
         self._audits = AuditFollower(self._landing, self._forget_part, log)
         self._step = 0
         self._work = 0
@@ -272,11 +276,21 @@ class WorkerSide:
 
     def report(self) -> WorkerReport | None:
         """What the scheduler's side is to know after this step; None: nothing."""
-        if not self._unsure and not self._audits:
+        if not self._unsure and not self._audits and not self._adapters.has_news:
             return None
         audits = self._audits.poll(self._clock())
         changed = [self._change] if self._unsure and self._change is not None else []
-        return WorkerReport(audits, changed) if audits or changed else None
+        loaded = self._adapters.take()
+        return WorkerReport(audits, changed, loaded) if audits or changed or loaded else None
+
+    def adapter_loaded(self, adapter: AdapterId, proof: bytes) -> None:
+        """A LoRA adapter was read, and is about to be computed with. Where its number had other weights
+        before, stores of what was computed for those are withdrawn: the next step would add to them."""
+        if self._adapters.loaded(adapter, proof) is None:
+            return
+        for store in self._stores:
+            if self._adapters.has_ended(store.adapter):
+                store.part.revoke()
 
     def weights_changed(self, revision: str) -> WeightsChange | None:
         """The weights are others from now on, by this name, or by none: nothing starts any more, and nothing
@@ -353,8 +367,11 @@ class WorkerSide:
         self._new_loads += self._audits.adopt(orders, client, now_s)
         for store in orders.stores:
             source = Part(client, store.part, store.block_ids, now_s)
-            self._stores.append(_Store(source, store.requests))
-            self._new_stores.append(source)
+            self._stores.append(_Store(source, store.requests, store.adapter))
+            if self._adapters.has_ended(store.adapter):
+                source.revoke()
+            else:
+                self._new_stores.append(source)
         for request in orders.held:
             self._held[request] = now_s
 

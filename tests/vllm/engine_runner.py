@@ -90,6 +90,10 @@ class Runner:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        if "weight_transfer_config" in options:
+            from tests.vllm import transferred_weights
+
+            transferred_weights.register()
         self._llm: Any = LLM(**options)
         self._engine: Any = self._llm.llm_engine
         self._core: Any = getattr(self._engine.engine_core, "engine_core", None)
@@ -149,6 +153,15 @@ class Runner:
         self._engine.add_request(request, tokens, sampling, lora_request=adapter)
         return {"request": request}
 
+    def do_load_adapter(self, lora: list[Any], in_place: bool = False) -> Answer:
+        """As the API server does when it is told to load one."""
+        from vllm.lora.request import LoRARequest
+
+        return {"ok": self._engine.add_lora(LoRARequest(*lora, load_inplace=in_place))}
+
+    def do_unload_adapter(self, number: int) -> Answer:
+        return {"ok": self._engine.remove_lora(number)}
+
     def do_step(self, count: int = 1) -> Answer:
         """Steps the engine `count` times; says what the scheduler holds afterwards."""
         for _ in range(count):
@@ -185,6 +198,13 @@ class Runner:
     def do_scale_weights(self, factor: float) -> Answer:
         """Changes the weights in place."""
         return {"parameters": self._llm.collective_rpc(_scale_weights, args=(factor,))}
+
+    def do_transfer_weights(self, factor: float) -> Answer:
+        """Changes the weights by vLLM's own calls for that; `weight_transfer_config` says how."""
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("update_weights", kwargs={"update_info": {"factor": factor}})
+        self._llm.collective_rpc("finish_weight_update")
+        return {}
 
     def do_tell_weights(self, revision: str | None) -> Answer:
         """Tells kvtier that they were changed."""
@@ -264,7 +284,7 @@ class Runner:
             names |= {"side": connector._scheduler, "client": connector._scheduler.link.client}
             if has_kv_transfer_group():
                 worker = get_kv_transfer_group()._worker
-                names |= {"worker": worker, "rank": worker.link.client}
+                names |= {"worker": worker, "rank": None if worker.link is None else worker.link.client}
         return {"value": eval(expression, names)}
 
     def _internal_ids(self, requests: list[str]) -> list[str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvtier_vllm import adapter_loads
+from kvtier_vllm.adapter_loads import proof_of
 
 TOKENS, HEADS, HEAD_SIZE, LAYERS = 16, 2, 32, 3
 ROW_WORDS = 2 * HEAD_SIZE * 2 // 8
@@ -115,6 +117,9 @@ class MiniEngine:
         """Output tokens by request."""
         self.cached: dict[str, int] = {}
         """Tokens that a request began with, computed by nobody here."""
+        self.adapters: dict[int, str] = {}
+        """Folders of LoRA adapters by number, as a worker has loaded them."""
+        self.lora_config = config.lora_config
         self.preemptions = 0
         self.idle = False
         self.connector_stats: list[dict[str, Any]] = []
@@ -287,6 +292,7 @@ class MiniEngine:
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
             request = requests[name]
+            self.load_adapter(request.lora_request)
             start = request.num_computed_tokens - count  # vLLM has counted the step already
             [table] = self.scheduler.kv_cache_manager.get_block_ids(name)
             digests = _digests(self._tokens(request, start + count))
@@ -296,6 +302,12 @@ class MiniEngine:
             done = start + count >= self._expected(request)
             sampled[name] = [_next(digests[: start + count])] if done else []
         return sampled
+
+    def load_adapter(self, lora: Any, in_place: bool = False) -> None:
+        """As vLLM's workers do before they compute with it, if they have none of that number."""
+        if lora is not None and (in_place or lora.lora_int_id not in self.adapters):
+            self.adapters[lora.lora_int_id] = lora.lora_path
+            adapter_loads.tell(self.lora_config, (lora.lora_int_id, lora.lora_path), proof_of(lora.lora_path))
 
     def _tokens(self, request: Any, count: int) -> list[int]:
         """Those that the scheduler knows, and those that it has not heard of, up to `count`."""

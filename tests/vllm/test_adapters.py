@@ -10,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import vllm
+from kvtier_vllm import adapter_loads
+from kvtier_vllm.adapter_loads import AdapterId, AdapterLoad, LoadedAdapters, proof_of
 from kvtier_vllm.adapters import ADAPTERS_MAX, Adapters, DerivedKeys
-from kvtier_vllm.namespace import UnsupportedConfiguration, derive
+from kvtier_vllm.namespace import UnsupportedConfiguration, derive, version_of
 from kvtier_vllm.weights import local_revision
 from safetensors.numpy import save_file
 
@@ -67,8 +71,20 @@ class Keyring:
         keys = self.adapters.keys(request)
         return None if keys is None else list(keys(HASHES))
 
+    def load(self, request: Any) -> set[AdapterId]:
+        """As a worker that reads its files now says it."""
+        lora = request.lora_request
+        adapter = (lora.lora_int_id, lora.lora_path)
+        return self.adapters.loaded([AdapterLoad(adapter, proof_of(lora.lora_path))])
+
+    def wait_read(self) -> None:
+        """Until the files of all adapters are digested."""
+        readings = [each.revision for each in self.adapters._known.values() if each.revision is not None]
+        until(lambda: all(each.done() for each in readings), "its files are read")
+
     def known(self, request: Any) -> list[bytes]:
-        """Once the files are read."""
+        """Once the files are loaded and read."""
+        self.load(request)
         until(lambda: self.adapters.keys(request) is not None, "the adapter is identified")
         found = self.keys(request)
         assert found is not None
@@ -189,6 +205,151 @@ def test_nobody_waits_for_the_reading(tmp_path: Path) -> None:
     keyring.adapters.close()
 
 
+def test_what_no_worker_has_loaded_has_no_keys(keyring: Keyring, tmp_path: Path) -> None:
+    request = asking(write_adapter(tmp_path / "one", 1))
+    assert keyring.keys(request) is None
+    keyring.wait_read()
+    assert keyring.keys(request) is None, "the files of today may not be the ones that it will load"
+    keyring.load(request)
+    assert keyring.keys(request)
+
+
+def test_files_that_changed_before_the_first_request_are_not_what_was_loaded(
+    keyring: Keyring, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1)
+    keyring.adapters.world_size = 2
+    request = asking(folder)
+    loads = [AdapterLoad((1, str(folder)), proof_of(str(folder)))]
+    keyring.adapters.loaded(loads)
+    write_adapter(folder, 2)
+    assert keyring.adapters.loaded([AdapterLoad(loads[0].adapter, proof_of(str(folder)))]) == {
+        loads[0].adapter
+    }, "two workers with different weights"
+    assert keyring.keys(request) is None
+    [said] = keyring.said
+    assert "'one'" in said
+    alone = Keyring()
+    alone.adapters.loaded(loads)
+    assert alone.keys(request) is None
+    assert "have changed since" in alone.said[0]
+
+
+def test_every_worker_has_to_have_loaded_it(tmp_path: Path) -> None:
+    keyring, request = Keyring(world_size=2), asking(write_adapter(tmp_path / "one", 1))
+    keyring.load(request)
+    keyring.wait_read()
+    assert keyring.keys(request) is None
+    keyring.load(request)
+    assert keyring.keys(request)
+
+
+def test_a_number_that_gets_another_folder_ends_the_one_before(keyring: Keyring, tmp_path: Path) -> None:
+    old, new = asking(write_adapter(tmp_path / "old", 1)), asking(write_adapter(tmp_path / "new", 2))
+    keyring.known(old)
+    assert keyring.load(new) == {(1, str(tmp_path / "old"))}
+    assert keyring.keys(old) is None
+    assert keyring.known(new)
+    assert keyring.load(old) == {(1, str(tmp_path / "new"))}
+    assert keyring.keys(old) is None, "its requests of before have blocks of both in the engine's own cache"
+    assert keyring.keys(new) is None
+    assert len(keyring.said) == 2
+
+
+def test_what_is_told_at_once_need_not_be_told_again(keyring: Keyring, tmp_path: Path) -> None:
+    old, new = asking(write_adapter(tmp_path / "old", 1)), asking(write_adapter(tmp_path / "new", 2))
+    loads = [AdapterLoad((1, each.lora_request.lora_path), b"proof") for each in (old, new)]
+    assert keyring.adapters.loaded(loads[:1], at_once=True) == set()
+    assert keyring.adapters.loaded(loads[1:], at_once=True) == {loads[0].adapter}
+    assert keyring.adapters.loaded(loads) == set(), "the same, with the step's results"
+    assert not keyring.adapters._loaded[loads[1].adapter].ended
+
+
+def test_one_name_for_two_adapters_is_not_enough_where_hashes_have_nothing_else(tmp_path: Path) -> None:
+    keyring = Keyring(names_alone=True)
+    one = asking(write_adapter(tmp_path / "one", 1))
+    other = asking(write_adapter(tmp_path / "other", 2), number=2)
+    third = asking(write_adapter(tmp_path / "third", 2), name="third", number=3)
+    assert keyring.known(one)
+    keyring.load(other)
+    assert keyring.keys(other) is None
+    assert keyring.known(one)
+    assert keyring.known(third)
+    assert "same name" in keyring.said[0]
+
+
+def test_a_worker_tells_each_adapter_once_and_knows_which_have_ended() -> None:
+    worker = LoadedAdapters()
+    one, same_number, other = (1, "/a"), (1, "/b"), (2, "/c")
+    assert worker.loaded(one, b"1") == AdapterLoad(one, b"1")
+    assert worker.loaded(one, b"1") is None, "it was not needed for a while, and is loaded again"
+    assert worker.loaded(other, b"3")
+    assert worker.take() == [AdapterLoad(one, b"1"), AdapterLoad(other, b"3")]
+    assert not worker.has_news
+    assert not worker.has_ended(one)
+    assert worker.loaded(same_number, b"2")
+    assert [worker.has_ended(each) for each in (one, same_number, other, None)] == [True, False, False, False]
+    assert worker.loaded(other, b"4"), "other files, in the same place"
+    assert worker.has_ended(other)
+    unknown = LoadedAdapters()
+    unknown.loaded(one, b"")
+    unknown.loaded(one, b"")
+    assert unknown.has_ended(one), "nobody knows whether it has read the same"
+
+
+class Told:
+    """Listens as a half of a connector does."""
+
+    lora_config: Any = None
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[AdapterId, bytes]] = []
+
+    def adapter_loaded(self, adapter: AdapterId, proof: bytes) -> None:
+        self.loads.append((adapter, proof))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_load_by_vllms_worker_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replaced: bool
+) -> None:
+    """vLLM's own manager of adapters, whose `_load_adapter` reads nothing here, and (`replaced`) is overtaken
+    by somebody who writes there meanwhile."""
+    from vllm.lora import worker_manager
+
+    folder = write_adapter(tmp_path / "one", 1)
+
+    def read(manager: Any, request: Any) -> Any:
+        if replaced:
+            write_adapter(folder, 2)
+        return SimpleNamespace(id=request.lora_int_id)
+
+    monkeypatch.setattr(worker_manager.WorkerLoRAManager, "_load_adapter", read)
+    told, others = Told(), Told()
+    for listener in (told, others):
+        adapter_loads.listen(listener)
+    manager = object.__new__(worker_manager.LRUCacheWorkerLoRAManager)
+    manager.lora_config = told.lora_config = SimpleNamespace()
+    manager._adapter_manager = MagicMock(capacity=8, **{"__len__.return_value": 0})
+    manager._adapter_manager.list_adapters.return_value = {}
+    manager.add_adapter(lora_request(folder))
+    assert told.loads == [((1, str(folder)), b"" if replaced else proof_of(str(folder)))]
+    assert others.loads == [], "another engine of this process"
+
+
+def test_memory_of_what_was_loaded_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_vllm.adapter_loads.LOADED_MAX", 8)
+    worker, keyring = LoadedAdapters(), Keyring(names_alone=True)
+    for number in range(20):
+        worker.loaded((number, "/a"), b"1")
+        worker.loaded((1, f"/{number}"), b"1")
+        keyring.adapters.loaded(worker.take())
+        keyring.keys(asking(Path(f"/{number}"), name=str(number), number=number + 1))
+    sizes = [len(each) for each in (worker._current, worker._ended)]
+    sizes += [len(each) for each in (keyring.adapters._loaded, keyring.adapters._paths)]
+    assert max(*sizes, len(keyring.adapters._names)) <= 8
+
+
 def test_no_more_adapters_are_remembered_than_that(keyring: Keyring, tmp_path: Path) -> None:
     for number in range(ADAPTERS_MAX + 5):
         keyring.keys(asking(tmp_path / f"{number}", number=number + 1))
@@ -198,8 +359,10 @@ def test_no_more_adapters_are_remembered_than_that(keyring: Keyring, tmp_path: P
 # --- in an engine ---
 
 
-def with_adapters(make: Callable[..., MiniEngine], salt: str | None = None) -> MiniEngine:
-    changes = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+def with_adapters(
+    make: Callable[..., MiniEngine], salt: str | None = None, ahead: bool = False
+) -> MiniEngine:
+    changes = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "async_scheduling": ahead}
     return make(salt=salt, changes=changes, adapters="files")
 
 
@@ -218,7 +381,8 @@ class Shared:
         return compute(self.engine, f"r{self._count}", prompt(LENGTH), **request)
 
     def identified(self, folder: Path, **which: Any) -> None:
-        """Waits until the adapter's files are read."""
+        """Has the adapter loaded, and waits until its files are read."""
+        self.engine.load_adapter(lora_request(folder, **which))
         adapters = self.engine.connector._scheduler._adapters
         until(lambda: adapters.keys(asking(folder, **which)) is not None, "the adapter is identified")
 
@@ -259,6 +423,33 @@ def test_other_weights_under_the_same_name_and_path_are_another_adapter(
         all_came_back(each.engine)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_is_stored_any_more_as_what_a_running_request_began_with(
+    make: Callable[..., MiniEngine], tmp_path: Path, ahead: bool
+) -> None:
+    old, new = write_adapter(tmp_path / "old", 1), write_adapter(tmp_path / "new", 2)
+    salt, more = str(tmp_path), 6 * TOKENS
+    first, second = Shared(with_adapters(make, salt, ahead)), Shared(with_adapters(make, salt, ahead))
+    for shared in (first, second):
+        shared.identified(old)
+    engine = first.engine
+    engine.add("running", prompt(LENGTH), max_tokens=more, lora_request=lora_request(old))
+    for _ in range(TOKENS):
+        engine.step()
+    engine.load_adapter(lora_request(new), in_place=True)
+    engine.run()
+    whole = prompt(LENGTH) + engine.finished["running"]
+    known = compute(second.engine, "whole", whole, lora_request=lora_request(old))
+    assert known <= LENGTH + TOKENS, "steps before the swap"
+    first.identified(new)
+    until(lambda: engine.connector._scheduler.storing, "it stores again, after some were withdrawn")
+    assert first.found(new) == 0
+    told_apart = version_of(vllm.__version__) >= (0, 31)
+    assert first.found(new) == (WHOLE if told_apart else 0), "by its folder, where hashes carry that"
+    for shared in (first, second):
+        all_came_back(shared.engine)
+
+
 def test_what_was_computed_while_the_files_were_read_is_stored_all_the_same(
     make: Callable[..., MiniEngine], tmp_path: Path
 ) -> None:
@@ -279,7 +470,6 @@ def test_what_was_computed_while_the_files_were_read_is_stored_all_the_same(
 
 
 def test_an_engine_with_adapters_is_refused_unless_they_go_by_their_files(model: Path) -> None:
-    import vllm
 
     from tests.vllm.mini_engine import engine_config
 

@@ -13,7 +13,7 @@ from kvtier_vllm.hooks import around_reset
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.engine import Engine, EngineOptions
-from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt, start_rig
+from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -30,11 +30,17 @@ def start(session_host: DaemonHost, model: Path, tmp_path: Path) -> Start:
     """Engines of one namespace, set as a user's are unless a test says otherwise."""
 
     @contextmanager
-    def engine(**settings: Any) -> Iterator[Rig]:
+    def engine(transfer: bool = False, **settings: Any) -> Iterator[Rig]:
+        """`transfer`: its weights come by vLLM's weight transfer."""
         config = kv_transfer_config(
             session_host.socket, **{"salt": tmp_path.name, "on_reset": "leave"} | settings
         )
-        rig = start_rig(session_host, EngineOptions(model, config), tmp_path / "log")
+        extra = {"weight_transfer_config": {"backend": "scaled-norms"}} if transfer else {}
+        rig = Rig(session_host, Engine.start(EngineOptions(model, config, extra=extra), tmp_path / "log"))
+        if transfer:  # its workers attach once a step has told them how its blocks are called
+            rig.generate(prompt(BLOCK, seed=76), max_tokens=2)
+        rig.patient()
+        rig.wait_ready()
         with rig.engine:
             yield rig
 
@@ -113,6 +119,41 @@ def test_weights_that_have_a_name_are_shared_under_it(start: Start, model: Path,
         settled(other)
         again = other.generate(TOKENS)
         assert (again.num_cached_tokens, again.tokens) == (0, old.tokens)
+
+
+def test_weights_that_vllm_transfers_are_nobodys_before_they_are_named(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """By vLLM's own calls: start_weight_update, update_weights, finish_weight_update."""
+    new = right_answer(model, FACTOR, tmp_path / "plain")
+    with start() as plain:
+        old = plain.generate(TOKENS)
+        plain.wait_stored()
+    with start(transfer=True) as rig:
+        settled(rig)
+        first = rig.generate(TOKENS)
+        assert (first.num_cached_tokens, first.tokens) == (0, old.tokens), "who knows whose weights these are"
+        rig.wait_stored()
+        rig.engine.drain()
+        rig.engine.call("transfer_weights", factor=FACTOR)
+        rig.engine.reset_prefix_cache()
+        settled(rig)
+        got = rig.generate(TOKENS)
+        assert (got.num_cached_tokens, got.tokens) == (0, new)
+        rig.engine.drain()
+        rig.engine.call("transfer_weights", factor=1 / FACTOR)
+        tell(rig, "step 2")
+        rig.engine.reset_prefix_cache()
+        settled(rig)
+        again = rig.generate(TOKENS)
+        assert (again.num_cached_tokens, again.tokens) == (0, old.tokens)
+        rig.wait_stored()
+    with start(transfer=True) as other:
+        tell(other, "step 2")
+        other.engine.reset_prefix_cache()
+        settled(other)
+        found = other.generate(TOKENS)
+        assert (found.num_cached_tokens, found.tokens) == (HIT, old.tokens)
 
 
 def test_without_a_reset_it_is_enough_to_say_that_they_have_changed(start: Start) -> None:
