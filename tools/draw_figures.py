@@ -11,15 +11,15 @@ import hashlib
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot
-
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 DATA = FIGURES / "first_token.json"
 DRAWING = FIGURES / "first_token.svg"
-COLORS = {"no cache": "#9aa5b1", "vLLM's own cache": "#2563a8", "kvtier": "#d9730d", "LMCache's server": "#6b46c1"}
+COLORS = {
+    "no cache": "#9aa5b1",
+    "vLLM's own cache": "#2563a8",
+    "kvtier": "#d9730d",
+    "LMCache's server": "#6b46c1",
+}
 
 
 def digest(data: bytes) -> str:
@@ -29,6 +29,11 @@ def digest(data: bytes) -> str:
 
 def draw(data: bytes, out: Path) -> None:
     """One panel for each trace, one bar for each cache; the same bytes for the same data."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
     content = json.loads(data)
     pyplot.rcParams |= {"svg.hashsalt": "kvtier", "font.size": 10, "font.family": "DejaVu Sans"}
     figure, axes = pyplot.subplots(1, len(content["traces"]), figsize=(9.5, 2.7), sharex=True, sharey=True)
