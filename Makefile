@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long pictures wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -79,6 +79,12 @@ test-faults-short: setup ## the same tests, each campaign a few rounds, as in `m
 	@$(PY) -m tools.faults short
 
 test-faults-long: test-faults
+
+docs: ## the documentation site, into build/site; fails on a link or an anchor that leads nowhere
+	@tools/setup.sh tools && $(PY) -m tools.docs_site
+
+figures: ## the plot in the README, drawn anew from the numbers in docs/figures
+	@tools/setup.sh tools && .venv/bin/uv run --quiet --no-project --python $(PY) --with 'matplotlib>=3.10,<4' tools/draw_figures.py
 
 pictures: setup ## the pictures of the dashboard in docs/: ten minutes of real engines, on Debian (its Prometheus)
 	@$(PY) -m tests.deploy.picture --out docs

@@ -1,0 +1,165 @@
+"""The documentation as a whole: its site builds, its links lead somewhere, its lines can be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvtier_vllm.config import ConnectorConfig
+
+from tools import docs_site
+from tools.docs_site import REPO
+from tools.draw_figures import DATA, DRAWING, digest
+
+COLUMNS = 100
+LINES = {"README.md": 100, "ARCHITECTURE.md": 200}
+"""What a reader is promised to get through."""
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+ELSEWHERE = ("build", "dist")
+
+
+def pages() -> list[Path]:
+    """Every Markdown file of the repository."""
+    tops = [path for path in REPO.iterdir() if path.name not in ELSEWHERE and not path.name.startswith(".")]
+    found = [path for top in tops if top.is_dir() for path in top.rglob("*.md")]
+    return sorted([*found, *(path for path in tops if path.suffix == ".md")])
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """Its lines outside of code blocks, by number."""
+    code = False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code:
+            yield number, line
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    names = set()
+    for _, line in prose(page):
+        if heading := re.match(r"#+ (.+)", line):
+            text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1]).replace("`", "")
+            name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            count = found[name] = found.get(name, -1) + 1
+            names.add(f"{name}-{count}" if count else name)
+    return names
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    docs_site.stage(out)
+    return out
+
+
+def test_the_site_builds_and_its_links_and_anchors_lead_somewhere() -> None:
+    docs_site.stage(docs_site.SOURCE)
+    built = docs_site.build()
+    assert built.returncode == 0, built.stdout
+    assert (docs_site.SITE / "docs" / "vllm" / "index.html").exists()
+
+
+def test_a_link_that_leads_nowhere_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs_site.stage(docs_site.SOURCE)
+    page = docs_site.SOURCE / "docs" / "faq.md"
+    page.write_text(page.read_text() + "\n[nowhere](vllm.md#no-such-heading)\n")
+    assert docs_site.build().returncode != 0
+
+
+def test_every_page_is_in_the_navigation(staged: Path) -> None:
+    def targets(entry: object) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            for value in entry.values():
+                yield from targets(value)
+        elif isinstance(entry, list):
+            for value in entry:
+                yield from targets(value)
+
+    navigation = tomllib.loads((REPO / "zensical.toml").read_text())["project"]["nav"]
+    named = list(targets(navigation))
+    there = {str(path.relative_to(staged)) for path in staged.rglob("*.md")}
+    assert len(named) == len(set(named))
+    assert set(named) == there
+
+
+def test_links_are_those_of_the_repository_too() -> None:
+    """GitHub shows the files where they lie, and makes its anchors in its own way."""
+    wrong = []
+    for page in pages():
+        for _, line in prose(page):
+            for target, anchor in LINK.findall(re.sub(r"`[^`]*`", "", line)):
+                if "://" in target or target.startswith("mailto:"):
+                    continue
+                path = (page.parent / target).resolve() if target else page
+                if not path.exists():
+                    if str(path.relative_to(REPO)) not in docs_site.AWAITED:
+                        wrong.append(f"{page.relative_to(REPO)}: {target}")
+                elif anchor and anchor not in anchors(path):
+                    wrong.append(f"{page.relative_to(REPO)}: {target}#{anchor}")
+    assert not wrong
+
+
+def test_lines_wrap_at_a_hundred_columns() -> None:
+    """Tables, code, and the targets of links excepted."""
+    long = [
+        f"{page.relative_to(REPO)}:{number}"
+        for page in pages()
+        for number, line in prose(page)
+        if not line.lstrip().startswith("|") and len(re.sub(r"\]\([^)]*\)", "]", line).rstrip()) > COLUMNS
+    ]
+    assert not long, "tools to wrap them: CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_first_pages_stay_short(name: str) -> None:
+    assert len((REPO / name).read_text().splitlines()) <= LINES[name]
+
+
+def test_the_page_of_the_connector_has_its_settings_with_their_defaults() -> None:
+    text = (REPO / "docs" / "vllm.md").read_text()
+    section = text[text.index("## Settings\n") : text.index("## Settings of a single request")]
+    rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", section, flags=re.MULTILINE)
+    said = {name: default.strip("`") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    fields = {field.name: field.default for field in dataclasses.fields(ConnectorConfig)}
+    assert set(said) == set(fields)
+    found_out = {"socket", "tenant", "salt", "weights_revision", "prefill_tokens_per_s"}
+    for name in set(fields) - found_out:
+        default = fields[name]
+        shown = {True: "true", False: "false"}[default] if isinstance(default, bool) else default
+        if isinstance(shown, tuple):
+            shown = f"[{', '.join(f'{chr(34)}{each}{chr(34)}' for each in shown)}]"
+        elif isinstance(shown, float):
+            shown = f"{shown:g}"
+        assert said[name] == str(shown), name
+
+
+def test_drawings_are_well_formed_and_have_a_title() -> None:
+    for drawing in (REPO / "docs" / "figures").glob("*.svg"):
+        root = ElementTree.parse(drawing).getroot()
+        named = root.find("{http://www.w3.org/2000/svg}title") is not None
+        assert named or drawing == DRAWING, drawing.name
+
+
+def test_the_plot_is_of_the_numbers_in_its_file() -> None:
+    assert digest(DATA.read_bytes()) in DRAWING.read_text(), "make figures"
+
+
+def test_the_plots_numbers_are_those_on_the_page_of_benchmarks() -> None:
+    page = (REPO / "docs" / "benchmarks.md").read_text()
+    for trace in json.loads(DATA.read_text())["traces"]:
+        hits = trace["hit_percent"]
+        cells = [f" {value} ms ({hits[name]} %) " for name, value in trace["mean_ms"].items()]
+        cells[0] = cells[0].replace("(0 %)", "(hit 0 %)")
+        row = "|".join(cells)
+        assert row in page, trace["name"]
