@@ -19,6 +19,7 @@
 //   load-leased FIRST        loads what that lease holds, whatever has happened meanwhile
 //   twice HASH               tries to load one block to one place twice, which is refused
 //   roundtrip COUNT          stores COUNT blocks of random bytes, loads them back and compares every byte
+//   churn SECONDS COUNT      as many round trips as there is time for; tells how many were whole, and how many failed
 //   quit
 #include <algorithm>
 #include <cstring>
@@ -120,6 +121,10 @@ class Program {
         if (command == "load-leased") return load(kept_, number(words));
         if (command == "twice") return twice(hashes_of(words));
         if (command == "roundtrip") return roundtrip(number(words));
+        if (command == "churn") {
+            const std::uint32_t seconds = number(words);
+            return churn(seconds, number(words));
+        }
         throw std::invalid_argument("no such command: " + command);
     }
 
@@ -245,6 +250,20 @@ class Program {
         if (before != after) return "other bytes than were stored";
         if (!rest_is_wiped(to, count)) return "bytes outside of the blocks were written";
         return "equal " + std::to_string(before.size()) + " bytes";
+    }
+
+    // What is lost with the daemon is a failed round trip; other bytes than were stored end it at once.
+    std::string churn(std::uint32_t seconds, std::uint32_t count) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+        int whole = 0, failed = 0;
+        while (std::chrono::steady_clock::now() < end) {
+            const std::string answer = roundtrip(count);
+            if (!answer.starts_with("equal ") && !answer.starts_with("store: ") && !answer.starts_with("load: "))
+                return answer;
+            ++(answer.starts_with("equal ") ? whole : failed);
+            if (failed > 0) client_.wait_ready(Milliseconds(1'000));
+        }
+        return "whole " + std::to_string(whole) + " failed " + std::to_string(failed);
     }
 
     SharedMemory memory_;
