@@ -503,6 +503,7 @@ bool Client::wait(Transfer& transfer, Milliseconds timeout) {
                 transfer.ended = transfer.fenced = true;
                 transfer.state = landed ? v1::TRANSFER_STATE_DONE : v1::TRANSFER_STATE_FAILED;
                 transfer.succeeded.assign(transfer.blocks, landed ? '\1' : '\0');
+                if (landed) transfer.error.reset();
                 break;
             }
         }

@@ -17,7 +17,11 @@
 //   load FIRST HASH...       looks up with a lease, and loads what hits to the blocks from FIRST on
 //   lease HASH...            looks up with a lease and keeps it
 //   load-leased FIRST        loads what that lease holds, whatever has happened meanwhile
-//   twice HASH               tries to load one block to one place twice, which is refused
+//   start-store FIRST HASH...  submits a store, and answers as soon as its copy runs
+//   start-load FIRST HASH...   likewise a load
+//   revoke                     revokes what was started so
+//   outcome                    waits for its end
+//   twice HASH HASH          tries to load one block to one place twice, which is refused
 //   roundtrip COUNT          stores COUNT blocks of random bytes, loads them back and compares every byte
 //   churn SECONDS COUNT      as many round trips as there is time for; tells how many were whole, and how many failed
 //   quit
@@ -119,6 +123,19 @@ class Program {
             return told(kept_);
         }
         if (command == "load-leased") return load(kept_, number(words));
+        if (command == "start-store") {
+            const std::uint32_t first = number(words);
+            const auto hashes = hashes_of(words);
+            return started(client_.store(hashes, range(first, hashes.size())));
+        }
+        if (command == "start-load") {
+            const std::uint32_t first = number(words);
+            const Lookup lookup = client_.lookup(hashes_of(words), true);
+            if (!lookup.lease) return told(lookup);
+            return started(client_.load(*lookup.lease, range(first, lookup.lease->blocks)));
+        }
+        if (command == "revoke") return is_over(client_.revoke(*started_)) ? "over" : "not over";
+        if (command == "outcome") return told(*started_);
         if (command == "twice") return twice(hashes_of(words));
         if (command == "roundtrip") return roundtrip(number(words));
         if (command == "churn") {
@@ -210,6 +227,13 @@ class Program {
         return told(*client_.load(*lookup.lease, range(first, lookup.lease->blocks)));
     }
 
+    std::string started(const std::shared_ptr<Transfer>& transfer) {
+        started_ = transfer;
+        while (client_.part_state(*transfer) == PartState::armed)
+            if (client_.wait(*transfer, Milliseconds(1))) break;
+        return client_.part_state(*transfer) == PartState::started ? "started" : told(*transfer);
+    }
+
     std::string gated(std::uint32_t first, const std::vector<std::string>& hashes, bool revoked) {
         const Doorbell bell{.index = 1, .value = ++step_};
         const auto transfer = client_.store(hashes, range(first, hashes.size()), bell);
@@ -269,6 +293,7 @@ class Program {
     SharedMemory memory_;
     Client client_;
     Lookup kept_;
+    std::shared_ptr<Transfer> started_ = std::make_shared<Transfer>();
     std::uint64_t step_ = 0;
 };
 

@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import time
@@ -46,6 +47,7 @@ BLOCK_BYTES = sum(FRAGMENTS.values())
 BLOCKS = 48
 READY_S = 60.0
 CHURN_S = 12
+SLOW_S = 3
 
 
 # --- the toolchain ---
@@ -519,6 +521,59 @@ def test_kills_in_the_middle_of_copies_cost_misses_and_never_a_byte(cpp: CppClie
     assert int(said[1]) > kills, "it loaded again after the kills"
     assert int(said[2]) >= 1, "no round trip met a kill"
     assert cpp.say("roundtrip", 64) == f"equal {64 * BLOCK_BYTES} bytes"
+
+
+@pytest.fixture
+def slow(
+    cpp: CppClient, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[bytes], list[bytes]]:
+    """Blocks that are stored, at a daemon whose copies take seconds."""
+    cpp.ready()
+    hashes, contents = blocks("slow", 9)
+    cpp.fill(0, contents)
+    assert cpp.say("store", 0, *hexes(hashes)).startswith("DONE")
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", f"slow-copy:{SLOW_S * 1_000}")
+    host.restart()
+    cpp.ready()
+    assert cpp.say("wipe") == "wiped"
+    return hashes, contents
+
+
+def test_a_copy_that_its_daemon_has_left_running_is_waited_for(
+    cpp: CppClient, host: DaemonHost, slow: tuple[list[bytes], list[bytes]]
+) -> None:
+    hashes, contents = slow
+    began_s = time.monotonic()
+    assert cpp.say("start-load", 20, *hexes(hashes)) == "started"
+    host.kill9()
+    assert cpp.say("revoke") == "not over"
+    assert cpp.say("outcome") == f"DONE succeeded {'1' * 9}"  # the part word says so, and nobody else
+    assert time.monotonic() - began_s > SLOW_S
+    assert cpp.contents(20, 9) == contents
+
+
+def test_the_death_of_a_copy_worker_ends_what_it_copied(
+    cpp: CppClient, host: DaemonHost, slow: tuple[list[bytes], list[bytes]]
+) -> None:
+    [worker] = host.status().workers
+    assert cpp.say("start-load", 20, *hexes(slow[0])) == "started"
+    host.kill9()
+    assert cpp.say("revoke") == "not over"
+    os.kill(worker.pid, signal.SIGKILL)
+    assert cpp.say("outcome").startswith(f"FAILED succeeded {'0' * 9} EPOCH_ENDED: ")
+    host.start()
+    cpp.ready()
+    assert cpp.say("load", 20, *hexes(slow[0])) == f"DONE succeeded {'1' * 9}"
+    assert cpp.contents(20, 9) == slow[1]
+
+
+def test_a_store_is_withdrawn_while_it_runs(
+    cpp: CppClient, host: DaemonHost, slow: tuple[list[bytes], list[bytes]]
+) -> None:
+    assert cpp.say("start-store", 0, "12" * 32) == "started"
+    assert cpp.say("revoke") == "over"
+    assert cpp.say("outcome").startswith("CANCELLED succeeded 0 results 0 REVOKED: ")
+    assert cpp.say("lookup", "12" * 32) == "hits 0 states 0"
 
 
 # --- what the page says in tables is what the code says ---
