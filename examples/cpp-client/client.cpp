@@ -168,7 +168,8 @@ void Client::serve(Session& session) {
             Lock lock(mutex_);
             heartbeat(session);
             reap();
-            wanted = !session.registered && Clock::now() >= retry;
+            // Not before all that was submitted has ended: it may be on its way, and would run on the new page.
+            wanted = !session.registered && session.transfers.empty() && Clock::now() >= retry;
         }
         if (wanted) {
             try {
