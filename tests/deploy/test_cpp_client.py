@@ -14,6 +14,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -444,10 +445,10 @@ def test_a_daemon_that_drains_refuses_and_is_used_again_afterwards(cpp: CppClien
     hashes, contents = blocks("drained", 2)
     cpp.fill(0, contents)
     assert cpp.say("store", 0, *hexes(hashes)).startswith("DONE")
-    run(REPO / ".venv" / "bin" / "kvtierctl", "drain", f"--socket={host.socket}")
+    run(sys.executable, "-m", "kvtierd.ctl", "drain", f"--socket={host.socket}")
     assert cpp.say("store", 0, "cd" * 32).startswith("refused DRAINING: ")
     assert cpp.say("lookup", *hexes(hashes)) == "hits 0 states 0"
-    run(REPO / ".venv" / "bin" / "kvtierctl", "resume", f"--socket={host.socket}")
+    run(sys.executable, "-m", "kvtierd.ctl", "resume", f"--socket={host.socket}")
     assert cpp.say("load", 5, *hexes(hashes)) == "DONE succeeded 11"
 
 
