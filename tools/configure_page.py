@@ -5,8 +5,9 @@ python -m tools.configure_page > docs/configure.md
 
 from __future__ import annotations
 
-from kvtierd import config, settings
-from kvtierd.reload import LIVE
+from kvtierd.config import daemon as config
+from kvtierd.config import settings
+from kvtierd.config.reload import LIVE
 
 HEAD = """# Configure kvtier
 

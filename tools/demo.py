@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from kvtier_kernels import PoolRecords
-from kvtierd import config
+from kvtierd.config import daemon as config
 
 from tests.vllm.engine import Engine, EngineError, EngineOptions, Generated
 from tools.demo_autostart import daemon_survives

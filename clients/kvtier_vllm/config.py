@@ -13,7 +13,7 @@ from kvtier.address import resolve
 from kvtier.errors import KvtierError
 from kvtier.retention import SECONDS_MAX
 
-from kvtier_vllm.retaining import HOST, PRIORITIES, TIERS
+from kvtier_vllm.scheduler.retaining import HOST, PRIORITIES, TIERS
 
 
 class ConnectorConfigError(ValueError):

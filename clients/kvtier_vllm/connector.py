@@ -30,22 +30,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier_vllm import adapter_loads, autostart, updates
-from kvtier_vllm.adapter_loads import AdapterId, AdapterLoad
-from kvtier_vllm.auditing import Audits, threshold_of
+from kvtier_vllm import autostart, updates
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
-from kvtier_vllm.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
 from kvtier_vllm.groups import HYBRID_VLLM, Groups, context_ranks, groups_of, replicated_groups
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, around_reset
-from kvtier_vllm.kv_memory import NotShareable
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights, WeightsChange
-from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
-from kvtier_vllm.prefill import STEP_TOKENS_MIN, PrefillMeter
-from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.model import adapter_loads
+from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad
+from kvtier_vllm.model.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
+from kvtier_vllm.scheduler.auditing import Audits, threshold_of
+from kvtier_vllm.scheduler.prefill import STEP_TOKENS_MIN, PrefillMeter
+from kvtier_vllm.scheduler.side import SchedulerSide
 from kvtier_vllm.stats import Increments, KvtierPromMetrics, KvtierStats
-from kvtier_vllm.worker import WorkerSide
+from kvtier_vllm.worker.gpu import EngineGpu, engine_gpu, refuse_sleep_mode, required_layout
+from kvtier_vllm.worker.kv_memory import NotShareable
+from kvtier_vllm.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvtier_vllm.events import BlockEvents
+    from kvtier_vllm.scheduler.events import BlockEvents
 
 ATTACH_WAIT_S = 1.0
 """How long the start of an engine may wait for the daemon, so that its first requests can hit already."""
@@ -580,7 +581,7 @@ def _block_events(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Bl
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return None
-    from kvtier_vllm.events import BlockEvents
+    from kvtier_vllm.scheduler.events import BlockEvents
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return BlockEvents(groups_of(kv_cache_config, vllm_config), specs, log)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier import GroupKind, GroupQuery
 
-from kvtier_vllm.kv_memory import NotShareable
+from kvtier_vllm.worker.kv_memory import NotShareable
 
 # First release in which a load of several groups can fail without ending the engine.
 HYBRID_VLLM = (0, 30)

@@ -8,7 +8,7 @@ from kvtier import ClientStatus
 from vllm.logger import init_logger
 
 from kvtier_vllm.config import ConnectorConfig
-from kvtier_vllm.retaining import HOST
+from kvtier_vllm.scheduler.retaining import HOST
 
 # A child of vLLM's own logger: its handlers and format apply.
 log = init_logger("vllm.kvtier")

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier_vllm.adapter_loads import AdapterId, AdapterLoad
+from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad
 
 LOAD_DOORBELL = 0
 """Rung with the step's number when the step's new blocks may be written."""

@@ -25,7 +25,7 @@ from kvtier import Client
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.meta import STORE_DOORBELL
-from kvtier_vllm.scheduler import SchedulerSide
+from kvtier_vllm.scheduler.side import SchedulerSide
 
 from tests.benchmarks.rig import DEADLINE_S, hashes_of, rig
 

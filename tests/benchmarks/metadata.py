@@ -16,9 +16,9 @@ from collections.abc import Callable
 import numpy as np
 from kvtier_kernels import BlockTable
 from kvtierd.core.actions import Attached, LookupReply, PostPart, SubmitReply
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES, Rank, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
     AttachSession,
     CoreLimits,

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 from kvtier_kernels import BlockTable, PoolRecords
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.memory import HostPool
 

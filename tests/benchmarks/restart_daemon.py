@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from kvtier import Client, SharedBuffer
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.blocks.slots import PoolGeometry
 
 from tests.benchmarks.rig import DEADLINE_S, connected
 from tests.support.process import Daemon

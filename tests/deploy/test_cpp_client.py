@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from kvtier import Client, Group, Lookup, Namespace, Plane, SharedBuffer
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
-from kvtierd.config import ServerConfig
+from kvtierd.config.daemon import ServerConfig
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc.hello import FEATURES
 

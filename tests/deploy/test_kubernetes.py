@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from kvtierd import config, settings
+from kvtierd.config import daemon as config
+from kvtierd.config import settings
 
 from tests.deploy.tools import debian
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvtierd.transfer.worker.engine import FDS_SPARE
+from kvtierd.workers.copy.engine import FDS_SPARE
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from kvtierd.core.actions import DiskJobKind, PostDiskJob
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES, DiskId, DiskJobId, WorkerId
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import DiskJobFinished, DiskRecovered, Recovered
 
 from tests.simulation.pool import FREE, NOBODY, READY, TORN, WRITING, FakePool, Key, Slot

@@ -6,8 +6,10 @@ from collections import deque
 
 import numpy as np
 from kvtierd.core.actions import ClearReply
+from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Ticket
+from kvtierd.core.state.transitions import MappingState, TransferState
 from kvtierd.core.stimuli import (
     CancelTransfers,
     ClearBlocks,
@@ -23,8 +25,6 @@ from kvtierd.core.stimuli import (
     Verify,
     WorkerLost,
 )
-from kvtierd.core.table import BlockFlag, BlockState
-from kvtierd.core.transitions import MappingState, TransferState
 
 from tests.simulation.engine import (
     REVOKED,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from kvtierd.core.actions import AssignExtent, CommitSlots, FreeSlots, OpenSlots, QuarantineSlots
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES, NamespaceDigest
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Recovered, RecoveredExtent
 
 FREE, WRITING, READY = 0, 1, 2

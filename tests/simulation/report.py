@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtierd.core.explain import Verdict
-from kvtierd.core.transitions import TABLE, Event, State
+from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.state.transitions import TABLE, Event, State
 
 from tests.simulation.world import World
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kvtierd.core.disk_jobs import DiskJobs
-from kvtierd.core.disks import Disk
-from kvtierd.core.entities import Worker
+from kvtierd.core.disk.disk_jobs import DiskJobs
+from kvtierd.core.state.disks import Disk
+from kvtierd.core.state.entities import Worker
 
 from tests.simulation import disk_faults, faults
 from tests.simulation.report import Coverage
@@ -54,7 +54,7 @@ def test_both_tables_tell_the_same_story() -> None:
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the world notices: here a load forgets to have recovered blocks verified."""
-    monkeypatch.setattr("kvtierd.core.transfers.VERIFY", 0)
+    monkeypatch.setattr("kvtierd.core.transfers.transfers.VERIFY", 0)
     monkeypatch.setitem(STEPS, faults.daemon_dies, 2.0)
     with pytest.raises(SimulationFailed, match=r"wrong bytes(.|\n)*--seed \d+ --steps 5000"):
         run_many(1, 200_000, Coverage())

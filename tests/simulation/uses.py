@@ -9,8 +9,8 @@ from kvtierd.core.actions import (
     SubmitReply,
 )
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Verdict
 from kvtierd.core.ids import LeaseId, Ticket
+from kvtierd.core.maintenance.explain import Verdict
 from kvtierd.core.stimuli import (
     NO_WISHES,
     LookupBlocks,

@@ -38,11 +38,13 @@ from kvtierd.core.actions import (
     TransferEnded,
     WithdrawPage,
 )
-from kvtierd.core.disks import Disk
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import NO_ENTRY, PAGE_BYTES, DiskId, SessionId, SpaceId, WorkerId
 from kvtierd.core.machine import Machine
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.state.disks import Disk
+from kvtierd.core.state.transitions import Event, State
 from kvtierd.core.stimuli import (
     CoreDisks,
     CoreIntegrity,
@@ -58,8 +60,6 @@ from kvtierd.core.stimuli import (
     WorkerLive,
     WriteMode,
 )
-from kvtierd.core.table import BlockFlag
-from kvtierd.core.transitions import Event, State
 from kvtierd.core.validate import validate
 
 from tests.oracles.block_table import BlockTable as OracleTable

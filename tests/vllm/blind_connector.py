@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from kvtier_vllm.connector import KvtierConnector
-from kvtier_vllm.identity import positions
+from kvtier_vllm.model.identity import positions
 
 BLIND_TO = "KVTIER_TEST_BLIND_TO"
 

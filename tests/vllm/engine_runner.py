@@ -75,7 +75,7 @@ def _set_patience(worker: Any, answer_s: float, silence_s: float, start_s: float
     import dataclasses
 
     from kvtier import session
-    from kvtier_vllm import matching
+    from kvtier_vllm.scheduler import matching
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     matching.ANSWER_DEADLINE_S, session.SILENCE_S = answer_s, silence_s
@@ -231,7 +231,7 @@ class Runner:
         """How long the engine waits for its daemon's answers, and for copies to start; None: as long as it
         does by itself. The scheduler has to be in this process."""
         from kvtier import session
-        from kvtier_vllm import matching
+        from kvtier_vllm.scheduler import matching
 
         side = self._core.scheduler.connector._scheduler
         if self._own_patience is None:

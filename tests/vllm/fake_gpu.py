@@ -1,6 +1,7 @@
 """The GPU of an engine, played by the fake driver: memory at real addresses, and one stream that lags behind.
 
-`FakeEngineGpu` is what `kvtier_vllm.gpu.CudaGpu` is on a real one. Torch sees its memory as a CPU tensor.
+`FakeEngineGpu` is what `kvtier_vllm.worker.gpu.CudaGpu` is on a real one. Torch sees its memory as a
+CPU tensor.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class FakeEngineGpu:
         self._events: list[int] = []
 
     def stream(self) -> int:
-        """See kvtier_vllm.gpu.EngineGpu."""
+        """See kvtier_vllm.worker.gpu.EngineGpu."""
         return self._stream
 
     def mark(self) -> Callable[[], None]:
-        """See kvtier_vllm.gpu.EngineGpu."""
+        """See kvtier_vllm.worker.gpu.EngineGpu."""
         event = self.driver.event_create()
         self._events.append(event)
         self.driver.event_record(event, self._stream)

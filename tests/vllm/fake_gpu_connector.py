@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvtier_vllm.connector import KvtierConnector
-from kvtier_vllm.gpu import EngineGpu
+from kvtier_vllm.worker.gpu import EngineGpu
 
 from tests.vllm.fake_gpu import FakeEngineGpu, alloc, alloc_chunks, kv_cache_on
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvtier_vllm import adapter_loads
-from kvtier_vllm.adapter_loads import proof_of
+from kvtier_vllm.model import adapter_loads
+from kvtier_vllm.model.adapter_loads import proof_of
 
 TOKENS, HEADS, HEAD_SIZE, LAYERS = 16, 2, 32, 3
 ROW_WORDS = 2 * HEAD_SIZE * 2 // 8

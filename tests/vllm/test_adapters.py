@@ -15,11 +15,11 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import vllm
-from kvtier_vllm import adapter_loads
-from kvtier_vllm.adapter_loads import AdapterId, AdapterLoad, LoadedAdapters, proof_of
-from kvtier_vllm.adapters import ADAPTERS_MAX, Adapters, DerivedKeys
-from kvtier_vllm.namespace import UnsupportedConfiguration, derive, version_of
-from kvtier_vllm.weights import local_revision
+from kvtier_vllm.model import adapter_loads
+from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad, LoadedAdapters, proof_of
+from kvtier_vllm.model.adapters import ADAPTERS_MAX, Adapters, DerivedKeys
+from kvtier_vllm.model.namespace import UnsupportedConfiguration, derive, version_of
+from kvtier_vllm.model.weights import local_revision
 from safetensors.numpy import save_file
 
 from tests.support.daemon import until
@@ -338,7 +338,7 @@ def test_a_load_by_vllms_worker_is_told(
 
 
 def test_memory_of_what_was_loaded_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_vllm.adapter_loads.LOADED_MAX", 8)
+    monkeypatch.setattr("kvtier_vllm.model.adapter_loads.LOADED_MAX", 8)
     worker, keyring = LoadedAdapters(), Keyring(names_alone=True)
     for number in range(20):
         worker.loaded((number, "/a"), b"1")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from kvtier_vllm import connector, groups
 from kvtier_vllm.groups import UnsupportedLayout, context_ranks, groups_of, replicated_groups
-from kvtier_vllm.layout import describe
+from kvtier_vllm.worker.layout import describe
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from tests.support.daemon import DaemonHost, until
@@ -299,7 +299,7 @@ def test_ranks_that_place_tokens_otherwise_than_their_scheduler_says_share_nothi
 
 @spread_is_told
 def test_a_block_has_the_tokens_of_all_ranks_and_a_page_those_of_one() -> None:
-    from kvtier_vllm.kv_memory import SharedKVMemory
+    from kvtier_vllm.worker.kv_memory import SharedKVMemory
 
     found = _kv_cache_config(4)
     [shape] = groups_of(found, contexts()).shapes

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from kvtier_vllm.config import ConnectorConfig
-from kvtier_vllm.control import WARNED_MAX, Control, Controls
-from kvtier_vllm.retaining import Keeping, Kept
-from kvtier_vllm.worth import LOADS_MIN, Worth
+from kvtier_vllm.scheduler.control import WARNED_MAX, Control, Controls
+from kvtier_vllm.scheduler.retaining import Keeping, Kept
+from kvtier_vllm.scheduler.worth import LOADS_MIN, Worth
 
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
 from tests.vllm.rig import prompt

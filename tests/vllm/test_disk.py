@@ -50,7 +50,7 @@ class Disks:
         self._control = control
 
     def fail(self, **faults: object) -> None:
-        """From now on this goes wrong (kvtierd.tiers.disk.worker.faults); nothing: nothing more."""
+        """From now on this goes wrong (kvtierd.workers.disk.faults); nothing: nothing more."""
         fresh = self._control.with_suffix(".new")
         fresh.write_text(json.dumps(faults))
         fresh.rename(self._control)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import vllm
-from kvtier_vllm.namespace import TAGGED_EXTRA_KEYS_VLLM, version_of
+from kvtier_vllm.model.namespace import TAGGED_EXTRA_KEYS_VLLM, version_of
 
 from tests.support.daemon import until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, _kv_cache_config
@@ -259,8 +259,8 @@ def test_blocks_of_an_adapter_that_has_changed_are_not_announced(
 
 def one_group(**bounds: int) -> Any:
     """Events without an engine."""
-    from kvtier_vllm.events import BlockEvents
     from kvtier_vllm.groups import Groups
+    from kvtier_vllm.scheduler.events import BlockEvents
 
     spec = _kv_cache_config(2).kv_cache_groups[0].kv_cache_spec
     return BlockEvents(Groups.one(TOKENS), [spec], log, **bounds)
@@ -318,9 +318,9 @@ def test_a_request_that_has_other_hashes_by_now_describes_nothing() -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_events_have_vllms_hashes_and_the_index_page_is_asked_by_keys(stride: int) -> None:
-    from kvtier_vllm.adapters import DerivedKeys
-    from kvtier_vllm.events import BlockEvents
     from kvtier_vllm.groups import Groups, GroupShape
+    from kvtier_vllm.model.adapters import DerivedKeys
+    from kvtier_vllm.scheduler.events import BlockEvents
 
     shape = GroupShape(0, stride * TOKENS, hash_stride=stride)
     spec = _kv_cache_config(2).kv_cache_groups[0].kv_cache_spec

@@ -426,7 +426,7 @@ def test_an_engine_that_sleeps_has_its_memory_back(machine: Machine, way: str) -
 def test_an_engine_wakes_up_even_if_the_daemon_slept_too(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, told: Callable[[str], list[str]]
 ) -> None:
-    monkeypatch.setattr("kvtier_vllm.worker.SLEEP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvtier_vllm.worker.side.SLEEP_TIMEOUT_S", 0.2)
     engine = machine.engine()
     engine.add("before", prompt(100))
     engine.run()

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtier_vllm.generations import Generations
 from kvtier_vllm.meta import Weights, WeightsChange
+from kvtier_vllm.scheduler.generations import Generations
 
 from tests.support.daemon import DaemonHost, until
 from tests.vllm.mini_engine import TOKENS, Digests, MiniEngine, engine_config

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.connector import KvtierConnector
-from kvtier_vllm.gpu import CudaGpu, GpuKVMemory, engine_gpu, refuse_sleep_mode, required_layout
-from kvtier_vllm.kv_memory import NotShareable
-from kvtier_vllm.layout import describe
+from kvtier_vllm.worker.gpu import CudaGpu, GpuKVMemory, engine_gpu, refuse_sleep_mode, required_layout
+from kvtier_vllm.worker.kv_memory import NotShareable
+from kvtier_vllm.worker.layout import describe
 
 from tests.support.fake_cuda import FakeCuda
 from tests.vllm.fake_gpu import FakeEngineGpu, kv_cache_on, tensor_at

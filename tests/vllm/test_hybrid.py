@@ -18,7 +18,7 @@ import pytest
 import vllm
 from kvtier_vllm.connector import KvtierConnector
 from kvtier_vllm.groups import HYBRID_VLLM
-from kvtier_vllm.namespace import version_of
+from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX

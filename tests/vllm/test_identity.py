@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier_vllm.identity import positions
-from kvtier_vllm.identity.completeness import classed, unclassed
-from kvtier_vllm.identity.fields import CLASSES
-from kvtier_vllm.identity.reasons import IDENTITY, Kind
-from kvtier_vllm.identity.rendering import TEXT_BYTES_MAX, Unnameable, text_of
-from kvtier_vllm.identity.variables import VARIABLES
+from kvtier_vllm.model.identity import positions
+from kvtier_vllm.model.identity.completeness import classed, unclassed
+from kvtier_vllm.model.identity.fields import CLASSES
+from kvtier_vllm.model.identity.reasons import IDENTITY, Kind
+from kvtier_vllm.model.identity.rendering import TEXT_BYTES_MAX, Unnameable, text_of
+from kvtier_vllm.model.identity.variables import VARIABLES
 
 pytestmark = pytest.mark.vllm
 
-FIELDS_FILE = "clients/kvtier_vllm/identity/fields.py"
-VARIABLES_FILE = "clients/kvtier_vllm/identity/variables.py"
+FIELDS_FILE = "clients/kvtier_vllm/model/identity/fields.py"
+VARIABLES_FILE = "clients/kvtier_vllm/model/identity/variables.py"
 
 
 def dataclasses_of_vllm() -> dict[str, list[str]]:
@@ -102,7 +102,7 @@ def test_every_reader_of_the_longest_prompt_has_been_looked_at() -> None:
         if "max_model_len" in path.read_text()
     }
     assert "models/llama4.py" in readers
-    assert readers - set(positions.READERS) == set(), "see kvtier_vllm/identity/positions.py"
+    assert readers - set(positions.READERS) == set(), "see kvtier_vllm/model/identity/positions.py"
 
 
 def test_every_architecture_that_is_named_is_vllms() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from kvtier import Group, GroupKind, Plane
 from kvtier_vllm.groups import UnsupportedLayout, groups_of
-from kvtier_vllm.kv_memory import NotShareable, SharedKVMemory
-from kvtier_vllm.layout import describe
-from kvtier_vllm.sharing import covering
+from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
+from kvtier_vllm.worker.layout import describe
+from kvtier_vllm.worker.sharing import covering
 
 pytestmark = pytest.mark.vllm
 

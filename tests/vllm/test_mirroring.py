@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from kvtier import Group, PartRef, PartState, Plane
 from kvtier.cuda import DeviceMemory
-from kvtier_vllm.mirroring import MirrorSharing
-from kvtier_vllm.parts import Part
-from kvtier_vllm.sharing import Landing
+from kvtier_vllm.worker.mirroring import MirrorSharing
+from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.sharing import Landing
 
 from tests.support.fake_cuda import FakeCuda
 from tests.support.process import until

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import vllm
-from kvtier_vllm.namespace import version_of
+from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of

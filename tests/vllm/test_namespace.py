@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier_vllm import weights
-from kvtier_vllm.namespace import EngineNamespace, UnsupportedConfiguration, derive, told
+from kvtier_vllm.model import weights
+from kvtier_vllm.model.namespace import EngineNamespace, UnsupportedConfiguration, derive, told
 
 from tests.vllm.tiny_models import write_eagle_head
 from tools import tiny_llama

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import vllm
-from kvtier_vllm import holding
-from kvtier_vllm.namespace import version_of
+from kvtier_vllm.model.namespace import version_of
+from kvtier_vllm.scheduler import holding
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of

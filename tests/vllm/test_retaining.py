@@ -14,13 +14,13 @@ from typing import Any, cast
 import pytest
 from kvtier import Client, Retention, spec
 from kvtier_vllm.config import ConnectorConfig
-from kvtier_vllm.control import Control, Controls
 from kvtier_vllm.groups import Groups, GroupShape
-from kvtier_vllm.known import KNOWN_S, KNOWN_TTL_PART, KnownBlocks
-from kvtier_vllm.leaving import PATIENCE_S, Leaving
-from kvtier_vllm.retaining import PLAIN, Granting, Keeping, Kept
-from kvtier_vllm.storing import Made, StoreState
-from kvtier_vllm.tracking import TrackedRequest
+from kvtier_vllm.scheduler.control import Control, Controls
+from kvtier_vllm.scheduler.known import KNOWN_S, KNOWN_TTL_PART, KnownBlocks
+from kvtier_vllm.scheduler.leaving import PATIENCE_S, Leaving
+from kvtier_vllm.scheduler.retaining import PLAIN, Granting, Keeping, Kept
+from kvtier_vllm.scheduler.storing import Made, StoreState
+from kvtier_vllm.scheduler.tracking import TrackedRequest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kvtier import GroupKind
 from kvtier_vllm.groups import Groups, GroupShape
-from kvtier_vllm.room import LoadRoom
+from kvtier_vllm.scheduler.room import LoadRoom
 
 pytestmark = pytest.mark.vllm
 

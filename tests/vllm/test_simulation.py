@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier_vllm.auditing import Verdict
+from kvtier_vllm.scheduler.auditing import Verdict
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX

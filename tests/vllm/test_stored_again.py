@@ -26,7 +26,7 @@ OTHER_BLOCKS = 20
 def test_a_prefix_that_was_evicted_is_stored_again_when_it_is_computed_again(
     make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch, gone_max: int
 ) -> None:
-    monkeypatch.setattr("kvtier_vllm.storing.GONE_MAX", gone_max)
+    monkeypatch.setattr("kvtier_vllm.scheduler.storing.GONE_MAX", gone_max)
     engine = make(lookup_budget_ms=1_000)
     compute(engine, "story", STORY)
     hashes = hashes_of(engine, STORY)

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from kvtier import Client, Outcome, PartRef, TransferState
 from kvtier_vllm.groups import Groups
-from kvtier_vllm.holding import BlockHolds
-from kvtier_vllm.storing import Storer, StoreState
+from kvtier_vllm.scheduler.holding import BlockHolds
+from kvtier_vllm.scheduler.storing import Storer, StoreState
 
 pytestmark = pytest.mark.vllm
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtier_vllm import namespace
-from kvtier_vllm.namespace import UnsupportedConfiguration
+from kvtier_vllm.model import namespace
+from kvtier_vllm.model.namespace import UnsupportedConfiguration
 
 from tests.support.daemon import DaemonHost, until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, WrongKV, engine_config

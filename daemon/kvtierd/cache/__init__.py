@@ -8,7 +8,7 @@ from kvtierd.cache.disks import Disk
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
-from kvtierd.transfer.supervisor import CPU, DeviceRange, GroupMapping
+from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping
 
 __all__ = [
     "CPU",

@@ -10,7 +10,7 @@ from kvtierd.core.actions import ClearReply, Reply
 from kvtierd.core.ids import Hashes, SpaceId
 from kvtierd.core.stimuli import ClearBlocks
 from kvtierd.logs import logger
-from kvtierd.transfer.supervisor import Supervisor
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 BATCH = 4_096
 """Blocks dropped at one go: a millisecond or two, like a large lookup."""

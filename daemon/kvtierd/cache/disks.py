@@ -10,7 +10,7 @@ from kvtierd.core.ids import DiskId, WorkerId
 from kvtierd.core.stimuli import DiskRecovered, Stimulus, WorkerExited, WorkerLive
 from kvtierd.logs import logger
 from kvtierd.tiers.disk.image import DiskImage
-from kvtierd.transfer.supervisor import Supervisor, WorkerStimulus, disk_device
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus, disk_device
 
 log = logger(__name__)
 

@@ -24,9 +24,9 @@ from kvtierd.cache.snapshot import (
 from kvtierd.cache.waiters import Waiters
 from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained, PlaceStatus
 from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
+from kvtierd.core.maintenance.explain import Explained, PlaceStatus
 from kvtierd.core.status import DiskStatus
 from kvtierd.core.stimuli import (
     AttachSession,
@@ -45,7 +45,7 @@ from kvtierd.core.stimuli import (
 )
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
-from kvtierd.transfer.supervisor import Supervisor, WorkerStimulus
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 TICK_S = 0.1
 QUARANTINE_RETRY_TICKS = 50

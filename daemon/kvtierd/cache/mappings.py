@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
-from kvtierd.transfer.supervisor import CPU, DeviceRange, GroupMapping, Supervisor
+from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping, Supervisor
 
 if TYPE_CHECKING:
     from kvtierd.cache.facade import Cache

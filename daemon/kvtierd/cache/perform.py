@@ -26,7 +26,7 @@ from kvtierd.core.actions import (
 from kvtierd.core.ids import DiskId, SpaceId, WorkerId
 from kvtierd.memory import HostPool
 from kvtierd.tiers.disk.image import WRITER
-from kvtierd.transfer.supervisor import Supervisor
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 
 class Performer:

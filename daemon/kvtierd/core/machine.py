@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
-from kvtierd.core.blocks import STAMPS_PER_S, Blocks
-from kvtierd.core.books import Books, Clock, wrong_epoch
-from kvtierd.core.clearing import Clearing
-from kvtierd.core.entities import GroupPlan, Instance
+from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
+from kvtierd.core.blocks.recovery import recover
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import BlockTable
+from kvtierd.core.disk.tier import DiskTier
+from kvtierd.core.engines.instances import Instances
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained, PlaceStatus, explain, places
-from kvtierd.core.fencing import Fencing
 from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
-from kvtierd.core.instances import Instances
-from kvtierd.core.joint_lookups import JointLookups
-from kvtierd.core.leases import Leases
-from kvtierd.core.recovery import recover
-from kvtierd.core.sampling import Sampler, expected_detection_s
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.maintenance.clearing import Clearing
+from kvtierd.core.maintenance.explain import Explained, PlaceStatus, explain, places
+from kvtierd.core.maintenance.sampling import Sampler, expected_detection_s
+from kvtierd.core.state.books import Books, Clock, wrong_epoch
+from kvtierd.core.state.entities import GroupPlan, Instance
+from kvtierd.core.state.transitions import WorkerState
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerStatus
 from kvtierd.core.stimuli import (
     AttachSession,
@@ -63,10 +63,10 @@ from kvtierd.core.stimuli import (
     WorkerLive,
     WorkerLost,
 )
-from kvtierd.core.table import BlockTable
-from kvtierd.core.tier import DiskTier
-from kvtierd.core.transfers import Transfers
-from kvtierd.core.transitions import WorkerState
+from kvtierd.core.transfers.fencing import Fencing
+from kvtierd.core.transfers.joint_lookups import JointLookups
+from kvtierd.core.transfers.leases import Leases
+from kvtierd.core.transfers.transfers import Transfers
 
 
 class Machine:

@@ -7,6 +7,7 @@ from enum import Enum, IntEnum, IntFlag
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core.blocks.table import IndexPage
 from kvtierd.core.ids import (
     CheckId,
     DiskId,
@@ -24,7 +25,6 @@ from kvtierd.core.ids import (
     Ticket,
     WorkerId,
 )
-from kvtierd.core.table import IndexPage
 
 
 class Role(IntFlag):

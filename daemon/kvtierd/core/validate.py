@@ -10,16 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import Direction, DiskJobKind
-from kvtierd.core.blocks import Blocks
-from kvtierd.core.books import Books
-from kvtierd.core.entities import Instance, Transfer
+from kvtierd.core.blocks.blocks import Blocks
+from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.ids import SpaceId
-from kvtierd.core.leases import EXPIRED_KEPT
 from kvtierd.core.machine import Machine
-from kvtierd.core.status import Tally
-from kvtierd.core.stimuli import Verify
-from kvtierd.core.table import BlockFlag, BlockState
-from kvtierd.core.transitions import (
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.entities import Instance, Transfer
+from kvtierd.core.state.transitions import (
     CheckState,
     InstanceState,
     LeaseState,
@@ -28,6 +25,9 @@ from kvtierd.core.transitions import (
     TransferState,
     WorkerState,
 )
+from kvtierd.core.status import Tally
+from kvtierd.core.stimuli import Verify
+from kvtierd.core.transfers.leases import EXPIRED_KEPT
 from kvtierd.core.validate_disks import check_disk, check_host_flags, check_promotions, jobs_of
 
 Dump = dict[str, npt.NDArray[Any]]

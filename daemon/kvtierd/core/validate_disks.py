@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import DiskJobKind
-from kvtierd.core.blocks import Seen
-from kvtierd.core.books import Books
-from kvtierd.core.disks import JOB_SLOTS_MAX, UNREADABLE_KEPT, Disk
-from kvtierd.core.entities import DiskJob
-from kvtierd.core.promotion import POOL_FRACTION_MAX
-from kvtierd.core.table import BlockFlag, BlockState
-from kvtierd.core.transitions import DiskJobState, DiskState, WorkerState
+from kvtierd.core.blocks.blocks import Seen
+from kvtierd.core.blocks.table import BlockFlag, BlockState
+from kvtierd.core.disk.promotion import POOL_FRACTION_MAX
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.disks import JOB_SLOTS_MAX, UNREADABLE_KEPT, Disk
+from kvtierd.core.state.entities import DiskJob
+from kvtierd.core.state.transitions import DiskJobState, DiskState, WorkerState
 
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.uint32)

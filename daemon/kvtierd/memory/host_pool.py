@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords
 
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import Slots
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import Recovered
 from kvtierd.memory.pool_file import (
     Header,

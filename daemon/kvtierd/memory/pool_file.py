@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import format_pool, populate, xxh3_64
 
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.memory.errors import POOL, Naming, PoolLocked, PoolRefused, PoolTooLarge
 from kvtierd.memory.writers import TABLE_BYTES, TABLE_OFFSET, living
 

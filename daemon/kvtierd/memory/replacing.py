@@ -14,8 +14,8 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core.blocks.slots import PoolGeometry, pages_up
 from kvtierd.core.ids import PAGE_BYTES, Slots
-from kvtierd.core.slots import PoolGeometry, pages_up
 
 
 def replace_memory(

@@ -11,7 +11,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from kvtierd.settings import ConfigError
+from kvtierd.config.settings import ConfigError
 
 SCRAPES_MAX = 16
 """At once. One more ends the oldest: whoever is slow gives way, so that nobody can use up the threads and

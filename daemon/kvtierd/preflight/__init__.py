@@ -7,7 +7,7 @@ Nothing is made or changed by looking. `serve` refuses with all failures at once
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtierd.config import Loaded
+from kvtierd.config.daemon import Loaded
 from kvtierd.logs import logger
 from kvtierd.preflight.disks import check_disks
 from kvtierd.preflight.findings import Finding, NotReadyError, Situation, Verdict

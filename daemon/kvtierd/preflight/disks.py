@@ -7,11 +7,11 @@ worked before and does not now is a fault of the disk: the daemon starts without
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvtierd.config.settings import human_size
 from kvtierd.memory.pool_file import file_bytes
 from kvtierd.preflight.asking import DEADLINE_S, Facts, ask
 from kvtierd.preflight.findings import Finding, Situation, Verdict, size_value
 from kvtierd.preflight.places import OF_MEMORY, Trouble, existing, mount_of, not_mounted, not_private
-from kvtierd.settings import human_size
 from kvtierd.tiers.disk.image import disk_geometry
 
 LATER = "the daemon starts without it, and uses it as soon as it can"

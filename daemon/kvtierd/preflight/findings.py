@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvtierd.config import Config, Loaded
-from kvtierd.settings import Given, format_size
+from kvtierd.config.daemon import Config, Loaded
+from kvtierd.config.settings import Given, format_size
 
 EXIT_CONFIG = 78
 """Somebody has to change the configuration, or the host (sysexits.h EX_CONFIG)."""

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtierd.config import Config
+from kvtierd.config.daemon import Config
 from kvtierd.preflight.asking import DEADLINE_S, ask
 from kvtierd.preflight.findings import Finding, Situation, Verdict
 

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtierd.config.settings import human_size
 from kvtierd.memory.errors import PoolError
 from kvtierd.memory.pool_file import HEADER_AREA_BYTES, gib, holders, refuse_foreign
 from kvtierd.preflight.findings import Finding, Situation, Verdict, in_use_by, size_value
@@ -18,7 +19,6 @@ from kvtierd.preflight.places import (
     usable,
 )
 from kvtierd.preflight.processes import described
-from kvtierd.settings import human_size
 
 PROC = Path("/proc")
 SYS = Path("/sys")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SIDE_SUFFIX = ".side.sock"
-WORKER, DISK_WORKER = "kvtierd.transfer.worker", "kvtierd.tiers.disk.worker"
+WORKER, DISK_WORKER = "kvtierd.workers.copy", "kvtierd.workers.disk"
 """As their command lines name them."""
 LISTENING = "0A"
 """In /proc/net/tcp."""

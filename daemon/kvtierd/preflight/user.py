@@ -5,7 +5,7 @@ import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvtierd.config import Config
+from kvtierd.config.daemon import Config
 from kvtierd.preflight.processes import PROC, listener
 
 

@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvtierd.core.blocks.namespaces import fields_fingerprint
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.namespaces import fields_fingerprint
 from kvtierd.core.stimuli import AuditReport
 from kvtierd.logs import logger
 from kvtierd.rpc.hello import Greeting

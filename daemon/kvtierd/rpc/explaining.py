@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from kvtier.v1 import admin_pb2, types_pb2
 
+from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.errors import Reason
-from kvtierd.core.explain import Explained, Explanation, Place, Verdict
-from kvtierd.core.namespaces import NamespaceAbout
+from kvtierd.core.maintenance.explain import Explained, Explanation, Place, Verdict
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 

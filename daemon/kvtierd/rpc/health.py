@@ -6,7 +6,7 @@ Nothing but grpc.health.v1 is served there; nobody can use the cache, or learn a
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvtierd.settings import ConfigError
+from kvtierd.config.settings import ConfigError
 
 LIVE = "live"
 """The service whose status says whether the daemon should go on living: also while it drains."""

@@ -14,9 +14,10 @@ from grpc_reflection.v1alpha import reflection
 from kvtier.v1 import admin_pb2, cache_pb2
 
 from kvtierd.cache import Cache
+from kvtierd.config.reload import Reload
+from kvtierd.config.settings import ConfigError
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import CoreLimits
-from kvtierd.reload import Reload
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.errors import abort
@@ -28,7 +29,6 @@ from kvtierd.rpc.sessions import Sessions
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, reload_response, status_response
 from kvtierd.rpc.stream import Stream, StreamSettings
-from kvtierd.settings import ConfigError
 
 CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]

@@ -38,7 +38,7 @@ log = logger(__name__)
 
 
 class Channel(Protocol):
-    """The packet channel of `kvtierd.transfer`, which this room may not import."""
+    """The packet channel of `kvtierd.workers.channel`, which this package may not import."""
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool: ...
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from kvtier.v1 import admin_pb2, types_pb2
 
 from kvtierd.cache import Cleared, DiskSnapshot, Snapshot
-from kvtierd.core.explain import PlaceStatus
-from kvtierd.reload import Change, Reloaded
+from kvtierd.config.reload import Change, Reloaded
+from kvtierd.core.maintenance.explain import PlaceStatus
 from kvtierd.rpc.explaining import fields_of
 
 

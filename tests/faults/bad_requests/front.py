@@ -24,7 +24,7 @@ from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.guard import Undecodable, decoder
 from kvtierd.rpc.hello import greeting_of
 from kvtierd.rpc.sessions import Peer, Session, Sessions
-from kvtierd.transfer.supervisor import Supervisor, WorkerStimulus
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.simulation.world import snapshot
 

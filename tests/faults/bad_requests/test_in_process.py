@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kvtier.v1 import cache_pb2
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explained
+from kvtierd.core.maintenance.explain import Explained
 
 from tests.faults.bad_requests.front import LIMITS, Front
 from tests.faults.bad_requests.guest import Guest, Kind

@@ -51,7 +51,7 @@ class Tier(Place):
         return daemon
 
     def fail(self, **faults: object) -> None:
-        """From now on this goes wrong, as kvtierd.tiers.disk.worker.faults says it; nothing: nothing more."""
+        """From now on this goes wrong, as kvtierd.workers.disk.faults says it; nothing: nothing more."""
         fresh = self._control.with_suffix(".new")
         fresh.write_text(json.dumps(faults))
         fresh.rename(self._control)

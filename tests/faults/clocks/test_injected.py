@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import RenewSession, Tick
-from kvtierd.steady import GAP_S, SteadyClock
+from kvtierd.service.steady import GAP_S, SteadyClock
 
 from tests.faults.bad_requests.front import LIMITS, Front
 from tests.faults.bad_requests.guest import Guest, Kind

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.transfer.blocking import ChannelEndedError
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.blocking import ChannelEndedError
 
 from tests.integration.disk.rig import MIB, Block, Front, Place
 

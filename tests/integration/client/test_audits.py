@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 from kvtier import KvtierError, Namespace, Reason
-from kvtierd.ctl_lists import engines
-from kvtierd.ctl_text import lines
+from kvtierd.ctl.lists import engines
+from kvtierd.ctl.text import lines
 
 from tests.integration.client.conftest import Connect
 from tests.integration.daemon.test_drain import kvtierctl

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from kvtier import Doorbell, Lookup
-from kvtier_vllm import matching
-from kvtier_vllm.matching import STARTS_MAX, Matcher
+from kvtier_vllm.scheduler import matching
+from kvtier_vllm.scheduler.matching import STARTS_MAX, Matcher
 
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until

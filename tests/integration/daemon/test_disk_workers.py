@@ -14,8 +14,8 @@ from kvtierd.core.stimuli import DiskRecovered, Stimulus
 from kvtierd.memory import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
-from kvtierd.transfer.handles import WorkerHandle
-from kvtierd.transfer.supervisor import DiskOptions, Supervisor, SupervisorLimits, WorkerState
+from kvtierd.workers.supervisor.handles import WorkerHandle
+from kvtierd.workers.supervisor.supervisor import DiskOptions, Supervisor, SupervisorLimits, WorkerState
 
 from tests.integration.worker.rig import SLACK_S, until
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PoolRecords
-from kvtierd import ctl_text
+from kvtierd.ctl import text as ctl_text
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd

@@ -26,10 +26,10 @@ from kvtierd.memory import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import SLAB_NAME
-from kvtierd.transfer.blocking import BlockingPacketChannel
-from kvtierd.transfer.packets import packet_socketpair
-from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.blocking import BlockingPacketChannel
+from kvtierd.workers.channel.packets import packet_socketpair
+from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 
 from tests.support.process import readable
 
@@ -121,7 +121,7 @@ class Worker:
             sys.executable,
             "-P",
             "-m",
-            "kvtierd.tiers.disk.worker",
+            "kvtierd.workers.disk",
             "--load" if load else "--keep",
         ]
         for name, value in arguments.items():

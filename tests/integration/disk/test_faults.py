@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.tiers.disk.slab import SLAB_NAME
-from kvtierd.tiers.disk.worker.moving import WRITE_BYTES
-from kvtierd.transfer.status import StallDetector, StatusWord
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.status import StallDetector, StatusWord
+from kvtierd.workers.disk.moving import WRITE_BYTES
 
 from tests.integration.disk.conftest import NewFront
 from tests.integration.disk.rig import MIB, Block, Front, Place

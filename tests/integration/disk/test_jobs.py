@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.tiers.disk.worker.jobs import JOBS_MAX
-from kvtierd.tiers.disk.worker.moving import WRITE_BYTES
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.disk.jobs import JOBS_MAX
+from kvtierd.workers.disk.moving import WRITE_BYTES
 
 from tests.integration.disk.conftest import NewFront
 from tests.integration.disk.rig import MIB, Block, Front, Place

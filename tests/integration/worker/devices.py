@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from kvtier_kernels import cuda
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.transfer.supervisor import DeviceRange, GroupMapping, Supervisor
+from kvtierd.workers.supervisor.supervisor import DeviceRange, GroupMapping, Supervisor
 
 from tests.support.fake_cuda import FakeCuda
 

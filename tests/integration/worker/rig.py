@@ -19,7 +19,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
 from kvtierd.memory import HostPool
-from kvtierd.transfer.supervisor import (
+from kvtierd.workers.supervisor.supervisor import (
     CPU,
     GroupMapping,
     Supervisor,

@@ -8,7 +8,7 @@ from kvtier_kernels import PART_ARMED, PART_DONE, PART_FAILED, PART_REVOKED, PAR
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import RegistrationId, SessionId
 from kvtierd.core.stimuli import Outcome, PartFinished, Signals
-from kvtierd.transfer.packets import PACKET_BYTES_MAX
+from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ALL, GPU_ROWS, on

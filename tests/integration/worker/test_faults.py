@@ -20,12 +20,12 @@ from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import Outcome, PartFinished, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool, PoolLocked
-from kvtierd.transfer import blocking
-from kvtierd.transfer.blocking import BlockingPacketChannel
-from kvtierd.transfer.packets import packet_socketpair
-from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
-from kvtierd.transfer.supervisor import CPU, SupervisorLimits, WorkerStartError
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel import blocking
+from kvtierd.workers.channel.blocking import BlockingPacketChannel
+from kvtierd.workers.channel.packets import packet_socketpair
+from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
+from kvtierd.workers.supervisor.supervisor import CPU, SupervisorLimits, WorkerStartError
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, Allocation, Gpu, Memfd, Mode, on
@@ -325,7 +325,7 @@ def worker_alone(device: str, environment: dict[str, str]) -> Iterator[Alone]:
         arguments = ["--pool-fd", pool.fd, "--pool-bytes", pool.array.nbytes, "--channel-fd", theirs.fileno()]
         arguments += ["--status-fd", status_fd, "--device", device, "--copy-deadline-s", 2.0]
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvtierd.transfer.worker", *map(str, arguments)],
+            [sys.executable, "-m", "kvtierd.workers.copy", *map(str, arguments)],
             pass_fds=(pool.fd, theirs.fileno(), status_fd),
             env=os.environ | environment,
         )

@@ -8,7 +8,7 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, Ticket
 from kvtierd.core.stimuli import Outcome, WorkerExited, WorkerLive, WorkerLost
-from kvtierd.transfer.supervisor import SupervisorLimits
+from kvtierd.workers.supervisor.supervisor import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, Mode, on

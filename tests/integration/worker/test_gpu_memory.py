@@ -12,7 +12,7 @@ import pytest
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import Outcome
-from kvtierd.transfer.supervisor import DeviceRange
+from kvtierd.workers.supervisor.supervisor import DeviceRange
 
 from tests.integration.worker.devices import (
     GPU_13,

@@ -5,7 +5,7 @@ import fcntl
 
 from kvtierd.core.actions import Direction
 from kvtierd.core.stimuli import Outcome, WorkerLost
-from kvtierd.transfer.supervisor import SupervisorLimits
+from kvtierd.workers.supervisor.supervisor import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_13, GPU_ROWS, Gpu, on

@@ -11,7 +11,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool
-from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
+from kvtierd.workers.supervisor.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
 
 from tests.integration.worker.rig import SLACK_S, until
 from tests.support.fake_cuda import FakeCuda

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvtierd.transfer.worker.populate import CHUNK_BYTES, Populator
+from kvtierd.workers.populate import CHUNK_BYTES, Populator
 
 from tests.integration.worker.rig import SLACK_S, Rig, until
 

@@ -11,7 +11,7 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
-from kvtierd.transfer.supervisor import GroupMapping
+from kvtierd.workers.supervisor.supervisor import GroupMapping
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, memfd, on

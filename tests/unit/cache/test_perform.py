@@ -14,7 +14,7 @@ from kvtierd.memory import HostPool
 from kvtierd.memory.pool_file import config_digest
 from kvtierd.memory.recovery import NOBODY
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
-from kvtierd.transfer.supervisor import Supervisor
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 DISK = DiskId(1)
 

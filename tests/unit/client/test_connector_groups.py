@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtier import HIT, MISS, PENDING, GroupKind, Lookup
 from kvtier_vllm.groups import Groups, GroupShape
-from kvtier_vllm.matching import SeveralGroups
-from kvtier_vllm.tables import newly_allocated, targets_of
+from kvtier_vllm.scheduler.matching import SeveralGroups
+from kvtier_vllm.scheduler.tables import newly_allocated, targets_of
 
 FULL = GroupShape(0, 16)
 WINDOW = GroupShape(1, 16, GroupKind.SLIDING_WINDOW, 40, 3)

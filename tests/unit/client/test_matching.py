@@ -14,7 +14,7 @@ from kvtier import HIT, MISS, PENDING, Client, Lookup, LookupMode, Role
 from kvtier.lookups import LookupRecord
 from kvtier.session import Session
 from kvtier.v1 import cache_pb2
-from kvtier_vllm.matching import (
+from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
     PENDING_POLL_S,
     PENDING_WAIT_S,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier_vllm.prefill import SAMPLES_MIN, PrefillMeter
+from kvtier_vllm.scheduler.prefill import SAMPLES_MIN, PrefillMeter
 
 RATE = 20_000.0
 DECODE_S = 0.01

@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier_vllm.worth import IN_DOUBT, LOAD_AGE_MAX_S, LOADS_MIN, STEPS_MAX, Worth
+from kvtier_vllm.scheduler.worth import IN_DOUBT, LOAD_AGE_MAX_S, LOADS_MIN, STEPS_MAX, Worth
 
 RATE = 10_000.0
 STEP_S = 0.01

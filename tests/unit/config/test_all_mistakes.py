@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from kvtierd import cli, config, settings
-from kvtierd.settings import ConfigError
+from kvtierd.cli import commands as cli
+from kvtierd.config import daemon as config
+from kvtierd.config import settings
+from kvtierd.config.settings import ConfigError
 
 REPO = Path(__file__).resolve().parents[3]
 ROOTS = ("clients", "daemon", "kernels", "tests", "tools")

@@ -8,10 +8,12 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtierd import cli, config, settings
-from kvtierd.config import Config
+from kvtierd.cli import commands as cli
+from kvtierd.config import daemon as config
+from kvtierd.config import settings
+from kvtierd.config.daemon import Config
+from kvtierd.config.settings import ConfigError
 from kvtierd.core.stimuli import CoreDisks, CoreIntegrity, Verify, WriteMode
-from kvtierd.settings import ConfigError
 
 
 def load(file: Path | None = None, flags: dict[str, object] | None = None, **environ: str) -> Config:

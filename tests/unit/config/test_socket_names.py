@@ -8,7 +8,9 @@ import kvtier
 import pytest
 from click.testing import CliRunner, Result
 from kvtier.address import resolve
-from kvtierd import cli, config, ctl
+from kvtierd.cli import commands as cli
+from kvtierd.config import daemon as config
+from kvtierd.ctl import commands as ctl
 
 NAMES = ("KVTIER_SOCKET", "KVTIER_SERVER_SOCKET")
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 from kvtierd.core.actions import DiskJobKind, OpenSlots, PostDiskJob
-from kvtierd.core.disks import Disk as CoreDisk
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.ids import DiskId, WorkerId
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.state.disks import Disk as CoreDisk
 from kvtierd.core.status import DiskStatus
 from kvtierd.core.stimuli import (
     CoreDisks,
@@ -21,7 +22,6 @@ from kvtierd.core.stimuli import (
     WorkerLost,
     WriteMode,
 )
-from kvtierd.core.table import BlockFlag, BlockState
 
 from tests.unit.core.host import NONE, Host, Instance, keys
 

@@ -19,6 +19,8 @@ from kvtierd.core.actions import (
     SubmitReply,
     TransferEnded,
 )
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import (
     PAGE_BYTES,
@@ -32,7 +34,6 @@ from kvtierd.core.ids import (
     WorkerId,
 )
 from kvtierd.core.machine import Machine
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import (
     AttachSession,
     CoreDisks,
@@ -55,7 +56,6 @@ from kvtierd.core.stimuli import (
     SubmitStore,
     WorkerLive,
 )
-from kvtierd.core.table import BlockState
 from kvtierd.core.validate import validate
 
 A = TypeVar("A")

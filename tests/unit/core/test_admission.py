@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvtierd.core.errors import Reason
-from kvtierd.core.rates import Rate
+from kvtierd.core.state.rates import Rate
 from kvtierd.core.stimuli import LookupMode, RenewSession
 
 from tests.unit.core.disk import READ, DiskHost

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from kvtierd.core.actions import InstanceView
+from kvtierd.core.blocks.namespaces import layout_fingerprint
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.core.namespaces import layout_fingerprint
 from kvtierd.core.stimuli import Drain, GroupGeometry, RegisterMemory, RegisterWords, Role
 
 from tests.unit.core.host import GEOMETRY, SCHEDULER, Host

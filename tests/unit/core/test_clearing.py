@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from kvtierd.core.actions import ClearReply, FreeSlots
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Verdict
 from kvtierd.core.ids import SpaceId
+from kvtierd.core.maintenance.explain import Verdict
 from kvtierd.core.stimuli import ClearBlocks, ReleaseLeases
 
 from tests.unit.core.disk import READ, WRITE, DiskHost

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.core import transitions
+from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import NamespaceDigest
-from kvtierd.core.stimuli import EndSession, Outcome, Tick, WorkerLive, WorkerLost
-from kvtierd.core.table import BlockFlag
-from kvtierd.core.transitions import (
+from kvtierd.core.state import transitions
+from kvtierd.core.state.transitions import (
     TABLE,
     CheckState,
     Entity,
@@ -23,6 +22,7 @@ from kvtierd.core.transitions import (
     Transitions,
     WorkerState,
 )
+from kvtierd.core.stimuli import EndSession, Outcome, Tick, WorkerLive, WorkerLost
 from kvtierd.core.validate import validate
 
 from tests.unit.core.disk import READ, WRITE, DiskHost

@@ -15,8 +15,9 @@ from kvtierd.core.actions import (
     PrefetchReply,
     QuarantineSlots,
 )
+from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason
-from kvtierd.core.explain import Verdict
+from kvtierd.core.maintenance.explain import Verdict
 from kvtierd.core.stimuli import (
     CoreIntegrity,
     CoreLimits,
@@ -29,7 +30,6 @@ from kvtierd.core.stimuli import (
     Tick,
     Verify,
 )
-from kvtierd.core.table import BlockFlag
 
 from tests.unit.core.disk import READ, DiskHost, flagged
 from tests.unit.core.host import Instance, keys, released

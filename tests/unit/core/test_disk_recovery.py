@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kvtierd.core.actions import FreeSlots
-from kvtierd.core.disks import Disks
+from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.ids import NamespaceDigest
+from kvtierd.core.state.disks import Disks
 from kvtierd.core.stimuli import Recovered, RecoveredExtent, Tick
-from kvtierd.core.table import BlockFlag
 
 from tests.unit.core.disk import SLAB, DiskHost, flagged
 from tests.unit.core.host import NONE, keys

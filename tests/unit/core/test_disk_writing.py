@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtierd.core import writing
 from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostDiskJob
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import BlockFlag
+from kvtierd.core.disk import writing
 from kvtierd.core.stimuli import CoreDisks, Drain, Outcome, Reconfigure, Tick, WriteMode
-from kvtierd.core.table import BlockFlag
 
 from tests.unit.core.disk import SLAB, WRITE, DiskHost, flagged
 from tests.unit.core.host import Host, Instance, keys

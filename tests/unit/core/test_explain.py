@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.explain import Explanation, Verdict
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.maintenance.explain import Explanation, Verdict
 from kvtierd.core.stimuli import EndSession, Outcome, SlotsChecked, Tick
 
 from tests.unit.core.host import Host, Instance, keys

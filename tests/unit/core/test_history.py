@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtierd.core.blocks.history import Fate, History, Memory
 from kvtierd.core.errors import Reason
-from kvtierd.core.history import Fate, History, Memory
 from kvtierd.core.ids import SpaceId
 
 from tests.unit.core.host import keys

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.actions import CheckSlots, FreeSlots, QuarantineSlots
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES, CheckId, WorkerId
 from kvtierd.core.machine import Machine
-from kvtierd.core.sampling import SLOTS_MAX, expected_detection_s
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.maintenance.sampling import SLOTS_MAX, expected_detection_s
+from kvtierd.core.state.transitions import TABLE, CheckState, Event
 from kvtierd.core.stimuli import (
     CoreDisks,
     CoreIntegrity,
@@ -28,7 +29,6 @@ from kvtierd.core.stimuli import (
     WorkerExited,
     WorkerLost,
 )
-from kvtierd.core.transitions import TABLE, CheckState, Event
 
 from tests.unit.core.host import GEOMETRY, NONE, Host, Instance, keys
 from tests.unit.core.test_recovery import SMALL, digest_of, recovered

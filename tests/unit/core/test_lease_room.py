@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import BlockTable as NativeTable
-from kvtierd.core.lease_room import Held
+from kvtierd.core.blocks.lease_room import Held
 
 from tests.oracles.block_table import BlockTable as OracleTable
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from kvtierd.core.explain import Verdict
-from kvtierd.core.retention import DUE_MAX, LOOKED_AT_LEAST, Round
+from kvtierd.core.blocks.retention import DUE_MAX, LOOKED_AT_LEAST, Round
+from kvtierd.core.maintenance.explain import Verdict
 from kvtierd.core.stimuli import (
     ClearBlocks,
     CoreLimits,

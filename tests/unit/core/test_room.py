@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostPart
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import EndSession, Outcome
 
 from tests.unit.core.host import GEOMETRY, Host, released

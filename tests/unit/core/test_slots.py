@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtierd.core.blocks.slots import RECORD_BYTES, PoolGeometry, SlotAllocator, pages_up
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.core.slots import RECORD_BYTES, PoolGeometry, SlotAllocator, pages_up
 
 from tests.unit.core.host import GEOMETRY
 

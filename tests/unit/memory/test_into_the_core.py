@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import BlockTable, PoolRecords
 from kvtierd.core.actions import FreeSlots
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.machine import Machine
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.core.stimuli import CoreLimits, SlotsProven
 from kvtierd.memory.recovery import free_proven, recover
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import PoolRecords, format_pool
-from kvtierd.core.slots import PoolGeometry
+from kvtierd.core.blocks.slots import PoolGeometry
 
 from tests.unit.memory.plain_pool import (
     DIGEST,

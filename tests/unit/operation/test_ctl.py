@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvtier.v1 import admin_pb2
-from kvtierd import ctl, ctl_clear, ctl_text
+from kvtierd.ctl import clear as ctl_clear
+from kvtierd.ctl import commands as ctl
+from kvtierd.ctl import text as ctl_text
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import GPU, busy_snapshot

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from kvtier_vllm.config import ConnectorConfig
-from kvtierd import config, greeting
+from kvtierd.config import daemon as config
+from kvtierd.service import greeting
 
 UID = 4711
 

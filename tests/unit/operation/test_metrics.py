@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from kvtierd.cache import Snapshot
+from kvtierd.config.settings import ConfigError
 from kvtierd.metrics import DECLARED, Metrics, MetricsServer, families
 from kvtierd.metrics.declared import as_markdown
-from kvtierd.settings import ConfigError
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 

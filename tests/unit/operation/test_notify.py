@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvtierd.notify import Notifier
+from kvtierd.service.notify import Notifier
 
 
 class Manager:

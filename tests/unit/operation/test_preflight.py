@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kvtierd import ctl
-from kvtierd.config import Config, Loaded, MetricsConfig, PoolConfig, ServerConfig
-from kvtierd.disk_config import DiskConfig
+from kvtierd.config.daemon import Config, Loaded, MetricsConfig, PoolConfig, ServerConfig
+from kvtierd.config.disk import DiskConfig
+from kvtierd.config.settings import Given
+from kvtierd.ctl import commands as ctl
 from kvtierd.preflight import Finding, NotReadyError, Verdict, asking, disks, examine, places, probe, require
-from kvtierd.settings import Given
 
 PLENTY = 1 << 50
 NOBODY = 65_534

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvtierd import config
+from kvtierd.config import daemon as config
+from kvtierd.config.reload import LIVE
 from kvtierd.metrics import DECLARED, Kind
 from kvtierd.preflight import host
-from kvtierd.reload import LIVE
 
 from tools import configure_page
 

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtierd.steady import GAP_S, SteadyClock
+from kvtierd.service.steady import GAP_S, SteadyClock
 
 
 class Hands:

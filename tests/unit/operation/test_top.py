@@ -4,7 +4,7 @@ import copy
 
 import pytest
 from kvtier.v1 import admin_pb2
-from kvtierd.ctl_top import WIDTH, Picture, frame, number, shortened
+from kvtierd.ctl.top import WIDTH, Picture, frame, number, shortened
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import busy_snapshot

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from kvtier.v1 import admin_pb2, types_pb2
+from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint
 from kvtierd.core.errors import Reason
-from kvtierd.core.explain import Explained, Explanation, Place, Verdict
 from kvtierd.core.ids import NamespaceDigest
-from kvtierd.core.namespaces import NamespaceAbout, layout_fingerprint
+from kvtierd.core.maintenance.explain import Explained, Explanation, Place, Verdict
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.explaining import DIFFERENCES_MAX, differences, explain_response
 from kvtierd.rpc.hello import namespace_fields

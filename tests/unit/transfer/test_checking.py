@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords, xxh3_64
-from kvtierd.transfer.worker import checking
-from kvtierd.transfer.worker.checking import CHECKS_MAX, Checker, find_corrupt
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.copy import checking
+from kvtierd.workers.copy.checking import CHECKS_MAX, Checker, find_corrupt
 
 from tests.unit.memory.plain_pool import PAGE, new_pool, slots_of
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId, WorkerId
-from kvtierd.transfer.devices import Devices
-from kvtierd.transfer.handles import SupervisorLimits, WorkerHandle, WorkerState
-from kvtierd.transfer.kinds import WorkerKind
+from kvtierd.workers.supervisor.devices import Devices
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerState
+from kvtierd.workers.supervisor.kinds import WorkerKind
 
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
 LIMITS = SupervisorLimits(

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import SharedWords
-from kvtierd.transfer.worker.gates import POLL_S_MAX, POLL_S_MIN, SWEEP_S, Gates
-from kvtierd.transfer.worker.parts import Part
-from kvtierd.transfer.worker.sessions import Session
+from kvtierd.workers.copy.gates import POLL_S_MAX, POLL_S_MIN, SWEEP_S, Gates
+from kvtierd.workers.copy.parts import Part
+from kvtierd.workers.copy.sessions import Session
 
 DOORBELLS = 3
 PARTS = 64

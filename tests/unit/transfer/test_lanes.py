@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from kvtier_kernels import PART_REVOKED, PART_STARTED, SharedWords
-from kvtierd.transfer.status import StatusPage, StatusWord, create_status_fd
-from kvtierd.transfer.worker.cpu import CpuDevice
-from kvtierd.transfer.worker.device import Blocks, Copier, Flight
-from kvtierd.transfer.worker.lanes import Lanes, PartCalls
-from kvtierd.transfer.worker.parts import Part, PartEnd, PartState
-from kvtierd.transfer.worker.sessions import Session
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
+from kvtierd.workers.copy.cpu import CpuDevice
+from kvtierd.workers.copy.device import Blocks, Copier, Flight
+from kvtierd.workers.copy.lanes import Lanes, PartCalls
+from kvtierd.workers.copy.parts import Part, PartEnd, PartState
+from kvtierd.workers.copy.sessions import Session
 
 SLACK_S = 30.0
 BLOCKS = 4
@@ -320,7 +320,7 @@ def test_a_full_copier_gets_nothing_until_it_has_room(bench: Bench) -> None:
 
 
 def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtierd.transfer.worker.lanes.STORE_YIELD_S_MAX", 3600.0)
+    monkeypatch.setattr("kvtierd.workers.copy.lanes.STORE_YIELD_S_MAX", 3600.0)
     bench.post(1, session(1), BLOCKS)
     bench.post(2, session(2), BLOCKS, is_load=False)
     bench.lanes.start()
@@ -330,7 +330,7 @@ def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: p
     until(lambda: bench.store.submitted)
     bench.store.let_land(1)
     until(lambda: 2 in bench.ends)
-    monkeypatch.setattr("kvtierd.transfer.worker.lanes.STORE_YIELD_S_MAX", 0.001)
+    monkeypatch.setattr("kvtierd.workers.copy.lanes.STORE_YIELD_S_MAX", 0.001)
     bench.post(3, session(1), BLOCKS)
     until(lambda: len(bench.load.submitted) == 2)
     bench.post(4, session(2), BLOCKS, is_load=False)

@@ -15,13 +15,13 @@ from kvtierd.core.ids import (
     Ticket,
     WorkerId,
 )
-from kvtierd.core.sampling import SLOTS_MAX
+from kvtierd.core.maintenance.sampling import SLOTS_MAX
 from kvtierd.core.stimuli import CoreDisks, Outcome, Signals
-from kvtierd.transfer import messages
-from kvtierd.transfer.packets import PACKET_BYTES_MAX
-from kvtierd.transfer.worker.parts import PartRefusedError, read_part
-from kvtierd.transfer.worker.sessions import Session
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
+from kvtierd.workers.copy.parts import PartRefusedError, read_part
+from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.supervisor import messages
 
 
 def action(count: int, **changed: object) -> PostPart:

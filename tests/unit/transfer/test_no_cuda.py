@@ -6,7 +6,7 @@ import sys
 
 def test_a_worker_for_the_cpu_imports_nothing_of_cuda() -> None:
     program = (
-        "import sys, kvtierd.transfer.worker.__main__, kvtierd.transfer.worker.cpu\n"
+        "import sys, kvtierd.workers.copy.__main__, kvtierd.workers.copy.cpu\n"
         "print([name for name in sys.modules if 'cuda' in name or 'worker.gpu' in name or 'torch' in name])"
     )
     done = subprocess.run(

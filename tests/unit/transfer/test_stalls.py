@@ -1,6 +1,6 @@
 """Who is accused of being stuck, and who is not."""
 
-from kvtierd.transfer.status import (
+from kvtierd.workers.channel.status import (
     HEARTBEAT_PERIOD_S,
     IO_THREADS_MAX,
     StallDetector,

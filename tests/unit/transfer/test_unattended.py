@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool
-from kvtierd.transfer.supervisor import Supervisor, SupervisorLimits
+from kvtierd.workers.supervisor.supervisor import Supervisor, SupervisorLimits
 
 DEADLINE_S = 60.0
 

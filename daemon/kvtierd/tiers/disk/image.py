@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords
 
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import Slots
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.memory.pool_file import default_extent_bytes, file_bytes, geometry_for
 from kvtierd.memory.recovery import Recovery, recover, set_aside
 from kvtierd.tiers.disk.slab import NAMING

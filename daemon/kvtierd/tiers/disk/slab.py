@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords
 
+from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.core.slots import PoolGeometry
 from kvtierd.memory.errors import Naming, PoolError
 from kvtierd.memory.pool_file import (
     MAGIC_MAKING,

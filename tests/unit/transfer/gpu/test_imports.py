@@ -11,9 +11,9 @@ import pytest
 from kvtier_kernels import DevicePlan
 from kvtier_kernels.cuda import Driver
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.transfer.worker.gpu import imports as imports_module
-from kvtierd.transfer.worker.gpu.imports import GpuChunk, GpuMemory, Imports
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.copy.gpu import imports as imports_module
+from kvtierd.workers.copy.gpu.imports import GpuChunk, GpuMemory, Imports
 
 from tests.support.fake_cuda import FakeCuda
 from tests.unit.transfer.gpu.conftest import Gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.transfer.worker.gpu import numa
+from kvtierd.workers.copy.gpu import numa
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
-from kvtierd.transfer.status import StatusPage, create_status_fd
-from kvtierd.transfer.worker.gpu import numa, registration
-from kvtierd.transfer.worker.gpu.registration import NotRegisteredError, PoolRegistration
+from kvtierd.workers.channel.status import StatusPage, create_status_fd
+from kvtierd.workers.copy.gpu import numa, registration
+from kvtierd.workers.copy.gpu.registration import NotRegisteredError, PoolRegistration
 
 from tests.unit.transfer.gpu.conftest import Gpu
 

@@ -9,10 +9,10 @@ import pytest
 from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
-from kvtierd.transfer.worker.gpu.sealing import Sealer
-from kvtierd.transfer.worker.parts import Part, PartEnd
-from kvtierd.transfer.worker.sessions import Session
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.copy.gpu.sealing import Sealer
+from kvtierd.workers.copy.parts import Part, PartEnd
+from kvtierd.workers.copy.sessions import Session
 
 SLACK_S = 30.0
 SLOT_BYTES = 10_000

@@ -1,0 +1,35 @@
+"""Which settings of an engine nobody has classed. Nothing here knows which engine it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvtier_vllm.model.identity.reasons import Reason
+
+Table = Mapping[Reason, str]
+"""Names, separated by blanks, by why they are classed as they are."""
+
+
+def classed(table: Table) -> dict[str, Reason]:
+    """Each name of a table, with its reason. Raises ValueError for a name that is classed twice."""
+    found: dict[str, Reason] = {}
+    for reason, names in table.items():
+        for name in names.split():
+            if name in found:
+                raise ValueError(f"{name} is classed twice")
+            found[name] = reason
+    return found
+
+
+def unclassed(groups: Mapping[str, Iterable[str]], tables: Mapping[str, Table], where: str) -> Iterator[str]:
+    """A sentence for each setting that is in none of the tables. `groups`: what an engine has, by the name of
+    the table that it is to be in; `where`: the file with the tables."""
+    for group, names in groups.items():
+        known = classed(tables.get(group, {}))
+        for name in names:
+            if name not in known:
+                yield (
+                    f"{group}.{name} is classed nowhere: find out whether it can change a value of the KV "
+                    f"cache, and put it into {where} with the reason that fits (when in doubt, IDENTITY: "
+                    "too narrow a namespace costs hits, too wide a one serves wrong bytes)"
+                )

@@ -1,0 +1,187 @@
+"""Whether the longest prompt that an engine takes (`max_model_len`) changes the values that it computes.
+
+For most models it does not, and engines that differ in it share. LongRoPE chooses its factors by it, Llama 4
+its temperatures; and what code that is not vLLM's own does with it nobody can say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtier_vllm.model.identity.rendering import digest_of
+
+COSMETIC_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+"""Of config.json. The dtype that is used is in the namespace."""
+ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_type")
+INDEPENDENT_ROPES = frozenset(
+    {
+        "bailing_mrope",
+        "deepseek_llama_scaling",
+        "deepseek_yarn",
+        "default",
+        "dynamic",
+        "linear",
+        "llama3",
+        "mllama4",
+        "mrope",
+        "ntk",
+        "openpangu",
+        "proportional",
+        "yarn",
+    }
+)
+"""Of `get_rope` in vLLM 0.29 to 0.33: their factors follow from the model's configuration alone."""
+
+READERS = {
+    "layers/attention/mla_attention.py": (),
+    "layers/attention/sparse_mla_attention.py": (),
+    "layers/attention/static_sink_attention.py": (),
+    "layers/indexer_topk.py": (),
+    "layers/quantization/modelopt_block_quant.py": (),
+    "layers/rocm_paged_mxfp4_indexer.py": (),
+    "layers/rotary_embedding/phi3_long_rope_scaled_rope.py": (),  # by its rope type
+    "layers/sparse_attn_indexer.py": (),
+    "layers/sparse_attn_indexer_kpool.py": (),
+    "models/cohere_compass.py": ("CohereCompassForConditionalGeneration",),
+    "models/colpali.py": (),
+    "models/config.py": ("EmbeddingGemma2Model", "NomicBertModel"),
+    "models/deepseek_ocr.py": (),
+    "models/deepseek_v2.py": (),
+    "models/deepseek_vl2.py": (),
+    "models/diffusion_gemma.py": (),
+    "models/embedding_gemma2.py": ("EmbeddingGemma2Model",),
+    "models/ernie45_vl.py": (),
+    "models/gemma3_mm.py": (),
+    "models/gemma4_mm.py": (),
+    "models/glm4_1v.py": (),
+    "models/idefics3.py": (),
+    "models/internvl.py": (),
+    "models/kimi_k25.py": (),
+    "models/kimi_vl.py": (),
+    "models/lfm2_vl.py": (),
+    "models/llama4.py": (
+        "EagleLlama4ForCausalLM",
+        "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
+    ),
+    "models/minicpmv.py": (),
+    "models/minimax_m2.py": ("MiniMaxM2ForCausalLM",),
+    "models/mllama4.py": (),
+    "models/nano_nemotron_vl.py": (),
+    "models/parakeet.py": (),
+    "models/plamo3.py": ("Plamo3ForCausalLM",),
+    "models/qwen2_5_vl.py": (),
+    "models/qwen2_vl.py": (),
+    "models/qwen3_vl.py": (),
+    "models/step3_vl.py": (),
+    "models/transformers/utils.py": (),  # never vLLM's own, see below
+    "models/voxtral.py": (),
+    "models/voxtral_realtime.py": (),
+}
+"""Files below vllm/model_executor that read `max_model_len`, in 0.29 to 0.33, and the architectures whose
+values depend on it. Others size buffers, budgets and dummy inputs by it."""
+DEPENDENT = frozenset(name for names in READERS.values() for name in names)
+
+
+def matters(model_config: Any) -> bool:
+    """Whether engines of this model that differ in `max_model_len` may compute other values. Follows from
+    what was given, not from what a model's class has made of it."""
+    given = [given_config(model_config)]
+    overrides = getattr(model_config, "hf_overrides", None)
+    if isinstance(overrides, Mapping):
+        given.append(dict(overrides))
+    if not set(_rope_types(given)) <= INDEPENDENT_ROPES:
+        return True
+    architectures = set(_architectures(given))
+    if not architectures or str(getattr(model_config, "model_impl", "auto")) not in ("auto", "vllm"):
+        return True
+    return bool(architectures & DEPENDENT) or not all(map(_is_vllms_own, architectures))
+
+
+def given_config(model_config: Any) -> dict[str, Any]:
+    """The model's configuration as its files have it; as this process has it, where none are on this
+    machine."""
+    file = _given_file(model_config)
+    if file is None:
+        return dict(model_config.hf_config.to_dict())
+    found = json.loads(file.read_text())
+    return found if isinstance(found, dict) else {}
+
+
+def given_digest(model_config: Any) -> str:
+    """Of that file, but for what says nothing about values; empty if there is none on this machine."""
+    if _given_file(model_config) is None:
+        return ""
+    found = given_config(model_config)
+    return digest_of({key: value for key, value in found.items() if key not in COSMETIC_KEYS})
+
+
+def _given_file(model_config: Any) -> Path | None:
+    where = getattr(model_config, "hf_config_path", None) or model_config.model
+    for name in ("config.json", "params.json"):
+        if (path := Path(where) / name).is_file():
+            return path
+    try:
+        from vllm.transformers_utils.repo_utils import try_get_local_file
+
+        commit = getattr(model_config.hf_config, "_commit_hash", None)
+        cached = try_get_local_file(str(where), "config.json", revision=commit)
+    except Exception:  # another hub, or another release
+        return None
+    return cached if isinstance(cached, Path) else None
+
+
+def foreign_code(model_config: Any) -> str:
+    """A repository, other than the model's own, whose code its configuration runs; empty if there is none."""
+    if not getattr(model_config, "trust_remote_code", False):
+        return ""
+    classes = given_config(model_config).get("auto_map")
+    names = classes.values() if isinstance(classes, Mapping) else ()
+    return next((str(name).split("--")[0] for name in names if "--" in str(name)), "")
+
+
+def _rope_types(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, Mapping):
+            for key, below in value.items():
+                if key in ROPE_KEYS:
+                    yield from _types_in(below)
+                yield from _rope_types([below])
+        elif isinstance(value, (list, tuple)):
+            yield from _rope_types(value)
+
+
+def _types_in(rope: Any) -> Iterator[str]:
+    """Of one rope, or of several by the kind of layer."""
+    if isinstance(rope, str):
+        yield rope
+    elif isinstance(rope, Mapping):
+        for key, value in rope.items():
+            if key in ("rope_type", "type") and isinstance(value, str):
+                yield value
+            elif isinstance(value, Mapping):
+                yield from _types_in(value)
+
+
+def _architectures(values: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for value in values:
+        names = value.get("architectures")
+        if isinstance(names, (list, tuple)):
+            yield from map(str, names)
+
+
+def _is_vllms_own(architecture: str) -> bool:
+    """Whether the code of the model is part of vLLM, and neither the Transformers library's nor anybody
+    else's."""
+    from vllm.model_executor.models import registry
+
+    own = getattr(registry, "_VLLM_MODELS", {})
+    if architecture not in own or architecture.startswith("Transformers"):
+        return False
+    used = getattr(registry.ModelRegistry, "models", {}).get(architecture)
+    module = getattr(used, "module_name", None)
+    # `READERS` knows of no code elsewhere.
+    return module is None or str(module).startswith("vllm.model_executor.models.")

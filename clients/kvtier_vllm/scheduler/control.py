@@ -1,0 +1,152 @@
+"""What is stored and loaded of a request: the engine's settings, narrowed by the request's own wishes.
+
+A request says them in vLLM's `kv_transfer_params`, under the key "kvtier", beside those of other connectors:
+`{"kvtier": {"store": false, "max_load_tokens": 4096}}`. It may ask for less than the engine's settings allow,
+never for more, and it never fails because of what it says. That its blocks be held it may ask for, within the
+engine's bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvtier.retention import SECONDS_MAX
+
+from kvtier_vllm.config import TIERS_EXPECTED, ConnectorConfig, are_tiers, is_number
+from kvtier_vllm.scheduler.retaining import ANYHOW, DISK, PRIORITIES, Keeping, Kept
+
+PARAMS_KEY = "kvtier"
+"""Of `kv_transfer_params`: what is meant for this connector."""
+WARNED_MAX = 64
+"""Different mistakes that are warned of, each once. Clients choose their text, so there is an end to it."""
+SHOWN_CHARACTERS_MAX = 64
+"""Of a name or value, in a warning."""
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """For one request. Tokens count from its beginning."""
+
+    store: bool
+    load: bool
+    store_end_tokens: int | None
+    """Blocks that end later are not stored; None: all are."""
+    load_end_tokens: int | None
+    """Likewise not loaded."""
+    keeping: Keeping = ANYHOW
+    """What becomes of its blocks."""
+
+
+class Controls:
+    """Reads the wishes of requests. Called from the scheduler's thread."""
+
+    def __init__(self, config: ConnectorConfig, log: logging.Logger) -> None:
+        self._config = config
+        self._log = log
+        self._warned: set[str] = set()
+
+    def of(self, request: Any) -> Control:
+        """What holds for a request of vLLM's. Names that are unknown and values that cannot be used are left
+        out, with one warning for each kind of mistake."""
+        wishes = self._wishes(getattr(request, "kv_transfer_params", None))
+        config = self._config
+        store_end = _least(config.max_store_tokens or None, wishes.get("max_store_tokens"))
+        if "prompt" in (config.store_tokens, wishes.get("store_tokens")):
+            store_end = _least(store_end, request.num_prompt_tokens)
+        return Control(
+            store=config.store and wishes.get("store", True),
+            load=config.load and wishes.get("load", True),
+            store_end_tokens=store_end,
+            load_end_tokens=_least(config.max_load_tokens or None, wishes.get("max_load_tokens")),
+            keeping=self._keeping(wishes),
+        )
+
+    def _keeping(self, wishes: Mapping[str, Any]) -> Keeping:
+        config = self._config
+        ttl_s = _least(config.ttl_s or None, wishes.get("ttl_s") or None)
+        on_disks = DISK in config.tiers and DISK in wishes.get("tiers", config.tiers)
+        return Keeping(
+            kept=Kept(on_disks, math.inf if ttl_s is None else ttl_s),
+            host_only=not on_disks,
+            hold_s=self._hold_s(wishes),
+            cool=wishes.get("priority", config.priority) == "low",
+        )
+
+    def _hold_s(self, wishes: Mapping[str, Any]) -> float:
+        """A request that asks for nothing gets what the engine holds anyway, so no bound is below that."""
+        config = self._config
+        most = max(config.pin_s, config.max_pin_s)
+        if "pin_s" in wishes:
+            return min(float(wishes["pin_s"]), most)
+        priority = wishes.get("priority", config.priority)
+        if priority == "high":
+            return most if "priority" in wishes else config.pin_s or most
+        return 0.0 if priority == "low" else config.pin_s
+
+    def _wishes(self, params: object) -> dict[str, Any]:
+        if not isinstance(params, Mapping) or params.get(PARAMS_KEY) is None:
+            return {}
+        given = params[PARAMS_KEY]
+        if not isinstance(given, Mapping):
+            self._warn(PARAMS_KEY, f"{_shown(given)} is left out: write an object")
+            return {}
+        good: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in _FIELDS:
+                self._warn(
+                    f"{PARAMS_KEY}.{_shown(name)}", f"is unknown and left out: there are {', '.join(_FIELDS)}"
+                )
+            elif not _usable(name, value):
+                self._warn(f"{PARAMS_KEY}.{name}", f"{_shown(value)} is left out: write {_FIELDS[name]}")
+            else:
+                good[name] = value
+        return good
+
+    def _warn(self, name: str, text: str) -> None:
+        if name in self._warned or len(self._warned) >= WARNED_MAX:
+            return
+        self._warned.add(name)
+        self._log.warning("kvtier: kv_transfer_params of a request: %s %s", name, text)
+
+
+_FIELDS = {
+    "store": "true or false",
+    "load": "true or false",
+    "store_tokens": 'one of "all", "prompt"',
+    "max_store_tokens": "a whole number that is not negative",
+    "max_load_tokens": "a whole number that is not negative",
+    "priority": f"one of {', '.join(PRIORITIES)}",
+    "pin_s": f"a number of seconds from 0 to {SECONDS_MAX:g}",
+    "ttl_s": f"a number of seconds from 0 to {SECONDS_MAX:g}",
+    "tiers": TIERS_EXPECTED,
+}
+"""What a request may say, and how. A cap of 0 means none of its tokens."""
+
+
+def _usable(name: str, value: object) -> bool:
+    if name in ("store", "load"):
+        return isinstance(value, bool)
+    if name == "store_tokens":
+        return value in ("all", "prompt")
+    if name == "priority":
+        return value in PRIORITIES
+    if name in ("pin_s", "ttl_s"):
+        return is_number(value, SECONDS_MAX)
+    if name == "tiers":
+        return are_tiers(value)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _least(*bounds: _Number | None) -> _Number | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[:SHOWN_CHARACTERS_MAX] + "…"

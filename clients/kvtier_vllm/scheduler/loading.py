@@ -1,0 +1,241 @@
+"""What was promised to vLLM is loaded: in one transfer of each group, or in several.
+
+Several where the daemon takes fewer blocks in one transfer, or where a prefix is larger than what it leases
+at once: then what is leased is loaded, and when that has ended the rest is looked up, leased and loaded in
+the same way, until all of it is there. Meanwhile the request waits in vLLM, as for any load. What has gone
+from the pool in between, or cannot be leased for too long, is reported as failed, and vLLM computes it.
+
+Only requests of one group of full attention are loaded in parts: of several groups vLLM takes nothing of a
+load of which some has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier import Client, Doorbell, KvtierError, Lookup, LookupCall, PartRef, Transfer
+
+from kvtier_vllm.groups import Groups
+from kvtier_vllm.meta import LOAD_DOORBELL, LoadOrder
+from kvtier_vllm.scheduler.matching import ANSWER_DEADLINE_S, PENDING_POLL_S, PENDING_WAIT_S, Grant
+from kvtier_vllm.scheduler.tables import Target
+
+
+@dataclass(slots=True, eq=False)
+class Rest:
+    """Blocks of a load that are not leased yet."""
+
+    hashes: Sequence[bytes]
+    block_ids: tuple[int, ...]
+    """Where each goes."""
+    host_only: bool
+    since_s: float
+    """When it was looked up first, or last grew shorter."""
+    asked_s: float = 0.0
+    call: LookupCall | None = None
+
+    def drop(self) -> None:
+        """Nobody waits for its lookup any more."""
+        if self.call is not None:
+            self.call.abandon().release()
+            self.call = None
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What was promised to vLLM."""
+
+    transfers: list[Transfer | None]
+    """That have been submitted; None: one was refused."""
+    block_ids: frozenset[int]
+    loaded: tuple[tuple[Target, Sequence[bytes]], ...]
+    """For each group: where it goes, and its hashes."""
+    tokens: int
+    submitted_s: float
+    failed: bool = False
+    rest: Rest | None = None
+
+    @property
+    def parts(self) -> list[PartRef]:
+        return [one.part for one in self.transfers if one is not None and one.part is not None]
+
+    @property
+    def over(self) -> bool:
+        """Whether all that has been submitted has ended, as far as the daemon knows."""
+        return all(one is None or one.ended for one in self.transfers)
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether something of it was refused or has failed, as far as the daemon knows."""
+        return any(one is None or (one.ended and not one.outcome.done) for one in self.transfers)
+
+
+@dataclass(slots=True)
+class _Orders:
+    """Transfers of one step, as the workers are to follow them."""
+
+    parts: list[PartRef | None] = field(default_factory=list)
+    block_ids: list[tuple[int, ...]] = field(default_factory=list)
+    transfers: list[Transfer | None] = field(default_factory=list)
+
+    def add(self, transfer: Transfer | None, block_ids: tuple[int, ...]) -> None:
+        self.transfers.append(transfer)
+        self.parts.append(None if transfer is None else transfer.part)
+        self.block_ids.append(block_ids)
+
+    def order(
+        self, request: str, rest: Rest | None, *, blocks_tell: bool = True, goes_on: bool = False
+    ) -> LoadOrder:
+        to_come = () if rest is None else rest.block_ids
+        return LoadOrder(request, tuple(self.parts), tuple(self.block_ids), blocks_tell, goes_on, to_come)
+
+
+class Loader:
+    """Submits loads, and goes on with those that come in parts. Never waits."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        log: logging.Logger,
+        pending_wait_s: float = PENDING_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pending_wait_s`: how long a part waits for its lease."""
+        self._groups = groups
+        self._log = log
+        self._pending_wait_s = pending_wait_s
+        self._clock = clock
+
+    def begin(
+        self,
+        client: Client | None,
+        request: str,
+        grant: Grant | None,
+        targets: Sequence[Target],
+        hashes: Sequence[bytes],
+        tokens: int,
+        step: int,
+        *,
+        host_only: bool,
+    ) -> tuple[Load, LoadOrder]:
+        """Submits what the grant has leased, to be let go in this step. `hashes`: the request's. What cannot
+        be submitted is reported as failed by the workers."""
+        now_s = self._clock()
+        orders, rest = _Orders(), None
+        for target in targets:
+            lookup, start = self._source(grant, target)
+            # Targets begin where leases do, or behind.
+            leased = (
+                0 if lookup is None or lookup.lease is None else start + lookup.lease.blocks - target.first
+            )
+            ids = target.block_ids
+            if grant is not None and grant.lookup.unleased and 0 < leased < len(ids):
+                behind = target.hashes_of(hashes)[leased:]
+                rest = Rest(behind, ids[leased:], host_only, now_s)
+                ids = ids[:leased]
+            self._submit(client, orders, lookup, ids, target.group, target.first - start, step)
+        if grant is not None:
+            grant.lookup.release()  # what no load has taken
+        loaded = tuple((target, target.hashes_of(hashes)) for target in targets)
+        all_ids = frozenset().union(*(target.block_ids for target in targets))
+        load = Load(orders.transfers, all_ids, loaded, tokens, now_s, rest=rest)
+        return load, orders.order(request, rest, blocks_tell=len(self._groups.shapes) == 1)
+
+    def go_on(self, client: Client | None, request: str, load: Load, step: int) -> LoadOrder | None:
+        """The next part of a load, if it can begin in this step; a last order that says that the rest fails,
+        if it will not come. None: there is no rest, or it has to wait."""
+        rest = load.rest
+        if rest is None:
+            return None
+        if client is None or load.failed or load.spoiled:
+            return self.give_up(request, load)
+        if not load.over:
+            rest.since_s = self._clock()
+            return None
+        answer = self._ask(client, rest)
+        if answer is None:
+            return None
+        if not answer.answered or answer.lease is None:
+            answer.release()
+            waited_s = self._clock() - rest.since_s
+            if answer.answered and answer.pending and waited_s < self._pending_wait_s:
+                return None  # asked again in a moment
+            return self.give_up(request, load)
+        ids, count = rest.block_ids, answer.lease.blocks
+        load.rest = None
+        if count < len(ids):
+            load.rest = Rest(rest.hashes[count:], ids[count:], rest.host_only, self._clock())
+        orders = _Orders()
+        self._submit(client, orders, answer, ids[:count], 0, 0, step)
+        answer.release()
+        load.transfers += orders.transfers
+        return orders.order(request, load.rest, goes_on=True)
+
+    def give_up(self, request: str, load: Load) -> LoadOrder | None:
+        """What is not submitted of a load never will be, and fails. None: there is nothing of that kind."""
+        rest, load.rest = load.rest, None
+        if rest is None:
+            return None
+        rest.drop()
+        load.failed = True
+        return LoadOrder(request, (None,), (rest.block_ids,), goes_on=True)
+
+    def _source(self, grant: Grant | None, target: Target) -> tuple[Lookup | None, int]:
+        """The answer with the lease of a group, and the request's block with which the lease begins."""
+        if grant is None:
+            return None, target.first
+        lookup = grant.lookup
+        start = grant.first * self._groups.unit_tokens // target.block_tokens
+        if lookup.groups:
+            lookup = lookup.groups[target.group]
+            start += 0 if lookup.lease is None else lookup.lease.first
+        return lookup, start
+
+    def _submit(
+        self,
+        client: Client | None,
+        orders: _Orders,
+        source: Lookup | None,
+        block_ids: tuple[int, ...],
+        group: int,
+        first: int,
+        step: int,
+    ) -> None:
+        """Blocks of a lease from `first` on, in as many transfers as it takes; the last consumes the
+        lease."""
+        most = len(block_ids) if client is None else client.transfer_blocks_max or len(block_ids)
+        for begin in range(0, len(block_ids), most):
+            ids = block_ids[begin : begin + most]
+            transfer: Transfer | None = None
+            if client is not None and source is not None:
+                try:
+                    transfer = client.load(
+                        source,
+                        ids,
+                        group=group,
+                        first=first + begin,
+                        doorbell=Doorbell(LOAD_DOORBELL, step),
+                        keep_lease=begin + most < len(block_ids),
+                    )
+                except KvtierError as error:
+                    self._log.warning("kvtier: a load was refused: %s", error)
+            orders.add(transfer, ids)
+
+    def _ask(self, client: Client, rest: Rest) -> Lookup | None:
+        """The answer about the rest; None while it is on its way, or too early to ask again."""
+        now_s = self._clock()
+        if rest.call is None:
+            if now_s - rest.asked_s < PENDING_POLL_S:
+                return None
+            rest.asked_s = now_s
+            rest.call = client.start_lookup(rest.hashes, lease=True, host_only=rest.host_only)
+        answer = rest.call.poll()
+        if answer is None:
+            if now_s - rest.asked_s <= ANSWER_DEADLINE_S:
+                return None
+            answer = rest.call.abandon()
+        rest.call = None
+        return answer

@@ -1,0 +1,132 @@
+"""The GPU an engine computes on, and its KV cache there.
+
+Imports torch on first use only: the connector's module is also imported by the API server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvtier import KvtierError
+
+from kvtier_vllm.config import ConnectorConfig
+from kvtier_vllm.worker.kv_memory import NotShareable
+
+if TYPE_CHECKING:
+    import torch
+    from kvtier.cuda import DeviceMemory
+
+# First release that calls unregister_kv_caches and restore_kv_caches.
+SLEEP_HOOKS_VLLM = (0, 33)
+# First release known to drop a layout that its attention backend does not support, with a warning.
+LAYOUT_WISH_VLLM = (0, 32)
+
+
+class EngineGpu(Protocol):
+    """What the engine enqueues its work on. Called from the thread that runs the model."""
+
+    def stream(self) -> int:
+        """The driver's handle of the stream on which the engine computes now."""
+
+    def mark(self) -> Callable[[], None]:
+        """Marks this moment of the engine's stream. What it returns waits, in any thread, until everything
+        that was enqueued before has run."""
+
+
+class CudaGpu:
+    """The current device of this process, through torch."""
+
+    def stream(self) -> int:
+        """See EngineGpu."""
+        import torch
+
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def mark(self) -> Callable[[], None]:
+        """See EngineGpu."""
+        import torch
+
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+
+        def wait() -> None:
+            event.synchronize()
+
+        return wait
+
+
+def engine_gpu() -> EngineGpu | None:
+    """The GPU this process computes on; None on a CPU. Raises NotShareable for anything else."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    if current_platform.is_cuda():
+        return CudaGpu()
+    raise NotShareable(
+        f"KV caches on {current_platform.device_name!r} devices are not supported: CPUs and NVIDIA GPUs are"
+    )
+
+
+class GpuKVMemory:
+    """A worker's KV cache where it lies on its GPU: the storages of its tensors, one after another.
+
+    From vLLM 0.29 on there is one. They are kept alive by this object, and the engine hands out their blocks
+    by id: torch does not free them behind a copy's back, and has to be told nothing of streams. What must not
+    be reused while it is copied are blocks, and those the connector holds until each part's fence.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Raises NotShareable unless all of it is memory of one GPU."""
+        from kvtier.cuda import DeviceMemory
+
+        if not kv_caches:
+            raise NotShareable("the engine has no KV cache")
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
+        try:
+            self._memory = DeviceMemory.join([DeviceMemory.of(tensor) for tensor in storages.values()])
+        except KvtierError as error:
+            raise NotShareable(f"the KV cache is not on one GPU: {error}") from error
+
+    @property
+    def device_memory(self) -> DeviceMemory:
+        """For the client."""
+        return self._memory
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all storages."""
+        return self._memory.size_bytes
+
+    def offset_of(self, name: str, tensor: torch.Tensor) -> int:
+        """Bytes from the start of the first storage, as if all followed one another, to the tensor's first
+        element. Raises NotShareable for a tensor that lies elsewhere."""
+        try:
+            return self._memory.offset_of(tensor)
+        except KvtierError as error:
+            raise NotShareable(f"{name} lies outside the KV cache that was registered") from error
+
+    def check(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Raises NotShareable if a tensor lies elsewhere."""
+        for name, tensor in kv_caches.items():
+            self.offset_of(name, tensor)
+
+
+def refuse_sleep_mode(vllm_config: Any, vllm_version: tuple[int, int]) -> None:
+    """Raises NotShareable for an engine on a GPU that may take its memory back without telling: what is
+    copied afterwards would be other memory than the engine's."""
+    if vllm_config.model_config.enable_sleep_mode and vllm_version < SLEEP_HOOKS_VLLM:
+        raise NotShareable(
+            f"sleep mode is on, and vLLM {vllm_version[0]}.{vllm_version[1]} does not tell connectors of it; "
+            "turn --enable-sleep-mode off, or use vLLM 0.33"
+        )
+
+
+def required_layout(config: ConnectorConfig, vllm_version: tuple[int, int]) -> str | None:
+    """The layout to ask of the engine, a name of vLLM's KVCacheLayout; None leaves it alone."""
+    from vllm.platforms import current_platform
+
+    if config.contiguous_blocks and vllm_version >= LAYOUT_WISH_VLLM and current_platform.is_cuda():
+        return "BLHNC"  # of those with blocks outermost the one that most attention backends know
+    return None

@@ -1,0 +1,150 @@
+"""Where an engine's KV blocks lie: from the tensors vLLM registers to planes a copy worker can follow.
+
+Understood, and everything else refused by name: KV cache groups (see `groups`) whose layers are tensors
+`[blocks, ...]` with every block dense inside its layer. That covers vLLM 0.29 to 0.33 in the layouts with
+per-layer pages and with contiguous blocks across layers. Groups may lie over each other, layers of one group
+may not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtier_vllm.groups import GroupShape, UnsupportedLayout, shape_of
+from kvtier_vllm.worker.kv_memory import KVMemory
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One strided array: block b's fragment lies at `base_offset + b * block_stride_bytes`."""
+
+    layer: str
+    base_offset: int
+    """Bytes from the start of the mapping to block 0."""
+    block_stride_bytes: int
+    fragment_bytes: int
+    """Bytes the plane holds of one block, all of them contiguous."""
+    description: str
+    """What is in a fragment: layer, geometry, dtype. Equal descriptions mean interchangeable bytes."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The planes of one KV cache group, in the model's order of layers."""
+
+    shape: GroupShape
+    num_blocks: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all planes."""
+        return sum(plane.fragment_bytes for plane in self.planes)
+
+
+def describe(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory, spread: int = 1
+) -> tuple[GroupLayout, ...]:
+    """Layout of the registered KV caches, group by group.
+
+    `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given, `memory`
+    what the caches were allocated from, `spread` over how many ranks the tokens of each block are (see
+    `groups.context_ranks`). Raises NotShareable or UnsupportedLayout with the reason.
+    """
+    found = enumerate(kv_cache_config.kv_cache_groups)
+    groups = [(shape_of(index, group, spread), group) for index, group in found]
+    memory.check(kv_caches)
+    return tuple(
+        GroupLayout(
+            shape=shape,
+            num_blocks=kv_cache_config.num_blocks,
+            planes=_planes_of(group, kv_caches, kv_cache_config.num_blocks, memory),
+        )
+        for shape, group in groups
+    )
+
+
+def _planes_of(
+    group: Any, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, memory: KVMemory
+) -> tuple[Plane, ...]:
+    planes: list[Plane] = []
+    seen: set[int] = set()
+    for name in group.layer_names:
+        if name not in kv_caches:
+            raise UnsupportedLayout(f"layer {name} is in the KV cache group but was not registered")
+        plane = _plane_of(name, kv_caches[name], num_blocks, memory, _content(group.kv_cache_spec, name))
+        # Layers that reuse another layer's cache are registered under both names: stored once.
+        if plane.base_offset not in seen:
+            seen.add(plane.base_offset)
+            planes.append(plane)
+    _refuse_overlap(planes, num_blocks)
+    return tuple(planes)
+
+
+def _content(spec: Any, layer: str) -> str:
+    """What the shape of a layer's tensor does not say: that of a recurrent layer is bytes."""
+    spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+    shapes = getattr(spec, "shapes", None)
+    if shapes is None:
+        return ""
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    return f" {kind} states " + " ".join(
+        f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> Plane:
+    if not hasattr(tensor, "stride"):
+        raise UnsupportedLayout(f"{name} is registered as a {type(tensor).__name__}, not as one tensor")
+    shape, item = tuple(tensor.shape), tensor.element_size()
+    strides = [stride * item for stride in tensor.stride()]
+    if len(shape) < 2 or shape[0] == 0 or shape[0] % num_blocks:
+        raise UnsupportedLayout(
+            f"{name} has shape {shape}: its first dimension is not a multiple of the {num_blocks} blocks"
+        )
+    # Attention kernels may work on smaller blocks than the block table: `split` of them make one block.
+    split = shape[0] // num_blocks
+    inner = [*zip(shape[1:], strides[1:], strict=True)]
+    if split > 1:
+        inner.append((split, strides[0]))
+    fragment_bytes = item
+    for size, stride in sorted(inner, key=lambda dimension: dimension[1]):
+        if size == 1:
+            continue
+        if stride != fragment_bytes:
+            raise UnsupportedLayout(
+                f"{name}, shape {shape}, strides {tuple(tensor.stride())}, does not keep a block contiguous"
+            )
+        fragment_bytes *= size
+    block_stride_bytes = strides[0] * split
+    if block_stride_bytes < fragment_bytes:
+        raise UnsupportedLayout(
+            f"{name}: blocks of {fragment_bytes} bytes overlap, {block_stride_bytes} apart"
+        )
+    base_offset = memory.offset_of(name, tensor)
+    end = base_offset + (num_blocks - 1) * block_stride_bytes + fragment_bytes
+    if end > memory.size_bytes:
+        raise UnsupportedLayout(f"{name} ends {end - memory.size_bytes} bytes beyond the connector's memory")
+    geometry = ",".join(map(str, shape[1:]))
+    order = ",".join(str(stride // item) for stride in strides[1:])
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    description = f"{name} {dtype} [{split}x{geometry}] strides [{order}]{content}"
+    return Plane(name, base_offset, block_stride_bytes, fragment_bytes, description)
+
+
+def _refuse_overlap(planes: list[Plane], num_blocks: int) -> None:
+    """A byte that belongs to two planes would be stored twice and, worse, restored twice."""
+    for block in (0, num_blocks - 1):
+        spans = sorted(
+            (p.base_offset + block * p.block_stride_bytes, p.fragment_bytes, p.layer) for p in planes
+        )
+        for (start, size, layer), (following, _, other) in itertools.pairwise(spans):
+            if start + size > following:
+                raise UnsupportedLayout(f"layers {layer} and {other} share bytes of one block")

@@ -1,0 +1,299 @@
+"""Where the daemon cannot reach the engine's GPU memory, the engine copies: between its blocks and a mirror
+of them in host memory, which the daemon maps. One thread does it, in the order of the steps.
+
+That order is what keeps bytes right, because an engine reuses a block's id for other content:
+- a store's doorbell rings when its blocks are in the mirror;
+- a load's doorbell rings after every copy that was asked for before, so that none of them writes over what
+  the daemon then puts into the mirror;
+- a block's place in the mirror is emptied when nothing of it is in use, before its next use.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvtier import Client, Group
+from kvtier.memory import Memory
+
+from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
+from kvtier_vllm.worker.gpu import EngineGpu
+from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.sharing import Landing, Sharing
+
+if TYPE_CHECKING:
+    from kvtier.cuda import DeviceMemory, MirrorMemory
+
+JOBS_MAX = 4_096
+"""Copies that wait; fewer than there are part words can. Beyond them stores are given up, and loads fail."""
+
+
+class _Job(ABC):
+    """Something for the copying thread: it is run, or given up, or given up after its run has failed."""
+
+    @abstractmethod
+    def run(self) -> None: ...
+
+    @abstractmethod
+    def give_up(self) -> None: ...
+
+
+class _LetLoad(_Job):
+    def __init__(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        self._client, self._step, self._parts = client, step, parts
+
+    def run(self) -> None:
+        self._client.ring(LOAD_DOORBELL, self._step)
+
+    def give_up(self) -> None:
+        for part in self._parts:
+            part.revoke()
+
+
+class _CopyOut(_Job):
+    def __init__(
+        self,
+        memory: MirrorMemory,
+        computed: Callable[[], None],
+        client: Client,
+        step: int,
+        parts: Sequence[Part],
+    ) -> None:
+        self._memory, self._computed = memory, computed
+        self._client, self._step, self._parts = client, step, parts
+
+    def run(self) -> None:
+        self._computed()
+        wanted = [part for part in self._parts if not part.state().over]
+        ids = list(dict.fromkeys(block for part in wanted for block in part.block_ids))
+        if ids:
+            self._memory.copy_out(ids)
+        self._client.ring(STORE_DOORBELL, self._step)
+
+    def give_up(self) -> None:
+        # The doorbell of a later step lets go all before it: what is not in the mirror must never start.
+        for part in self._parts:
+            part.revoke()
+
+
+class _CopyIn(_Job):
+    def __init__(self, memory: MirrorMemory, ready: Callable[[], None], part: Part) -> None:
+        self._memory, self._ready, self._part = memory, ready, part
+        self.landing = Landing.PENDING
+
+    def run(self) -> None:
+        self._ready()
+        self._memory.copy_in(self._part.block_ids, discard=False)
+        self.landing = Landing.DONE
+
+    def give_up(self) -> None:
+        self.landing = Landing.FAILED
+
+
+class _Unused(_Job):
+    """Blocks whose place in the mirror is to be emptied. One job for all, submitted as often as needed: what
+    it finds when it runs is used by nobody, or by jobs that come after it."""
+
+    def __init__(self, memory: MirrorMemory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._blocks: set[int] = set()
+        self._waiting = False
+
+    def add(self, block_ids: Iterable[int]) -> bool:
+        """True: it is to be submitted."""
+        with self._lock:
+            self._blocks.update(block_ids)
+            submit = bool(self._blocks) and not self._waiting
+            self._waiting |= submit
+            return submit
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """They are used again."""
+        with self._lock:
+            self._blocks.difference_update(block_ids)
+
+    def run(self) -> None:
+        with self._lock:
+            block_ids, self._blocks, self._waiting = list(self._blocks), set(), False
+        if block_ids:
+            self._memory.discard(block_ids)
+
+    def give_up(self) -> None:
+        """They stay until others are added."""
+        with self._lock:
+            self._waiting = False
+
+
+class _Copier:
+    """One thread that takes jobs in their order, at most `jobs_max` of them waiting."""
+
+    def __init__(self, jobs_max: int, log: logging.Logger) -> None:
+        self._jobs_max = jobs_max
+        self._log = log
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._busy = False
+        self._closing = False
+        self._paused = False
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-mirror", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: _Job) -> bool:
+        """Never waits. False: the job was given up."""
+        with self._changed:
+            taken = not (self._paused or self._closing or len(self._jobs) >= self._jobs_max)
+            if taken:
+                self._jobs.append(job)
+                self._changed.notify_all()
+        if not taken:
+            job.give_up()
+        return taken
+
+    def pause(self, timeout_s: float) -> bool:
+        """Gives up everything from now on. Waits for the job that runs; False if it still did at the end."""
+        with self._changed:
+            self._paused = True
+            return self._changed.wait_for(lambda: not self._busy and not self._jobs, timeout_s)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        with self._changed:
+            self._paused = False
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the thread; what waits is given up. False if it still runs."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            job, wanted = taken
+            try:
+                if wanted:
+                    job.run()
+                    continue
+            except Exception as error:
+                if not self._told:
+                    self._told = True
+                    self._log.warning("kvtier: copying between the KV cache and its mirror failed: %s", error)
+            job.give_up()
+
+    def _take(self) -> tuple[_Job, bool] | None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._jobs or self._closing)
+            if not self._jobs:
+                return None
+            self._busy = True
+            return self._jobs.popleft(), not (self._paused or self._closing)
+
+
+class MirrorSharing(Sharing):
+    """See the module. Costs the engine a copy, and host memory for the blocks that are being copied."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        group: Group,
+        gpu: EngineGpu,
+        log: logging.Logger,
+        jobs_max: int = JOBS_MAX,
+    ) -> None:
+        """Raises KvtierError if there is no memory for it."""
+        from kvtier.cuda import MirrorMemory
+
+        self._memory = MirrorMemory(memory, (group,))
+        self._gpu = gpu
+        self._users: Counter[int] = Counter()
+        """By block: parts that were let go and are not over."""
+        self._let_go: set[Part] = set()
+        self._unused = _Unused(self._memory)
+        self._ready: dict[Part, Callable[[], None]] = {}
+        """Waits until the engine writes a load's target blocks no more."""
+        self._landings: dict[Part, _CopyIn] = {}
+        self._copier = _Copier(jobs_max, log)
+
+    @property
+    def client_memory(self) -> Memory:
+        """See Sharing."""
+        return self._memory
+
+    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """See Sharing. The mirror may be written at once, the engine's blocks only from this moment on."""
+        self._ready.update(dict.fromkeys(parts, self._mark()))
+        self._use(parts)
+        self._copier.submit(_LetLoad(client, step, parts))
+
+    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """See Sharing."""
+        computed = self._mark()
+        self._use(parts)
+        self._copier.submit(_CopyOut(self._memory, computed, client, step, parts))
+
+    def landing(self, part: Part) -> Landing:
+        """See Sharing."""
+        if part not in self._ready:
+            return Landing.FAILED  # nobody let it go: whatever it loaded, the engine has not got it
+        job = self._landings.get(part)
+        if job is None:
+            job = self._landings[part] = _CopyIn(self._memory, self._ready[part], part)
+            self._copier.submit(job)
+        return job.landing
+
+    def over(self, part: Part) -> None:
+        """See Sharing."""
+        if part not in self._let_go:
+            return
+        self._let_go.remove(part)
+        self._ready.pop(part, None)
+        self._landings.pop(part, None)
+        self._users.subtract(part.block_ids)
+        unused = [block for block in part.block_ids if not self._users[block]]
+        for block in unused:
+            del self._users[block]
+        if self._unused.add(unused):
+            self._copier.submit(self._unused)
+
+    def sleep(self, client: Client | None, timeout_s: float) -> bool:
+        """See Sharing. The daemon knows the mirror only, and keeps it."""
+        return self._copier.pause(timeout_s)
+
+    def wake(self, client: Client | None, timeout_s: float) -> bool:
+        """See Sharing."""
+        self._copier.resume()
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """See Sharing."""
+        if not self._copier.close(timeout_s):
+            return False
+        self._memory.close()
+        return True
+
+    def _mark(self) -> Callable[[], None]:
+        """As EngineGpu.mark. It is waited for with the GPU's context current: in a thread without one CUDA's
+        runtime makes another, on the first GPU of the process; and a wait outside of it would spoil a graph
+        that the engine is capturing."""
+        wait, memory = self._gpu.mark(), self._memory
+
+        def wait_in_context() -> None:
+            with memory.context:
+                wait()
+
+        return wait_in_context
+
+    def _use(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._let_go.add(part)
+            self._users.update(part.block_ids)
+            self._unused.remove(part.block_ids)

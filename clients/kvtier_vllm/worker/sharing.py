@@ -1,0 +1,178 @@
+"""How a worker's KV cache is shared with the daemon: what its client registers, and what is done around
+copies.
+
+Three ways: host memory, which the daemon maps; a GPU's memory, which its copy worker imports; and, for memory
+that cannot be exported, a mirror in host memory (`mirroring`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvtier import Client, Group, KvtierError
+from kvtier.memory import Memory
+
+from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
+from kvtier_vllm.worker.gpu import EngineGpu, GpuKVMemory
+from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
+from kvtier_vllm.worker.parts import Part
+
+if TYPE_CHECKING:
+    from kvtier.cuda import DeviceMemory
+
+
+class Landing(Enum):
+    """What has become of a load's bytes after its part was DONE."""
+
+    PENDING = "pending"
+    """On their way into the engine's memory."""
+    DONE = "done"
+    FAILED = "failed"
+    """Nothing of it can still land."""
+
+
+class Sharing(ABC):
+    """Of one worker. Called from the thread that runs the model; no call waits unless it says so."""
+
+    @property
+    @abstractmethod
+    def client_memory(self) -> Memory:
+        """What the client registers."""
+
+    @abstractmethod
+    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """Before the forward pass: the step's loads may start, once what was enqueued before has run."""
+
+    @abstractmethod
+    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """After the forward pass: the step's stores may start, once what was enqueued before has run."""
+
+    def landing(self, part: Part) -> Landing:
+        """Of a load whose part is DONE; asked until it is over."""
+        return Landing.DONE
+
+    def over(self, part: Part) -> None:
+        """Nobody asks for this part any more, which is fenced. Once for every part that was let go."""
+        return None
+
+    def sleep(self, client: Client | None, timeout_s: float) -> bool:
+        """The engine takes its memory back: no copy touches it from now on, until `wake`. Waits for copies
+        that run. False: they still did at the deadline."""
+        return client is None or client.release_memory(timeout_s)
+
+    def wake(self, client: Client | None, timeout_s: float) -> bool:
+        """The engine's memory is there again, at the same addresses. False: the client still has not given
+        back what it had before, and is of no use any more."""
+        if client is None:
+            return True
+        if not client.release_memory(timeout_s):
+            return False
+        client.register_memory(self.client_memory)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Gives back what is ours, after the clients were closed. False: a copy of ours still ran at the
+        deadline."""
+        return True
+
+
+class HostSharing(Sharing):
+    """The daemon maps the memory in which the engine keeps its KV cache."""
+
+    def __init__(self, memory: SharedKVMemory) -> None:
+        self._memory = memory
+
+    @property
+    def client_memory(self) -> Memory:
+        """See Sharing."""
+        return self._memory
+
+    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """See Sharing."""
+        client.ring(LOAD_DOORBELL, step)
+
+    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """See Sharing."""
+        client.ring(STORE_DOORBELL, step)
+
+
+class GpuSharing(Sharing):
+    """The daemon's copy worker imports the engine's GPU memory. The engine's stream itself rings, so neither
+    side's processor waits for the other."""
+
+    def __init__(self, memory: DeviceMemory, gpu: EngineGpu) -> None:
+        self._memory = memory
+        self._gpu = gpu
+
+    @property
+    def client_memory(self) -> Memory:
+        """See Sharing."""
+        return self._memory
+
+    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """See Sharing. What was enqueued before may still write to the blocks: zeroing, for one."""
+        client.ring_on(self._gpu.stream(), LOAD_DOORBELL, step)
+
+    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+        """See Sharing."""
+        client.ring_on(self._gpu.stream(), STORE_DOORBELL, step)
+
+
+def share_gpu(
+    memory: GpuKVMemory, groups: Sequence[Group], share: str, gpu: EngineGpu, log: logging.Logger
+) -> Sharing:
+    """`share` as in the configuration. Raises NotShareable, with what to change."""
+    from kvtier.cuda import NotExportableError
+
+    from kvtier_vllm.worker.mirroring import MirrorSharing
+
+    device_memory = memory.device_memory
+    try:
+        if share == "mirror" or not _exportable(device_memory, share, log):
+            return MirrorSharing(device_memory, covering(groups), gpu, log)
+        return GpuSharing(device_memory, gpu)
+    except NotExportableError as error:
+        message = f'the KV cache cannot be shared: {error}; or set "share": "mirror", which is slower'
+        raise NotShareable(message) from error
+    except KvtierError as error:
+        raise NotShareable(f"the KV cache cannot be shared: {error}") from error
+
+
+def covering(groups: Sequence[Group]) -> Group:
+    """A group that has of each block all bytes that it has in some group: a block's own group uses some of
+    them, and nobody the rest. Raises NotShareable if the groups' blocks are not equally far apart."""
+    planes = sorted((plane for group in groups for plane in group.planes), key=lambda one: one.base_offset)
+    covered = [planes[0]]
+    for plane in planes[1:]:
+        last = covered[-1]
+        end = last.base_offset + last.fragment_bytes
+        if plane.block_stride_bytes != last.block_stride_bytes:
+            raise NotShareable(
+                "the KV cache has groups whose blocks are not equally far apart, which cannot be mirrored in "
+                "host memory; use memory that can be exported"
+            )
+        if plane.base_offset < end:
+            end = max(end, plane.base_offset + plane.fragment_bytes)
+            covered[-1] = dataclasses.replace(last, fragment_bytes=end - last.base_offset)
+        else:
+            covered.append(plane)
+    return dataclasses.replace(groups[0], planes=tuple(covered))
+
+
+def _exportable(memory: DeviceMemory, share: str, log: logging.Logger) -> bool:
+    """Raises KvtierError. False: only because of the engine's allocator, which "auto" works around."""
+    from kvtier.cuda import NotExportableError
+
+    try:
+        memory.check()
+    except NotExportableError as error:
+        if share == "export" or not error.allocator:
+            raise
+        log.warning("kvtier: blocks go through a mirror in host memory, which is slower: %s", error)
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The `kvtierd` command, and where both commands begin."""

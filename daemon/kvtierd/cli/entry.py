@@ -1,0 +1,22 @@
+"""Where the commands `kvtierd` and `kvtierctl` begin: signals first, then imports, which take a second."""
+
+import signal
+
+from kvtierd.cli import interrupts
+
+
+def kvtierd() -> None:
+    """The `kvtierd` command."""
+    words = "kvtierd: stopped by {signal} before it was serving"
+    interrupts.leave_at_once(words, signal.SIGINT, signal.SIGTERM)
+    from kvtierd.cli.commands import main
+
+    main(prog_name="kvtierd")
+
+
+def kvtierctl() -> None:
+    """The `kvtierctl` command."""
+    interrupts.leave_at_once("kvtierctl: interrupted", signal.SIGINT, signal.SIGTERM)
+    from kvtierd.ctl.commands import main
+
+    main(prog_name="kvtierctl")

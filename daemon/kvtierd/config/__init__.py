@@ -1,0 +1,1 @@
+"""The daemon's settings: how they are declared, read, checked and changed while it runs."""

@@ -1,0 +1,486 @@
+"""Everything that can be configured, with its default. Read once at start: TOML file < environment < flags.
+
+A setting `size` of section `pool` is `[pool] size = "64GiB"` in the file, KVTIER_POOL_SIZE in the environment
+and `--pool-size` on the command line.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvtierd.config import settings as s
+from kvtierd.config.disk import DiskConfig, Refuse, check_disks, check_extents
+from kvtierd.config.reading import CONFIG_VARIABLE, Reading
+from kvtierd.config.settings import ConfigError, Doc, Given
+from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
+
+DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
+SOCKET_NAME = "kvtierd.sock"
+SOCKET_PATH_BYTES_MAX = 107
+"""Of a Unix socket's address (sun_path), less its final zero."""
+
+_CORE = CoreLimits()
+_INTEGRITY = CoreIntegrity()
+_SUPERVISOR = SupervisorLimits()
+_WORKERS = WorkerOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where engines and operators reach the daemon, and how it treats its sessions."""
+
+    socket: Annotated[
+        Path | None,
+        Doc(
+            "gRPC socket, with the side socket beside it; kvtierctl and clients take the same names. "
+            "Empty: kvtierd.sock in the runtime directory.",
+            s.socket,
+            "PATH",
+            short="socket",
+        ),
+    ] = None
+    group: Annotated[
+        str,
+        Doc(
+            "Unix group that may use the sockets besides their owner. Empty: the owner only.", s.text, "NAME"
+        ),
+    ] = ""
+    health_listen: Annotated[
+        str,
+        Doc(
+            "Where gRPC health checks are answered over TCP, and nothing else, for Kubernetes' probes; off: "
+            "on the socket only.",
+            s.address,
+            "HOST:PORT",
+        ),
+    ] = "off"
+    message_bytes_max: Annotated[
+        int, Doc("Bytes of one gRPC message; larger ones are refused.", s.size, "SIZE")
+    ] = 4 << 20
+    sessions_max: Annotated[
+        int, Doc("Sessions at once; more are refused.", partial(s.count, most=65_536), "N")
+    ] = 256
+    outgoing_max: Annotated[
+        int,
+        Doc(
+            "Messages waiting for one client to read them; one that lets more pile up is dropped.",
+            s.count,
+            "N",
+        ),
+    ] = 4096
+    hello_deadline_s: Annotated[
+        float, Doc("A connection that has not said hello after this long is closed.", s.seconds, "SECONDS")
+    ] = 10.0
+    heartbeat_interval_s: Annotated[
+        float, Doc("How often clients are told to send a heartbeat.", s.seconds, "SECONDS")
+    ] = 2.0
+    session_silence_s: Annotated[
+        float,
+        Doc("A session silent for this long is ended, as if its process had died.", s.seconds, "SECONDS"),
+    ] = 30.0
+    drain_s: Annotated[
+        float,
+        Doc(
+            "How long SIGTERM waits for running transfers before it ends the sessions.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = 20.0
+
+    @property
+    def socket_path(self) -> Path:
+        return self.socket or s.runtime_directory() / SOCKET_NAME
+
+    @property
+    def side_socket_path(self) -> Path:
+        return side_socket_of(self.socket_path)
+
+    @property
+    def lock_path(self) -> Path:
+        return lock_of(self.socket_path)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The host memory that holds the blocks."""
+
+    path: Annotated[
+        Path | None, Doc("Pool file, on tmpfs or hugetlbfs. Empty: /dev/shm/kvtier-UID/pool.", s.path, "PATH")
+    ] = None
+    size: Annotated[int, Doc("Bytes of the pool.", s.size, "SIZE")] = 1 << 30
+    extent_size: Annotated[
+        int,
+        Doc(
+            "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the pool's size.",
+            s.size,
+            "SIZE",
+        ),
+    ] = 0
+    persistent: Annotated[
+        bool,
+        Doc(
+            "Keep the pool in a file that outlives the daemon; otherwise it is anonymous memory.",
+            s.boolean,
+            "BOOL",
+        ),
+    ] = True
+    lock_timeout_s: Annotated[
+        float,
+        Doc(
+            "How long to wait until the pool's owner before us, and its copy workers, are gone.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = 10.0
+
+    @property
+    def file(self) -> Path | None:
+        """Where the pool is; None for an anonymous one."""
+        if not self.persistent:
+            return None
+        return self.path or Path(f"/dev/shm/kvtier-{os.getuid()}/pool")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """What one engine, or one call of it, may use."""
+
+    lookup_hashes_max: Annotated[int, Doc("Hashes in one lookup.", s.count, "N")] = _CORE.lookup_hashes_max
+    transfer_blocks_max: Annotated[
+        int,
+        # A part travels to its copy worker as one packet.
+        Doc("Blocks in one store or load.", partial(s.count, most=8_192), "N"),
+    ] = _CORE.transfer_blocks_max
+    transfers_max: Annotated[int, Doc("Transfers in flight per instance.", s.count, "N")] = (
+        _CORE.transfers_max
+    )
+    leases_max: Annotated[int, Doc("Leases at once per instance.", s.count, "N")] = _CORE.leases_max
+    leased_fraction_max: Annotated[
+        float,
+        Doc(
+            "Share of the pool that leases and running loads of all instances may hold; stores find room in "
+            "the rest.",
+            s.fraction,
+            "FRACTION",
+        ),
+    ] = _CORE.leased_fraction_max
+    held_fraction_max: Annotated[
+        float,
+        Doc(
+            "Share of the pool in which blocks may be held for a time (Retention.hold_ms), all together.",
+            s.fraction,
+            "FRACTION",
+        ),
+    ] = _CORE.held_fraction_max
+    hold_s_max: Annotated[
+        float, Doc("Blocks are held no longer than this at a time.", s.seconds, "SECONDS")
+    ] = _CORE.hold_s_max
+    lease_ttl_s: Annotated[
+        float, Doc("A lease ends this long after its instance's last heartbeat.", s.seconds, "SECONDS")
+    ] = _CORE.lease_ttl_s
+    lease_lifetime_s: Annotated[
+        float, Doc("A lease ends this long after it was granted, heartbeats or not.", s.seconds, "SECONDS")
+    ] = _CORE.lease_lifetime_s
+    gate_deadline_s: Annotated[
+        float, Doc("A gated part whose doorbell has not rung for this long is revoked.", s.seconds, "SECONDS")
+    ] = _CORE.gate_deadline_s
+    transfer_deadline_s: Annotated[
+        float, Doc("A transfer older than this is cancelled.", s.seconds, "SECONDS")
+    ] = _CORE.transfer_deadline_s
+    terminal_kept: Annotated[int, Doc("Ended transfers remembered per instance, for Wait.", s.count, "N")] = (
+        _CORE.terminal_kept
+    )
+
+    def to_core(self) -> CoreLimits:
+        return CoreLimits(**dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityConfig:
+    """When stored bytes are compared with their checksums."""
+
+    verify: Annotated[
+        str,
+        Doc(
+            "When a host block is compared with its checksum before a load: restart (before its first load "
+            "after a restart) or always. Its record is checked on every load.",
+            s.choice("restart", "always"),
+            "WHEN",
+        ),
+    ] = _INTEGRITY.verify.value
+    sample_bytes_per_s: Annotated[
+        int,
+        Doc(
+            "Bytes of the host pool compared with their checksums every second while nothing is copied, at "
+            "random. 0: none.",
+            s.size,
+            "SIZE",
+        ),
+    ] = _INTEGRITY.sample_bytes_per_s
+    remembered_blocks: Annotated[
+        int,
+        Doc(
+            "Blocks of which `kvtierctl explain` knows why they are gone, the latest; 44 bytes each.",
+            partial(s.count, most=1 << 22),
+            "N",
+        ),
+    ] = _INTEGRITY.remembered_blocks
+
+    def to_core(self) -> CoreIntegrity:
+        return CoreIntegrity(Verify(self.verify), self.sample_bytes_per_s, self.remembered_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """The processes that copy blocks between engines and the pool."""
+
+    copy_deadline_s: Annotated[
+        float,
+        Doc(
+            "A copy worker stuck in one copy for this long is killed and started again.", s.seconds, "SECONDS"
+        ),
+    ] = 10.0
+    gpu_copy_method: Annotated[
+        str,
+        Doc(
+            "How GPUs' workers copy: auto (what the driver does best), batch, loop, or rows (2D copies).",
+            s.choice("auto", "batch", "loop", "rows"),
+            "METHOD",
+        ),
+    ] = _WORKERS.gpu_copy_method
+    gpu_idle_s: Annotated[
+        float,
+        Doc(
+            "A GPU's worker that no session has used for this long is ended, which frees its memory there. "
+            "0: never.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = _SUPERVISOR.gpu_idle_s
+    seal_threads: Annotated[
+        int,
+        Doc(
+            "Threads of each GPU's worker that compute checksums of what was stored.",
+            partial(s.count, most=64),
+            "N",
+        ),
+    ] = _WORKERS.seal_threads
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """What Prometheus scrapes."""
+
+    listen: Annotated[
+        str,
+        Doc(
+            "Where Prometheus metrics are served; port 0 picks a free one, off serves none.",
+            s.address,
+            "HOST:PORT",
+        ),
+    ] = "127.0.0.1:9470"
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """The daemon's log, on its standard error."""
+
+    level: Annotated[
+        str, Doc("debug, info, warning or error.", s.choice("debug", "info", "warning", "error"), "LEVEL")
+    ] = "info"
+    format: Annotated[
+        str,
+        Doc(
+            "human, json, or auto: human on a terminal, JSON lines otherwise.",
+            s.choice("auto", "human", "json"),
+            "FORMAT",
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where each value that is not a default came from."""
+
+    config: Config
+    given: Mapping[str, Given]
+    file: Path | None
+
+
+def side_socket_of(socket: Path) -> Path:
+    """The side socket that belongs to a gRPC socket: kvtierd.sock has kvtierd.side.sock beside it."""
+    return socket.with_name(f"{socket.name.removesuffix('.sock')}.side.sock")
+
+
+def lock_of(socket: Path) -> Path:
+    """The file whose lock makes a daemon the owner of a gRPC socket; removed when its owner ends."""
+    return socket.with_name(f"{socket.name}.lock")
+
+
+def load(
+    file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    leftovers: Iterable[str] = (),
+) -> Loaded:
+    """Reads the file, the environment, and flags (`--pool-size`, or by key: `pool.size`), later ones over
+    earlier ones.
+
+    Without `file` it is KVTIER_CONFIG's, else /etc/kvtier/kvtierd.toml if that exists. `leftovers`: what of a
+    command line is no flag that there is. Raises ConfigError, which tells everything that is wrong; touches
+    nothing.
+    """
+    source = "--config"
+    if file is None and environ.get(CONFIG_VARIABLE):
+        file, source = Path(environ[CONFIG_VARIABLE]), f"environment {CONFIG_VARIABLE}"
+    if file is None and _may_exist(DEFAULT_FILE):
+        file, source = DEFAULT_FILE, "default"
+    reading = Reading(Config)
+    if file is not None:
+        reading.read_file(file, source)
+    reading.read_environment(environ)
+    reading.read_flags(flags or {})
+    reading.read_leftovers(leftovers)
+    config = Config(**reading.build())
+    _check(config, reading.refuse)
+    check_disks(config.disk, reading.refuse)
+    reading.raise_errors()
+    return Loaded(config, reading.given, file)
+
+
+def _may_exist(file: Path) -> bool:
+    """Where one may not even look, reading it says why."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
+
+
+def named_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The socket that the environment names, whatever else may be wrong with the configuration. Raises
+    ConfigError if it cannot be one."""
+    reading = Reading(Config)
+    reading.read_environment(environ)
+    if wrong := [error for error in reading.errors if error.field == "server.socket"]:
+        raise ConfigError.of(wrong)
+    given = reading.given.get("server.socket")
+    if given is None:
+        return None
+    try:
+        found = s.socket(given.raw)
+        why = check_socket(found) if found else ""
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise ConfigError("server.socket", given.raw, why, source=given.source)
+    return found
+
+
+def check_socket(socket: Path) -> str:
+    """Why a path is too long for our sockets, and how long it may be; empty if it is not."""
+    side = side_socket_of(socket)
+    if (length := len(os.fsencode(side))) <= SOCKET_PATH_BYTES_MAX:
+        return ""
+    return (
+        f"the side socket beside it, {side}, would have a path of {length} bytes, and that of a Unix socket "
+        f"has at most {SOCKET_PATH_BYTES_MAX}: use a shorter path, of at most "
+        f"{SOCKET_PATH_BYTES_MAX - (length - len(os.fsencode(socket)))} bytes"
+    )
+
+
+def _check(config: Config, refuse: Refuse) -> None:
+    """Refuses what no single value shows."""
+    server, pool, limits = config.server, config.pool, config.limits
+    if why := check_socket(server.socket_path):
+        refuse("server.socket", str(server.socket_path), why)
+    check_extents(refuse, "pool", pool.size, pool.extent_size)
+    if pool.path is not None and not pool.persistent:
+        refuse(
+            "pool.path",
+            str(pool.path),
+            "an anonymous pool has no file: leave it out, or set pool.persistent",
+            "pool.persistent",
+        )
+    if 2 * server.heartbeat_interval_s > limits.lease_ttl_s:
+        refuse(
+            "server.heartbeat_interval_s",
+            server.heartbeat_interval_s,
+            f"must be at most half of limits.lease_ttl_s ({limits.lease_ttl_s:g}), "
+            "or leases expire between heartbeats",
+            "limits.lease_ttl_s",
+        )
+    if server.session_silence_s < 2 * server.heartbeat_interval_s:
+        refuse(
+            "server.session_silence_s",
+            server.session_silence_s,
+            f"must be at least twice server.heartbeat_interval_s ({server.heartbeat_interval_s:g})",
+            "server.heartbeat_interval_s",
+        )
+    lookup_bytes = limits.lookup_hashes_max * 32 + 4096
+    transfer_bytes = limits.transfer_blocks_max * (32 + 5) + 4096
+    if server.message_bytes_max < (need := max(lookup_bytes, transfer_bytes)):
+        refuse(
+            "server.message_bytes_max",
+            s.format_size(server.message_bytes_max),
+            f"the largest call that limits allow needs {need} bytes: raise it or lower the limits",
+            "limits.lookup_hashes_max",
+            "limits.transfer_blocks_max",
+        )
+
+
+def show(loaded: Loaded) -> str:
+    """The whole configuration as TOML that `--config` would read, with each setting's sentence and origin."""
+    lines: list[str] = [f"# Sizes: {s.SIZE_FORMS}."]
+    section = ""
+    sentences = dict(s.section_sentences(Config))
+    for item in s.declared(Config):
+        if item.section != section:
+            section = item.section
+            lines += ["", f"# {sentences[section]}", f"[{section}]"]
+        value = getattr(getattr(loaded.config, item.section), item.name)
+        lines += [
+            f"# {item.sentence} ({_origin(loaded, item, value)})",
+            f"{item.name} = {as_toml(item, value)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _origin(loaded: Loaded, item: s.Setting, value: Any) -> str:
+    """Where a value came from, and how it was written where that reads otherwise."""
+    if item.key not in loaded.given:
+        return "default"
+    given = loaded.given[item.key]
+    if item.parse is s.size and str(given.raw) != s.format_size(value):
+        return f"{given.source}: {given.raw!r}, {s.human_size(value)}"
+    return given.source
+
+
+def as_toml(item: s.Setting, value: Any) -> str:
+    """A value as a configuration file would say it."""
+    if item.parse is s.size:
+        return json.dumps(s.format_size(value)) if value else "0"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return json.dumps([str(each) for each in value], ensure_ascii=False)
+    return json.dumps("" if value is None else str(value), ensure_ascii=False)

@@ -1,0 +1,167 @@
+"""The settings of the disk tier, and what is checked of everything that is divided into extents."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from kvtierd.config import settings as s
+from kvtierd.config.settings import Doc
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.stimuli import CoreDisks, WriteMode
+from kvtierd.workers.supervisor.kinds import IO_THREADS_MAX
+
+EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
+HEADER_BYTES = 2 << 20
+"""Of a pool file or a disk's slab file, before its extents."""
+DISK_BYTES_MAX = PAGE_BYTES << 32
+"""A slot is a page number of 32 bits."""
+DISKS_MAX = 16
+QUEUE_BYTES_MIN = 1 << 20
+
+_DISKS = CoreDisks()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """The disk tier: folders that take the blocks that memory has no room for."""
+
+    paths: Annotated[
+        tuple[Path, ...],
+        Doc(
+            "Directories of the disk tier, one for each disk; each gets a file kvtier.slab. A list, or text "
+            "with colons between them. Empty: no disk tier.",
+            s.paths,
+            "PATH:...",
+        ),
+    ] = ()
+    size: Annotated[
+        int, Doc("Bytes in each of the directories; its file is made as large at once.", s.size, "SIZE")
+    ] = 0
+    extent_size: Annotated[
+        int,
+        Doc(
+            "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the disk's size.",
+            s.size,
+            "SIZE",
+        ),
+    ] = 0
+    write_mode: Annotated[
+        str,
+        Doc(
+            "When a block is written to its disk: back (before it is evicted), through (as soon as it is "
+            "stored) or on-reuse (when it is found for the first time).",
+            s.choice(*(mode.value for mode in WriteMode)),
+            "MODE",
+        ),
+    ] = _DISKS.mode.value
+    threads: Annotated[
+        int, Doc("Threads of each disk's worker.", partial(s.count, most=IO_THREADS_MAX), "N")
+    ] = 2
+    queue_depth: Annotated[
+        int, Doc("Operations of each of these threads at once.", partial(s.count, most=1024), "N")
+    ] = 32
+    deadline_s: Annotated[
+        float,
+        Doc(
+            "A disk's worker for which the disk has done nothing for this long is killed and started again.",
+            partial(s.seconds, least=0.1),
+            "SECONDS",
+        ),
+    ] = 30.0
+    start_deadline_s: Annotated[
+        float,
+        Doc(
+            "How long the start waits for disks; one that needs longer joins later.",
+            partial(s.seconds, least=0),
+            "SECONDS",
+        ),
+    ] = 10.0
+    write_queue_size: Annotated[int, Doc("Bytes on their way to each disk at once.", s.size, "SIZE")] = (
+        _DISKS.write_queue_bytes
+    )
+    read_queue_size: Annotated[
+        int,
+        Doc(
+            "Bytes on their way from each disk at once; blocks beyond that are promoted when they are asked "
+            "for again.",
+            s.size,
+            "SIZE",
+        ),
+    ] = _DISKS.read_queue_bytes
+    slow_deadline_s: Annotated[
+        float,
+        Doc(
+            "A read or write that takes longer counts as an error, and what it was to promote is a miss.",
+            s.seconds,
+            "SECONDS",
+        ),
+    ] = _DISKS.slow_deadline_s
+    errors_max: Annotated[
+        int, Doc("So many errors one after another, and a disk is not used for a while.", s.count, "N")
+    ] = _DISKS.errors_max
+    probe_after_s: Annotated[float, Doc("That while; then one read decides.", s.seconds, "SECONDS")] = (
+        _DISKS.probe_after_s
+    )
+    recompute_if_faster: Annotated[
+        bool,
+        Doc(
+            "Report blocks as missing where their engine computes them faster than they load.",
+            s.boolean,
+            "BOOL",
+        ),
+    ] = _DISKS.recompute_if_faster
+
+    def to_core(self) -> CoreDisks:
+        return CoreDisks(
+            mode=WriteMode(self.write_mode),
+            write_queue_bytes=self.write_queue_size,
+            read_queue_bytes=self.read_queue_size,
+            slow_deadline_s=self.slow_deadline_s,
+            errors_max=self.errors_max,
+            probe_after_s=self.probe_after_s,
+            recompute_if_faster=self.recompute_if_faster,
+        )
+
+
+class Refuse(Protocol):
+    """Notes that the value of a setting cannot be used, because of what `besides` are."""
+
+    def __call__(self, key: str, value: object, message: str, *besides: str) -> None: ...
+
+
+def check_extents(refuse: Refuse, section: str, size: int, extent: int) -> None:
+    """At least two extents, of a size that there is."""
+    if extent and not (EXTENT_BYTES_MIN <= extent <= EXTENT_BYTES_MAX and extent & (extent - 1) == 0):
+        advice = "write a power of two from 1MiB to 1GiB, or 0"
+        refuse(f"{section}.extent_size", s.format_size(extent), advice)
+    elif size < (least := 2 * (extent or EXTENT_BYTES_MIN) + HEADER_BYTES):
+        advice = f"write at least {s.format_size(least)}: a header and two extents"
+        refuse(f"{section}.size", s.format_size(size), advice, f"{section}.extent_size")
+
+
+def check_disks(disk: DiskConfig, refuse: Refuse) -> None:
+    """Refuses what no single value shows, where there is a disk tier."""
+    if not disk.paths:
+        return
+    if len(disk.paths) > DISKS_MAX:
+        refuse("disk.paths", len(disk.paths), f"at most {DISKS_MAX} disks can be used: name fewer")
+    if not disk.size:
+        advice = "say how many bytes each directory of disk.paths may hold, e.g. 500GiB"
+        refuse("disk.size", 0, advice)
+    else:
+        check_extents(refuse, "disk", disk.size, disk.extent_size)
+    if disk.size > DISK_BYTES_MAX:
+        advice = f"a disk holds at most {s.format_size(DISK_BYTES_MAX)}: write less, or use several paths"
+        refuse("disk.size", s.format_size(disk.size), advice)
+    for name in ("write_queue_size", "read_queue_size"):
+        if (value := getattr(disk, name)) < QUEUE_BYTES_MIN:
+            advice = f"write at least {s.format_size(QUEUE_BYTES_MIN)}"
+            refuse(f"disk.{name}", s.format_size(value), advice)
+    if disk.slow_deadline_s > disk.deadline_s:
+        refuse(
+            "disk.slow_deadline_s",
+            disk.slow_deadline_s,
+            f"must be at most disk.deadline_s ({disk.deadline_s:g}), at which the worker is killed",
+            "disk.deadline_s",
+        )

@@ -1,0 +1,74 @@
+"""Which settings of a running daemon can change, and what becomes of the others."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvtierd.config import daemon as configuration
+from kvtierd.config import settings
+from kvtierd.config.daemon import Config
+
+LIVE = (
+    "server.drain_s",
+    "server.session_silence_s",
+    "integrity.sample_bytes_per_s",
+    "disk.write_mode",
+    "disk.slow_deadline_s",
+    "disk.errors_max",
+    "disk.probe_after_s",
+    "disk.recompute_if_faster",
+    "log.level",
+)
+"""Every other setting is told to clients or workers when they start, or memory is laid out for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting that reads otherwise than before."""
+
+    key: str
+    before: str
+    after: str
+    """As `kvtierd config show` writes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What came of reading the configuration again."""
+
+    applied: tuple[Change, ...]
+    """In force now."""
+    needs_restart: tuple[Change, ...]
+    """Not in force: `before` still is."""
+    config: Config
+    """What is in force."""
+
+
+def compare(running: Config, read: Config) -> Reloaded:
+    """What can be taken over of a configuration that was read while the other is in force."""
+    applied, needs_restart = [], []
+    sections: dict[str, dict[str, Any]] = {}
+    for item in settings.declared(Config):
+        before = getattr(getattr(running, item.section), item.name)
+        after = getattr(getattr(read, item.section), item.name)
+        if before == after:
+            continue
+        change = Change(item.key, configuration.as_toml(item, before), configuration.as_toml(item, after))
+        if item.key in LIVE:
+            applied.append(change)
+            sections.setdefault(item.section, {})[item.name] = after
+        else:
+            needs_restart.append(change)
+    config = dataclasses.replace(
+        running,
+        **{
+            section: dataclasses.replace(getattr(running, section), **values)
+            for section, values in sections.items()
+        },
+    )
+    return Reloaded(tuple(applied), tuple(needs_restart), config)
+
+
+Reload = Callable[[], Reloaded]
+"""Reads the configuration again and takes over what it can. Raises ConfigError, and nothing has changed."""

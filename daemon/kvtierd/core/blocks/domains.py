@@ -1,0 +1,130 @@
+"""Eviction domains and spaces: the small integers that the block table knows instead of layouts and
+namespaces."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvtierd.core.blocks.namespaces import NamespaceAbout
+from kvtierd.core.blocks.table import BlockTable
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import NamespaceDigest, SpaceId
+
+DOMAINS_MAX = 65_536
+"""The block table keeps them in 16 bits."""
+SWEEP_AT_LEAST = 256
+
+
+@dataclass(slots=True, eq=False)
+class Domain:
+    """Blocks whose shards have the same slot sizes: evicting one makes room for exactly one other."""
+
+    domain: int
+    sizes: tuple[int, ...]
+    """Slot bytes of each shard, in rank order."""
+    blocks: int = 0
+    """In the table, in whatever state."""
+    users: int = 0
+    """Groups of instances that are not GONE."""
+    opened: int = 0
+    """Blocks that were ever given slots."""
+    evicted: int = 0
+    """Blocks that were ever evicted."""
+    per_size: tuple[tuple[int, int], ...] = field(init=False)
+    """(slot bytes, slots of it in one block)."""
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.per_size = tuple(Counter(self.sizes).items())
+        self.block_bytes = sum(self.sizes)
+
+    @property
+    def world(self) -> int:
+        return len(self.sizes)
+
+
+class Domains:
+    """All domains in use, by slot sizes. Ids are used again."""
+
+    def __init__(self) -> None:
+        self._by_sizes: dict[tuple[int, ...], Domain] = {}
+        self.by_id: dict[int, Domain] = {}
+        self._free: list[int] = []
+        self._used = 0
+
+    def require_room(self, wanted: Iterable[tuple[int, ...]]) -> None:
+        """Refusal QUEUE_FULL if these could not all be had."""
+        new = {sizes for sizes in wanted if sizes not in self._by_sizes}
+        if len(self.by_id) + len(new) > DOMAINS_MAX:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the pool holds blocks of {DOMAINS_MAX} layouts already: end instances, or start it anew",
+                field="groups",
+                value=len(new),
+            )
+
+    def has_room(self, sizes: tuple[int, ...]) -> bool:
+        """Whether these slot sizes could have a domain."""
+        return sizes in self._by_sizes or len(self.by_id) < DOMAINS_MAX
+
+    def of(self, sizes: tuple[int, ...]) -> Domain:
+        """The domain of these slot sizes, made if there is none."""
+        domain = self._by_sizes.get(sizes)
+        if domain is None:
+            number = self._free.pop() if self._free else self._used
+            self._used = max(self._used, number + 1)
+            assert number < DOMAINS_MAX
+            domain = self._by_sizes[sizes] = self.by_id[number] = Domain(number, sizes)
+        return domain
+
+    def forget_idle(self, domain: Domain) -> None:
+        """Gives the id back if neither blocks nor instances use it."""
+        if domain.blocks == 0 and domain.users == 0 and self.by_id.get(domain.domain) is domain:
+            del self.by_id[domain.domain], self._by_sizes[domain.sizes]
+            self._free.append(domain.domain)
+
+
+class Spaces:
+    """Ids of (namespace, group); never used again within a boot."""
+
+    def __init__(self, table: BlockTable) -> None:
+        self.tables = [table]
+        """Those of all tiers: whose blocks name spaces."""
+        self.ids: dict[tuple[NamespaceDigest, int], SpaceId] = {}
+        self.names: dict[SpaceId, tuple[NamespaceDigest, int]] = {}
+        """The other way round."""
+        self.about: dict[NamespaceDigest, NamespaceAbout] = {}
+        """Of namespaces whose instances have attached in this boot; those of `ids` only."""
+        self.users: Counter[SpaceId] = Counter()
+        """Groups of instances that are not GONE."""
+        self._issued = 0
+        self._sweep_at = SWEEP_AT_LEAST
+
+    def of(self, digest: NamespaceDigest, group: int) -> SpaceId:
+        """The id of a space, issued if there is none."""
+        space = self.ids.get((digest, group))
+        if space is None:
+            if len(self.ids) >= self._sweep_at:
+                self._sweep()
+            space = self.ids[digest, group] = SpaceId(self._issued)
+            self.names[space] = (digest, group)
+            self._issued += 1
+        return space
+
+    def leave(self, space: SpaceId) -> bool:
+        """An instance does not use it any more; its blocks stay. Whether it was the last one."""
+        self.users[space] -= 1
+        if self.users[space]:
+            return False
+        del self.users[space]
+        return True
+
+    def _sweep(self) -> None:
+        """Forgets spaces that nobody uses and that have no blocks left; the rest are bounded by the
+        tables."""
+        for key, space in list(self.ids.items()):
+            if space not in self.users and not any(table.count(space) for table in self.tables):
+                del self.ids[key], self.names[space]
+        digests = {digest for digest, _ in self.ids}
+        self.about = {digest: about for digest, about in self.about.items() if digest in digests}
+        self._sweep_at = max(SWEEP_AT_LEAST, 2 * len(self.ids))

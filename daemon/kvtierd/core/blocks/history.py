@@ -1,0 +1,99 @@
+"""Why blocks are gone: a bounded memory of the latest, in arrays, written a batch at a time."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from kvtierd.core.blocks.table import U32
+from kvtierd.core.errors import Reason
+from kvtierd.core.ids import HASH_BYTES_MAX, Hashes, SpaceId
+
+
+class Fate(IntEnum):
+    """How a block came to be absent."""
+
+    EVICTED = 1
+    STORE_ENDED = 2
+    """Its store failed or was called off: it was never readable."""
+    REFUSED = 3
+    """There was no room to store it."""
+    CORRUPT = 4
+    CLEARED = 5
+    """An operator has dropped it."""
+    EXPIRED = 6
+    """Its time was over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What became of a block last."""
+
+    fate: Fate
+    reason: Reason | None
+    """Why its store ended; None for other fates."""
+    at: int
+    """In the unit of `History.remember`."""
+
+
+class History:
+    """The fates of the latest blocks that have gone. Memory is used as they come."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: blocks, one at least."""
+        self.capacity = capacity
+        self.total = 0
+        """Blocks ever remembered."""
+        self._hashes = np.zeros((capacity, HASH_BYTES_MAX), np.uint8)
+        self._spaces = np.zeros(capacity, np.uint32)
+        self._notes = np.zeros(capacity, np.uint64)
+        """Time, fate and reason in one word."""
+        self._next = 0
+
+    def __len__(self) -> int:
+        return min(self.total, self.capacity)
+
+    def remember(
+        self, spaces: U32 | SpaceId, hashes: Hashes, fate: Fate, now: int, reason: Reason | None = None
+    ) -> None:
+        """Remembers a batch, and forgets the oldest for it. `spaces`: of each block, or of all."""
+        n = len(hashes)
+        note = now << 16 | fate << 8 | (reason or 0)
+        if n > self.capacity - self._next:
+            self._wrap(spaces, hashes, note)
+        else:
+            first, last = self._next, self._next + n
+            self._hashes[first:last] = hashes
+            self._spaces[first:last] = spaces
+            self._notes[first:last] = note
+            self._next = last
+        self.total += n
+
+    def _wrap(self, spaces: U32 | SpaceId, hashes: Hashes, note: int) -> None:
+        kept = hashes[-self.capacity :]
+        places = (self._next + np.arange(len(kept))) % self.capacity
+        self._hashes[places] = kept
+        self._spaces[places] = spaces if isinstance(spaces, int) else spaces[-self.capacity :]
+        self._notes[places] = note
+        self._next = int(places[-1]) + 1
+
+    def latest(self, space: SpaceId, key: Hashes) -> Memory | None:
+        """What became last of one block, `key` of shape (1, 32); None if nothing is remembered of it. Reads
+        everything: for people's questions, not for requests."""
+        used = len(self)
+        wanted = key.view(np.uint64)[0]
+        found = np.flatnonzero(self._hashes.view(np.uint64)[:used, 0] == wanted[0])
+        found = found[self._spaces[found] == space]
+        found = found[(self._hashes.view(np.uint64)[found] == wanted).all(axis=1)]
+        if len(found) == 0:
+            return None
+        age = (self._next - 1 - found) % self.capacity
+        note = int(self._notes[found[np.argmin(age)]])
+        reason = note & 0xFF
+        return Memory(Fate(note >> 8 & 0xFF), Reason(reason) if reason else None, note >> 16)
+
+    def oldest_at(self) -> int | None:
+        """When the first of what is remembered happened; None if nothing was ever forgotten."""
+        if self.total <= self.capacity:
+            return None
+        return int(self._notes[self._next % self.capacity]) >> 16

@@ -1,0 +1,216 @@
+"""Makes room for new blocks: free extents first, then whatever has not been used for longest.
+
+Within a domain the table's order decides. Between domains, and between slot sizes, ages do: the oldest
+victim of the
+domain that needs room against the oldest of each rival. A rival gives way only if it is clearly older, so
+that two
+busy models do not take extents from each other in turn; a model that is used no more is eaten up extent by
+extent.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from kvtierd.core.actions import AssignExtent
+from kvtierd.core.blocks.blocks import READY, STAMPS_PER_S, Blocks, owned
+from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.table import BlockFlag
+from kvtierd.core.ids import NO_ENTRY, Entries
+from kvtierd.core.status import DiskTally, Tally
+
+CLEAN, QUEUED = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED)
+PASSED_LOOKS = 8
+"""Blocks looked at beyond the oldest, for each of these that is being written to a disk just now."""
+CLEARLY_OLDER = 1.25
+GRACE_S = 1.0
+RECLAIM_TRIES = 16
+"""Extents looked at for one store, coldest first; each look reads the owners of all its slots."""
+RECLAIM_PAUSE_S = 1.0
+"""An extent that could not be taken is not looked at again for this long."""
+
+
+class Room:
+    """Finds room in the slots and in the block table of one tier."""
+
+    def __init__(self, blocks: Blocks, tally: Tally | DiskTally) -> None:
+        self._blocks = blocks
+        self._table = blocks.table
+        self._slots = blocks.slots
+        self._tally = tally
+        self._not_before = np.zeros(blocks.geometry.extents, np.uint32)
+        self._held_not_before = np.zeros(blocks.geometry.extents, np.uint32)
+        """Likewise, of extents in which held blocks may go."""
+
+    def for_slots(self, domain: Domain, wanted: int, *, unhold: bool = False) -> int:
+        """Makes room for the slots of up to `wanted` blocks; returns for how many there is. `unhold`: if
+        there is none at all, blocks that are held for a time go."""
+        short, sizes = self._short(domain, wanted)
+        if short and self._slots.retire_empty(domain.sizes):
+            short, sizes = self._short(domain, wanted)
+        while short and self._give_way(domain, short, sizes):
+            short, sizes = self._short(domain, wanted)
+        while unhold and short == wanted > 0 and self._unhold(domain, short, sizes):
+            short, sizes = self._short(domain, wanted)
+            while short and self._give_way(domain, short, sizes):
+                short, sizes = self._short(domain, wanted)
+        return wanted - short
+
+    def for_entries(self, domain: Domain, wanted: int, *, unhold: bool = False) -> None:
+        """Evicts until the table has `wanted` free entries, or nothing more can go. `unhold`: if it has none
+        at all, blocks that are held for a time go."""
+        blocks = self._blocks
+        while (short := wanted - (blocks.capacity - blocks.live)) > 0:
+            source = self._oldest([other for other in blocks.domains.by_id.values() if other.blocks], domain)
+            if source is not None:
+                self._evict(source, short)
+            elif short < wanted or not unhold or not self._give_up(blocks.domains.by_id.values(), short):
+                return
+
+    def _short(self, domain: Domain, wanted: int) -> tuple[int, list[int]]:
+        """For how many of the wanted blocks slots are missing, and of which sizes; assigns free extents
+        first."""
+        short = 0
+        sizes = []
+        for slot_bytes, per_block in domain.per_size:
+            need = wanted * per_block
+            free = self._slots.free(slot_bytes)
+            if free < need:
+                for extent in self._slots.assign_free(slot_bytes, need):
+                    self._blocks.actions.append(AssignExtent(extent, slot_bytes, self._blocks.disk))
+                free = self._slots.free(slot_bytes)
+                if free < need:
+                    sizes.append(slot_bytes)
+                    short = max(short, wanted - free // per_block)
+        return short, sizes
+
+    def _give_way(self, domain: Domain, short: int, sizes: list[int]) -> bool:
+        """Evicts something for `short` blocks; False if nothing can go."""
+        rivals = [d for d in self._blocks.domains.by_id.values() if d.blocks and d is not domain]
+        if not rivals:
+            return self._evict(domain, short)
+        own_age = self._age(domain)
+        at_least = 0 if own_age is None else int(own_age * CLEARLY_OLDER + GRACE_S * STAMPS_PER_S)
+        sharing = [d for d in rivals if any(slot_bytes in d.sizes for slot_bytes in sizes)]
+        rival = self._oldest(sharing, None)
+        rival_age = -1 if rival is None else self._age(rival)
+        assert rival_age is not None
+        if self._reclaim(domain, max(at_least, rival_age)):
+            return True
+        if rival is not None and rival_age >= at_least:
+            slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
+            fewest = min(per_block for size, per_block in rival.per_size if size in sizes)
+            return self._evict(rival, -(-slots // fewest))
+        return self._evict(domain, short)
+
+    # --- blocks that are held for a time ---
+
+    def _unhold(self, domain: Domain, short: int, sizes: list[int]) -> bool:
+        """Nothing is left that could go, but perhaps blocks that are held for a time. Without this a few of
+        them, one in each extent, would keep all other models out. False if there are none."""
+        sharing = [d for d in self._blocks.domains.by_id.values() if any(size in d.sizes for size in sizes)]
+        if sharing:
+            slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
+            fewest = min(per for each in sharing for size, per in each.per_size if size in sizes)
+            if self._give_up(sharing, -(-slots // fewest)):
+                return True
+        return self._reclaim(domain, 0, held=True)
+
+    def _give_up(self, domains: Collection[Domain], wanted: int) -> bool:
+        """Lets go of up to so many held blocks; False if there are none of these domains."""
+        retention = self._blocks.retention
+        return retention is not None and retention.give_up(domains, wanted)
+
+    # --- ages ---
+
+    def _age(self, domain: Domain) -> int | None:
+        """How long ago the oldest victim of a domain was used."""
+        victim = self._table.victims(domain.domain, 1)
+        return self._blocks.now - int(self._blocks.used_at[victim[0]]) if len(victim) else None
+
+    def _oldest(self, domains: list[Domain], preferred: Domain | None) -> Domain | None:
+        """The domain with the oldest victim; the preferred one unless another is clearly older."""
+        ages = {domain: age for domain in domains if (age := self._age(domain)) is not None}
+        if not ages:
+            return None
+        oldest = max(ages, key=ages.__getitem__)
+        if preferred in ages and ages[oldest] < ages[preferred] * CLEARLY_OLDER + GRACE_S * STAMPS_PER_S:
+            return preferred
+        return oldest
+
+    def _victims(self, domain: Domain, wanted: int) -> Entries:
+        """The oldest, but for those that are being written to a disk just now, as far as younger ones can go
+        instead that a disk has already: evicted now, the former would be lost, the latter are not."""
+        table = self._table
+        victims = table.victims(domain.domain, wanted)
+        queued = table.flags(victims) & QUEUED != 0
+        passed = int(np.count_nonzero(queued))
+        if not passed:
+            return victims
+        beyond = table.victims(domain.domain, len(victims) + PASSED_LOOKS * passed)[len(victims) :]
+        clean = beyond[table.flags(beyond) & CLEAN != 0][:passed]
+        return np.concatenate((victims[~queued], victims[queued][: passed - len(clean)], clean))
+
+    def _evict(self, domain: Domain, wanted: int) -> bool:
+        victims = self._victims(domain, wanted)
+        if len(victims) == 0:
+            return False
+        self._count(victims)
+        self._blocks.evict(domain, victims)
+        if domain.blocks == 0:
+            self._blocks.domains.forget_idle(domain)
+        return True
+
+    def _count(self, entries: Entries) -> None:
+        """They are about to be evicted."""
+        ages = self._blocks.now - self._blocks.used_at[entries].astype(np.int64)
+        self._tally.evicted_blocks += len(entries)
+        self._tally.evicted_age_s += int(ages.sum()) / STAMPS_PER_S
+
+    # --- extents of other sizes ---
+
+    def _reclaim(self, domain: Domain, age: int, *, held: bool = False) -> bool:
+        """Takes the coldest extent of a size that the domain does not use, if it is that old and nothing
+        holds it. `held`: one that only blocks that are held for a time are in the way of."""
+        slots, now, retention = self._slots, self._blocks.now, self._blocks.retention
+        if held and (retention is None or not retention.held_blocks):
+            return False
+        old = slots.used_at <= now - age if age <= now else np.zeros(len(slots.used_at), np.bool_)
+        not_before = self._held_not_before if held else self._not_before
+        candidates = np.flatnonzero(old & (slots.extent_size != 0) & (not_before <= now))
+        if len(candidates) == 0:
+            return False
+        candidates = candidates[~np.isin(slots.extent_size[candidates], domain.sizes)]
+        coldest_first = candidates[np.argsort(slots.used_at[candidates], kind="stable")]
+        for extent in coldest_first[:RECLAIM_TRIES].tolist():
+            if self._empty(extent, held=held):
+                slots.retire(extent)
+                self._tally.reclaimed_extents += 1
+                return True
+            not_before[extent] = now + int(RECLAIM_PAUSE_S * STAMPS_PER_S)
+        return False
+
+    def _empty(self, extent: int, *, held: bool) -> bool:
+        """Evicts all blocks of an extent, if every slot of it is free or of a block that may go; `held`: also
+        those that are only held for a time."""
+        table, slots = self._table, self._slots
+        owners = table.owners(slots.geometry.slots_of(extent, int(slots.extent_size[extent])))
+        entries = owned(owners)
+        if slots.free_in(extent) != int(np.count_nonzero(owners == NO_ENTRY)):
+            return False  # some are quarantined
+        if (table.states(entries) != READY).any():
+            return False
+        retention = self._blocks.retention
+        if held and retention is not None and (table.pins(entries) == retention.is_held(entries)).all():
+            retention.give_up_these(entries)
+        if table.pins(entries).any():
+            return False
+        domains = table.domains(entries)
+        for number in np.unique(domains).tolist():
+            domain = self._blocks.domains.by_id[number]
+            chosen = entries[domains == number]
+            self._count(chosen)
+            self._blocks.evict(domain, chosen)
+            if domain.blocks == 0:
+                self._blocks.domains.forget_idle(domain)
+        return True

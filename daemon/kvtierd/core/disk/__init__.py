@@ -1,0 +1,1 @@
+"""What the core decides about disks: writing, promotion, health and scrubs."""

@@ -1,0 +1,85 @@
+"""Load or recompute: whether bringing blocks to an engine beats computing them anew.
+
+Whatever is not known, or was not measured lately, counts as fast: what is told to be a miss is never measured
+again."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtierd.core.actions import Direction, DiskJobKind
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.disks import Disk
+from kvtierd.core.state.entities import GroupPlan, Instance, Part
+from kvtierd.core.state.rates import Rate
+from kvtierd.core.stimuli import PartFinished
+
+
+class Admission:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._loads: dict[str, Rate] = {}
+        """By the device whose worker copies; there are no more devices than the machine has."""
+
+    @property
+    def _on(self) -> bool:
+        disks = self._books.disks
+        return disks.policy.recompute_if_faster and bool(disks)
+
+    def part_finished(self, part: Part, stimulus: PartFinished) -> None:
+        """Learns from a load how fast its worker copies."""
+        if self._on and part.transfer.direction is Direction.LOAD:
+            rate = self._loads.setdefault(part.mapping.worker.device, Rate())
+            rate.measured(self._books.now_s, stimulus.copied_bytes, stimulus.copy_s)
+
+    def load_loses(self, instance: Instance, plan: GroupPlan, blocks: int) -> bool:
+        """Of blocks that are on the host."""
+        return self.loads_lose(instance, [(plan, blocks)], blocks * plan.block_tokens)
+
+    def loads_lose(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
+        """Of so many blocks of each group, all on the host, which spare computing so many tokens."""
+        if not self._on or not instance.prefill_tokens_per_s:
+            return False
+        return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
+
+    def promotion_loses(
+        self, instance: Instance, plan: GroupPlan, blocks: int, of_disk: list[tuple[Disk, int]]
+    ) -> bool:
+        """Of `blocks` that disks have, so many each, and that are loaded afterwards."""
+        block_bytes = plan.domain.block_bytes
+        return self.promotions_lose(
+            instance,
+            [(plan, blocks)],
+            [(disk, count * block_bytes) for disk, count in of_disk],
+            blocks * plan.block_tokens,
+        )
+
+    def promotions_lose(
+        self,
+        instance: Instance,
+        wanted: Sequence[tuple[GroupPlan, int]],
+        of_disk: Sequence[tuple[Disk, int]],
+        tokens: int,
+    ) -> bool:
+        """Of so many blocks of each group, and so many bytes on each disk: read, loaded afterwards, they
+        spare computing so many tokens."""
+        if not self._on or not instance.prefill_tokens_per_s:
+            return False
+        now_s = self._books.now_s
+        read_s = max(
+            disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count_bytes)
+            for disk, count_bytes in of_disk
+        )
+        return read_s + self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
+
+    def _loads_s(self, wanted: Sequence[tuple[GroupPlan, int]]) -> float:
+        """Ranks on different devices are copied to at once, groups one after another."""
+        of_device: Counter[str] = Counter()
+        for plan, blocks in wanted:
+            for device, block_bytes in plan.device_bytes:
+                of_device[device] += blocks * block_bytes
+        slowest_s = 0.0
+        for device, count_bytes in of_device.items():
+            rate = self._loads.get(device)
+            if rate is not None:
+                slowest_s = max(slowest_s, rate.seconds(self._books.now_s, count_bytes))
+        return slowest_s

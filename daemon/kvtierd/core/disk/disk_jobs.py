@@ -1,0 +1,300 @@
+"""Jobs of disks, from being posted to their end: what is committed, what is freed, what the flags say
+then."""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import DiskJobKind, OpenSlots, PostDiskJob
+from kvtierd.core.blocks.blocks import READY, Blocks, Seen
+from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.table import U32
+from kvtierd.core.ids import DiskJobId, Entries, Hashes, Rank, Slots, SpaceId, TransferNumber
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.disks import CLEAN, JOB_SLOTS_MAX, LATE, QUEUED, READS_MAX, WRITES_MAX, Disk, by_space
+from kvtierd.core.state.entities import DiskJob, Worker
+from kvtierd.core.state.transitions import DiskJobState, Event
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
+
+Mask = npt.NDArray[np.bool_]
+_NO_SLOTS = np.empty(0, np.uint32)
+_NO_CLOCKS = np.empty(0, np.uint64)
+
+
+class DiskJobs:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._host = books.blocks
+
+    @property
+    def _policy(self) -> CoreDisks:
+        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
+
+    def blocks_per_job(self, domain: Domain) -> int:
+        """One at least."""
+        return max(1, min(self._policy.job_bytes // domain.block_bytes, JOB_SLOTS_MAX // domain.world))
+
+    def may_read(self, disk: Disk) -> int:
+        """Bytes that may be promoted from a disk beyond those on their way."""
+        if not disk.live or disk.counts[DiskJobKind.READ] >= READS_MAX:
+            return 0
+        return max(0, self._policy.read_queue_bytes - disk.bytes[DiskJobKind.READ])
+
+    def may_write(self, disk: Disk) -> int:
+        """Bytes that may be written to a disk beyond those on their way."""
+        if not disk.live or disk.counts[DiskJobKind.WRITE] >= WRITES_MAX:
+            return 0
+        return max(0, self._policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
+
+    # --- posting ---
+
+    def read(
+        self, disk: Disk, entries: Entries, space: SpaceId, host_domain: Domain, host_entries: Entries,
+        host_slots: Slots, hashes: Hashes,
+    ) -> None:  # fmt: skip
+        """Has READY blocks of a LIVE disk read into WRITING ones of the host, all of one space; `host_slots`
+        of shape (world, n). The job holds both."""
+        shelf = disk.blocks
+        domain = shelf.domain_of(entries)
+        slots = shelf.slots_of(domain, entries)
+        shelf.table.pin(entries)
+        shelf.mark_used(entries, slots)
+        job = self._begin(disk, DiskJobKind.READ, domain, entries, slots)
+        job.host_domain, job.host_entries, job.host_slots = host_domain, host_entries, host_slots
+        self._open(job, self._host, host_domain, space, hashes, host_slots)
+        self._post(job, host_slots, _NO_CLOCKS)
+
+    def write(self, disk: Disk, host_domain: Domain, host_entries: Entries) -> int:
+        """Has READY blocks of the host, of one domain, written to the LIVE disk that is theirs, which has
+        none of them; the head of a sequence first. Holds nothing of the host. Returns how many found room."""
+        host, shelf = self._host, disk.blocks
+        domain = shelf.domains.of(host_domain.sizes)
+        domain.users += 1  # while room is made for it, it has no blocks perhaps
+        disk.room.for_entries(domain, len(host_entries))
+        hashes, spaces = host.table.hashes(host_entries), host.table.spaces(host_entries)
+        entries = np.zeros(len(host_entries), np.uint32)
+        created = np.zeros(len(host_entries), np.bool_)
+        for space, own in by_space(spaces):
+            inserted = shelf.insert(space, domain, np.ascontiguousarray(hashes[own]))
+            entries[own], created[own] = inserted.entries, inserted.created == 1
+        kept = np.flatnonzero(created)
+        roomy = disk.room.for_slots(domain, len(kept))
+        shelf.discard(domain, entries[kept[roomy:]], None)
+        kept = kept[:roomy]
+        if len(kept):
+            chosen = host_entries[kept]
+            self._write(disk, domain, entries[kept], host_domain, chosen, hashes[kept], spaces[kept])
+        domain.users -= 1
+        shelf.domains.forget_idle(domain)
+        return len(kept)
+
+    def _write(
+        self, disk: Disk, domain: Domain, entries: Entries, host_domain: Domain, host_entries: Entries,
+        hashes: Hashes, spaces: U32,
+    ) -> None:  # fmt: skip
+        host, shelf = self._host, disk.blocks
+        slots = shelf.give_slots(domain, entries)
+        job = self._begin(disk, DiskJobKind.WRITE, domain, entries, slots)
+        job.host_seen = host.seen(host_domain, host_entries)
+        for space, own in by_space(spaces):
+            of_space = np.ascontiguousarray(slots[:, own])
+            self._open(job, shelf, domain, space, np.ascontiguousarray(hashes[own]), of_space)
+        host.table.set_flags(host_entries, QUEUED)
+        n = len(entries)
+        shelf.clock += n
+        clocks = np.uint64(shelf.clock) - np.arange(n, dtype=np.uint64)
+        self._post(job, host.slots_of(host_domain, host_entries), np.repeat(clocks, domain.world))
+
+    def check(self, disk: Disk, domain: Domain, seen: Seen) -> DiskJob:
+        """Has READY blocks of a LIVE or FAILING disk compared with their checksums; holds nothing."""
+        slots = disk.blocks.slots_of(domain, seen.entries)
+        job = self._begin(disk, DiskJobKind.CHECK, domain, seen.entries, slots)
+        job.generations = seen.generations
+        self._post(job, None, _NO_CLOCKS)
+        return job
+
+    def _begin(
+        self, disk: Disk, kind: DiskJobKind, domain: Domain, entries: Entries, slots: Slots
+    ) -> DiskJob:
+        assert disk.worker is not None
+        job = DiskJob(
+            job=DiskJobId(next(self._books.transfer_ids)),
+            kind=kind,
+            disk=disk.disk,
+            worker=disk.worker,
+            posted_s=self._books.now_s,
+            domain=domain,
+            entries=entries,
+            slots=slots,
+        )
+        disk.jobs[job.job] = job
+        disk.counts[kind] += 1
+        disk.bytes[kind] += job.bytes
+        return job
+
+    def _open(
+        self, job: DiskJob, tier: Blocks, domain: Domain, space: SpaceId, hashes: Hashes, slots: Slots
+    ) -> None:
+        namespace, group = self._host.spaces.names[space]
+        for rank in range(domain.world):
+            tier.actions.append(
+                OpenSlots(
+                    slots=slots[rank],
+                    worker=job.worker.worker,
+                    store=TransferNumber(job.job),
+                    namespace=namespace,
+                    group=group,
+                    shard=Rank(rank),
+                    world_size=domain.world,
+                    hashes=hashes,
+                    data_bytes=domain.sizes[rank],
+                    disk=tier.disk,
+                )
+            )
+
+    def _post(self, job: DiskJob, host_slots: Slots | None, clocks: npt.NDArray[np.uint64]) -> None:
+        self._host.actions.append(
+            PostDiskJob(
+                worker=job.worker.worker,
+                disk=job.disk,
+                job=job.job,
+                kind=job.kind,
+                disk_slots=_by_block(job.slots),
+                host_slots=_NO_SLOTS if host_slots is None else _by_block(host_slots),
+                clocks=clocks,
+            )
+        )
+
+    # --- ending ---
+
+    def finished(self, stimulus: DiskJobFinished) -> tuple[Disk, DiskJob] | None:
+        """A worker has ended a job. None, and only counted, if the job is over or was another worker's."""
+        books = self._books
+        disk, job = self._find(stimulus)
+        if disk is None or job is None:
+            books.tally.late_messages += 1
+            return None
+        disk.rates[READ_RATE.get(job.kind, job.kind)].measured(books.now_s, stimulus.bytes, stimulus.busy_s)
+        n, world = len(job.entries), job.domain.world
+        flat = np.ones(n * world, np.bool_)
+        failed, corrupt = stimulus.failed, stimulus.corrupt
+        if max(_highest(failed), _highest(corrupt)) >= n * world:  # it does not know what it says
+            failed, corrupt = np.arange(n * world, dtype=np.uint32), _NO_SLOTS
+        flat[failed] = False
+        flat[corrupt] = False
+        if job.kind is DiskJobKind.WRITE:
+            corrupt = _NO_SLOTS
+        good: Mask = np.logical_and.reduce(flat.reshape(n, world), axis=1)
+        self._end(disk, job, Event.DONE, good, corrupt, unreadable=True)
+        return disk, job
+
+    def _find(self, stimulus: DiskJobFinished) -> tuple[Disk | None, DiskJob | None]:
+        for disk in self._books.disks.all:
+            job = disk.jobs.get(stimulus.job)
+            if job is not None:
+                posted = job.state is DiskJobState.POSTED and job.worker.worker == stimulus.worker
+                return disk, job if posted else None
+        return None, None
+
+    def lose(self, disk: Disk, worker: Worker) -> int:
+        """A worker is lost: its jobs cannot succeed, and may still be going on. What they promote is a miss
+        from now on. Returns how many there were."""
+        count = 0
+        for job in disk.jobs.values():
+            if job.worker is worker:
+                self._books.step(job, Event.LOSE)
+                self.tell_late(job)
+                count += 1
+        return count
+
+    def exited(self, disk: Disk, worker: Worker) -> list[DiskJob]:
+        """The lost worker's process is gone: nothing of its jobs can land any more. Returns them."""
+        jobs = [job for job in disk.jobs.values() if job.worker is worker]
+        for job in jobs:
+            none = np.zeros(len(job.entries), np.bool_)
+            self._end(disk, job, Event.EXIT, none, _NO_SLOTS, unreadable=False)
+        return jobs
+
+    def tell_late(self, job: DiskJob) -> None:
+        """Whoever asks for what a job promotes is told that it is not there, until it is."""
+        if job.kind is DiskJobKind.READ and not job.late:
+            job.late = True
+            self._host.table.set_flags(job.host_entries, LATE)
+            self._books.disks.late_jobs += 1
+
+    def _end(
+        self, disk: Disk, job: DiskJob, event: Event, good: Mask, corrupt: U32, *, unreadable: bool
+    ) -> None:
+        """`good`: blocks that went well; `corrupt`: positions of shards. `unreadable`: what did not go well,
+        and is to be read, cannot be."""
+        self._books.step(job, event)
+        del disk.jobs[job.job]
+        disk.counts[job.kind] -= 1
+        disk.bytes[job.kind] -= job.bytes
+        disk.ended_s = self._books.now_s
+        job.good = int(np.count_nonzero(good))
+        if job.kind is DiskJobKind.WRITE:
+            self._write_ended(disk, job, good)
+        elif job.kind is DiskJobKind.READ:
+            self._read_ended(disk, job, good, corrupt, unreadable=unreadable)
+        else:
+            seen = Seen(job.entries, job.generations, job.slots[0])
+            corrupt = corrupt[disk.blocks.are_still(seen)[corrupt // job.domain.world]]
+            disk.blocks.reap(job.domain, self._condemn(disk, job, corrupt))
+        disk.blocks.domains.forget_idle(job.domain)
+
+    def _write_ended(self, disk: Disk, job: DiskJob, good: Mask) -> None:
+        shelf, host, tally = disk.blocks, self._host, disk.tally
+        assert job.host_seen is not None
+        there = job.host_seen.entries[host.are_still(job.host_seen)]
+        host.table.clear_flags(there, QUEUED)
+        shelf.commit(job.domain, job.entries[good], job.slots[:, good])
+        self._books.disks.written(disk, job.entries[good])
+        shelf.discard(job.domain, job.entries[~good], job.slots[:, ~good])
+        tally.written_blocks += job.good
+        tally.written_bytes += job.good * job.domain.block_bytes
+
+    def _read_ended(self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, *, unreadable: bool) -> None:
+        shelf, host = disk.blocks, self._host
+        domain = job.host_domain
+        assert domain is not None
+        self._condemn(disk, job, corrupt)
+        ready = shelf.table.states(job.entries) == READY
+        if unreadable:
+            self._books.disks.unreadable(disk, job.domain, job.entries[ready & ~good])
+        if job.late:
+            self._books.disks.late_jobs -= 1
+            host.table.clear_flags(job.host_entries, LATE)
+        host.commit(domain, job.host_entries[good], job.host_slots[:, good])
+        self._books.retention.made(domain, job.host_entries[good])
+        host.table.set_flags(job.host_entries[good & ready], CLEAN)
+        host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
+        host.domains.forget_idle(domain)
+        shelf.unpin(job.domain, job.entries)
+        read_bytes = job.good * domain.block_bytes
+        disk.tally.read_blocks += job.good
+        disk.tally.read_bytes += read_bytes
+        self._books.tally.promoted_blocks += job.good
+        self._books.tally.promoted_bytes += read_bytes
+
+    def _condemn(self, disk: Disk, job: DiskJob, corrupt: U32) -> Entries:
+        """Blocks of a job whose shards at these positions did not match are found no more. Returns their
+        entries."""
+        entries = job.entries[corrupt // job.domain.world]
+        if len(corrupt):
+            condemned = disk.blocks.condemn(entries, _by_block(job.slots)[corrupt])
+            disk.tally.corrupt_blocks += len(condemned)
+            self._books.tally.corrupt_on_disk += len(condemned)
+        return entries
+
+
+READ_RATE = {DiskJobKind.CHECK: DiskJobKind.READ}
+"""A check shows how fast a disk reads."""
+
+
+def _by_block(slots: Slots) -> Slots:
+    """Slots of shape (world, n): block after block, shards in rank order."""
+    return np.ascontiguousarray(slots.T).reshape(-1)
+
+
+def _highest(positions: U32) -> int:
+    return int(positions.max()) if len(positions) else -1

@@ -1,0 +1,97 @@
+"""Compares every block of a disk with its checksum, when somebody asks for it: extent by extent, one job at a
+time, which its worker does after everything else."""
+
+import numpy as np
+
+from kvtierd.core.blocks.blocks import READY, owned
+from kvtierd.core.disk.disk_jobs import DiskJobs
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.disks import Disk, Scrub
+from kvtierd.core.state.entities import DiskJob
+from kvtierd.core.stimuli import StartScrub
+
+EXTENTS_AT_ONCE = 64
+"""Looked through for blocks before something else is done."""
+
+
+class Scrubs:
+    def __init__(self, books: Books, jobs: DiskJobs) -> None:
+        self._books = books
+        self._jobs = jobs
+
+    def start(self, stimulus: StartScrub) -> None:
+        """Refusal MODE_UNSUPPORTED if there is no such disk, WORKER_UNAVAILABLE if it is not live, QUEUE_FULL
+        if one is on its way."""
+        disks = self._books.disks.all
+        if not 0 <= stimulus.disk < len(disks):
+            raise Refusal(
+                Reason.MODE_UNSUPPORTED,
+                f"there are {len(disks)} disks: name directories in disk.paths to have more",
+                field="disk",
+                value=stimulus.disk,
+            )
+        disk = disks[stimulus.disk]
+        if not disk.live:
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                f"the disk is {disk.state.value}: try again when it is live",
+                field="disk",
+                value=stimulus.disk,
+            )
+        if disk.scrub is not None and not disk.scrub.over:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                "a scrub of this disk is on its way: wait for it",
+                field="disk",
+                value=stimulus.disk,
+            )
+        disk.scrub = Scrub(blocks=disk.blocks.table.stats()["ready"])
+        self.go_on(disk)
+
+    def ended(self, disk: Disk, job: DiskJob, *, looked_at: bool) -> None:
+        """A job is over; what a lost worker had is not looked at again."""
+        scrub = disk.scrub
+        if scrub is not None and scrub.job == job.job:
+            scrub.job = None
+            if looked_at:
+                scrub.done += len(job.entries)
+
+    def go_on(self, disk: Disk) -> None:
+        """The next job, if the last one is over."""
+        scrub = disk.scrub
+        if scrub is None or scrub.over or scrub.job is not None or not disk.live or self._books.draining:
+            return
+        for _ in range(EXTENTS_AT_ONCE):
+            while scrub.found:
+                domain, seen = scrub.found.popleft()
+                per_job = self._jobs.blocks_per_job(domain)
+                if len(seen) > per_job:
+                    scrub.found.appendleft((domain, seen[per_job:]))
+                seen = seen[:per_job]
+                seen = seen[disk.blocks.are_still(seen)]
+                seen = seen[disk.blocks.table.states(seen.entries) == READY]
+                if len(seen):
+                    scrub.job = self._jobs.check(disk, domain, seen).job
+                    return
+            if scrub.extent == disk.blocks.geometry.extents:
+                scrub.over, scrub.blocks = True, scrub.done
+                return
+            self._look_through(disk, scrub)
+
+    def _look_through(self, disk: Disk, scrub: Scrub) -> None:
+        """The blocks whose first shard lies in the next extent, in the order in which they lie there."""
+        shelf = disk.blocks
+        slots, extent = shelf.slots, scrub.extent
+        scrub.extent += 1
+        size = int(slots.extent_size[extent])
+        if size == 0:
+            return
+        entries = owned(shelf.table.owners(slots.geometry.slots_of(extent, size)))
+        entries = entries[shelf.table.states(entries) == READY]
+        domains = shelf.table.domains(entries)
+        for number in np.unique(domains).tolist():
+            domain = shelf.domains.by_id[number]
+            seen = shelf.seen(domain, entries[domains == number])
+            seen = seen[slots.geometry.extent_of(seen.slots) == extent]
+            scrub.found.append((domain, seen[np.argsort(seen.slots, kind="stable")]))

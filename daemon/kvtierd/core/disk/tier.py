@@ -1,0 +1,126 @@
+"""The disk tier as the rest of the core sees it: what it is told, and what it does as time passes."""
+
+from dataclasses import replace
+
+from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.disk.admission import Admission
+from kvtierd.core.disk.disk_health import DiskHealth
+from kvtierd.core.disk.disk_jobs import DiskJobs
+from kvtierd.core.disk.promotion import Promotion
+from kvtierd.core.disk.scrub import Scrubs
+from kvtierd.core.disk.writing import Writing
+from kvtierd.core.ids import Entries
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.disks import Disk
+from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, Part, Worker
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PartFinished, StartScrub
+
+
+class DiskTier:
+    """Does nothing, at no cost, if there are no disks."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._disks = books.disks
+        self._jobs = DiskJobs(books)
+        self._health = DiskHealth(books, self._jobs)
+        self._scrubs = Scrubs(books, self._jobs)
+        self._writing = Writing(books, self._jobs)
+        self.admission = Admission(books)
+        self.promotion = Promotion(books, self._jobs, self.admission)
+
+    def __bool__(self) -> bool:
+        return bool(self._disks)
+
+    # --- what becomes of blocks on the host ---
+
+    def stored(self, plan: GroupPlan, entries: Entries) -> None:
+        """A store has made blocks READY; the head of a sequence first."""
+        if self._disks and len(entries):
+            self._disks.settle(plan.space, entries)
+            self._writing.stored(plan.domain, entries)
+
+    def found(self, domain: Domain, entries: Entries) -> None:
+        """A lookup has hit blocks; the head of a sequence first."""
+        if self._disks:
+            self._writing.found(domain, entries)
+
+    def reconfigure(self, policy: CoreDisks) -> None:
+        """As `Reconfigure` says."""
+        now = self._disks.policy
+        self._disks.policy = replace(
+            policy,
+            write_queue_bytes=now.write_queue_bytes,
+            read_queue_bytes=now.read_queue_bytes,
+            job_bytes=now.job_bytes,
+        )
+        self._writing.policy_changed()
+
+    def part_finished(self, part: Part, stimulus: PartFinished) -> None:
+        """A copy worker has ended a part."""
+        if self._disks:
+            self.admission.part_finished(part, stimulus)
+
+    def recompute(self, instance: Instance, plan: GroupPlan, hits: int) -> bool:
+        """Whether computing blocks anew that are on the host is faster than loading them; counted."""
+        if hits == 0 or not self.admission.load_loses(instance, plan, hits):
+            return False
+        self._books.tally.recompute_blocks += hits
+        return True
+
+    # --- stimuli ---
+
+    def job_finished(self, stimulus: DiskJobFinished) -> None:
+        ended = self._jobs.finished(stimulus)
+        if ended is None:
+            return
+        disk, job = ended
+        self._health.ended(disk, job, stimulus)
+        self._scrubs.ended(disk, job, looked_at=True)
+        self._writing.job_ended(disk, job)
+        self._scrubs.go_on(disk)
+
+    def start_scrub(self, stimulus: StartScrub) -> None:
+        self._scrubs.start(stimulus)
+
+    def recovered(self, stimulus: DiskRecovered) -> None:
+        """It is known what a disk holds: it may be used."""
+        disk = self._disks.all[stimulus.disk]
+        assert not disk.recovered, "a disk is recovered once"
+        self._disks.recover(disk, stimulus.found)
+        self._health.recovered(disk)
+
+    def host_recovered(self) -> None:
+        if self._disks:
+            self._disks.host_recovered()
+
+    def worker_live(self, worker: Worker) -> None:
+        disk = self._of(worker)
+        if disk is not None:
+            self._health.worker_live(disk, worker)
+
+    def worker_lost(self, worker: Worker, why: str) -> None:
+        disk = self._of(worker)
+        if disk is not None:
+            self._health.worker_lost(disk, worker, why)
+
+    def worker_exited(self, worker: Worker) -> None:
+        disk = self._of(worker)
+        if disk is not None:
+            for job in self._jobs.exited(disk, worker):
+                self._scrubs.ended(disk, job, looked_at=False)
+                self._writing.give_back(job)
+
+    def _of(self, worker: Worker) -> Disk | None:
+        """The disk that a worker serves."""
+        if not worker.serves_disk:
+            return None
+        return self._disks.all[int(worker.device.removeprefix(DISK_DEVICE_PREFIX))]
+
+    def tick(self) -> None:
+        if not self._disks:
+            return
+        for disk in self._disks.all:
+            self._health.tick(disk)
+            self._scrubs.go_on(disk)
+        self._writing.tick()

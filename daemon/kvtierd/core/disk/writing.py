@@ -1,0 +1,205 @@
+"""Which blocks of the host are written to disks, and when.
+
+BACK: those that are about to be evicted, as fast as blocks come and go now, and as one long prompt may need
+their room at once: so all of a small pool that is full. THROUGH: at once. ON_REUSE: when
+they are found again. What found no room in a disk's queue at once is written before it is evicted, if there
+is time."""
+
+import numpy as np
+
+from kvtierd.core.actions import DiskJobKind
+from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.table import BlockFlag
+from kvtierd.core.disk.disk_jobs import DiskJobs
+from kvtierd.core.ids import Entries
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.disks import CLEAN, QUEUED, Disk
+from kvtierd.core.state.entities import DiskJob
+from kvtierd.core.state.rates import Pace
+from kvtierd.core.stimuli import CoreDisks, WriteMode
+
+REUSED = int(BlockFlag.REUSED)
+NOT_TO_WRITE = CLEAN | QUEUED | int(BlockFlag.HOST_ONLY)
+HORIZON_MAX = 65_536
+"""Victims walked over at once, to find those that are not written yet."""
+KEPT_READY_FRACTION = 1 / 16
+"""Of the blocks of a full pool: so many can go at once, however slowly they went before."""
+KEPT_READY_MIN = 4_096
+"""Blocks, likewise: one long prompt needs so many at once. A pool that has no more is written as it fills."""
+DISK_FRACTION_MAX = 0.5
+"""Of the disks, that is kept written ahead."""
+WRITTEN_PER_STORED = 2
+"""Bytes written to disks at most, for each that comes to the host."""
+WALKED_ALWAYS = 1_024
+WALKED_PER_STORED = 64
+"""Victims walked over when blocks have been stored: so many at most, and for each block so many more. Beyond
+that a tick does it."""
+
+_NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
+
+
+class Writing:
+    def __init__(self, books: Books, jobs: DiskJobs) -> None:
+        self._books = books
+        self._host = books.blocks
+        self._disks = books.disks
+        self._jobs = jobs
+        self._paces: dict[Domain, tuple[Pace, Pace]] = {}
+        """How fast blocks of each domain come, and how fast they go."""
+        self._unwalked: dict[Domain, int] = {}
+        """Blocks of each domain that were stored since its victims were walked over last."""
+        self._left = True
+        """Something should have been written, and has found no room, or was never looked at."""
+        self._hungry = False
+        """The queues were full when there was more to write."""
+        self._credit_bytes = 0
+        """May be written, beyond what is on its way."""
+        self._opened_bytes = 0
+        """Of the host, when the credit was counted last."""
+
+    @property
+    def _policy(self) -> CoreDisks:
+        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
+
+    # --- at once ---
+
+    def stored(self, domain: Domain, entries: Entries) -> None:
+        """Blocks have been stored; the head of a sequence first."""
+        if self._policy.mode is WriteMode.THROUGH:
+            self._write_at_once(domain, entries)
+        elif self._policy.mode is WriteMode.BACK:
+            self._follow(domain, len(entries))
+
+    def found(self, domain: Domain, entries: Entries) -> None:
+        """Blocks have been looked up, and hit; the head of a sequence first."""
+        if self._policy.mode is WriteMode.ON_REUSE:
+            first_time = self._dirty(entries)
+            first_time = first_time[np.sort(np.unique(first_time, return_index=True)[1])]
+            self._host.table.set_flags(first_time, REUSED)
+            self._write_at_once(domain, first_time)
+
+    def _dirty(self, entries: Entries) -> Entries:
+        dirty: Entries = entries[self._host.table.flags(entries) & NOT_TO_WRITE == 0]
+        return dirty
+
+    def _write_at_once(self, domain: Domain, entries: Entries) -> None:
+        entries = self._dirty(entries)
+        if len(entries) and (self._books.draining or not self._write(domain, entries, head_first=True)):
+            self._left = True
+
+    def policy_changed(self) -> None:
+        """From now on other blocks are to be written than before: all are looked at again."""
+        self._left = True
+
+    # --- ahead of evictions ---
+
+    def tick(self) -> None:
+        now_s = self._books.now_s
+        domains = [domain for domain in self._host.domains.by_id.values() if domain.blocks]
+        paces = {}
+        for domain in domains:
+            come, go = self._paces.get(domain) or (Pace(now_s, domain.opened), Pace(now_s, domain.evicted))
+            come.look(now_s, domain.opened)
+            go.look(now_s, domain.evicted)
+            paces[domain] = (come, go)
+        self._paces = paces
+        self._write_ahead()
+
+    def job_ended(self, disk: Disk, job: DiskJob) -> None:
+        """There may be room for more. What has not gone well is left to the next tick: it would fail again,
+        as fast as a worker can."""
+        self.give_back(job)
+        if self._hungry and job.good and 2 * disk.bytes[DiskJobKind.WRITE] <= self._policy.write_queue_bytes:
+            self._write_ahead()
+
+    def give_back(self, job: DiskJob) -> None:
+        """A job is over: what of it was not written has cost nothing."""
+        if job.kind is DiskJobKind.WRITE:
+            self._credit_bytes += (len(job.entries) - job.good) * job.domain.block_bytes
+
+    def _follow(self, domain: Domain, stored: int) -> None:
+        """Writes ahead without waiting for the tick: until then as much may come as a small pool has room
+        for, and what was stored last may be what goes first."""
+        self._unwalked[domain] = stored = stored + self._unwalked.get(domain, 0)
+        if self._books.draining or not self._disks.any_live:
+            return
+        if self._horizon(domain) <= WALKED_ALWAYS + WALKED_PER_STORED * stored:
+            self._ahead_of(domain)
+
+    def _write_ahead(self) -> None:
+        self._hungry = False
+        if self._books.draining or not self._disks.any_live:
+            return
+        left = False
+        for domain in list(self._host.domains.by_id.values()):
+            if domain.blocks:
+                left |= self._ahead_of(domain)
+        self._left = left
+
+    def _ahead_of(self, domain: Domain) -> bool:
+        """Writes the coldest of a domain. True if some that should be written by now are left."""
+        horizon = self._horizon(domain)
+        self._unwalked.pop(domain, None)
+        if horizon <= 0 or not any(disk.fits(domain.sizes) for disk in self._disks.all):
+            return False
+        most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
+        all_live = all(disk.live for disk in self._disks.all)
+        alone = len(self._disks.all) == 1 and self._policy.mode is not WriteMode.ON_REUSE
+        wanted = most + 1 if alone else min(horizon, 4 * most + 1_024) if all_live else horizon
+        coldest = self._host.table.coldest(domain.domain, wanted, NOT_TO_WRITE, horizon)
+        if self._policy.mode is WriteMode.ON_REUSE:
+            coldest = coldest[self._host.table.flags(coldest) & REUSED != 0]
+        return len(coldest) > 0 and not self._write(domain, coldest, head_first=False)
+
+    def _horizon(self, domain: Domain) -> int:
+        """How many victims of a domain, from the next one on, should be written by now."""
+        slots, ahead_s = self._host.slots, self._policy.clean_ahead_s
+        come_per_s, go_per_s = (pace.per_s for pace in self._paces.get(domain, _NO_PACES))
+        kept_ready = max(domain.blocks * KEPT_READY_FRACTION, min(domain.blocks, KEPT_READY_MIN))
+        free = min(
+            (slots.free(size) + slots.extents_free * slots.geometry.slots_per_extent(size)) // per_block
+            for size, per_block in domain.per_size
+        )
+        horizon = max(max(come_per_s * ahead_s, kept_ready) - free, go_per_s * ahead_s)
+        if self._left and self._policy.mode is WriteMode.THROUGH:
+            horizon = HORIZON_MAX
+        disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._disks.all if disk.live)
+        most = max(1, int(disk_bytes * DISK_FRACTION_MAX) // domain.block_bytes)
+        return min(int(np.ceil(horizon)), HORIZON_MAX, domain.blocks, most)
+
+    # --- both ---
+
+    def _write(self, domain: Domain, entries: Entries, *, head_first: bool) -> bool:
+        """Has READY blocks that no disk has, each once, written as far as the queues have room, the first of
+        them first. `head_first`: a sequence comes from its head to its tail; else the other way round. False
+        if some are left."""
+        everything = True
+        hashes = self._host.table.hashes(entries)
+        for disk, own in self._disks.by_disk(hashes):
+            if not disk.fits(domain.sizes):
+                continue
+            may = self._jobs.may_write(disk) // domain.block_bytes
+            if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:
+                may = 1  # larger than the queue
+            if may < len(own):
+                everything = False
+                self._hungry |= disk.live
+            per_job = self._jobs.blocks_per_job(domain)
+            end = min(may, len(own), self._credit() // domain.block_bytes)
+            for first in range(0, end, per_job):
+                some = entries[own[first : min(first + per_job, end)]]
+                written = self._jobs.write(
+                    disk, domain, some if head_first else np.ascontiguousarray(some[::-1])
+                )
+                self._credit_bytes -= written * domain.block_bytes
+        return everything
+
+    def _credit(self) -> int:
+        """Bytes that may be written now. A disk that is too small for what the host holds would be written
+        round and round, each block in the place of another; so no more is written than a multiple of what
+        comes to the host."""
+        new_bytes = self._host.opened_bytes - self._opened_bytes
+        self._opened_bytes += new_bytes
+        most = self._host.geometry.capacity_bytes
+        self._credit_bytes = min(self._credit_bytes + WRITTEN_PER_STORED * new_bytes, most)
+        return max(0, self._credit_bytes)

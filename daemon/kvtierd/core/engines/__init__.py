@@ -1,0 +1,1 @@
+"""Engines: processes attach and register, and workers come and go."""

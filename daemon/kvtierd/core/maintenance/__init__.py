@@ -1,0 +1,1 @@
+"""What operators ask about blocks, and what is checked in the background."""

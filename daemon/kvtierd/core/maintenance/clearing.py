@@ -1,0 +1,97 @@
+"""Dropping blocks because an operator says so: from every tier at once, so that none brings them back."""
+
+import numpy as np
+
+from kvtierd.core.actions import ClearReply
+from kvtierd.core.blocks.blocks import READY, Blocks
+from kvtierd.core.blocks.history import Fate
+from kvtierd.core.blocks.table import BlockState
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Entries, Hashes, SpaceId
+from kvtierd.core.state.books import Books
+from kvtierd.core.stimuli import ClearBlocks
+
+WRITING = int(BlockState.WRITING)
+
+
+class Clearing:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def spaces(self, namespace: str) -> tuple[SpaceId, ...]:
+        """Those that have blocks, or engines: of the one namespace whose hexadecimal digest begins with
+        `namespace`, of all if it is empty. Changes nothing. Refusal NAMESPACE_INVALID if none, or several,
+        begin so."""
+        ids = self._books.blocks.spaces.ids
+        fitting = {digest for digest, _ in ids if digest.hex().startswith(namespace)}
+        if namespace and len(fitting) != 1:
+            found = "no known namespace begins so" if not fitting else f"{len(fitting)} namespaces begin so"
+            raise Refusal(
+                Reason.NAMESPACE_INVALID,
+                f"{found}: name one of those that are listed",
+                field="namespace",
+                value=namespace,
+            )
+        return tuple(space for (digest, _), space in ids.items() if digest in fitting)
+
+    def keys(self, space: SpaceId) -> Hashes:
+        """The hashes of all blocks of a space, in whatever state and tier, each once. Changes nothing."""
+        host = self._books.blocks.table
+        found = [host.hashes(host.entries_of(space))]
+        for disk in self._books.disks.all:
+            hashes = disk.blocks.table.hashes(disk.blocks.table.entries_of(space))
+            entries, _ = host.lookup(space, hashes)
+            found.append(hashes[entries == NO_ENTRY])
+        return np.concatenate(found) if found else np.zeros((0, HASH_BYTES_MAX), np.uint8)
+
+    def clear(self, stimulus: ClearBlocks) -> ClearReply:
+        """Drops those of the blocks that nothing holds, and counts the others."""
+        books, space = self._books, stimulus.space
+        hashes = np.unique(stimulus.hashes, axis=0) if len(stimulus.hashes) else stimulus.hashes
+        host = books.blocks
+        entries, states = host.table.lookup(space, hashes)
+        there = entries != NO_ENTRY
+        books.retention.release(entries[there])  # an operator's word counts more than wishes
+        held = there & (states != WRITING)
+        held[held] = (host.table.pins(entries[held]) > 0) | (states[held] != READY)
+        under_way = there & (states == WRITING)
+        copies = np.full(len(hashes), NO_ENTRY, np.uint32)
+        for disk, own in books.disks.by_disk(hashes):
+            table = disk.blocks.table
+            found, of_disk = table.lookup(space, np.ascontiguousarray(hashes[own]))
+            copies[own] = found
+            known = found != NO_ENTRY
+            busy = known & (of_disk != READY)
+            busy[known] |= table.pins(found[known]) > 0
+            under_way[own] |= busy
+            there[own] |= known
+        under_way &= ~held
+        free = there & ~held & ~under_way
+        # The disks' first: what they have is then not CLEAN on the host any more, which is about to go.
+        disk_bytes = 0
+        for disk, own in books.disks.by_disk(hashes):
+            chosen = own[free[own] & (copies[own] != NO_ENTRY)]
+            disk_bytes += _drop(disk.blocks, copies[chosen])
+        host_bytes = _drop(host, entries[free & (entries != NO_ENTRY)])
+        cleared = int(np.count_nonzero(free))
+        books.tally.cleared_blocks += cleared
+        return ClearReply(
+            cleared_blocks=cleared,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            held_blocks=int(np.count_nonzero(held)),
+            under_way_blocks=int(np.count_nonzero(under_way)),
+        )
+
+
+def _drop(blocks: Blocks, entries: Entries) -> int:
+    """Removes READY, unpinned blocks of one tier, of whatever domains. Returns the bytes of their slots."""
+    dropped_bytes = 0
+    domains = blocks.table.domains(entries)
+    for number in np.unique(domains).tolist():
+        domain = blocks.domains.by_id[number]
+        chosen = entries[domains == number]
+        blocks.drop(domain, chosen, Fate.CLEARED)
+        blocks.domains.forget_idle(domain)
+        dropped_bytes += len(chosen) * domain.block_bytes
+    return dropped_bytes

@@ -1,0 +1,237 @@
+"""Why a block is, or is not, readable: the table, what is remembered of the past, and other namespaces.
+
+Questions of people; nothing here changes anything.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from kvtierd.core.blocks.blocks import STAMPS_PER_S
+from kvtierd.core.blocks.history import Fate, Memory
+from kvtierd.core.blocks.namespaces import NamespaceAbout
+from kvtierd.core.blocks.table import BlockState
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Hashes, NamespaceDigest, SpaceId
+from kvtierd.core.state.audits import Mismatch
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.entities import LeaseCut
+
+SPACES_MAX = 1_024
+"""Looked through for one question, the youngest first."""
+
+
+class Verdict(Enum):
+    READABLE = "readable"
+    ON_DISK = "on disk"
+    """On a disk only: a lookup would be told that it is pending, and have it promoted."""
+    BEING_WRITTEN = "being written"
+    EVICTED = "evicted"
+    STORE_ENDED = "store ended"
+    """Its store failed or was called off."""
+    REFUSED = "refused"
+    """There was no room to store it."""
+    CORRUPT = "corrupt"
+    CLEARED = "cleared"
+    """An operator has dropped it."""
+    EXPIRED = "expired"
+    """Its time was over."""
+    ELSEWHERE = "elsewhere"
+    """Never stored in this namespace, as far as is remembered, but in another."""
+    NEVER_STORED = "never stored"
+    """As far as is remembered."""
+
+
+_OF_STATE = {
+    BlockState.WRITING: Verdict.BEING_WRITTEN,
+    BlockState.READY: Verdict.READABLE,
+    BlockState.EVICTING: Verdict.CORRUPT,  # condemned, and still held by a load
+}
+_OF_FATE = {
+    Fate.EVICTED: Verdict.EVICTED,
+    Fate.STORE_ENDED: Verdict.STORE_ENDED,
+    Fate.REFUSED: Verdict.REFUSED,
+    Fate.CORRUPT: Verdict.CORRUPT,
+    Fate.CLEARED: Verdict.CLEARED,
+    Fate.EXPIRED: Verdict.EXPIRED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One group of a namespace."""
+
+    namespace: NamespaceDigest
+    group: int
+    about: NamespaceAbout | None
+    """None if only an earlier daemon has met an instance of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one block in one place."""
+
+    place: Place
+    verdict: Verdict
+    age_s: float | None
+    """How long ago it came to that; None if it is so now, or never was otherwise."""
+    reason: Reason | None
+    """Why its store ended."""
+    elsewhere: tuple[Place, ...]
+    """Where a block of this hash is readable, on a disk or being written now."""
+    cut: LeaseCut | None = None
+    """The latest lookup in this place, of an instance that still lives, that found more than it could lease:
+    a readable block may have been among the others. `at` is seconds ago."""
+    mismatch: Mismatch | None = None
+    """The latest block of this namespace that was not what an engine computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    explanations: tuple[Explanation, ...]
+    remembered_blocks: int
+    remembered_s: float | None
+    """How far back the memory reaches; None: to the start."""
+    known_namespaces: int
+    """How many namespaces have been met or have blocks, whether asked about or not."""
+
+
+def explain(books: Books, key: bytes, namespace: str, group: int | None, now: int) -> Explained:
+    """About the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`.
+
+    Where no namespace is known at all, and none was asked for, nothing is refused: the answer is empty.
+    Refusal HASH_LENGTH if none of them has hashes of that length, NAMESPACE_INVALID if none begins so.
+    """
+    if not 1 <= len(key) <= HASH_BYTES_MAX:
+        raise Refusal(
+            Reason.HASH_LENGTH, f"a block hash has 1 to {HASH_BYTES_MAX} bytes", field="hash", value=len(key)
+        )
+    row = np.frombuffer(key.ljust(HASH_BYTES_MAX, b"\0"), np.uint8).reshape(1, -1)
+    places = list(_places(books))
+    asked = [(place, space) for place, space in places if place.namespace.hex().startswith(namespace)]
+    known = len({place.namespace for place, _ in places})
+    if namespace and not asked:
+        raise Refusal(Reason.NAMESPACE_INVALID, _no_such(known), field="namespace", value=namespace)
+    fitting = [each for each in asked if each[0].about is None or each[0].about.hash_bytes == len(key)]
+    if asked and not fitting:
+        lengths = {place.about.hash_bytes for place, _ in asked if place.about is not None}
+        raise Refusal(
+            Reason.HASH_LENGTH,
+            f"hashes of this namespace have {' or '.join(map(str, sorted(lengths)))} bytes",
+            field="hash",
+            value=len(key),
+        )
+    there = [(place, space) for place, space in places if _is_there(books, space, row)]
+    history = books.blocks.history
+    oldest = history.oldest_at()
+    return Explained(
+        tuple(
+            _explain(books, place, space, row, tuple(p for p, s in there if s != space), now)
+            for place, space in fitting
+            if group is None or place.group == group
+        ),
+        len(history),
+        _ago(now, oldest),
+        known,
+    )
+
+
+def _no_such(known: int) -> str:
+    if not known:
+        return "no engine has attached since the daemon started, and nothing is stored: no namespace is known"
+    return (
+        "no engine has attached with such a namespace, and nothing is stored in one; "
+        f"`kvtierctl namespaces` lists what is known ({known:,})"
+    )
+
+
+_WRITING, _READY = int(BlockState.WRITING), int(BlockState.READY)
+
+
+def _explain(
+    books: Books, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
+) -> Explanation:
+    found = books.mismatches.latest(place.namespace)
+    if found is not None:
+        found = replace(found, at=(now - found.at) // STAMPS_PER_S)
+    return replace(_of_block(books, place, space, row, elsewhere, now), mismatch=found)
+
+
+def _of_block(
+    books: Books, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
+) -> Explanation:
+    past: Memory | None = books.blocks.history.latest(space, row)
+    state = _state(books, space, row)
+    if state:
+        verdict = _OF_STATE[BlockState(state)]
+        since = past.at if past is not None and verdict is Verdict.CORRUPT else None
+        cut = _latest_cut(books, space, now) if verdict is Verdict.READABLE else None
+        return Explanation(place, verdict, _ago(now, since), None, elsewhere, cut)
+    if _is_on_disk(books, space, row):
+        return Explanation(place, Verdict.ON_DISK, None, None, elsewhere)
+    if past is not None:
+        return Explanation(place, _OF_FATE[past.fate], _ago(now, past.at), past.reason, elsewhere)
+    verdict = Verdict.ELSEWHERE if elsewhere else Verdict.NEVER_STORED
+    return Explanation(place, verdict, None, None, elsewhere)
+
+
+def _latest_cut(books: Books, space: SpaceId, now: int) -> LeaseCut | None:
+    plans = [plan for instance in books.instances.values() for plan in instance.plans]
+    cuts = [plan.cut for plan in plans if plan.space == space and plan.cut is not None]
+    latest = max(cuts, key=lambda cut: cut.at, default=None)
+    return None if latest is None else replace(latest, at=(now - latest.at) // STAMPS_PER_S)
+
+
+def _ago(now: int, at: int | None) -> float | None:
+    return None if at is None else max(0, now - at) / STAMPS_PER_S
+
+
+def _state(books: Books, space: SpaceId, row: Hashes) -> int:
+    entries, states = books.blocks.table.lookup(space, row)
+    return int(states[0]) if entries[0] != NO_ENTRY else 0
+
+
+def _is_on_disk(books: Books, space: SpaceId, row: Hashes) -> bool:
+    return bool(books.disks) and books.disks.has(space, row)
+
+
+def _is_there(books: Books, space: SpaceId, row: Hashes) -> bool:
+    return _state(books, space, row) in (_WRITING, _READY) or _is_on_disk(books, space, row)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceStatus:
+    """One group of one namespace, and how much of it there is."""
+
+    place: Place
+    host_blocks: int
+    disk_blocks: int
+    instances: tuple[str, ...]
+    """That use it now."""
+
+
+def places(books: Books) -> tuple[PlaceStatus, ...]:
+    """The latest namespaces that are used or have blocks, the latest first."""
+    users: dict[SpaceId, list[str]] = {}
+    for instance in books.instances.values():
+        if not instance.over:
+            for plan in instance.plans:
+                users.setdefault(plan.space, []).append(instance.name)
+    host, *disks = books.blocks.spaces.tables
+    return tuple(
+        PlaceStatus(
+            place,
+            host.count(space),
+            sum(disk.count(space) for disk in disks),
+            tuple(sorted(users.get(space, ()))),
+        )
+        for place, space in _places(books)
+    )
+
+
+def _places(books: Books) -> Iterator[tuple[Place, SpaceId]]:
+    spaces = books.blocks.spaces
+    for (digest, group), space in list(spaces.ids.items())[: -SPACES_MAX - 1 : -1]:
+        yield Place(digest, group, spaces.about.get(digest)), space

@@ -1,0 +1,142 @@
+"""Doubts READY blocks in the background: slots chosen at random, compared with their checksums by a worker
+whose lanes are idle.
+
+Every READY slot is as likely as any other to be chosen, so one that has rotted is found after
+`bytes of all slots in use / rate` seconds on average, and after three times as long in 95 of 100 cases.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import CheckSlots
+from kvtierd.core.blocks.table import BlockState
+from kvtierd.core.ids import NO_ENTRY, CheckId, Slots
+from kvtierd.core.state.books import Books
+from kvtierd.core.state.entities import Check, Worker
+from kvtierd.core.state.transitions import Event, WorkerState
+from kvtierd.core.stimuli import SlotsChecked
+
+HOST_DEVICE = "cpu"
+"""The worker of this device does it: it is always there, and it has no link to keep busy."""
+SLOTS_MAX = 8_192
+"""Drawn at once, and so in one request: it has to fit one packet."""
+SAVED_S = 1.0
+"""What was not read for want of an idle worker is made up for, this much of it."""
+TICKS_PER_S = 10
+"""At least; each draws `SLOTS_MAX` slots at most."""
+READY = int(BlockState.READY)
+
+
+class Sampler:
+    """Keeps one request at most on its way."""
+
+    def __init__(self, books: Books, bytes_per_s: int, randomness: np.random.Generator) -> None:
+        self._books = books
+        self._blocks = books.blocks
+        self.bytes_per_s = bytes_per_s
+        self._random = randomness
+        self._credit_bytes = 0.0
+        """May be read now; below zero after a slot that was larger."""
+        self._earned_at_s: float | None = None
+        self._checks = 0
+
+    def tick(self) -> None:
+        """Asks for as many slots as the time since the last time allows."""
+        books = self._books
+        since_s = 0.0 if self._earned_at_s is None else max(0.0, books.now_s - self._earned_at_s)
+        self._earned_at_s = books.now_s
+        self._credit_bytes = min(self._credit_bytes + self.bytes_per_s * since_s, self.bytes_per_s * SAVED_S)
+        if books.check is not None or books.draining or self._credit_bytes <= 0:
+            return
+        worker = self._worker()
+        if worker is None:
+            return
+        slots, sizes = self._choose()
+        if len(slots) == 0:
+            return
+        self._credit_bytes -= float(sizes.sum())
+        self._checks += 1
+        entries = self._blocks.table.owners(slots)
+        books.check = Check(
+            check=CheckId(self._checks),
+            worker=worker,
+            slots=slots,
+            sizes=sizes,
+            entries=entries,
+            generations=self._blocks.table.generations(entries),
+        )
+        self._blocks.actions.append(CheckSlots(worker.worker, books.check.check, slots))
+
+    def checked(self, stimulus: SlotsChecked) -> None:
+        """A worker has looked: what it found corrupt, and still is the same block, is a miss from now on."""
+        books, table = self._books, self._blocks.table
+        check = books.check
+        if check is None or (check.check, check.worker.worker) != (stimulus.check, stimulus.worker):
+            books.tally.late_messages += 1
+            return
+        books.step(check, Event.CHECKED)
+        books.check = None
+        looked_at = check.sizes[: stimulus.looked_at]
+        books.tally.sampled_slots += len(looked_at)
+        books.tally.sampled_bytes += int(looked_at.sum())
+        self._credit_bytes += float(check.sizes[stimulus.looked_at :].sum())
+        positions = stimulus.corrupt[stimulus.corrupt < len(check.slots)]
+        slots, entries = check.slots[positions], check.entries[positions]
+        same = table.owners(slots) == entries
+        same[same] = table.generations(entries[same]) == check.generations[positions[same]]
+        slots, entries = slots[same], entries[same]
+        books.tally.corrupt_in_sample += len(self._blocks.condemn(entries, slots))
+        domains = table.domains(entries)
+        for number in np.unique(domains).tolist():
+            domain = self._blocks.domains.by_id[number]
+            self._blocks.reap(domain, entries[domains == number])
+            self._blocks.domains.forget_idle(domain)
+
+    def worker_lost(self, worker: Worker) -> None:
+        """What it was asked for is not known, and asked for no more."""
+        check = self._books.check
+        if check is not None and check.worker is worker:
+            self._books.step(check, Event.LOSE)
+            self._books.check = None
+
+    def _worker(self) -> Worker | None:
+        for worker in self._books.workers.values():
+            if worker.device == HOST_DEVICE and worker.state is WorkerState.LIVE:
+                return worker
+        return None
+
+    def _choose(self) -> tuple[Slots, npt.NDArray[np.int64]]:
+        """Slots of READY blocks, each as likely as any other, and their bytes: as many as may be read now."""
+        slots, table = self._blocks.slots, self._blocks.table
+        extents = np.flatnonzero(slots.extent_slots)
+        counts = slots.extent_slots[extents]
+        ends = np.cumsum(counts)
+        in_use = sum(total - free for _, _, total, free in slots.sizes())
+        if in_use == 0:
+            return np.empty(0, np.uint32), np.empty(0, np.int64)
+        smallest = int(slots.extent_size[extents].min())
+        # Enough to meet as many slots in use as the credit can pay, most of the time.
+        wanted = 1 + self._credit_bytes / smallest
+        draws = int(min(SLOTS_MAX, 8 + 1.5 * wanted * int(ends[-1]) / in_use))
+        drawn = self._random.integers(0, ends[-1], draws)
+        which = np.searchsorted(ends, drawn, "right")
+        positions = drawn - (ends[which] - counts[which])
+        sizes = slots.extent_size[extents[which]]
+        chosen = slots.geometry.slots_at(extents[which], sizes, counts[which], positions)
+        _, first = np.unique(chosen, return_index=True)
+        once = np.sort(first)  # in the order in which they were drawn: any beginning of it is as random
+        chosen, sizes = chosen[once], sizes[once]
+        owners = table.owners(chosen)
+        taken = np.flatnonzero(owners != NO_ENTRY)
+        ready = taken[table.states(owners[taken]) == READY]
+        chosen, sizes = chosen[ready], sizes[ready]
+        affordable = int(np.count_nonzero(np.cumsum(sizes) - sizes < self._credit_bytes))
+        return chosen[:affordable], sizes[:affordable]
+
+
+def expected_detection_s(in_use_bytes: int, slots: int, bytes_per_s: int) -> float | None:
+    """How long a slot that has rotted stays unfound on average, if the worker is never busy; None if nothing
+    is sampled. `slots`: of all assigned extents, in use or not: a draw can meet any of them."""
+    if bytes_per_s == 0:
+        return None
+    return max(in_use_bytes / bytes_per_s, slots / (SLOTS_MAX * TICKS_PER_S))

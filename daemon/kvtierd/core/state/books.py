@@ -1,0 +1,168 @@
+"""Everything the core knows besides blocks, in one place; its rooms share it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+
+from kvtierd.core.actions import InstanceView, Notify, SessionEnded, TransferEnded
+from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
+from kvtierd.core.blocks.lease_room import LeaseRoom
+from kvtierd.core.blocks.retention import Retention
+from kvtierd.core.blocks.room import Room
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import BlockTable
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.state.audits import Mismatches
+from kvtierd.core.state.disks import Disks
+from kvtierd.core.state.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
+from kvtierd.core.state.pages import Pages
+from kvtierd.core.state.transitions import Entity, Event, Transitions
+from kvtierd.core.status import Tally
+from kvtierd.core.stimuli import CoreDisks, CoreLimits
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+
+@dataclass(slots=True, eq=False)
+class Books:
+    blocks: Blocks
+    """Of the host."""
+    limits: CoreLimits
+    disk_policy: CoreDisks = field(default_factory=CoreDisks)
+    disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
+    """Of each disk: an empty table of its own, and where its slots lie."""
+    disks: Disks = field(init=False)
+    pages: Pages = field(init=False)
+    tally: Tally = field(default_factory=Tally)
+    transitions: Transitions = field(default_factory=Transitions)
+    room: Room = field(init=False)
+    retention: Retention = field(init=False)
+    lease_room: LeaseRoom = field(init=False)
+    now_s: float = 0.0
+    """Of the stimulus being handled."""
+    draining: bool = False
+    recovered: bool = False
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    sessions: dict[SessionId, Session] = field(default_factory=dict)
+    """Until their instance is GONE."""
+    instances: dict[Epoch, Instance] = field(default_factory=dict)
+    """All that are not GONE."""
+    names: dict[str, Instance] = field(default_factory=dict)
+    """Those that have not ended."""
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    transfers: dict[TransferNumber, Transfer] = field(default_factory=dict)
+    """Active and closing ones."""
+    deadlines: dict[TransferNumber, Transfer] = field(default_factory=dict)
+    """Those of them that have not been asked to end, oldest first."""
+    parts: dict[PartId, Part] = field(default_factory=dict)
+    """Open ones."""
+    mismatches: Mismatches = field(default_factory=Mismatches)
+    check: Check | None = None
+    """The one that is on its way."""
+    epoch_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    lease_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
+        self.retention = self.blocks.retention = Retention(self.blocks, self.tally, self.limits)
+        self.room = Room(self.blocks, self.tally)
+        self.lease_room = LeaseRoom(self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max)
+        self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
+        self.pages = Pages(self.blocks, self.disks)
+
+    def begin(self, now_s: float) -> None:
+        """Starts a stimulus: time, and an empty list of actions."""
+        self.now_s = now_s
+        self.blocks.now = max(0, int(now_s * STAMPS_PER_S))
+        self.blocks.actions = []
+        self.disks.begin()
+
+    def step(self, entity: Entity, event: Event) -> None:
+        self.transitions.step(entity, event)
+
+    def notify(self, session: SessionId, event: TransferEnded | InstanceView | SessionEnded) -> None:
+        self.blocks.actions.append(Notify(session, event))
+
+    # --- who may ask ---
+
+    def session(self, session: SessionId) -> Session:
+        """A session whose epoch has not ended. Refusal NOT_ATTACHED or EPOCH_ENDED."""
+        found = self.sessions.get(session)
+        if found is None:
+            raise Refusal(
+                Reason.NOT_ATTACHED,
+                "this session is not attached: attach first",
+                field="session",
+                value=session,
+            )
+        if found.instance.over:
+            raise Refusal(
+                Reason.EPOCH_ENDED,
+                "another process of this instance has ended, and the epoch with it: attach again",
+                field="epoch",
+                value=found.instance.epoch,
+            )
+        return found
+
+    def submitter(self, session: SessionId, epoch: Epoch) -> Instance:
+        """The instance for which this session schedules. Refusal NOT_ATTACHED, EPOCH_ENDED, WRONG_EPOCH or
+        ROLE."""
+        found = self.session(session)
+        instance = found.instance
+        if epoch != instance.epoch:
+            raise wrong_epoch(epoch, instance)
+        if not found.schedules:
+            raise Refusal(
+                Reason.ROLE,
+                "only the instance's scheduler session looks up, submits, releases and cancels",
+                field="session",
+                value=session,
+            )
+        return instance
+
+    def plan(self, instance: Instance, group: int) -> GroupPlan:
+        """Of one group of a LIVE instance. Refusal UNKNOWN_GROUP."""
+        if not 0 <= group < len(instance.plans):
+            raise Refusal(
+                Reason.UNKNOWN_GROUP,
+                f"this instance has groups 0 to {len(instance.plans) - 1}",
+                field="group",
+                value=group,
+            )
+        return instance.plans[group]
+
+    def number_for(self, name: str) -> int:
+        """Of an instance of this name that begins: that of an ending one of the same name, else the lowest
+        that no instance has."""
+        taken = {instance.number for instance in self.instances.values()}
+        for instance in self.instances.values():
+            if instance.name == name:
+                return instance.number
+        return next(number for number in itertools.count(1) if number not in taken)
+
+    def may_be_over(self, instance: Instance) -> None:
+        """Closes the books of an ended instance once no worker holds anything of it."""
+        if not instance.over or instance.mappings:
+            return
+        assert not instance.transfers, "a transfer outlived all mappings"
+        self.step(instance, Event.FENCED)
+        del self.instances[instance.epoch]
+        for session in instance.sessions:
+            del self.sessions[session]
+        for plan in instance.plans:
+            if self.blocks.spaces.leave(plan.space):
+                self.pages.retire(plan.space)
+            plan.domain.users -= 1
+            self.blocks.domains.forget_idle(plan.domain)
+
+
+def wrong_epoch(epoch: Epoch, instance: Instance) -> Refusal:
+    return Refusal(
+        Reason.WRONG_EPOCH,
+        f"the instance's epoch is {instance.epoch}: this belongs to one that is over",
+        field="epoch",
+        value=epoch,
+    )

@@ -1,0 +1,342 @@
+"""The disks: what each of them holds and how it is, and what the host's flags say about it.
+
+A block's disk follows from its hash alone. A READY block of the host is flagged CLEAN exactly if its disk has
+it READY and readable; that holds in every state of the disk, because its table is the front's own.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.core.actions import DiskJobKind
+from kvtierd.core.blocks.blocks import READY, Blocks, Seen
+from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.history import Fate
+from kvtierd.core.blocks.recovery import recover
+from kvtierd.core.blocks.room import Room
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.table import U32, BlockFlag, BlockTable
+from kvtierd.core.ids import NO_ENTRY, DiskId, DiskJobId, Entries, Hashes, SpaceId
+from kvtierd.core.state.entities import DiskJob, Worker
+from kvtierd.core.state.rates import Rate
+from kvtierd.core.state.transitions import DiskState, Entity, State
+from kvtierd.core.status import DiskStatus, DiskTally, Tally
+from kvtierd.core.stimuli import CoreDisks, Recovered
+
+Indexes = npt.NDArray[np.intp]
+CLEAN = int(BlockFlag.CLEAN)
+QUEUED = int(BlockFlag.QUEUED)
+LATE = int(BlockFlag.LATE)
+HOST_ONLY = int(BlockFlag.HOST_ONLY)
+JOB_SLOTS_MAX = 4_096
+"""Of one job: it has to fit one packet."""
+READS_MAX = 1_024
+WRITES_MAX = 256
+"""Jobs of one disk on their way at once, however small they are."""
+UNREADABLE_KEPT = 256
+"""Batches of blocks that a disk could not read, until it is well again; the oldest are evicted."""
+
+
+@dataclass(slots=True, eq=False)
+class Scrub:
+    """A walk over all blocks of a disk, extent by extent."""
+
+    blocks: int
+    """To look at, as of its start; what was really looked at, once it is over."""
+    done: int = 0
+    extent: int = 0
+    """The next one."""
+    found: deque[tuple[Domain, Seen]] = field(default_factory=deque)
+    """In the extent before it, and still to be looked at."""
+    job: DiskJobId | None = None
+    """The one that is on its way."""
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Disk(Entity):
+    state: State = DiskState.STARTING
+    disk: DiskId
+    blocks: Blocks
+    room: Room
+    tally: DiskTally
+    worker: Worker | None = None
+    """The one that lives."""
+    why: str = ""
+    """What was the matter last."""
+    jobs: dict[DiskJobId, DiskJob] = field(default_factory=dict)
+    """POSTED and LOST ones, oldest first."""
+    counts: dict[DiskJobKind, int] = field(default_factory=lambda: dict.fromkeys(DiskJobKind, 0))
+    """Of the jobs."""
+    bytes: dict[DiskJobKind, int] = field(default_factory=lambda: dict.fromkeys(DiskJobKind, 0))
+    """Likewise."""
+    rates: dict[DiskJobKind, Rate] = field(default_factory=lambda: {kind: Rate() for kind in DiskJobKind})
+    """Of READ: of all that was read, to be promoted or to be checked."""
+    ended_s: float = 0.0
+    """When a job ended last."""
+    errors_in_row: int = 0
+    failed_s: float = 0.0
+    """FAILING: since when, or since its last probe."""
+    probe: DiskJobId | None = None
+    unreadable: deque[Seen] = field(default_factory=deque)
+    """Flagged LATE."""
+    scrub: Scrub | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.state is DiskState.LIVE
+
+    @property
+    def recovered(self) -> bool:
+        return self.state is not DiskState.STARTING
+
+    def fits(self, sizes: tuple[int, ...]) -> bool:
+        """Whether a block with shards of these sizes can be stored here at all."""
+        per_extent = self.blocks.geometry.slots_per_extent
+        fits = len(sizes) <= JOB_SLOTS_MAX and all(per_extent(size) for size in set(sizes))
+        return fits and self.blocks.domains.has_room(sizes)
+
+    def find(self, space: SpaceId, hashes: Hashes) -> Entries:
+        """Entries of the blocks that can be read; NO_ENTRY for the others."""
+        entries, states = self.blocks.table.lookup(space, hashes)
+        there = np.flatnonzero(states == READY)
+        if self.unreadable and len(there):
+            there = there[self.blocks.table.flags(entries[there]) & LATE == 0]
+        found = np.full(len(hashes), NO_ENTRY, np.uint32)
+        found[there] = entries[there]
+        return found
+
+    def status(self, now_s: float) -> DiskStatus:
+        slots, scrub = self.blocks.slots, self.scrub
+        sizes = self.blocks.sizes()
+        return DiskStatus(
+            disk=self.disk,
+            state=self.state.value,
+            why=self.why,
+            used_bytes=sum(size.used_bytes for size in sizes),
+            capacity_bytes=slots.geometry.capacity_bytes,
+            blocks=self.blocks.table.stats()["ready"],
+            corrupt_slots=len(slots.corrupt),
+            extents=slots.geometry.extents,
+            extents_free=slots.extents_free,
+            sizes=sizes,
+            jobs=len(self.jobs),
+            writing_bytes=self.bytes[DiskJobKind.WRITE],
+            reading_bytes=self.bytes[DiskJobKind.READ],
+            read_bytes_per_s=self.rates[DiskJobKind.READ].bytes_per_s(now_s),
+            write_bytes_per_s=self.rates[DiskJobKind.WRITE].bytes_per_s(now_s),
+            scrub_blocks=0 if scrub is None else scrub.blocks,
+            scrubbed_blocks=0 if scrub is None else scrub.done,
+            scrubbing=scrub is not None and not scrub.over,
+            counters=copy.copy(self.tally),
+        )
+
+
+class Disks:
+    """All disks, in the order of their ids, and the host's blocks above them."""
+
+    def __init__(
+        self,
+        host: Blocks,
+        tally: Tally,
+        policy: CoreDisks,
+        disks: Sequence[tuple[BlockTable, PoolGeometry]],
+    ) -> None:
+        self.policy = policy
+        self._host = host
+        self._tally = tally
+        self.all: tuple[Disk, ...] = tuple(
+            _disk(DiskId(number), table, geometry, host) for number, (table, geometry) in enumerate(disks)
+        )
+        self.late_jobs = 0
+        """Reads on their way whose blocks are flagged LATE on the host."""
+        if self.all:
+            host.leaving = self._host_leaves
+        for disk in self.all:
+            disk.blocks.leaving = partial(self._disk_leaves, disk)
+
+    def __bool__(self) -> bool:
+        """Whether there is a disk tier."""
+        return bool(self.all)
+
+    @property
+    def any_live(self) -> bool:
+        return any(disk.live for disk in self.all)
+
+    def begin(self) -> None:
+        """A stimulus begins: all tiers share its time and its actions."""
+        for disk in self.all:
+            disk.blocks.now, disk.blocks.actions = self._host.now, self._host.actions
+
+    def place(self, hashes: Hashes) -> Indexes:
+        """The disk of each hash."""
+        if len(self.all) == 1:
+            return np.zeros(len(hashes), np.intp)
+        words = hashes.view(np.uint64)
+        mixed = words[:, 0] ^ words[:, 1] ^ words[:, 2] ^ words[:, 3]
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xFF51_AFD7_ED55_8CCD)
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xC4CE_B9FE_1A85_EC53)
+        return ((mixed >> np.uint64(32)) % np.uint64(len(self.all))).astype(np.intp)
+
+    def by_disk(self, hashes: Hashes) -> Iterator[tuple[Disk, Indexes]]:
+        """Each disk, and which of the hashes are its own; none without any."""
+        if not self.all:
+            return
+        where = self.place(hashes)
+        for disk in self.all:
+            own = np.flatnonzero(where == disk.disk)
+            if len(own):
+                yield disk, own
+
+    def find(self, space: SpaceId, hashes: Hashes) -> Entries:
+        """Entries, on their disks, of the blocks that LIVE disks can read; NO_ENTRY for the others."""
+        found = np.full(len(hashes), NO_ENTRY, np.uint32)
+        for disk, own in self.by_disk(hashes):
+            if disk.live:
+                found[own] = disk.find(space, np.ascontiguousarray(hashes[own]))
+        return found
+
+    def has(self, space: SpaceId, key: Hashes) -> bool:
+        """Whether a LIVE disk can read one block, `key` of shape (1, 32)."""
+        disk = self.all[0] if len(self.all) == 1 else self.all[int(self.place(key)[0])]
+        return disk.live and bool(disk.find(space, key)[0] != NO_ENTRY)
+
+    # --- what the host says of disks ---
+
+    def settle(self, space: SpaceId, entries: Entries) -> None:
+        """Blocks of one space have become READY on the host: those that their disks have are CLEAN. What a
+        disk has and could not read lately gives way to be written anew."""
+        hashes = self._host.table.hashes(entries)
+        for disk, own in self.by_disk(hashes):
+            table = disk.blocks.table
+            copies, states = table.lookup(space, np.ascontiguousarray(hashes[own]))
+            there = np.flatnonzero(states == READY)
+            if self._is_any_late(disk, copies[there]):
+                late = table.flags(copies[there]) & LATE != 0
+                evict(disk, copies[there][late])
+                there = there[~late]
+            self._host.table.set_flags(entries[own[there]], CLEAN)
+
+    @staticmethod
+    def _is_any_late(disk: Disk, copies: Entries) -> bool:
+        return bool(disk.unreadable) and bool((disk.blocks.table.flags(copies) & LATE).any())
+
+    def written(self, disk: Disk, entries: Entries) -> None:
+        """Blocks have become READY, or readable, on a disk: they are CLEAN on the host, if they are there."""
+        self._on_host(disk, entries, self._host.table.set_flags)
+
+    def unwritten(self, disk: Disk, entries: Entries) -> None:
+        """Blocks go, or cannot be read, on a disk: they are CLEAN no more."""
+        self._on_host(disk, entries, self._host.table.clear_flags)
+
+    def _on_host(self, disk: Disk, entries: Entries, mark: Callable[[Entries, int], None]) -> None:
+        table, host = disk.blocks.table, self._host.table
+        hashes = table.hashes(entries)
+        for space, own in by_space(table.spaces(entries)):
+            there, states = host.lookup(space, np.ascontiguousarray(hashes[own]))
+            mark(there[states == READY], CLEAN)
+
+    def _disk_leaves(self, disk: Disk, entries: Entries, fate: Fate) -> None:
+        self.unwritten(disk, entries)
+
+    def _host_leaves(self, entries: Entries, fate: Fate) -> None:
+        """Blocks of one domain are being evicted: what disks have of them becomes recent there."""
+        if fate is not Fate.EVICTED:
+            return
+        table = self._host.table
+        flags = table.flags(entries)
+        clean = entries[flags & CLEAN != 0]
+        self._tally.evicted_unwritten_blocks += int(np.count_nonzero(flags & (CLEAN | HOST_ONLY) == 0))
+        if len(clean) == 0:
+            return
+        hashes = table.hashes(clean)
+        for space, of_space in by_space(table.spaces(clean)):
+            for disk, own in self.by_disk(np.ascontiguousarray(hashes[of_space])):
+                copies, _ = disk.blocks.table.lookup(space, np.ascontiguousarray(hashes[of_space[own]]))
+                disk.blocks.table.touch(copies)
+                domain = disk.blocks.domain_of(copies)
+                disk.blocks.mark_used(copies, disk.blocks.slots_of(domain, copies))
+
+    # --- what disks cannot read ---
+
+    def unreadable(self, disk: Disk, domain: Domain, entries: Entries) -> None:
+        """READY blocks of a disk could not be read: nobody is told of them until it is well again."""
+        if len(entries) == 0:
+            return
+        disk.blocks.table.set_flags(entries, LATE)
+        self.unwritten(disk, entries)
+        disk.unreadable.append(disk.blocks.seen(domain, entries))
+        if len(disk.unreadable) > UNREADABLE_KEPT:
+            entries = _still_late(disk, disk.unreadable.popleft())
+            evict(disk, entries[disk.blocks.table.pins(entries) == 0])
+
+    def readable(self, disk: Disk) -> None:
+        """The disk is well again: all that it could not read is tried again."""
+        while disk.unreadable:
+            entries = _still_late(disk, disk.unreadable.popleft())
+            disk.blocks.table.clear_flags(entries, LATE)
+            self.written(disk, entries)
+
+    # --- the start ---
+
+    def recover(self, disk: Disk, found: Recovered) -> None:
+        """Takes over what an earlier daemon left on a disk. Blocks that belong to another disk are freed:
+        nobody would look for them here."""
+        assert len(found.quarantined) == 0, "nobody but its worker writes a disk's records"
+        wanted = self.place(found.hashes) == disk.disk if len(found.hashes) else None
+        recover(disk.blocks, found, wanted)
+        for entries in self._everything(disk):
+            self.written(disk, entries)
+
+    def host_recovered(self) -> None:
+        """The host's blocks have been taken over, too: those that disks have are CLEAN."""
+        for disk in self.all:
+            for entries in self._everything(disk):
+                self.written(disk, entries)
+
+    def _everything(self, disk: Disk) -> Iterator[Entries]:
+        """READY entries of a disk, space by space."""
+        table = disk.blocks.table
+        for space in self._host.spaces.names:
+            if table.count(space):
+                entries = table.entries_of(space)
+                yield entries[table.states(entries) == READY]
+
+
+def evict(disk: Disk, entries: Entries) -> None:
+    """Removes READY, unpinned blocks of a disk, of whatever domains."""
+    domains = disk.blocks.table.domains(entries)
+    for number in np.unique(domains).tolist():
+        domain = disk.blocks.domains.by_id[number]
+        disk.blocks.evict(domain, entries[domains == number])
+        disk.blocks.domains.forget_idle(domain)
+    disk.tally.evicted_blocks += len(entries)
+
+
+def by_space(spaces: U32) -> Iterator[tuple[SpaceId, Indexes]]:
+    """Each space, and where it is; nearly always there is one only."""
+    if len(spaces) == 0:
+        return
+    if (spaces == spaces[0]).all():
+        yield SpaceId(int(spaces[0])), np.arange(len(spaces))
+        return
+    for space in np.unique(spaces).tolist():
+        yield SpaceId(space), np.flatnonzero(spaces == space)
+
+
+def _still_late(disk: Disk, seen: Seen) -> Entries:
+    """Those that are the same blocks, and still flagged LATE."""
+    table = disk.blocks.table
+    entries = seen.entries[disk.blocks.are_still(seen)]
+    late: Entries = entries[(table.states(entries) == READY) & (table.flags(entries) & LATE != 0)]
+    return late
+
+
+def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Blocks) -> Disk:
+    blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
+    return Disk(disk=number, blocks=blocks, room=Room(blocks, tally), tally=tally)

@@ -1,0 +1,35 @@
+"""`kvtierctl clear`: what it asks before, and what it says afterwards."""
+
+from collections.abc import Iterator
+
+from kvtier.v1 import admin_pb2
+
+from kvtierd.config.settings import human_size
+from kvtierd.ctl.text import count
+
+
+def question(found: admin_pb2.ListNamespacesResponse, namespace: str) -> str:
+    """Names what would be dropped."""
+    chosen = [each for each in found.namespaces if each.namespace_digest.startswith(namespace)]
+    digests = {each.namespace_digest for each in chosen}
+    on_host = count(sum(each.host_blocks for each in chosen), "block")
+    on_disk = count(sum(each.disk_blocks for each in chosen), "block")
+    what = f"namespace {next(iter(digests))}" if namespace and len(digests) == 1 else _all(len(digests))
+    return f"Drop {on_host} in memory and {on_disk} on disks, of {what}?"
+
+
+def _all(namespaces: int) -> str:
+    return f"all namespaces ({namespaces:,})"
+
+
+def cleared(answer: admin_pb2.ClearResponse) -> Iterator[str]:
+    """What was dropped, and what was not."""
+    sizes = f"{human_size(answer.host_bytes)} of memory, {human_size(answer.disk_bytes)} on disks"
+    yield f"{count(answer.cleared_blocks, 'block')} dropped: {sizes}"
+    if answer.held_blocks:
+        yield f"  stay   {count(answer.held_blocks, 'block')} leased or being loaded"
+    if answer.under_way_blocks:
+        under_way = count(answer.under_way_blocks, "block")
+        yield f"  stay   {under_way} being stored, promoted or written to a disk"
+    for path in answer.unsettled_paths:
+        yield f"  disk   {path} does not keep it yet: blocks may come back from there after a restart"

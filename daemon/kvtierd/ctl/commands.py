@@ -1,0 +1,548 @@
+"""The `kvtierctl` command: what operators ask of a running daemon."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import grpc
+from google.protobuf.message import Message
+from kvtier import reach
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
+
+from kvtierd.cli import interrupts
+from kvtierd.cli.socket_option import SOCKET_HELP, socket_options
+from kvtierd.config import daemon as configuration
+from kvtierd.config import settings
+from kvtierd.core.ids import HASH_BYTES_MAX
+from kvtierd.ctl.bench import BenchError, bench
+from kvtierd.ctl.bench import lines as bench_lines
+from kvtierd.ctl.clear import cleared, question
+from kvtierd.ctl.engine import EngineCheck, verdict
+from kvtierd.ctl.engine_http import Server, server_of
+from kvtierd.ctl.host import completion, doctor
+from kvtierd.ctl.lists import engines as list_engines
+from kvtierd.ctl.lists import namespaces as list_namespaces
+from kvtierd.ctl.text import count, drained, explained, lines, reloaded, scrub_line, scrubbed
+from kvtierd.ctl.top import Picture, frame
+from kvtierd.rpc.errors import ERROR_METADATA
+
+TIMEOUT_S = 5.0
+CLEAR_S = 60.0
+"""To drop millions of blocks, beside engines that are served."""
+EXIT_CORRUPT = 1
+EXIT_NOT_PROVEN = 1
+EXIT_USAGE = 2
+EXIT_NO_DAEMON = 69
+EXIT_NOT_YET = 75
+"""Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
+END_GRACE_S = 30.0
+"""For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
+END_POLL_S = 0.02
+SCRUB_POLL_S = 0.2
+SHOWN_MAX = 80
+"""Characters of what cannot be used that are repeated to whoever wrote it."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="kvtier", prog_name="kvtierctl")
+@socket_options(SOCKET_HELP)
+def main() -> None:
+    """Look at a running kvtierd, and at the host it is to run on.
+
+    Exit status: 0 well; 1 something is wrong with what was looked at (doctor, scrub, bench, check-engine); 2
+    the command line is wrong; 69 no daemon answers, or it has refused; 75 not done, or not wholly, try again;
+    78 the configuration cannot be used; 130 interrupted.
+    """
+
+
+main.add_command(doctor)
+main.add_command(completion)
+
+
+_socket_option = socket_options(SOCKET_HELP, expose=True)
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.StatusResponse as JSON.")
+def status(socket: Path | None, as_json: bool) -> None:
+    """Show the pool, the engines attached, the copy workers and the traffic."""
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(lines(response)))
+
+
+@main.command()
+@_socket_option
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two frames.",
+)
+@click.option("--frames", type=click.IntRange(1), help="How many to show; default: until Ctrl-C.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print each kvtier.v1.StatusResponse as a line of JSON."
+)
+def top(socket: Path | None, interval_s: float, frames: int | None, as_json: bool) -> None:
+    """Show what happens now: rates, engines, workers and disks, in 80 columns; Ctrl-C ends it."""
+    path = socket or _configured_socket()
+    before: Picture | None = None
+    shown = 0
+    interrupts.instead("", 0)  # how it is meant to end
+    while True:
+        with _admin(path) as admin:
+            answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+        now = Picture(answer, time.monotonic())
+        if as_json:
+            click.echo(json.dumps(_plain(answer)))
+        else:
+            click.clear()  # nothing where nobody watches
+            click.echo("\n".join(frame(before, now, interval_s)))
+        before = now
+        shown += 1
+        if shown == frames:
+            return
+        time.sleep(interval_s)
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of kvtier.v1.InstanceStatus.")
+def engines(socket: Path | None, as_json: bool) -> None:
+    """List the engines that are attached, their processes, and what they hold."""
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json_list(response.instances) if as_json else "\n".join(list_engines(response)))
+
+
+@main.command()
+@_socket_option
+@click.option("--fields", is_flag=True, help="With what engines have said of each.")
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
+def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
+    """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
+    with _admin(socket or _configured_socket()) as admin:
+        request = admin_pb2.ListNamespacesRequest()
+        response = admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(list_namespaces(response.namespaces, fields)))
+
+
+@main.command()
+@_socket_option
+@click.option("--for-restart", is_flag=True, help="Stop the daemon, once nothing is under way any more.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 86_400),
+    default=150.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for transfers; none takes longer than limits.transfer_deadline_s.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the last kvtier.v1.DrainProgress as JSON.")
+def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: bool) -> None:
+    """Take nothing new, and wait until what runs has ended.
+
+    Engines go on: their lookups miss, their stores are refused. The daemon stays like this until `kvtierctl
+    resume`, or until it is stopped; with --for-restart it stops by itself, with exit status 0, and nothing
+    that it has stored is lost. Exit status 75: transfers were still running when the time was up, or somebody
+    has resumed it; nothing was stopped.
+    """
+    path = socket or _configured_socket()
+    lock_before = _identity(configuration.lock_of(path))
+    request = admin_pb2.DrainRequest(for_restart=for_restart, timeout_ms=round(timeout_s * 1000))
+    progress = admin_pb2.DrainProgress()
+    told = -1
+    with _admin(path) as admin:
+        for progress in admin.Drain(request, timeout=timeout_s + TIMEOUT_S, wait_for_ready=False):
+            interrupts.instead(
+                "kvtierctl: interrupted: the daemon goes on draining; `kvtierctl resume` takes that back"
+            )
+            if progress.state == "waiting" and progress.transfers_active != told:
+                told = progress.transfers_active
+                what = count(told, "transfer") if told else "blocks that a disk is reading"
+                click.echo(f"waiting for {what}", err=as_json)
+        if progress.state == "stopping":
+            interrupts.instead("kvtierctl: interrupted: the daemon is stopping all the same")
+            _wait_gone(path, lock_before)
+    click.echo(to_json(progress) if as_json else "\n".join(drained(progress)))
+    if progress.state not in ("drained", "stopping"):
+        sys.exit(EXIT_NOT_YET)
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ResumeResponse as JSON.")
+def resume(socket: Path | None, as_json: bool) -> None:
+    """Take `drain` back: stores, loads and new engines are accepted again."""
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    said = "serving again" if response.was_draining else "serving; it was not draining"
+    click.echo(to_json(response) if as_json else said)
+
+
+@main.command()
+@_socket_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 1e6),
+    default=86_400.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait; the disks do it only while they have nothing else to do.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the last kvtier.v1.DiskStatus of each disk as JSON."
+)
+def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
+    """Compare every block on the disks with its checksum, and wait for it.
+
+    Exit status 1: blocks were corrupt; they are not served, and their places are used no more. Exit status
+    75: not everything was looked at, because the time was up or a disk cannot be used.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    told: dict[str, str] = {}
+    with _admin(socket or _configured_socket()) as admin:
+
+        def disks() -> dict[str, admin_pb2.DiskStatus]:
+            response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+            return {disk.path: disk for disk in response.disks}
+
+        before = disks()
+        admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+        interrupts.instead(
+            "kvtierctl: interrupted: the disks go on with it; `kvtierctl status` says how far they are"
+        )
+        now = disks()
+        while waiting := _unscrubbed(now.values()):
+            for disk in waiting:
+                if told.get(disk.path) != (line := scrub_line(disk)):
+                    told[disk.path] = line
+                    click.echo(line, err=as_json)
+            if time.monotonic() >= deadline_s:
+                break
+            time.sleep(SCRUB_POLL_S)
+            now = disks()
+    found = {path: disk.corrupt_blocks - before[path].corrupt_blocks for path, disk in now.items()}
+    click.echo(to_json_list(now.values()) if as_json else "\n".join(scrubbed(now.values(), found)))
+    if any(found.values()):
+        sys.exit(EXIT_CORRUPT)
+    if any(disk.state != "live" or disk.scrubbed_blocks < disk.scrub_blocks for disk in now.values()):
+        sys.exit(EXIT_NOT_YET)
+
+
+def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
+    """Where it goes on."""
+    return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
+
+
+@main.command()
+@_socket_option
+@click.option("--namespace", metavar="DIGEST", help="Its digest, or how it begins; default: all of them.")
+@click.option("--yes", is_flag=True, help="Do not ask; needed where nobody can be asked.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, 86_400),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for disks to keep it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ClearResponse as JSON.")
+def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: float, as_json: bool) -> None:
+    """Drop cached blocks, of all namespaces or of one, from memory and from disks.
+
+    Engines go on, and compute what they miss. Blocks that are leased or under way stay, and are counted. What
+    was dropped does not come back, whatever happens to the daemon.
+
+    On a terminal it asks first, and drops nothing unless the answer is yes. Without one, and with --json, it
+    drops nothing without --yes. Exit status 2: --yes is missing; 75: a disk does not keep it yet, or the
+    answer was no.
+    """
+    if namespace == "":  # a script's variable that is not set must not mean everything
+        raise click.BadParameter(
+            "name a namespace, or leave the option out for all", param_hint="--namespace"
+        )
+    interrupts.instead("kvtierctl: interrupted: nothing was dropped")
+    if not yes and (as_json or not _can_ask()):
+        click.echo("kvtierctl: nothing was dropped: nobody can be asked here; add --yes to drop it", err=True)
+        sys.exit(EXIT_USAGE)
+    chosen = (namespace or "").lower()
+    with _admin(socket or _configured_socket()) as admin:
+        if not yes:
+            found = admin.ListNamespaces(
+                admin_pb2.ListNamespacesRequest(), timeout=TIMEOUT_S, wait_for_ready=False
+            )
+            if not _confirmed(question(found, chosen)):
+                click.echo("kvtierctl: nothing was dropped", err=True)
+                sys.exit(EXIT_NOT_YET)
+        interrupts.instead("kvtierctl: interrupted: some blocks may have been dropped already")
+        request = admin_pb2.ClearRequest(namespace=chosen, timeout_ms=round(timeout_s * 1000))
+        answer = admin.Clear(request, timeout=timeout_s + CLEAR_S, wait_for_ready=False)
+    click.echo(to_json(answer) if as_json else "\n".join(cleared(answer)))
+    if answer.unsettled_paths:
+        sys.exit(EXIT_NOT_YET)
+
+
+def _can_ask() -> bool:
+    """Whether somebody is there to answer."""
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+
+
+def _confirmed(question: str) -> bool:
+    """Only y and yes are a yes: what ends the input, or is anything else, is a no."""
+    click.echo(f"{question} [y/N]: ", err=True, nl=False)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+@main.command("bench")
+@_socket_option
+@click.option("--size", help="How much to store; default: 64MiB, or an eighth of the pool if that is less.")
+@click.option("--block", default="256KiB", show_default=True, help="Bytes of one block.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def measure(socket: Path | None, size: str | None, block: str, as_json: bool) -> None:
+    """Measure the daemon that runs: stores, loads, lookups, as an engine without a GPU would see them.
+
+    In a namespace of its own, which is cleared afterwards. Where the pool has no free room, what is oldest
+    makes room for it. Exit status 1: bytes came back wrong; 69: it could not be measured; 75: something could
+    not be cleared yet.
+    """
+    size_bytes = None if size is None else _size("--size", size)
+    block_bytes = _size("--block", block)
+    path = socket or _configured_socket()
+    with _admin(path) as admin:
+        stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=1)
+        try:
+            figures = bench(path, admin, size_bytes, block_bytes, stop.check)
+        except interrupts.StoppedEarly as error:
+            click.echo("kvtierctl: interrupted; what was stored for it is cleared", err=True)
+            sys.exit(error.status)
+        except BenchError as error:
+            click.echo(f"kvtierctl: {error}", err=True)
+            sys.exit(EXIT_NO_DAEMON)
+    click.echo(json.dumps(asdict(figures), indent=2) if as_json else "\n".join(bench_lines(figures)))
+    if figures.wrong_blocks:
+        sys.exit(EXIT_CORRUPT)
+    if figures.left_blocks:
+        sys.exit(EXIT_NOT_YET)
+
+
+@main.command("check-engine")
+@click.argument("url")
+@_socket_option
+@click.option("--model", help="One that the server serves; default: its first that is no adapter.")
+@click.option("--api-key", envvar="VLLM_API_KEY", default="", help="If the server wants one. [VLLM_API_KEY]")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(1, 3_600),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for each answer, and for each thing that is to happen.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as a JSON object.")
+def check_engine(
+    url: str, socket: Path | None, model: str | None, api_key: str, timeout_s: float, as_json: bool
+) -> None:
+    """Prove that a running vLLM stores in kvtierd and loads from it. URL is where it serves:
+    http://127.0.0.1:8000.
+
+    A new prompt is sent, and sent again after the engine was told to forget its own prefix cache. It forgets
+    that of other requests too, and has them from kvtierd then. This takes an engine with
+    VLLM_SERVER_DEV_MODE=1 in its environment. Exit status 1: not proven, and why; 69: no daemon answers.
+    """
+    try:
+        server = Server(server_of(url), api_key, timeout_s)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="URL") from None
+    path = socket or _configured_socket()
+
+    def say(line: str) -> None:
+        if not as_json:
+            click.echo(line)
+
+    try:
+        with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
+            check = EngineCheck(server, admin_pb2_grpc.AdminStub(channel), path, timeout_s, say)
+            proof, status = check.run(model), 0
+    except grpc.RpcError as error:
+        proof, status = check.proof, EXIT_NO_DAEMON
+        proof.why_not = explain(path, error)
+        proof.advice = "start kvtierd, or name the socket that the engine uses with --socket"
+    click.echo(json.dumps(asdict(proof), indent=2) if as_json else "\n".join(verdict(proof)))
+    sys.exit(status or (0 if proof.proven else EXIT_NOT_PROVEN))
+
+
+@main.command()
+@_socket_option
+@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ReloadResponse as JSON.")
+def reload(socket: Path | None, as_json: bool) -> None:
+    """Have the daemon read its configuration again, and take over what can change while it runs.
+
+    Exit status 75: some settings take a restart (`kvtierctl drain --for-restart`), the others are in force.
+    Exit status 69: the configuration cannot be used, and nothing has changed.
+    """
+    with _admin(socket or _configured_socket()) as admin:
+        response = admin.Reload(admin_pb2.ReloadRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    click.echo(to_json(response) if as_json else "\n".join(reloaded(response)))
+    if response.needs_restart:
+        sys.exit(EXIT_NOT_YET)
+
+
+@main.command("explain")
+@click.argument("block_hash", metavar="HASH")
+@_socket_option
+@click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
+@click.option("--group", type=click.IntRange(0, 2**32 - 1), help="One group of the namespace; default: all.")
+@click.option("--json", "as_json", is_flag=True, help="kvtier.v1.ExplainResponse as JSON; a list for -.")
+def explain_block(
+    block_hash: str, socket: Path | None, namespace: str, group: int | None, as_json: bool
+) -> None:
+    """Say why a block can be read, or cannot. HASH is the block's hash in hexadecimal; "-": one a line on
+    standard input, as `python -m kvtier_vllm.hashes` prints those of a prompt's token ids.
+
+    Every namespace that begins with DIGEST is answered for. What happened before the daemon started, or too
+    long ago, is not known: then it says so. Exit status 0: it is explained, also where nothing is stored at
+    all; 2: HASH is no block hash; 69: no known namespace begins so, or none has hashes of that length.
+    """
+    several = block_hash == "-"
+    keys = [_block_hash(text) for text in (sys.stdin.read().split() if several else [block_hash])]
+    responses = []
+    with _admin(socket or _configured_socket()) as admin:
+        for key in keys:
+            request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
+            responses.append(admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False))
+    if as_json:
+        click.echo(to_json_list(responses) if several else to_json(responses[0]))
+        return
+    if not keys:
+        click.echo("there is no hash on standard input; a prompt that is shorter than one block has none")
+    if several and keys and not any(response.known_namespaces for response in responses):
+        click.echo("\n".join(explained(responses[-1])))  # the same for every hash: said once
+        return
+    for key, response in zip(keys, responses, strict=True):
+        if several:
+            click.echo(f"{key.hex()}:")
+        click.echo("\n".join(explained(response)))
+
+
+def _block_hash(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if 1 <= len(key) <= HASH_BYTES_MAX:
+        return key
+    digits = 2 * HASH_BYTES_MAX
+    raise click.BadParameter(
+        f"{_shortened(text)!r} is no block hash: write its bytes in hexadecimal, two digits each, "
+        f"{digits} digits at most",
+        param_hint="HASH",
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return settings.size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
+
+
+@contextmanager
+def _admin(path: Path) -> Iterator[admin_pb2_grpc.AdminStub]:
+    """Calls of a daemon; one that fails is explained, and ends the program."""
+    try:
+        with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
+            yield admin_pb2_grpc.AdminStub(channel)
+    except grpc.RpcError as error:
+        click.echo(f"kvtierctl: {explain(path, error)}", err=True)
+        sys.exit(EXIT_NO_DAEMON)
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
+    """Until the daemon has given up its sockets: then another may be started at once."""
+    deadline_s = time.monotonic() + END_GRACE_S
+    while lock_before is not None and _identity(configuration.lock_of(path)) == lock_before:
+        if time.monotonic() > deadline_s:
+            click.echo(f"kvtierctl: it says that it stops, but still owns {path}: see its log", err=True)
+            sys.exit(EXIT_NOT_YET)
+        time.sleep(END_POLL_S)
+
+
+def _configured_socket() -> Path:
+    try:
+        return configuration.named_socket() or configuration.load().config.server.socket_path
+    except settings.ConfigError as error:
+        click.echo(f"kvtierctl: {error}", err=True)
+        sys.exit(78)
+
+
+def explain(path: Path, error: grpc.RpcError) -> str:
+    """What an operator should do about a call that failed."""
+    code = getattr(error, "code", lambda: None)()  # the library's types do not say that every error has one
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"the daemon at {path} does not answer within {TIMEOUT_S:g} s: it is stopped or overloaded"
+    metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
+    if any(key == ERROR_METADATA for key, _ in metadata):  # its own words
+        return str(getattr(error, "details", lambda: error)())
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        return f"{path}: {error}"
+    found = reach.look(path)
+    if found.reach is reach.Reach.MISSING:
+        return f"no daemon: {path} {found.detail}; start `kvtierd serve`, or name its socket with --socket"
+    if found.reach is reach.Reach.NOBODY:
+        return f"no daemon answers at {path}, which {found.detail}; start one with `kvtierd serve`"
+    if found.reach is not reach.Reach.LISTENS:
+        return found.text
+    said = getattr(error, "details", lambda: error)()
+    return f"somebody listens at {path}, and does not answer as kvtierd does: {said}"
+
+
+def to_json_list(responses: Iterable[Message]) -> str:
+    """A JSON list of what `to_json` makes."""
+    return json.dumps([_plain(response) for response in responses], indent=2)
+
+
+def to_json(response: Message) -> str:
+    """One JSON object: every field of the contract by its name there, numbers as numbers."""
+    return json.dumps(_plain(response), indent=2)
+
+
+def _plain(message: Message) -> dict[str, object]:
+    plain: dict[str, object] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.has_presence and not message.HasField(field.name) and not isinstance(value, Message):
+            plain[field.name] = None
+        elif isinstance(value, Message):
+            plain[field.name] = _plain(value)
+        elif isinstance(value, (str, int, float)):
+            plain[field.name] = value
+        else:
+            plain[field.name] = [_plain(item) if isinstance(item, Message) else item for item in value]
+    return plain

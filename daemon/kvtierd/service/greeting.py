@@ -1,0 +1,104 @@
+"""What `kvtierd serve` says when it is ready, on its standard output and in its log."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kvtierd.cache import Snapshot
+from kvtierd.config.daemon import SOCKET_NAME, Config
+from kvtierd.config.settings import human_size, runtime_directory, size_and_parts
+from kvtierd.logs import logger
+from kvtierd.memory import PoolStart
+
+VLLM_CONFIG = {
+    "kv_connector": "KvtierConnector",
+    "kv_connector_module_path": "kvtier_vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""As README says it, for an engine that finds the socket by itself."""
+
+RUN_USER = Path("/run/user")
+"""Where systemd makes the runtime directory of each user who is logged in."""
+
+log = logger(__name__)
+
+
+def version() -> str:
+    return importlib.metadata.version("kvtier")
+
+
+def command_line() -> str:
+    """What this process was started with, as a person would type it."""
+    return shlex.join(["kvtierd", *sys.argv[1:]])
+
+
+def vllm_flag(config: Config, environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
+    """What to add to vLLM's command line in any shell: it names the socket unless every engine of this user
+    finds it by itself."""
+    given: dict[str, object] = dict(VLLM_CONFIG)
+    if not _is_found(config, environ, os.getuid() if uid is None else uid):
+        given["kv_connector_extra_config"] = {"socket": str(config.server.socket_path)}
+    return f"--kv-transfer-config {shlex.quote(json.dumps(given, separators=(',', ':'), ensure_ascii=False))}"
+
+
+def _is_found(config: Config, environ: Mapping[str, str], uid: int) -> bool:
+    """Whether an engine looks there without being told. It may be started where the variables are not those
+    of this process, so only a runtime directory counts that a login of this user has too: systemd's, where
+    there is one, and else the one that is used without XDG_RUNTIME_DIR."""
+    if config.server.group:  # engines of other users look elsewhere
+        return False
+    of_logins = RUN_USER / str(uid)
+    login = {"XDG_RUNTIME_DIR": str(of_logins)} if of_logins.is_dir() else {}
+    default = runtime_directory(login, uid) / SOCKET_NAME
+    return config.server.socket_path == default and runtime_directory(environ, uid) == default.parent
+
+
+def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snapshot: Snapshot) -> None:
+    """Says where the daemon is, what it found, and what to give to vLLM."""
+    how = (
+        f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
+        if start.warm
+        else f"cold: {start.cold_reason}"
+    )
+    pool = snapshot.pool
+    size = size_and_parts(pool.size_bytes, pool.file_bytes, pool.capacity_bytes)
+    lines = (
+        f"kvtierd {version()} is serving, pid {os.getpid()}",
+        f"  socket   {socket}",
+        f"  pool     {config.pool.file or 'anonymous memory'}, {size}",
+        f"  start    {how} ({start.seconds:.2f} s)",
+        *(f"  disk     {line}" for line in _disk_lines(snapshot)),
+        f"  metrics  {metrics_url or 'off'}",
+        f"  vLLM     {vllm_flag(config)}",
+    )
+    with contextlib.suppress(OSError):  # nobody reads it
+        print("\n".join(lines), flush=True)
+    log.info(
+        "serving",
+        version=version(),
+        pid=os.getpid(),
+        socket=socket,
+        pool=config.pool.file or "",
+        pool_bytes=pool.capacity_bytes,
+        start="warm" if start.warm else "cold",
+        metrics=metrics_url,
+    )
+
+
+def _disk_lines(snapshot: Snapshot) -> Iterator[str]:
+    for disk in snapshot.disks:
+        if disk.state == "starting":
+            how = "starting: it joins as soon as it is ready"
+        elif disk.state != "live":
+            how = f"off: {disk.why}"
+        elif disk.cold_reason:
+            how = f"cold: {disk.cold_reason}"
+        else:
+            how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
+        yield f"{disk.path}, {human_size(disk.capacity_bytes)}, {how}"

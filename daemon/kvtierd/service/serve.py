@@ -1,0 +1,479 @@
+"""The composition root: builds the daemon from a configuration, runs it, takes it down in order."""
+
+import asyncio
+import grp
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import uvloop
+from kvtier_kernels import CAPACITY_MAX, BlockTable
+from prometheus_client import CollectorRegistry
+
+from kvtierd import logs
+from kvtierd.cache import Cache, Disk
+from kvtierd.cli.interrupts import Noted
+from kvtierd.config.daemon import Config, Loaded
+from kvtierd.config.reload import Reloaded, compare
+from kvtierd.config.settings import ConfigError, human_size
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import PAGE_BYTES, DiskId
+from kvtierd.core.machine import Machine
+from kvtierd.core.stimuli import Reconfigure
+from kvtierd.logs import logger
+from kvtierd.memory import HostPool
+from kvtierd.metrics import Metrics, MetricsServer
+from kvtierd.preflight import descriptors_wanted, require
+from kvtierd.rpc.server import RpcServer, RpcSettings
+from kvtierd.rpc.sessions import Sessions
+from kvtierd.rpc.side import Channel, SideServer
+from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
+from kvtierd.rpc.status import AboutDaemon
+from kvtierd.service.greeting import command_line, greet, version
+from kvtierd.service.manager import EXTENSION_S, ServiceManager
+from kvtierd.service.notify import Notifier
+from kvtierd.service.steady import SteadyClock
+from kvtierd.tiers.disk.image import DiskImage, disk_geometry
+from kvtierd.workers.channel.channel import PacketChannel
+from kvtierd.workers.supervisor.supervisor import (
+    DiskOptions,
+    Supervisor,
+    SupervisorLimits,
+    WorkerOptions,
+    WorkerStimulus,
+)
+
+EXIT_INTERNAL = 70
+"""An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
+EPOCH_BITS = 20
+PROGRESS_PERIOD_S = 1.0
+DRAIN_POLL_S = 0.05
+SILENCE_CHECK_S = 0.5
+STREAMS_GRACE_S = 2.0
+WORKERS_GRACE_S = 5.0
+END_S = 30.0
+"""More than all that follows the transfers takes: streams, copy workers, those of them that are killed."""
+SIDE_QUEUE_PACKETS_MAX = 64
+SIDE_QUEUE_BYTES_MAX = 1 << 20
+log = logger(__name__)
+
+
+def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
+    """Serves until SIGTERM, SIGINT or an internal error; returns the exit status.
+
+    `read_again()` reads the configuration as it is now, for a reload; it may raise ConfigError.
+
+    Raises NotReadyError, with every reason, before anything is made; ConfigError, SocketError, PoolError or
+    WorkerStartError if it cannot start nevertheless; StoppedEarly after a signal. Leaves nothing then.
+    """
+    require(loaded)
+    stop = Noted(signal.SIGINT, signal.SIGTERM)
+    config = loaded.config
+    want_descriptors(descriptors_wanted(config))
+    with ExitStack() as stack:
+        notifier = Notifier()
+        stack.callback(notifier.close)
+        notifier.starting("Opening the pool", EXTENSION_S)
+        gid = group_id(config.server.group)
+        server = config.server
+        sockets = OwnedSockets(server.socket_path, server.side_socket_path, server.lock_path, gid)
+        stack.callback(sockets.release)
+        pool = open_pool(config, notifier, stop.check)
+        stack.callback(pool.close)
+        disks = []
+        for disk in open_disks(config):
+            stack.callback(disk.image.close)
+            disks.append(disk)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Daemon(config, read_again, stop, notifier, sockets, pool, disks, gid).run())
+
+
+def first_epoch(boot_nonce: int) -> int:
+    """Where this boot counts its epochs from: the nonce's upper 40 bits, and room for a million."""
+    return (boot_nonce >> 24 << EPOCH_BITS) + 1
+
+
+def want_descriptors(count: int) -> None:
+    """Raises the limit on open descriptors as far as it may go."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def group_id(name: str) -> int | None:
+    """Raises ConfigError for a group that does not exist."""
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(
+            "server.group", name, "there is no such group: create it, or leave it empty"
+        ) from None
+
+
+def open_pool(config: Config, notifier: Notifier, check_stop: Callable[[], None]) -> HostPool:
+    """Raises ConfigError, PoolError or what `check_stop()` raises, which is called again and again."""
+    told_s = 0.0
+
+    def progress(done: int, of: int) -> None:
+        nonlocal told_s
+        if (now_s := time.monotonic()) - told_s >= PROGRESS_PERIOD_S:
+            told_s = now_s
+            notifier.starting(f"Making the pool: {human_size(done)} of {human_size(of)}", EXTENSION_S)
+
+    path = config.pool.file
+    if path is not None:
+        make_private_directory(path.parent)
+    try:
+        return HostPool.open(
+            path,
+            config.pool.size,
+            config.pool.extent_size or None,
+            lock_timeout_s=config.pool.lock_timeout_s,
+            progress=progress,
+            check_stop=check_stop,
+        )
+    except ValueError as error:
+        raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
+
+
+def open_disks(config: Config) -> Iterator[Disk]:
+    """The configured disks, with empty images; the directories are not looked at. Raises ConfigError."""
+    for number, path in enumerate(config.disk.paths):
+        try:
+            image = DiskImage(disk_geometry(config.disk.size, config.disk.extent_size))
+        except ValueError as error:
+            raise ConfigError("disk.size", human_size(config.disk.size), str(error)) from error
+        yield Disk(DiskId(number), path, image)
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What a daemon that serves consists of."""
+
+    cache: Cache
+    workers: Supervisor
+    sessions: Sessions
+    rpc: RpcServer
+    side: SideServer
+    manager: ServiceManager
+
+
+class _Daemon:
+    """One run of the daemon on an event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        read_again: Callable[[], Config],
+        early: Noted,
+        notifier: Notifier,
+        sockets: OwnedSockets,
+        pool: HostPool,
+        disks: list[Disk],
+        gid: int | None,
+    ) -> None:
+        self._config = config
+        self._read_again = read_again
+        self._early = early
+        self._notifier = notifier
+        self._sockets = sockets
+        self._pool = pool
+        self._disks = disks
+        self._gid = gid
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        """Raises StoppedEarly if a signal came before it served."""
+        loop = asyncio.get_running_loop()
+        with self._early.told(lambda number: loop.call_soon_threadsafe(self._signalled, number)):
+            self._early.check()
+            async with AsyncExitStack() as stack:
+                serving = await self._or_stopped(self._start(stack))
+                await self._serve(serving)
+                await serving.workers.stop(WORKERS_GRACE_S)
+                return EXIT_INTERNAL if serving.cache.poisoned.is_set() else 0
+
+    async def _serve(self, serving: "_Serving") -> None:
+        cache = serving.cache
+        background = [
+            asyncio.create_task(cache.run_ticks(), name="ticks"),
+            asyncio.create_task(self._end_silent(serving.sessions), name="silence"),
+            asyncio.create_task(serving.manager.run(), name="service manager"),
+        ]
+        try:
+            await self._until_told(cache, background)
+            self._notifier.stopping("Stopping", self._config.server.drain_s + END_S)
+            await self._wind_down(cache, serving.sessions, serving.rpc, serving.side)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    # --- starting ---
+
+    async def _or_stopped(self, start: Coroutine[Any, Any, "_Serving"]) -> "_Serving":
+        """What a start comes to; StoppedEarly, and it is cancelled, if a signal comes first."""
+        starting = asyncio.create_task(start, name="start")
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                self._early.check()
+            return await starting
+        finally:
+            for task in (starting, stopped):
+                task.cancel()
+            await asyncio.gather(starting, stopped, return_exceptions=True)
+
+    async def _start(self, stack: AsyncExitStack) -> "_Serving":
+        """Everything up to the greeting; `stack` takes it down again."""
+        config = self._config
+        limits = config.limits.to_core()
+        clock = SteadyClock()
+        metrics = Metrics(CollectorRegistry(), version())
+        machine = Machine(
+            _block_table(self._pool.geometry, len(self._pool.array)),
+            clock,
+            limits,
+            self._pool.geometry,
+            first_epoch=first_epoch(self._pool.boot_nonce),
+            integrity=config.integrity.to_core(),
+            randomness=np.random.default_rng(),
+            disks=[
+                (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
+                for disk in self._disks
+            ],
+            disk_policy=config.disk.to_core(),
+        )
+        workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
+        cache = Cache(
+            machine,
+            self._pool,
+            workers,
+            limits,
+            disks=self._disks,
+            pool_path=config.pool.file,
+            clock=clock,
+            observe_lag=metrics.observe_lag,
+        )
+        cache.handle(self._pool.recovered)
+        stack.push_async_callback(workers.stop, 0)
+        self._notifier.starting("Starting the copy workers", EXTENSION_S)
+        await workers.start()
+        if self._disks:
+            starting_s = config.disk.start_deadline_s + EXTENSION_S
+            self._notifier.starting("Reading what the disks hold", starting_s)
+        await self._wait_for_disks(workers, cache)
+        sessions = Sessions(
+            cache,
+            sessions_max=config.server.sessions_max,
+            hello_deadline_s=config.server.hello_deadline_s,
+            silence_s=config.server.session_silence_s,
+            clock=clock,
+        )
+        metrics_url = self._serve_metrics(metrics, cache, stack)
+        rpc = RpcServer(
+            cache,
+            sessions,
+            limits,
+            self._rpc_settings(),
+            AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
+            metrics.observe_rpc,
+            self._drained,
+            lambda: self._reload(cache, workers, sessions, manager),
+        )
+        manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
+        side = await self._listen(rpc, sessions, cache, stack)
+        greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
+        manager.ready()
+        return _Serving(cache, workers, sessions, rpc, side, manager)
+
+    def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
+        config = self._config
+        return Supervisor(
+            pool_fd=self._pool.fd,
+            pool_bytes=len(self._pool.array),
+            register_writer=self._pool.register_writer,
+            events=events,
+            disks=[self._disk_options(disk) for disk in self._disks],
+            limits=SupervisorLimits(
+                copy_deadline_s=config.workers.copy_deadline_s, gpu_idle_s=config.workers.gpu_idle_s
+            ),
+            options=WorkerOptions(
+                gpu_copy_method=config.workers.gpu_copy_method,
+                seal_threads=config.workers.seal_threads,
+                log_level=config.log.level,
+                log_format=config.log.format,
+            ),
+        )
+
+    def _disk_options(self, disk: Disk) -> DiskOptions:
+        config, image = self._config.disk, disk.image
+        return DiskOptions(
+            number=disk.number,
+            path=disk.path,
+            size_bytes=image.bytes,
+            extent_bytes=image.geometry.extent_bytes,
+            image_fd=image.fd,
+            threads=config.threads,
+            queue_depth=config.queue_depth,
+            deadline_s=config.deadline_s,
+        )
+
+    async def _wait_for_disks(self, workers: Supervisor, cache: Cache) -> None:
+        """So that the first lookup can hit what they have; one that cannot be used, or takes too long, joins
+        later."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.disk.start_deadline_s
+        await workers.settle_disks(self._config.disk.start_deadline_s)
+        await cache.disks.recovered(max(0.0, deadline_s - loop.time()))
+
+    def _rpc_settings(self) -> RpcSettings:
+        server, limits = self._config.server, self._config.limits
+        leased_bytes = int(self._pool.geometry.capacity_bytes * limits.leased_fraction_max)
+        return RpcSettings(
+            message_bytes_max=server.message_bytes_max,
+            sessions_max=server.sessions_max,
+            hello_deadline_s=server.hello_deadline_s,
+            outgoing_max=server.outgoing_max,
+            health_listen=server.health_listen,
+            heartbeat_interval_s=server.heartbeat_interval_s,
+            leased_blocks_max=leased_bytes // PAGE_BYTES,
+        )
+
+    def _serve_metrics(self, metrics: Metrics, cache: Cache, stack: AsyncExitStack) -> str:
+        """The URL; empty if metrics are off. Raises ConfigError."""
+        listen = self._config.metrics.listen
+        if listen == "off":
+            return ""
+        metrics.watch(cache.snapshot, asyncio.get_running_loop())
+        server = MetricsServer(listen, metrics.registry)
+        # On a thread: a scrape that is under way may be waiting for this loop.
+        stack.push_async_callback(asyncio.to_thread, server.close)
+        return server.url
+
+    async def _listen(
+        self, rpc: RpcServer, sessions: Sessions, cache: Cache, stack: AsyncExitStack
+    ) -> SideServer:
+        with self._sockets.binding():
+            rpc.bind(self._sockets.grpc_path)
+        listener = self._sockets.bind_side()
+        self._sockets.open_to_group()
+        side = SideServer(listener, sessions, cache, _open_channel, self._gid)
+        stack.callback(side.close)
+        stack.push_async_callback(rpc.stop, 0)
+        await rpc.start()
+        return side
+
+    # --- running and stopping ---
+
+    def _reload(
+        self, cache: Cache, workers: Supervisor, sessions: Sessions, manager: ServiceManager
+    ) -> Reloaded:
+        """As `Reload`."""
+        self._notifier.reloading()
+        try:
+            found = compare(self._config, self._read_again())
+            config = found.config
+            if found.applied:
+                rate = config.integrity.sample_bytes_per_s
+                cache.handle(Reconfigure(rate, config.disk.to_core()))
+                sessions.silence_s = config.server.session_silence_s
+                logs.set_level(config.log.level)
+                workers.set_log_level(config.log.level)
+                self._config = config
+        finally:
+            manager.ready()
+        for change in found.applied:
+            log.info("a setting has changed", key=change.key, before=change.before, after=change.after)
+        for change in found.needs_restart:
+            log.warning(
+                "a setting takes a restart to change (kvtierctl drain --for-restart)",
+                key=change.key,
+                in_force=change.before,
+                configured=change.after,
+            )
+        return found
+
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        log.info(
+            "stopping" if not self._hurry.is_set() else "stopping now", signal=signal.Signals(number).name
+        )
+        self._stop.set()
+
+    def _drained(self) -> None:
+        log.info("stopping: drained for a restart")
+        self._stop.set()
+
+    async def _until_told(self, cache: Cache, background: list[asyncio.Task[None]]) -> None:
+        """Returns when the daemon is to stop. A background task that ends by itself is an internal error."""
+        told = {asyncio.create_task(self._stop.wait()), asyncio.create_task(cache.poisoned.wait())}
+        try:
+            await asyncio.wait({*told, *background}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in told:
+                waiting.cancel()
+        for task in background:
+            if task.done() and not cache.poisoned.is_set():
+                error = task.exception() or RuntimeError("it ended")
+                cache.poison(error, f"background task {task.get_name()}")
+
+    async def _end_silent(self, sessions: Sessions) -> None:
+        while True:
+            await asyncio.sleep(SILENCE_CHECK_S)
+            sessions.end_silent()
+
+    async def _wind_down(self, cache: Cache, sessions: Sessions, rpc: RpcServer, side: SideServer) -> None:
+        """Refuses what is new, lets transfers finish, says goodbye."""
+        await rpc.stopping()
+        if cache.poisoned.is_set():
+            why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
+        else:
+            cache.drain()
+            await self._transfers_over(cache)
+            why = Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
+        sessions.end_all(why)
+        await rpc.stop(STREAMS_GRACE_S)
+
+    async def _transfers_over(self, cache: Cache) -> None:
+        deadline_s = time.monotonic() + self._config.server.drain_s
+        while active := cache.transfers_active:
+            if self._hurry.is_set() or time.monotonic() >= deadline_s or cache.poisoned.is_set():
+                log.warning(
+                    "stopping with transfers still active: their clients see them fail", active=active
+                )
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+
+
+def _block_table(geometry: PoolGeometry, file_bytes: int) -> BlockTable:
+    """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
+    slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
+    return BlockTable(min(slots, CAPACITY_MAX), file_bytes // PAGE_BYTES)
+
+
+def _open_channel(
+    connection: socket.socket, on_packet: Callable[[bytes, list[int]], None], on_closed: Callable[[str], None]
+) -> Channel:
+    return PacketChannel(
+        connection,
+        on_packet,
+        on_closed,
+        queue_packets_max=SIDE_QUEUE_PACKETS_MAX,
+        queue_bytes_max=SIDE_QUEUE_BYTES_MAX,
+    )

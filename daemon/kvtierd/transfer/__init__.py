@@ -1,1 +1,0 @@
-"""Copies between engines' memory and the host pool: workers, their supervisor, the channel between them."""

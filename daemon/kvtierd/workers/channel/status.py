@@ -1,0 +1,127 @@
+"""A worker's status page: what it is busy with, readable without asking it.
+
+Words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0 outside
+of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; how many
+bytes of the pool are registered with its GPU's driver, and since when it registers more of it. For each
+thread of a disk's worker, the monotonic nanoseconds at which it began to wait for the disk, or at which the
+disk has last done anything of what it waits for; 0 when it does not wait. How many bytes of the pool lie on
+another memory node than its GPU.
+"""
+
+import mmap
+import os
+import time
+from enum import IntEnum
+
+from kvtier_kernels import SharedWords
+
+from kvtierd.workers.supervisor.kinds import IO_THREADS_MAX as IO_THREADS_MAX
+
+PAGE_BYTES = 4096
+
+HEARTBEAT_PERIOD_S = 1.0
+"""A worker's main thread comes round at least this often: the only wake-up of an idle worker."""
+
+
+class StatusWord(IntEnum):
+    LOAD_LANE = 0
+    STORE_LANE = 1
+    HEARTBEAT = 2
+    REGISTERED_BYTES = 3
+    REGISTERING = 4
+    IO_0 = 5
+    IO_1 = 6
+    IO_2 = 7
+    IO_3 = 8
+    IO_4 = 9
+    IO_5 = 10
+    IO_6 = 11
+    IO_7 = 12
+    REMOTE_BYTES = 13
+
+
+_CULPRITS = {
+    StatusWord.LOAD_LANE: "its load lane has been inside one copy call",
+    StatusWord.STORE_LANE: "its store lane has been inside one copy call",
+    StatusWord.HEARTBEAT: "its main thread has not come round",
+    # It holds up the other GPUs' workers.
+    StatusWord.REGISTERING: "it has been registering the pool with the driver",
+} | {
+    io: "the disk has not answered one of its threads"
+    for io in StatusWord
+    if StatusWord.IO_0 <= io <= StatusWord.IO_7
+}
+
+
+def io_word(thread: int) -> StatusWord:
+    """The word of one of a disk's worker's threads, 0 to IO_THREADS_MAX - 1."""
+    return StatusWord(StatusWord.IO_0 + thread)
+
+
+def create_status_fd() -> int:
+    """A memfd for one status page, all zero. The caller closes it."""
+    fd = os.memfd_create("kvtierd-worker-status", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+class StatusPage:
+    """One end's mapping of a status page. Unmapped with the object."""
+
+    def __init__(self, fd: int) -> None:
+        """Maps the page; the descriptor stays the caller's."""
+        self.words = SharedWords(mmap.mmap(fd, PAGE_BYTES), len(StatusWord))
+        """For native code that reports its progress in one of them."""
+
+    def enter(self, word: StatusWord) -> None:
+        """A lane goes into a native call, or the main thread comes round."""
+        self.words.store(word, time.monotonic_ns())
+
+    def leave(self, word: StatusWord) -> None:
+        self.words.store(word, 0)
+
+    def set_registered_bytes(self, count: int) -> None:
+        self.words.store(StatusWord.REGISTERED_BYTES, count)
+
+    def registered_bytes(self) -> int:
+        """Bytes of the pool that are registered with the driver of the worker's GPU."""
+        return self.words.load(StatusWord.REGISTERED_BYTES)
+
+    def set_remote_bytes(self, count: int) -> None:
+        self.words.store(StatusWord.REMOTE_BYTES, count)
+
+    def remote_bytes(self) -> int:
+        """Bytes of the pool that seem to lie on another memory node than the worker's GPU."""
+        return self.words.load(StatusWord.REMOTE_BYTES)
+
+    def read(self) -> tuple[int, ...]:
+        """The words' values, in the order of StatusWord."""
+        return tuple(self.words.load(word) for word in StatusWord)
+
+
+class StallDetector:
+    """Decides from successive readings whether a worker is stuck.
+
+    A lane may be inside one call for `deadline_s`, the main thread asleep for a heartbeat more. It counts
+    only time that its caller saw pass, so a machine, or a front, that was stopped for an hour accuses nobody
+    when it goes on.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadlines_s = [deadline_s] * len(StatusWord)
+        self._deadlines_s[StatusWord.HEARTBEAT] += HEARTBEAT_PERIOD_S
+        self._last = (0,) * len(StatusWord)
+        self._unchanged_s = [0.0] * len(StatusWord)
+
+    def observe(self, values: tuple[int, ...], elapsed_s: float) -> str | None:
+        """Takes a reading made `elapsed_s` after the one before; what is stuck, as a sentence, or None."""
+        for word in _CULPRITS:
+            if values[word] == 0 or values[word] != self._last[word]:
+                self._unchanged_s[word] = 0.0
+            else:
+                self._unchanged_s[word] += elapsed_s
+        self._last = values
+        for word in _CULPRITS:
+            if self._unchanged_s[word] >= self._deadlines_s[word]:
+                return f"{_CULPRITS[word]} for {self._unchanged_s[word]:.1f} s"
+        return None

@@ -1,0 +1,330 @@
+"""The worker's own machine: messages of the front in, copies and their reports out."""
+
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
+from kvtierd.workers.channel.packets import FDS_MAX
+from kvtierd.workers.channel.status import StatusPage
+from kvtierd.workers.copy.checking import Checker
+from kvtierd.workers.copy.device import Copier, Device
+from kvtierd.workers.copy.lanes import Lanes, PartCalls
+from kvtierd.workers.copy.parts import Part, PartEnd, PartRefusedError, PartState, read_part
+from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.teardown import Teardown
+from kvtierd.workers.log import logger
+
+_log = logger(__name__)
+
+PARTS_MAX = 65_536
+"""Unfinished parts. The core's own limits keep far below it; beyond it parts fail instead of eating
+memory."""
+
+SESSIONS_MAX = 4_096
+
+FDS_SPARE = FDS_MAX + 16
+"""Descriptors that stay free: a packet whose descriptors do not fit would be the worker's end."""
+
+_OVERWRITTEN = "its part word was overwritten by somebody else"
+_WITHDRAWN = "its client withdrew it while it ran"
+
+
+class ProtocolError(Exception):
+    """The front said what it never says: the two do not understand each other."""
+
+
+class Engine:
+    """Sessions, parts and lanes of one worker. `handle` and `stop` are for the main thread only.
+
+    The terminal word of a part is written before it is reported, and the reports of all of a session's parts
+    go out before its SessionReleased.
+    """
+
+    def __init__(
+        self, device: Device, records: PoolRecords, channel: BlockingPacketChannel, status: StatusPage
+    ) -> None:
+        self._device = device
+        self._channel = channel
+        self._sessions: dict[int, Session] = {}
+        self._parts: dict[int, Part] = {}
+        self._lanes = Lanes(device, status, PartCalls(self._start, self._landed, self._end_unstarted))
+        self._lock = self._lanes.lock
+        self._teardown = Teardown(device, self._unmapped)
+        self._checker = Checker(records, self.is_busy, self._checked)
+        self._lanes_ended = False
+
+    def start(self) -> None:
+        self._device.start(self._lanes.wake)
+        self._lanes.start()
+        self._teardown.start()
+        self._checker.start()
+
+    def is_busy(self) -> bool:
+        """Whether a part runs or could run; from any thread."""
+        return self._lanes.busy
+
+    def handle(self, message: wire.ToWorker, fds: list[int]) -> None:
+        """Does what a message says, except Stop. The descriptors stay the caller's. ProtocolError."""
+        kind = message.WhichOneof("body")
+        if len(fds) != _descriptors(message, kind):
+            raise ProtocolError(f"a {kind} message with {len(fds)} descriptors")
+        match kind:
+            case "map_words":
+                self._map_words(message.map_words, fds[0])
+            case "map_memory":
+                self._map_memory(message.map_memory, fds)
+            case "add_chunks":
+                self._add_chunks(message.add_chunks, fds)
+            case "post_part":
+                self._post_part(message.post_part)
+            case "revoke_part":
+                self._revoke_part(message.revoke_part.part)
+            case "check_slots":
+                self._check_slots(message.check_slots)
+            case "release_session":
+                self._release_session(message.release_session.session)
+            case _:
+                raise ProtocolError(f"a message of kind {kind}")
+
+    def stop(self) -> None:
+        """Revokes what has not started and lets the lanes end after what has."""
+        self._checker.stop()
+        with self._lock:
+            unstarted = self._lanes.withdraw(lambda part: True)
+            self._lanes.stop()
+        for part in unstarted:
+            self._end_unstarted(part)
+
+    @property
+    def has_landed(self) -> bool:
+        """After `stop`: nothing is left to copy, only something to settle."""
+        return self._lanes_ended
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits after `stop` until every part that had started has been reported; False if not all have.
+
+        The sessions stay mapped: the end of the process unmaps them.
+        """
+        if not self._lanes.join(timeout_s) or not self._checker.join(timeout_s):
+            return False
+        if not self._lanes_ended:
+            self._lanes_ended = True
+            self._device.stop()
+        return self._device.join(timeout_s)
+
+    def _map_words(self, message: wire.MapWords, fd: int) -> None:
+        self._map(
+            message.request,
+            message.session,
+            lambda session: session.map_words(fd, message.doorbells, message.parts),
+        )
+
+    def _map_memory(self, message: wire.MapMemory, fds: Sequence[int]) -> None:
+        self._map(
+            message.request, message.session, lambda session: session.map_memory(self._device, fds, message)
+        )
+
+    def _add_chunks(self, message: wire.AddChunks, fds: Sequence[int]) -> None:
+        self._map(
+            message.request,
+            message.session,
+            lambda session: session.add_chunks(self._device, fds, message.bytes),
+        )
+
+    def _map(self, request: int, number: int, mapper: Callable[[Session], None]) -> None:
+        try:
+            session = self._session_to_map(number)
+            # Without the lock: it may take a while. Only this thread maps, and makes or releases sessions.
+            mapper(session)
+        except Refusal as refusal:
+            refused = wire.MapRefused(
+                request=request,
+                reason=int(refusal.reason),
+                field=refusal.field,
+                value=refusal.value,
+                message=refusal.message,
+            )
+            answer = wire.ToFront(map_refused=refused)
+        else:
+            with self._lock:
+                self._sessions[number] = session
+            answer = wire.ToFront(mapped=wire.Mapped(request=request))
+        self._send(answer)
+
+    def _session_to_map(self, number: int) -> Session:
+        with self._lock:
+            session = self._sessions.get(number)
+            sessions = len(self._sessions)
+        if session is not None and session.releases:
+            raise Refusal(
+                Reason.ALREADY_REGISTERED,
+                "this session is being released; map again when that is done",
+                field="session",
+                value=number,
+            )
+        if session is None and sessions >= SESSIONS_MAX:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"a copy worker serves at most {SESSIONS_MAX} sessions",
+                field="session",
+                value=number,
+            )
+        # Every mapping holds a descriptor.
+        fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(os.listdir("/proc/self/fd")) > fds_max - FDS_SPARE:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the copy worker has mapped as much as {fds_max} descriptors allow: "
+                "raise the daemon's limit of open files",
+                field="session",
+                value=number,
+            )
+        return session or Session(number)
+
+    def _post_part(self, message: wire.PostPart) -> None:
+        with self._lock:
+            if message.part in self._parts:
+                raise ProtocolError(f"part {message.part} was posted twice")
+            session = self._sessions.get(message.session)
+            try:
+                if session is None or session.words is None or session.releases:
+                    session = None
+                    raise PartRefusedError(f"session={message.session}: no words of it are mapped")
+                if len(self._parts) >= PARTS_MAX:
+                    raise PartRefusedError(f"a copy worker keeps at most {PARTS_MAX} unfinished parts")
+                part = read_part(message, session, time.monotonic())
+            except PartRefusedError as error:
+                refused = str(error)
+            else:
+                self._parts[part.number] = part
+                session.unfinished.add(part)
+                self._lanes.submit(part)
+                return
+            if session is not None:
+                session.revoke_word(message.part_word, message.ticket)
+        _log.error("a part was refused", part=message.part, why=refused)
+        self._report(message.part, PartEnd(wire.FAILED, refused))
+
+    def _revoke_part(self, number: int) -> None:
+        with self._lock:
+            part = self._parts.get(number)
+            if part is None or part.state is not PartState.QUEUED:
+                return  # It is over, or will be soon: its report is under way, or follows.
+            withdrawn = self._lanes.withdraw(lambda other: other is part)
+        for queued in withdrawn:
+            self._end_unstarted(queued)
+
+    def _check_slots(self, message: wire.CheckSlots) -> None:
+        if len(message.slots) % 4 or len(message.generations) != 2 * len(message.slots):
+            raise ProtocolError("a check whose slots and generations are not parallel")
+        self._checker.ask(message)
+
+    def _checked(self, answer: wire.SlotsChecked) -> None:
+        self._send(wire.ToFront(slots_checked=answer))
+
+    def _release_session(self, number: int) -> None:
+        with self._lock:
+            session = self._sessions.get(number)
+            if session is not None:
+                session.releases += 1
+                withdrawn = self._lanes.withdraw(lambda part: part.session is session)
+                self._lanes.abandon(session.unfinished)
+        if session is None:
+            self._send_released(number)
+            return
+        for part in withdrawn:
+            self._end_unstarted(part)
+        self._unmap_if_fenced(session)
+
+    def _start(self, part: Part) -> bool:
+        return part.session.try_start(part)
+
+    def _landed(self, copier: Copier, part: Part, end: PartEnd) -> None:
+        """Writes the word of a started part of which nothing flies; its report follows when it is settled."""
+        if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
+            if part.is_load:
+                end = replace(end, message=_OVERWRITTEN)
+            else:
+                # Its client took the blocks back: some of what was read may be from after that.
+                end = PartEnd(wire.REVOKED, _WITHDRAWN, copy_ns=end.copy_ns)
+        copier.settle(part, end, partial(self._over, part))
+
+    def _end_unstarted(self, part: Part) -> None:
+        """Ends a part that is in no queue and was never started."""
+        outcome = wire.REVOKED
+        if part.doorbell is not None and part.gate_deadline_s <= time.monotonic():
+            outcome = wire.REVOKED if part.session.is_revoked(part) else wire.GATE_DEADLINE
+        as_expected = part.session.revoke(part)
+        self._over(part, PartEnd(outcome, "" if as_expected else _OVERWRITTEN))
+
+    def _over(self, part: Part, end: PartEnd) -> None:
+        """Reports a part whose word is terminal, and forgets it."""
+        part.plan = None
+        self._report(part.number, end)
+        with self._lock:
+            part.state = PartState.OVER
+            del self._parts[part.number]
+            part.session.unfinished.discard(part)
+        self._unmap_if_fenced(part.session)
+
+    def _unmap_if_fenced(self, session: Session) -> None:
+        """Has a session that is being released unmapped, if nothing of it can still run."""
+        with self._lock:
+            if not session.releases or session.unfinished or session.is_fenced:
+                return
+            session.fence()
+        self._teardown.add(session)
+
+    def _unmapped(self, session: Session) -> None:
+        with self._lock:
+            del self._sessions[session.number]
+            answers = session.releases
+        if session.overwritten_words:
+            _log.warning(
+                "part words were overwritten", session=session.number, words=session.overwritten_words
+            )
+        for _ in range(answers):
+            self._send_released(session.number)
+
+    def _report(self, number: int, end: PartEnd) -> None:
+        finished = wire.PartFinished(
+            part=number,
+            outcome=end.outcome,
+            failed=end.failed.astype("<u4").tobytes(),
+            corrupt=end.corrupt,
+            copied_bytes=end.copied_bytes,
+            copy_ns=end.copy_ns,
+            message=end.message[:1_000],
+        )
+        self._send(wire.ToFront(part_finished=finished))
+
+    def _send_released(self, number: int) -> None:
+        self._send(wire.ToFront(session_released=wire.SessionReleased(session=number)))
+
+    def _send(self, message: wire.ToFront) -> None:
+        try:
+            self._channel.send(message.SerializeToString())
+        except ChannelEndedError:
+            # The front is gone; the main thread learns it from the channel's end. The words say the rest.
+            pass
+
+
+def _descriptors(message: wire.ToWorker, kind: str | None) -> int:
+    """How many a message comes with."""
+    match kind:
+        case "map_words":
+            return 1
+        case "map_memory":
+            return 0 if message.map_memory.ranges else 1
+        case "add_chunks":
+            return len(message.add_chunks.bytes)
+        case _:
+            return 0

@@ -1,0 +1,222 @@
+"""One GPU, ready for two lanes."""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvtier_kernels import PoolRecords
+from kvtier_kernels.cuda import (
+    Copies,
+    CopyMethod,
+    CudaError,
+    CudaUnavailableError,
+    DeviceInfo,
+    Driver,
+    load,
+)
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.status import StatusPage, StatusWord
+from kvtierd.workers.copy.device import Area, Chunk, DeviceUnusableError, Memory
+from kvtierd.workers.copy.gpu import numa
+from kvtierd.workers.copy.gpu.copying import Batches, Descriptors, GpuCopier, Rows
+from kvtierd.workers.copy.gpu.fatal import context_guard
+from kvtierd.workers.copy.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
+from kvtierd.workers.copy.gpu.registration import PoolRegistration
+from kvtierd.workers.copy.gpu.sealing import Sealer
+from kvtierd.workers.log import logger
+
+_log = logger(__name__)
+
+REGISTER_RETRY_S = 0.05
+
+REGISTER_FAILURES_MAX = 3
+"""In the background; then the pool is registered as it is used."""
+
+LOCK_DEADLINE_S_MAX = 5.0
+"""For another GPU's worker to end registering an area, 25 ms each."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    copy_method: str
+    """auto, batch, loop or rows."""
+    seal_threads: int
+    copy_deadline_s: float
+
+
+class GpuDevice:
+    """Context, streams, imports, registration and sealing of one GPU.
+
+    Nothing of it is given back: the end of the process does that, also when it comes suddenly.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: mmap.mmap,
+        pool_fd: int,
+        records: PoolRecords,
+        status: StatusPage,
+        options: GpuOptions,
+        fault: Callable[[], None] | None,
+    ) -> None:
+        """Makes the primary context and makes it current in this thread. DeviceUnusableError, whose refusal
+        says what to change. `pool_fd` stays open as long as this object lives."""
+        self._register_failures = 0
+        self._status = status
+        # The driver then loads kernels as they are needed, which is never: less of the GPU's memory.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+        with _unusable(name):
+            driver = load()
+            self._gpu = _find(driver, name)
+            self._context = driver.retain_primary(self._gpu.ordinal)
+            self._context.make_current()
+            self._node = numa.node_of_gpu(self._gpu.pci_bus_id)
+            lock_deadline_s = min(LOCK_DEADLINE_S_MAX, options.copy_deadline_s / 2)
+            self._registration = PoolRegistration(driver, pool, pool_fd, records, status, lock_deadline_s)
+            self._header = (0, self._registration.areas[0][0])
+            self._imports = Imports(driver, self._gpu, self._beat)
+            self._sealer = Sealer(pool, records, options.seal_threads, self._stay_near)
+            least, greatest = driver.stream_priority_range()
+            streams = [driver.stream_create(greatest), driver.stream_create(least)]
+            self.load, self.store = (
+                GpuCopier(
+                    driver,
+                    stream,
+                    _descriptors(driver, options.copy_method, self._registration, stream, sealer is None),
+                    records,
+                    self._registration,
+                    sealer,
+                    fault,
+                )
+                for stream, sealer in zip(streams, (None, self._sealer), strict=True)
+            )
+        _log.info(
+            "GPU ready",
+            device=name,
+            product=self._gpu.product,
+            driver=driver.version_text,
+            copies=self.load.how,
+            numa_node=self._node,
+        )
+
+    def enter_thread(self) -> None:
+        with context_guard():
+            self._context.make_current()
+        self._stay_near()
+
+    def start(self, on_room: Callable[[], None]) -> None:
+        self._sealer.start(on_room)
+
+    def stop(self) -> None:
+        self._sealer.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        return self._sealer.join(timeout_s)
+
+    def map_memory(
+        self, message: wire.MapMemory, fds: Sequence[int], chunks: Sequence[Chunk]
+    ) -> tuple[Memory, int]:
+        if fds:
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                f"host memory for a session whose words name {self._gpu.name}: send ranges of that GPU's "
+                'memory, or name the device "cpu"',
+                field="ranges",
+                value=0,
+            )
+        return self._imports.map(message, [chunk for chunk in chunks if isinstance(chunk, GpuChunk)])
+
+    def import_chunk(self, fd: int, size_bytes: int) -> Chunk:
+        return self._imports.chunk(fd, size_bytes)
+
+    def pool_areas(self) -> Iterable[Area]:
+        # No copy touches the pool's header; it is mapped all the same.
+        yield self._header
+        for area in self._registration.nearest_first(self._node):
+            if self._register_failures >= REGISTER_FAILURES_MAX:
+                return
+            yield area
+
+    def pool_area_mapped(self, area: Area) -> None:
+        if area == self._header:
+            return
+        try:
+            # Seldom, so that lanes, which look all the time, come first: this worker's and other GPUs'.
+            while not self._registration.register(area):
+                time.sleep(REGISTER_RETRY_S)
+        except (CudaError, OSError) as error:
+            self._register_failures += 1
+            _log.warning("a part of the pool is registered when it is used", why=str(error))
+
+    def _beat(self) -> None:
+        """Between two steps of something long: the main thread, if it is in it, comes round."""
+        if threading.current_thread() is threading.main_thread():
+            self._status.enter(StatusWord.HEARTBEAT)
+
+    def _stay_near(self) -> None:
+        numa.stay_near(self._node)
+
+
+def _find(driver: Driver, name: str) -> DeviceInfo:
+    try:
+        gpu = driver.device(name)
+    except LookupError as error:
+        message = (
+            f"{error}: let the daemon see the engine's GPU (CUDA_VISIBLE_DEVICES; in a container "
+            "NVIDIA_VISIBLE_DEVICES, or its request for GPUs) and start it again"
+        )
+        raise _refusal(Reason.DEVICE_UNKNOWN, message, name) from None
+    if gpu.is_mig:
+        raise _refusal(
+            Reason.DEVICE_UNAVAILABLE,
+            "it is a MIG instance, whose memory CUDA does not share between processes: use a whole GPU, "
+            "or let the engine copy into host memory",
+            name,
+        )
+    return gpu
+
+
+def _method(name: str) -> CopyMethod | None:
+    return None if name in ("auto", "batch") else CopyMethod.LOOP
+
+
+def _descriptors(
+    driver: Driver, method: str, pool: PoolRegistration, stream: int, to_device: bool
+) -> Descriptors:
+    copies = Copies(driver, _method(method))
+    if method == "batch" and copies.method is CopyMethod.LOOP:
+        raise CudaUnavailableError(
+            f"the driver supports CUDA {driver.version_text}, which has no batched copies: set "
+            "workers.gpu_copy_method to auto"
+        )
+    kind = Rows if method == "rows" else Batches
+    return kind(copies, pool, stream, to_device)
+
+
+@contextmanager
+def _unusable(name: str) -> Iterator[None]:
+    """What goes wrong inside is a reason not to serve this device."""
+    try:
+        yield
+    except CudaUnavailableError as error:
+        raise _refusal(Reason.DEVICE_UNAVAILABLE, str(error), name) from None
+    except CudaError as error:
+        if error.code == OUT_OF_MEMORY:
+            raise _refusal(
+                Reason.DEVICE_OUT_OF_MEMORY,
+                "the GPU has no room for the daemon's context (about 500 MiB): lower the engine's "
+                f"gpu_memory_utilization ({error})",
+                name,
+            ) from None
+        raise _refusal(Reason.DEVICE_UNAVAILABLE, f"the GPU cannot be used: {error}", name) from None
+
+
+def _refusal(reason: Reason, message: str, name: str) -> DeviceUnusableError:
+    return DeviceUnusableError(Refusal(reason, message, field="device", value=name))

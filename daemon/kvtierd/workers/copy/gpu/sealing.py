@@ -1,0 +1,180 @@
+"""Checksums of stored blocks, computed off the lane: the engine has its blocks back as soon as the GPU has
+read them, and the link never waits for a processor."""
+
+import logging
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import CopyPlan, PoolRecords
+
+from kvtierd.core.ids import Slots
+from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.copy.parts import Part, PartEnd
+from kvtierd.workers.log import logger
+
+_log = logger(__name__)
+
+UNSEALED_BYTES_MAX = 256 << 20
+"""Landed data without checksums beyond which the store lane waits: about 10 ms of work for two threads."""
+
+SEAL_DIED_STATUS = 72
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    part: Part
+    slots: Slots
+    generations: npt.NDArray[np.uint64]
+    slot_bytes: int
+
+
+@dataclass(slots=True)
+class _Unsealed:
+    """A part with chunks that are not sealed, or with an end that waits for them."""
+
+    jobs: int = 0
+    error: str = ""
+    end: PartEnd | None = None
+    over: Callable[[PartEnd], None] | None = None
+
+    def report(self) -> None:
+        """Once nothing of it is left to seal."""
+        assert self.end is not None
+        assert self.over is not None
+        if self.error and self.end.outcome == wire.DONE:
+            self.over(PartEnd(wire.FAILED, self.error, copy_ns=self.end.copy_ns))
+        else:
+            self.over(self.end)
+
+
+class Sealer:
+    """Threads that compute the checksums of landed chunks and put them into the slots' records.
+
+    Bounded by the flights that may land while `is_full` is false: the lane asks before each chunk.
+    """
+
+    def __init__(
+        self,
+        pool: mmap.mmap,
+        records: PoolRecords,
+        threads: int,
+        enter_thread: Callable[[], None],
+        unsealed_bytes_max: int = UNSEALED_BYTES_MAX,
+    ) -> None:
+        if threads < 1:
+            raise ValueError(f"{threads} threads to compute checksums: use 1 or more")
+        self._pool = pool
+        self._records = records
+        self._enter_thread = enter_thread
+        self._unsealed_bytes_max = unsealed_bytes_max
+        self._jobs: deque[_Job] = deque()
+        self._parts: dict[Part, _Unsealed] = {}
+        self._unsealed_bytes = 0
+        self._stopping = False
+        self._on_room: Callable[[], None] = lambda: None
+        self._wake = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"seal {number}", daemon=True)
+            for number in range(threads)
+        ]
+
+    def start(self, on_room: Callable[[], None]) -> None:
+        """`on_room()` is called from a thread of the sealer when it is full no longer."""
+        self._on_room = on_room
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Its threads end when everything is sealed; nothing may come after."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for its threads to end; False if they have not."""
+        for thread in self._threads:
+            thread.join(timeout_s / len(self._threads))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def is_full(self) -> bool:
+        """From any thread."""
+        return self._unsealed_bytes >= self._unsealed_bytes_max
+
+    def put(self, part: Part, slots: Slots, generations: npt.NDArray[np.uint64], slot_bytes: int) -> None:
+        """Takes the landed slots of a part, all WRITING with these generations a moment ago."""
+        with self._wake:
+            self._parts.setdefault(part, _Unsealed()).jobs += 1
+            self._unsealed_bytes += len(slots) * slot_bytes
+            self._jobs.append(_Job(part, slots, generations, slot_bytes))
+            self._wake.notify()
+
+    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+        """Calls `over` when all of the part is sealed: now, or from a thread of the sealer. A part that is
+        DONE otherwise fails if one of its slots was taken back meanwhile."""
+        with self._wake:
+            unsealed = self._parts.setdefault(part, _Unsealed())
+            unsealed.end, unsealed.over = end, over
+            if unsealed.jobs:
+                return
+            del self._parts[part]
+        unsealed.report()
+
+    def _serve(self) -> None:
+        try:
+            self._enter_thread()
+            while True:
+                job = self._next()
+                if job is None:
+                    return
+                self._sealed(job, self._seal(job))
+        except BaseException:
+            _log.critical("a sealing thread died; so does the worker", exc_info=True)
+            logging.shutdown()
+            os._exit(SEAL_DIED_STATUS)
+
+    def _next(self) -> _Job | None:
+        with self._wake:
+            while not self._jobs:
+                if self._stopping:
+                    return None
+                self._wake.wait()
+            return self._jobs.popleft()
+
+    def _seal(self, job: _Job) -> str:
+        """Why it could not be done, or nothing."""
+        try:
+            sums = _slot_reader(job.slot_bytes).checksums(self._pool, job.slots)
+            # Fails if a slot is WRITING no longer, or for somebody else.
+            self._records.set_data_checksums(job.slots, job.generations, sums)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _sealed(self, job: _Job, error: str) -> None:
+        with self._wake:
+            was_full = self.is_full()
+            self._unsealed_bytes -= len(job.slots) * job.slot_bytes
+            has_room = was_full and not self.is_full()
+            unsealed = self._parts[job.part]
+            unsealed.jobs -= 1
+            unsealed.error = unsealed.error or error
+            is_over = unsealed.jobs == 0 and unsealed.end is not None
+            if is_over:
+                del self._parts[job.part]
+        if has_room:
+            self._on_room()
+        if is_over:
+            unsealed.report()
+
+
+def _slot_reader(slot_bytes: int) -> CopyPlan:
+    """A plan that is good for slots of this size only, not for any engine's blocks."""
+    nowhere = np.empty(slot_bytes, np.uint8)  # never touched, so no memory
+    size = np.array([slot_bytes], np.uint64)
+    return CopyPlan(nowhere, np.zeros(1, np.uint64), size, size, 1)

@@ -1,0 +1,377 @@
+"""The two lanes of a worker: a thread for loads and one for stores, and what waits for each.
+
+A lane deals in chunks: it starts the next chunk of whichever session is due, and lands the oldest, so that no
+session waits for another's large part, and the device always has the next chunk at hand.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtierd.workers.channel.status import StatusPage, StatusWord
+from kvtierd.workers.copy.device import Copier, Device, Flight
+from kvtierd.workers.copy.gates import Gates
+from kvtierd.workers.copy.parts import Part, PartEnd, PartState, Run
+from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.log import logger
+
+_log = logger(__name__)
+
+STORE_YIELD_S_MAX = 0.02
+"""A store waits at most this long before each chunk while loads have work, so that loads without end leave
+stores a chunk every 20 ms (200 MB/s on the CPU) instead of nothing."""
+
+FULL_POLL_S = 0.05
+"""Between looks at a copier that can take nothing, should nobody say that it can."""
+
+LANE_DIED_STATUS = 70
+
+
+@dataclass(frozen=True, slots=True)
+class PartCalls:
+    """What becomes of parts: called in a lane's thread and without the lock."""
+
+    start: Callable[[Part], bool]
+    """May the part start? After True it has, and `landed` follows; after False it is ended by
+    `end_unstarted`."""
+    landed: Callable[[Copier, Part, PartEnd], None]
+    """Nothing of a started part flies, and nothing will."""
+    end_unstarted: Callable[[Part], None]
+    """A part whose gate did not open, or that may not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EndUnstarted:
+    parts: list[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    part: Part
+    chunk: slice | None
+    """None if it has no chunk, or no more."""
+
+
+class _Land:
+    pass
+
+
+class _Lane:
+    def __init__(self, name: str, device: Device, word: StatusWord, lock: threading.Lock) -> None:
+        self.name = name
+        self.copier = device.load if word is StatusWord.LOAD_LANE else device.store
+        self.word = word
+        self.wake = threading.Condition(lock)
+        self.gates = Gates()
+        self.runnable: dict[Session, deque[Part]] = {}
+        """Parts with chunks to submit, in order of arrival; only the first of a session has started."""
+        self.turns: deque[Session] = deque()
+        """The sessions of `runnable`, the one that is due first."""
+        self.active = 0
+        """Parts that are runnable, or have started and not ended."""
+        self.flights: deque[Flight] = deque()
+        """Oldest first. Only its thread's, as all below."""
+        self.landed_ns = 0
+        """When a flight last landed."""
+        self.yields_until_s: float | None = None
+        """While it lets loads go first: until when."""
+        self.any_abandoned = False
+        """Whether it may have a part that was abandoned between two chunks."""
+
+    @property
+    def busy(self) -> bool:
+        return self.active > 0
+
+    def add(self, part: Part) -> None:
+        if part.session not in self.runnable:
+            self.runnable[part.session] = deque()
+            self.turns.append(part.session)
+        self.runnable[part.session].append(part)
+        self.active += 1
+
+    def take(self, wanted: Callable[[Part], bool]) -> list[Part]:
+        """Takes out the runnable parts that have not started and for which `wanted` is true."""
+        taken: list[Part] = []
+        for session, queue in list(self.runnable.items()):
+            kept = deque[Part]()
+            for part in queue:
+                (taken if part.state is PartState.QUEUED and wanted(part) else kept).append(part)
+            self._keep(session, kept)
+        self.active -= len(taken)
+        return taken
+
+    def drop(self, part: Part) -> None:
+        """Takes out a part that has no chunks to submit any more; it stays active."""
+        queue = self.runnable.get(part.session)
+        if queue and queue[0] is part:
+            queue.popleft()
+            self._keep(part.session, queue)
+
+    def _keep(self, session: Session, queue: deque[Part]) -> None:
+        if queue:
+            self.runnable[session] = queue
+        elif session in self.runnable:
+            del self.runnable[session]
+            self.turns.remove(session)
+
+    def abandoned(self) -> Part | None:
+        """A part that was abandoned between two chunks."""
+        if self.any_abandoned:
+            for session in self.turns:
+                part = self.runnable[session][0]
+                if part.abandoned and part.run is not None:
+                    return part
+            self.any_abandoned = False
+        return None
+
+    def next_chunk(self) -> _Submit:
+        """The next chunk of the session that is due."""
+        part = self.runnable[self.turns[0]][0]
+        self.turns.rotate(-1)
+        part.state = PartState.RUNNING
+        first = 0 if part.run is None else part.run.submitted
+        last = min(first + self._blocks(part), len(part.block_ids))
+        if last == len(part.block_ids):
+            self.drop(part)
+        return _Submit(part, slice(first, last) if last > first else None)
+
+    def _blocks(self, part: Part) -> int:
+        """Blocks of one chunk."""
+        if part.plan is None:
+            return 0
+        by_bytes = self.copier.chunk_bytes // max(1, part.plan.slot_bytes)
+        return max(1, min(by_bytes, self.copier.chunk_fragments // max(1, part.plan.planes)))
+
+
+class Lanes:
+    """Queues parts and copies each in the thread of its lane.
+
+    A part that a lane has taken is the lane's until one of the calls gets it. `lock` guards every queue, and
+    whatever else the owner lets it guard. An exception in a call ends the process: that is a fence, too.
+    """
+
+    def __init__(self, device: Device, status: StatusPage, calls: PartCalls) -> None:
+        self.lock = threading.Lock()
+        self._device = device
+        self._status = status
+        self._calls = calls
+        self._load = _Lane("load", device, StatusWord.LOAD_LANE, self.lock)
+        self._store = _Lane("store", device, StatusWord.STORE_LANE, self.lock)
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"{lane.name} lane", daemon=True)
+            for lane in (self._load, self._store)
+        ]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part runs or could run. Without the lock: what it says may be over already."""
+        return self._load.busy or self._store.busy
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, part: Part) -> None:
+        """Queues a part, behind its doorbell if it has one. With the lock held."""
+        lane = self._load if part.is_load else self._store
+        if part.doorbell is None:
+            lane.add(part)
+        else:
+            lane.gates.add(part, time.monotonic())
+        lane.wake.notify_all()
+
+    def withdraw(self, wanted: Callable[[Part], bool]) -> list[Part]:
+        """Takes out the queued parts for which `wanted` is true; they are the caller's to end. With the lock
+        held."""
+        taken = []
+        for lane in (self._load, self._store):
+            taken += lane.gates.take(wanted)
+            taken += lane.take(wanted)
+        for part in taken:
+            part.state = PartState.OVER
+        return taken
+
+    def abandon(self, parts: Iterable[Part]) -> None:
+        """Has those of the parts that run end with what flies. With the lock held."""
+        for part in parts:
+            part.abandoned = True
+        for lane in (self._load, self._store):
+            lane.any_abandoned = True
+        self._store.wake.notify_all()
+
+    def wake(self) -> None:
+        """A copier that was full may have room. From any thread, without the lock."""
+        with self.lock:
+            for lane in (self._load, self._store):
+                lane.wake.notify_all()
+
+    def stop(self) -> None:
+        """Lets each lane end once it has nothing to run; nothing may be submitted after. With the lock
+        held."""
+        self._stopping = True
+        for lane in (self._load, self._store):
+            lane.wake.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for both lanes to end; False if they have not."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, lane: _Lane) -> None:
+        try:
+            self._device.enter_thread()
+            while True:
+                match self._next(lane):
+                    case _EndUnstarted(parts):
+                        for part in parts:
+                            self._calls.end_unstarted(part)
+                    case _Submit(part, chunk):
+                        self._submit(lane, part, chunk)
+                    case _Land():
+                        self._land(lane)
+                    case None:
+                        return
+        except BaseException:
+            _log.critical("a lane died; so does the worker", lane=lane.name, exc_info=True)
+            logging.shutdown()
+            os._exit(LANE_DIED_STATUS)
+
+    def _next(self, lane: _Lane) -> _EndUnstarted | _Submit | _Land | None:
+        """The lane's next piece of work, waited for if need be; None at the end."""
+        with self.lock:
+            while True:
+                now_s = time.monotonic()
+                for part in lane.gates.opened(now_s):
+                    lane.add(part)
+                unstarted = lane.gates.swept(now_s)
+                if unstarted:
+                    for part in unstarted:
+                        part.state = PartState.OVER
+                    return _EndUnstarted(unstarted)
+                wait_s = lane.gates.wait_s(now_s)
+                if lane.turns and len(lane.flights) < lane.copier.depth:
+                    abandoned = lane.abandoned()
+                    if abandoned is not None:
+                        lane.drop(abandoned)
+                        return _Submit(abandoned, None)
+                    hold_s = self._hold_s(lane, now_s)
+                    if hold_s <= 0:
+                        lane.yields_until_s = None
+                        return lane.next_chunk()
+                    wait_s = hold_s if wait_s is None else min(wait_s, hold_s)
+                if lane.flights:
+                    return _Land()
+                if self._stopping and not lane.turns:
+                    return None
+                lane.wake.wait(wait_s)
+
+    def _hold_s(self, lane: _Lane, now_s: float) -> float:
+        """How long the lane is not to submit, 0 if it may: it lets loads go first, for a while, and waits for
+        its copier's room."""
+        if lane.copier.is_full():
+            return FULL_POLL_S
+        if lane is self._load or not self._load.busy or self._stopping:
+            return 0.0
+        if lane.yields_until_s is None:
+            lane.yields_until_s = now_s + STORE_YIELD_S_MAX
+        return lane.yields_until_s - now_s
+
+    def _submit(self, lane: _Lane, part: Part, chunk: slice | None) -> None:
+        self._watch(lane)
+        if chunk is not None:
+            # Before the start, so that a client can still revoke a part that waits for this.
+            while not part.abandoned and lane.copier.prepare(part, chunk):
+                self._status.enter(lane.word)
+        if part.run is None:
+            if part.abandoned or not self._calls.start(part):
+                self._unwatch(lane)
+                with self.lock:
+                    lane.drop(part)
+                self._calls.end_unstarted(part)
+                self._ended(lane)
+                return
+            part.run = Run(np.zeros(len(part.block_ids), np.bool_))
+        elif not part.is_load and part.session.is_revoked(part):
+            # Its client has withdrawn it: what it would still read may be somebody else's by now.
+            chunk = None
+            part.run.error = part.run.error or "withdrawn"
+            with self.lock:
+                lane.drop(part)
+        if chunk is not None and not part.abandoned:
+            started_ns = time.monotonic_ns()
+            try:
+                flight = lane.copier.submit(part, chunk)
+            except Exception as error:
+                self._failed(lane, part, error)
+            else:
+                flight.started_ns = started_ns
+                part.run.submitted = chunk.stop
+                part.run.flying += 1
+                lane.flights.append(flight)
+                if len(lane.flights) >= lane.copier.depth:
+                    self._land(lane)
+                return
+        self._unwatch(lane)
+        self._end_if_landed(lane, part)
+
+    def _land(self, lane: _Lane) -> None:
+        flight = lane.flights[0]
+        part, run = flight.part, flight.part.run
+        assert run is not None
+        try:
+            run.good[flight.chunk] = lane.copier.land(flight)
+        except Exception as error:
+            self._failed(lane, part, error)
+        lane.flights.popleft()
+        now_ns = time.monotonic_ns()
+        self._status.enter(lane.word)
+        self._unwatch(lane)
+        run.copy_ns += now_ns - max(flight.started_ns, lane.landed_ns)
+        lane.landed_ns = now_ns
+        run.flying -= 1
+        self._end_if_landed(lane, part)
+
+    def _watch(self, lane: _Lane) -> None:
+        """The watchdog looks at the lane from here on, unless it does already: since its oldest flight."""
+        if not lane.flights:
+            self._status.enter(lane.word)
+
+    def _unwatch(self, lane: _Lane) -> None:
+        if not lane.flights:
+            self._status.leave(lane.word)
+
+    def _failed(self, lane: _Lane, part: Part, error: Exception) -> None:
+        """The part submits nothing any more, and fails when nothing of it flies."""
+        _log.error("a part failed", part=part.number, exc_info=error)
+        assert part.run is not None
+        part.run.error = part.run.error or f"{type(error).__name__}: {error}"
+        with self.lock:
+            lane.drop(part)
+
+    def _end_if_landed(self, lane: _Lane, part: Part) -> None:
+        run = part.run
+        assert run is not None
+        if run.flying:
+            return
+        if run.submitted < len(run.good) and not run.error and not part.abandoned:
+            return
+        if part.abandoned:
+            with self.lock:
+                lane.drop(part)
+        self._calls.landed(lane.copier, part, run.end(part))
+        self._ended(lane)
+
+    def _ended(self, lane: _Lane) -> None:
+        with self.lock:
+            lane.active -= 1
+            if not self._load.busy:
+                self._store.wake.notify_all()

@@ -1,0 +1,200 @@
+"""What a worker has mapped of each session: the shared words, and the engine's memory."""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, SharedWords
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.copy.device import Chunk, Device, Memory, Plan
+from kvtierd.workers.copy.memfds import map_memfd, unmap
+from kvtierd.workers.copy.parts import Part
+
+SEALED = TICKET_MAX << 8 | PART_REVOKED
+"""What a client raises its words to when nothing may start on their page any more."""
+
+WORDS_MAX = 1 << 20
+"""Words of one session: 8 MiB. A transfer in flight needs one part word."""
+
+REGISTRATIONS_MAX = 16
+"""Of one session."""
+
+CHUNKS_MAX = 65_536
+"""Of one session that are not registered yet: more than 1 TiB of torch's expandable segments."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Everything that is mapped for one session, and its unfinished parts.
+
+    The main thread maps; the thread that unmaps comes when nothing else uses the session. Between them the
+    engine's lock guards what both lanes use.
+
+    The words are memory that a client can write whatever it likes to: every use of them here says what then
+    happens.
+    """
+
+    number: int
+    doorbells: int = 0
+    parts: int = 0
+    """Number of part words."""
+    words: SharedWords | None = None
+    words_mapping: mmap.mmap | None = None
+    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    """By registration and group."""
+    memories: dict[int, Memory] = field(default_factory=dict)
+    """By registration."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """Added, and not used up by a registration yet."""
+    unfinished: set[Part] = field(default_factory=set)
+    releases: int = 0
+    """Times its release was asked for; from the first on it takes no more."""
+    is_fenced: bool = False
+    """Nothing of it can run any more: it is being unmapped."""
+    overwritten_words: int = 0
+    """Part words that did not say what only this worker may change."""
+
+    def load_word(self, index: int) -> int:
+        return 0 if self.words is None else self.words.load(index)
+
+    def try_start(self, part: Part) -> bool:
+        """The part's word from armed to STARTED; False if the part must not run."""
+        return self.words is not None and self.words.try_start(part.word, part.ticket)
+
+    def is_revoked(self, part: Part) -> bool:
+        """True if the part's word says that its client has revoked it."""
+        try:
+            return self.words is None or self.words.part_state(part.word, part.ticket) == PART_REVOKED
+        except RuntimeError:
+            # No value that anybody may have written. The part shows it when it tries to start.
+            return False
+
+    def revoke(self, part: Part) -> bool:
+        """Writes REVOKED for a part that has not been started; False if its word had been overwritten. A
+        sealed word says REVOKED already."""
+        return self._try_revoke(part.word, part.ticket)
+
+    def revoke_word(self, part_word: int, ticket: int) -> None:
+        """Writes REVOKED for a part that was refused; nothing if it names no word of this session."""
+        if part_word < self.parts and 0 < ticket <= TICKET_MAX:
+            self._try_revoke(self.doorbells + part_word, ticket)
+
+    def finish(self, part: Part, state: int = PART_FAILED) -> bool:
+        """Writes the terminal word of a started part; False if its word had been overwritten, and is left so:
+        by the client, which may withdraw a store that runs, or by somebody else."""
+        try:
+            if self.words is not None:
+                self.words.finish(part.word, part.ticket, state)
+        except RuntimeError:
+            if part.is_load or not self.is_revoked(part):
+                self._noted(False)
+            return False
+        return True
+
+    def _try_revoke(self, word: int, ticket: int) -> bool:
+        if self.words is None or self.words.try_revoke(word, ticket):
+            return True
+        return self._noted(self.words.load(word) == SEALED)
+
+    def _noted(self, as_expected: bool) -> bool:
+        if not as_expected:
+            self.overwritten_words += 1
+        return as_expected
+
+    def map_words(self, fd: int, doorbells: int, parts: int) -> None:
+        """Maps the words. Refusal, and nothing changed, if they cannot be. The descriptor stays the
+        caller's."""
+        if self.words is not None:
+            raise Refusal(
+                Reason.ALREADY_REGISTERED,
+                "this session's words are mapped already",
+                field="session",
+                value=self.number,
+            )
+        if not 0 < doorbells + parts <= WORDS_MAX:
+            raise Refusal(
+                Reason.MAPPING_INVALID,
+                f"use 1 to {WORDS_MAX} words in all",
+                field="words",
+                value=doorbells + parts,
+            )
+        mapping = map_memfd(fd, 8 * (doorbells + parts))
+        self.words_mapping = mapping
+        self.words = SharedWords(mapping, doorbells + parts)
+        self.doorbells = doorbells
+        self.parts = parts
+
+    def add_chunks(self, device: Device, fds: Sequence[int], sizes: Sequence[int]) -> None:
+        """Imports chunks for the next registration. Refusal, and nothing changed, if one cannot be. The
+        descriptors stay the caller's."""
+        if len(self.chunks) + len(fds) > CHUNKS_MAX:
+            raise Refusal(
+                Reason.DEVICE_MEMORY_INVALID,
+                f"a session adds at most {CHUNKS_MAX} chunks before it registers them",
+                field="chunks",
+                value=len(self.chunks) + len(fds),
+            )
+        added: list[Chunk] = []
+        try:
+            for fd, size_bytes in zip(fds, sizes, strict=True):
+                added.append(device.import_chunk(fd, size_bytes))
+        except BaseException:
+            for chunk in added:
+                chunk.release()
+            raise
+        self.chunks += added
+
+    def map_memory(self, device: Device, fds: Sequence[int], message: wire.MapMemory) -> None:
+        """Maps a rank's memory. Refusal, and nothing changed, if it is not what the message says.
+
+        Without the engine's lock: much memory takes a while.
+        """
+        if message.registration in self.memories:
+            raise Refusal(
+                Reason.ALREADY_REGISTERED,
+                "this registration is mapped already",
+                field="registration",
+                value=message.registration,
+            )
+        if len(self.memories) >= REGISTRATIONS_MAX:
+            raise Refusal(
+                Reason.ALREADY_REGISTERED,
+                f"a session has at most {REGISTRATIONS_MAX} registrations",
+                field="registration",
+                value=message.registration,
+            )
+        memory, chunks_used = device.map_memory(message, fds, self.chunks)
+        plans: dict[tuple[int, int], Plan] = {}
+        try:
+            for group in message.groups:
+                plans[message.registration, group.group] = memory.plan(group)
+        except BaseException:
+            plans.clear()
+            memory.unmap()
+            raise
+        used, self.chunks = self.chunks[:chunks_used], self.chunks[chunks_used:]
+        for chunk in used:
+            chunk.release()
+        self.memories[message.registration] = memory
+        self.plans.update(plans)
+
+    def fence(self) -> None:
+        """Drops what uses the mappings; no part may be left."""
+        self.is_fenced = True
+        self.words = None
+        self.plans.clear()
+
+    def unmap(self) -> None:
+        """Unmaps everything, after `fence`. Without the engine's lock: much memory takes a while.
+
+        Raises if something cannot be let go of: then only the end of the process helps.
+        """
+        while self.memories:
+            self.memories.popitem()[1].unmap()
+        while self.chunks:
+            self.chunks.pop().release()
+        if self.words_mapping is not None:
+            unmap(self.words_mapping)
+            self.words_mapping = None

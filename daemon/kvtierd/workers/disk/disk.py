@@ -1,0 +1,120 @@
+"""A disk made ready: its slab open and locked, the image filled or kept, and what moves its data."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PoolRecords, format_pool
+
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.memory.pool_file import config_digest, file_bytes, gib
+from kvtierd.tiers.disk.slab import HEADER_BYTES, NAMING, ExtentHeaders, Slab, io_refusal, load, refuse
+from kvtierd.workers.channel.status import StatusPage, io_word
+from kvtierd.workers.disk.faults import Faults
+from kvtierd.workers.disk.moving import Mover
+from kvtierd.workers.disk.persistence import Records
+from kvtierd.workers.log import logger
+
+_log = logger(__name__)
+
+
+class OpenDisk:
+    """The slab of one disk and its image, which say the same where it matters."""
+
+    cold_reason: str
+    """Why nothing in the file was kept; empty if it was."""
+    is_direct: bool
+    """Data passes the kernel's cache by."""
+
+    def __init__(
+        self,
+        directory: Path,
+        size_bytes: int,
+        extent_bytes: int,
+        image: npt.NDArray[np.uint8],
+        *,
+        load: bool,
+        status: StatusPage,
+        faults: Faults,
+    ) -> None:
+        """With `load` the image becomes what the file says, or both are made anew; without, the image is the
+        truth and the file must be the one that belongs to it. Refusal naming what is wrong and what to do."""
+        self._image = image
+        self._status = status
+        self._faults = faults
+        self.cold_reason = ""
+        self.slab = Slab.open(directory, size_bytes, extent_bytes, create=load)
+        if len(image) != file_bytes(self.slab.geometry):
+            raise ValueError(f"an image of {len(image)} bytes, the slab has {file_bytes(self.slab.geometry)}")
+        try:
+            headers = self._load() if load else self._keep()
+            self._direct_fd = None if faults.no_direct else self.slab.open_direct()
+        except OSError as error:
+            raise io_refusal(self.slab.path, "opening it", error) from error
+        self.is_direct = self._direct_fd is not None
+        if not self.is_direct:
+            _log.warning(
+                "no direct input and output there: data goes through the kernel's cache", path=directory
+            )
+        self._disk = PoolRecords(image)
+        self._records = Records(self.slab, image, self._disk, headers, status, faults)
+
+    def movers(self, pool: npt.NDArray[np.uint8], threads: int, depth: int) -> list[Mover]:
+        """One for each thread. Refusal if the kernel has no room for so many operations."""
+        host = PoolRecords(pool)
+        fd = self.slab.fd if self._direct_fd is None else self._direct_fd
+        try:
+            return [
+                Mover(
+                    path=self.slab.path,
+                    geometry=self.slab.geometry,
+                    direct_fd=fd,
+                    fallback_fd=None if self.is_direct else self.slab.fd,
+                    depth=depth,
+                    pool=pool,
+                    host=host,
+                    disk=self._disk,
+                    records=self._records,
+                    status=self._status,
+                    word=io_word(thread),
+                    faults=self._faults,
+                )
+                for thread in range(threads)
+            ]
+        except OSError as error:
+            message = f"{error.strerror}; or lower disk.queue_depth or disk.threads"
+            raise refuse("disk.queue_depth", depth, message) from error
+
+    def _load(self) -> ExtentHeaders:
+        self.cold_reason = self.slab.reason_to_remake()
+        if self.cold_reason:
+            geometry = self.slab.geometry
+            format_pool(self._image, geometry.extent_bytes, geometry.extents, config_digest(geometry))
+            if not self.slab.make(bytes(self._image[:PAGE_BYTES]), self._faults.step):
+                self._warn_sparse()
+            return ExtentHeaders()
+        if not self.slab.allocate():
+            self._warn_sparse()
+        headers = load(self.slab, self._image)
+        for extent, error in headers.errors.items():
+            _log.warning("part of a slab cannot be read, and is given up", extent=extent, error=str(error))
+        return headers
+
+    def _keep(self) -> ExtentHeaders:
+        found = self.slab.reason_to_remake()
+        if not found and self.slab.header() != bytes(self._image[:HEADER_BYTES]):
+            found = "its header is not the one that this daemon began with"
+        if found:
+            raise refuse(
+                NAMING.path,
+                self.slab.path.parent,
+                f"slab {self.slab.path} was changed by somebody else: {found}. Restart the daemon",
+            )
+        return self.slab.extent_headers()
+
+    def _warn_sparse(self) -> None:
+        _log.warning(
+            "the file system cannot preallocate: when it is full, blocks will not be written",
+            path=self.slab.path,
+            size=gib(file_bytes(self.slab.geometry)),
+        )

@@ -1,0 +1,254 @@
+"""Moves a batch of slots between the pool and the slab, or looks at it, in the order that makes it safe.
+
+A batch is a few slots of one job. Whatever fails in it fails its slots only; nothing of it is in flight when
+a method returns.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import PoolRecords, SlabIo
+
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.workers.channel.status import StatusPage, StatusWord
+from kvtierd.workers.disk.faults import Faults
+from kvtierd.workers.disk.jobs import U32, U64, Job, Kind, Rows
+from kvtierd.workers.disk.persistence import Records, waiting
+
+WRITE_BYTES = 16 << 20
+"""A batch of a write is as many slots as the disk is given at once, or so much if that is more: reads wait no
+longer for writes than that takes. At its end the disk runs idle for a moment, so it should not be smaller: in
+batches of 4 MiB, slots of 64 KiB took half as long again. A read is one batch: nothing goes before it."""
+
+CHECK_BYTES = 4 << 20
+"""Read at once by a check, or one slot if that is more."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Mover:
+    """One thread's. `direct_fd` is only used while it is made."""
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        geometry: PoolGeometry,
+        direct_fd: int,
+        fallback_fd: int | None,
+        depth: int,
+        pool: Bytes,
+        host: PoolRecords,
+        disk: PoolRecords,
+        records: Records,
+        status: StatusPage,
+        word: StatusWord,
+        faults: Faults,
+    ) -> None:
+        """`fallback_fd`: where `direct_fd` goes through the kernel's cache, the descriptor by which it is
+        told to drop what was moved. OSError if the kernel has no room for `depth` operations."""
+        self._path = path
+        self._geometry = geometry
+        self._io = SlabIo(direct_fd, depth, status.words, word)
+        self._fallback_fd = fallback_fd
+        self._depth = depth
+        self._pool = pool
+        self._host = host
+        self._disk = disk
+        self._records = records
+        self._status = status
+        self._word = word
+        self._faults = faults
+        self._buffer: Bytes | None = None
+
+    def advance(self, job: Job) -> None:
+        """Deals with the job's next batch."""
+        rows = np.arange(job.done, min(len(job), job.done + self._batch_slots(job)))
+        match job.kind:
+            case Kind.READ:
+                self._read(job, rows)
+            case Kind.WRITE:
+                self._write(job, rows)
+            case Kind.CHECK:
+                self._check(job, rows)
+        job.done += len(rows)
+
+    def persist(self, slots: U32) -> None:
+        """Has the file say what the image says of slots, as far as that works; what is no slot is left."""
+        try:
+            self._records.persist(slots, self._word)
+        except ValueError:
+            for row in range(len(slots)):
+                with contextlib.suppress(ValueError):  # its extent has been given another slot size
+                    self._records.persist(slots[row : row + 1], self._word)
+
+    def persist_all(self) -> None:
+        """Has the file say what the image says of everything. OSError."""
+        self._records.persist_all(self._word)
+
+    def _batch_slots(self, job: Job) -> int:
+        """How many of the rest of a job the next batch is, one at least."""
+        if job.kind is Kind.READ:
+            return len(job)
+        limit = WRITE_BYTES if job.kind is Kind.WRITE else CHECK_BYTES
+        extents = self._geometry.extent_of(job.disk_slots[job.done :])
+        strides = np.zeros(len(extents), np.int64)
+        for extent in np.unique(extents).tolist():
+            if extent < self._geometry.extents and (info := self._disk.extent_info(extent)):
+                strides[extents == extent] = info[1]
+        fitting = int(np.searchsorted(np.cumsum(strides), limit, "right"))
+        return max(self._depth if job.kind is Kind.WRITE else 1, fitting)
+
+    # --- the three kinds ---
+
+    def _write(self, job: Job, rows: Rows) -> None:
+        rows = self._keep(job, rows, self._disk.match(*_pair(job, rows, self._host)))
+        rows = self._persist(job, rows)
+        rows = self._write_data(job, rows)
+        # What was written was the host's block if it still is there: its slot changes its generation before
+        # it changes a byte. Its checksum is taken as it is: what is read back is compared with it.
+        rows = self._keep(job, rows, self._disk.adopt(*_pair(job, rows, self._host)))
+        self._disk.commit(job.disk_slots[rows], job.clocks[rows])
+        self._persist(job, rows)
+
+    def _read(self, job: Job, rows: Rows) -> None:
+        matching = self._host.match(*_pair(job, rows, self._disk)) == 1
+        self._blame(job, rows[~matching])
+        rows = rows[matching]
+        rows, sums = self._read_data(job, rows, self._pool, job.host_slots[rows])
+        verdicts = self._host.accept(*_pair(job, rows, self._disk), sums)
+        job.corrupt.append(rows[verdicts == 2])
+        self._blame(job, rows[verdicts == 0])
+
+    def _check(self, job: Job, rows: Rows) -> None:
+        expected, good = self._disk.data_sums(job.disk_slots[rows], job.disk_generations[rows])
+        self._blame(job, rows[good == 0])
+        rows, expected = rows[good == 1], expected[good == 1]
+        sizes = _in_pages(self._disk.data_bytes(job.disk_slots[rows]))
+        places = (np.cumsum(sizes) - sizes) // PAGE_BYTES
+        read, sums = self._read_data(job, rows, self._memory(int(sizes.sum())), places)
+        wrong = read[sums != expected[np.searchsorted(rows, read)]]
+        # Only if it is still the same slot: else it was given away while it was read.
+        still = self._disk.check(job.disk_slots[wrong], job.disk_generations[wrong]) == 1
+        job.corrupt.append(wrong[still])
+        job.fail(wrong[~still])
+
+    # --- their steps ---
+
+    def _keep(self, job: Job, rows: Rows, verdicts: npt.NDArray[np.uint8]) -> Rows:
+        """The rows that may go on; the blocks of the others had gone."""
+        kept: Rows = rows[verdicts == 1]
+        job.fail(rows[verdicts != 1])
+        return kept
+
+    def _blame(self, job: Job, rows: Rows) -> None:
+        """Rows that did not match their records: corrupt if it is the disk's that cannot be believed although
+        it still has its generation, else their blocks had gone."""
+        for row in rows.tolist():
+            at = slice(row, row + 1)
+            slots, generations = job.disk_slots[at], job.disk_generations[at]
+            try:
+                same = bool((self._disk.generations(slots) == generations).all())
+            except ValueError:  # its extent has been given another slot size
+                same = False
+            believed = bool(self._disk.check(slots, generations).all())
+            (job.corrupt if same and not believed else job.failed).append(np.array([row]))
+
+    def _persist(self, job: Job, rows: Rows) -> Rows:
+        """The rows whose records are in the file as they are in the image."""
+        began_ns = time.monotonic_ns()
+        errors = self._records.persist(job.disk_slots[rows], self._word)
+        job.busy_ns += time.monotonic_ns() - began_ns
+        return self._without(job, rows, errors, "writing the records of")
+
+    def _write_data(self, job: Job, rows: Rows) -> Rows:
+        """Has the disk take the rows' data from the pool. The rows that it did."""
+        if not len(rows):
+            return rows
+        pages = job.host_slots[rows].astype(np.uint64) * PAGE_BYTES
+        offsets, data_bytes = self._on_disk(job, rows)
+        with self._moving(job, offsets, data_bytes):
+            if code := self._faults.strike("write"):
+                errors = np.full(len(rows), code, np.int32)
+            else:
+                errors = self._io.write(self._pool, pages, offsets, _in_pages(data_bytes))
+        self._faults.step()
+        job.moved_bytes += int(_in_pages(data_bytes)[errors == 0].sum())
+        return self._without(job, rows, errors, "writing to")
+
+    def _read_data(
+        self, job: Job, rows: Rows, memory: Bytes, pages: npt.NDArray[np.unsignedinteger]
+    ) -> tuple[Rows, U64]:
+        """Has the disk put the rows' data into these pages of `memory`. The rows that it did, and their
+        sums."""
+        sums = np.zeros(len(rows), np.uint64)
+        if not len(rows):
+            return rows, sums
+        offsets, data_bytes = self._on_disk(job, rows)
+        with self._moving(job, offsets, data_bytes):
+            if code := self._faults.strike("read"):
+                errors = np.full(len(rows), code, np.int32)
+            else:
+                places = pages.astype(np.uint64) * PAGE_BYTES
+                errors, sums = self._io.read(memory, places, offsets, _in_pages(data_bytes), data_bytes)
+        job.moved_bytes += int(_in_pages(data_bytes)[errors == 0].sum())
+        return self._without(job, rows, errors, "reading from"), sums[errors == 0]
+
+    def _on_disk(self, job: Job, rows: Rows) -> tuple[U64, U64]:
+        """Where the rows' slots begin in the slab, and how many bytes of data are in them."""
+        slots = job.disk_slots[rows]
+        return slots.astype(np.uint64) * PAGE_BYTES, self._disk.data_bytes(slots)
+
+    @contextlib.contextmanager
+    def _moving(self, job: Job, offsets: U64, data_bytes: U64) -> Iterator[None]:
+        """While the disk has something to do for this job."""
+        began_ns = time.monotonic_ns()
+        with waiting(self._status, self._word):
+            yield
+            self._drop_cached(offsets, _in_pages(data_bytes))
+        job.busy_ns += time.monotonic_ns() - began_ns
+
+    def _without(self, job: Job, rows: Rows, errors: npt.NDArray[np.int32], doing: str) -> Rows:
+        wrong = errors != 0
+        if wrong.any():
+            code = int(errors[wrong][0])
+            name = errno.errorcode.get(code, str(code))
+            job.fail(rows[wrong], f"{doing} {self._path} failed with {name} ({os.strerror(code)})")
+        kept: Rows = rows[~wrong]
+        return kept
+
+    def _drop_cached(self, offsets: U64, sizes: U64) -> None:
+        if self._fallback_fd is None:
+            return
+        for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+            os.posix_fadvise(self._fallback_fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def _memory(self, size: int) -> Bytes:
+        """Whole pages of our own for a check; kept, unless it is an unusually large one."""
+        if size > CHECK_BYTES:
+            return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        if self._buffer is None:
+            self._buffer = np.frombuffer(mmap.mmap(-1, CHECK_BYTES), np.uint8)
+        return self._buffer
+
+
+def _pair(job: Job, rows: Rows, source: PoolRecords) -> tuple[U32, U64, PoolRecords, U32, U64]:
+    """What `match`, `adopt` and `accept` of the other side's records take."""
+    disk = job.disk_slots[rows], job.disk_generations[rows]
+    host = job.host_slots[rows], job.host_generations[rows]
+    # A write's records are the disk's and its source the host's; a read's the other way round.
+    return (*disk, source, *host) if job.kind is Kind.WRITE else (*host, source, *disk)
+
+
+def _in_pages(sizes: U64) -> U64:
+    """Rounded up to whole pages, in bytes; one page at least."""
+    pages: U64 = np.maximum(-(-sizes.astype(np.int64) // PAGE_BYTES), 1).astype(np.uint64) * PAGE_BYTES
+    return pages

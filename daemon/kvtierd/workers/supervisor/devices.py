@@ -1,0 +1,200 @@
+"""Which device has which worker, when one may be started, when it should be ended. It only decides."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerState
+
+
+@dataclass(slots=True, eq=False)
+class Device:
+    """One device that has, or had, a worker. Read-only for everybody but `Devices`."""
+
+    name: str
+    permanent: bool
+    """Has a worker as long as the daemon runs, not only while sessions use it."""
+    delay_s: float
+    """Before the next worker is started if this one does not last."""
+    delay_max_s: float
+    worker: WorkerHandle | None = None
+    """Its latest, until that one's process is gone."""
+    workers: int = 0
+    """That were ever live."""
+    respawns: int = 0
+    """Workers started in place of lost ones."""
+    broken: bool = False
+    """Its last worker was lost, and none has come up since."""
+    not_before_s: float = 0.0
+    """When the next worker may be started."""
+    last_why: str = ""
+    """What became of its last worker; empty once another is live."""
+
+    @property
+    def is_known(self) -> bool:
+        """False for what a client has named and no worker has ever served."""
+        return self.permanent or self.workers > 0
+
+    @property
+    def why(self) -> str:
+        """Why it has no live worker, in one sentence; empty if it has one, or never had any."""
+        return (self.worker.why if self.worker is not None else "") or self.last_why
+
+    @property
+    def idle(self) -> bool:
+        """It has no worker, or soon has none, because no session needs one."""
+        ending = self.worker is None or self.worker.state is WorkerState.ENDING
+        return ending and not self.permanent and not self.broken
+
+
+class Devices:
+    """All devices. `now_s` is the event loop's time, except where it is said otherwise."""
+
+    def __init__(self, permanent: Sequence[str], limits: SupervisorLimits, disks: Sequence[str] = ()) -> None:
+        """`permanent` and `disks` have a worker as long as the daemon runs."""
+        self._limits = limits
+        self._known = {name: self._new(name, permanent=True) for name in permanent}
+        for name in disks:
+            self._known[name] = self._new(name, permanent=True, delay_max_s=limits.disk_respawn_delay_max_s)
+
+    def _new(self, name: str, *, permanent: bool = False, delay_max_s: float | None = None) -> Device:
+        limits = self._limits
+        return Device(name, permanent, limits.respawn_delay_min_s, delay_max_s or limits.respawn_delay_max_s)
+
+    def __iter__(self) -> Iterator[Device]:
+        """Those that are, or should be, served, and those that once were."""
+        return iter(self._known.values())
+
+    @property
+    def permanent(self) -> list[str]:
+        return [device.name for device in self if device.permanent]
+
+    def __getitem__(self, name: str) -> Device:
+        """A device that is known."""
+        return self._known[name]
+
+    def worker(self, name: str) -> WorkerHandle | None:
+        """The device's latest worker, in whatever state, until its process is gone."""
+        device = self._known.get(name)
+        return None if device is None else device.worker
+
+    def check_start(self, name: str, now_s: float, workers: Sequence[WorkerHandle]) -> None:
+        """Raises Refusal if no worker may be started for this device now, on behalf of a session.
+
+        `workers` are all that have a process.
+        """
+        device = self._known.get(name)
+        if device is not None and device.permanent:
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                "the device's copy worker is being started: try again",
+                field="device",
+                value=name,
+            )
+        if device is not None and now_s < device.not_before_s:
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                "the device's copy worker was lost: try again in "
+                f"{device.not_before_s - now_s:.1f} s, when another may be started",
+                field="device",
+                value=name,
+            )
+        if len(workers) >= self._limits.devices_max:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the daemon runs {self._limits.devices_max} copy workers already, and no more",
+                field="device",
+                value=name,
+            )
+        if sum(worker.state is WorkerState.STARTING for worker in workers) >= self._limits.starts_max:
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                f"{self._limits.starts_max} copy workers are being started already: try again in a second",
+                field="device",
+                value=name,
+            )
+
+    def respawns_of_next(self, name: str) -> int:
+        """What `WorkerHandle.respawns` is of the next worker of a device."""
+        device = self._known.get(name)
+        return 0 if device is None else device.respawns + device.broken
+
+    def started(self, handle: WorkerHandle) -> None:
+        """A process has been started for a device that had none."""
+        device = self._known.get(handle.device)
+        if device is None:
+            self._make_room()
+            device = self._known[handle.device] = self._new(handle.device)
+        device.worker = handle
+        device.respawns = handle.respawns
+
+    def _make_room(self) -> None:
+        """Forgets what is known of devices that have no worker, if there are too many. GPUs never are."""
+        unused = [device.name for device in self if device.worker is None and not device.permanent]
+        while len(self._known) >= self._limits.devices_max and unused:
+            del self._known[unused.pop(0)]
+
+    def live(self, handle: WorkerHandle) -> None:
+        """A worker has come up."""
+        device = self._known[handle.device]
+        device.broken = False
+        device.workers += 1
+        device.last_why = ""
+
+    def unusable(self, handle: WorkerHandle) -> None:
+        """A worker has found that it cannot serve its device: the next session that asks gets another."""
+        device = self._known[handle.device]
+        if device.permanent:
+            return
+        device.worker = None
+        if not device.workers:
+            del self._known[handle.device]
+
+    def gone(self, handle: WorkerHandle, now_s: float, *, lost: bool) -> float | None:
+        """A worker's process is gone, `lost` unless it was to end.
+
+        Returns in how many seconds another has to be started in its place; None if that can wait until a
+        session asks.
+        """
+        device = self._known.get(handle.device)
+        if device is None or device.worker is not handle:
+            return None  # it was unusable
+        device.worker = None
+        device.last_why = handle.why
+        if not lost and not device.permanent:
+            return None
+        device.broken = True
+        if now_s - handle.started_s >= self._limits.steady_s:
+            device.delay_s = self._limits.respawn_delay_min_s
+        delay_s = self.next_delay_s(handle.device)
+        device.not_before_s = now_s + delay_s
+        return delay_s if device.permanent else None
+
+    def next_delay_s(self, name: str) -> float:
+        """How long to wait before another worker is started; twice as long the next time."""
+        device = self._known[name]
+        delay_s = device.delay_s
+        device.delay_s = min(2 * delay_s, device.delay_max_s)
+        return delay_s
+
+    def idle(self, now_s: float) -> list[WorkerHandle]:
+        """Live workers that no session has used for so long that they should be ended. `now_s`: Watch's
+        time."""
+        idle_s = self._limits.gpu_idle_s
+        if not idle_s:
+            return []
+        found = []
+        for device in self:
+            worker = device.worker
+            if device.permanent or worker is None or worker.state is not WorkerState.LIVE:
+                continue
+            if worker.sessions or worker.requests or worker.idle_since_s is None:
+                worker.idle_since_s = now_s
+            elif now_s - worker.idle_since_s >= idle_s:
+                found.append(worker)
+        return found
+
+    @property
+    def respawns(self) -> Mapping[str, int]:
+        """By device: workers started in place of lost ones."""
+        return {device.name: device.respawns for device in self if device.is_known}

@@ -1,0 +1,390 @@
+"""The lives of workers: started, watched, lost, ended, replaced."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import WorkerId
+from kvtierd.core.stimuli import WorkerExited, WorkerLost
+from kvtierd.logs import logger
+from kvtierd.workers.channel.channel import PEER_CLOSED
+from kvtierd.workers.channel.packets import close_fds
+from kvtierd.workers.supervisor import messages
+from kvtierd.workers.supervisor.devices import Devices
+from kvtierd.workers.supervisor.handles import (
+    CPU,
+    SupervisorLimits,
+    WorkerHandle,
+    WorkerOptions,
+    WorkerStartError,
+    WorkerState,
+    unavailable,
+)
+from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker
+from kvtierd.workers.supervisor.process import EXITED_WELL, WorkerProcess
+from kvtierd.workers.supervisor.watch import Watch
+
+_log = logger(__name__)
+
+EXIT_GRACE_S = 1.0
+"""For a worker that has closed its channel to be gone, before it is killed: how it exited says more,
+and on a busy machine takes its time."""
+WATCH_SILENCE_MAX_S = 5.0
+"""Between two rounds of the watch, which are 20 in that time."""
+
+
+class Lifecycle:
+    """The processes behind the supervisor, which gets their packets. Everything happens on one event loop.
+
+    `emit` is given WorkerLost and WorkerExited of workers that were announced by `live`.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool_fd: int,
+        pool_bytes: int,
+        devices: Sequence[str],
+        disks: Sequence[DiskOptions],
+        limits: SupervisorLimits,
+        environment: Mapping[str, str] | None,
+        options: WorkerOptions,
+        on_packet: Callable[[WorkerHandle, bytes], None],
+        emit: Callable[[WorkerLost | WorkerExited], None],
+    ) -> None:
+        self.workers: dict[WorkerId, WorkerHandle] = {}
+        self.processes: dict[WorkerId, WorkerProcess] = {}
+        self._required = tuple(devices)
+        self._disks = {disk.device: disk for disk in disks}
+        self.devices = Devices(devices, limits, tuple(self._disks))
+        self.watch = Watch(limits)
+        self._limits = limits
+        self._pool_fd = pool_fd
+        self._pool_bytes = pool_bytes
+        self._environment = environment
+        self._options = options
+        self._on_packet = on_packet
+        self._emit = emit
+        self._worker_ids = itertools.count(1)
+        self._respawn_timers: dict[str, asyncio.TimerHandle] = {}
+        self._watch_timer: asyncio.TimerHandle | None = None
+        self._told: dict[tuple[str, str], None] = {}
+        """What the log says already of devices that cannot be used, and of workers that do not come up."""
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._seen_dead: set[WorkerId] = set()
+        """Whose processes had ended, unnoticed, when `unattended` was last asked."""
+
+    async def start(self) -> None:
+        """As `Supervisor.start`."""
+        self._loop = asyncio.get_running_loop()
+        self.watch.start(self._loop.time())
+        self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)
+        try:
+            first = [self._spawn(device) for device in self._required]
+        except (OSError, ValueError) as error:
+            await self.stop(0)
+            raise WorkerStartError(f"a copy worker cannot be started: {error}") from error
+        for device in self._disks:
+            self._start_again(device)
+        for handle in first:
+            await handle.settled.wait()
+            if handle.state is not WorkerState.LIVE:
+                await self.stop(0)
+                raise WorkerStartError(
+                    f"the copy worker for {handle.device!r} did not come up: {handle.why}; "
+                    "its own messages are on the daemon's stderr"
+                )
+
+    async def settle_disks(self, timeout_s: float) -> None:
+        """As `Supervisor.settle_disks`."""
+        workers = map(self.devices.worker, self._disks)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for handle in workers:
+                    if handle is not None:
+                        await handle.settled.wait()
+        except TimeoutError:
+            pass  # those join later
+
+    async def stop(self, grace_s: float) -> bool:
+        """As `Supervisor.stop`."""
+        self._stopping = True
+        for timer in self._respawn_timers.values():
+            timer.cancel()
+        self._respawn_timers.clear()
+        for handle in list(self.workers.values()):
+            if handle.state is WorkerState.STARTING:
+                self.lose(handle, "the daemon stops")
+            self.send(handle, messages.stop_packet())
+        if grace_s > 0:
+            await self._all_gone(grace_s)
+        for handle in list(self.workers.values()):
+            self.lose(handle, "the daemon stops")
+        gone = await self._all_gone(self._limits.kill_deadline_s)
+        if gone and self._watch_timer is not None:
+            self._watch_timer.cancel()
+            self._watch_timer = None
+        return gone
+
+    async def _all_gone(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.workers:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def worker_for(self, device: str) -> WorkerHandle:
+        """As `Supervisor.worker_for`."""
+        if self._stopping:
+            raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
+        handle = self.devices.worker(device) or self._start_for(device)
+        # Ends with the handshake deadline, whatever happens.
+        await handle.settled.wait()
+        if handle.state is not WorkerState.LIVE:
+            raise handle.refusal or unavailable(handle)
+        handle.idle_since_s = None
+        return handle
+
+    def _start_for(self, device: str) -> WorkerHandle:
+        self.devices.check_start(device, self._loop.time(), list(self.workers.values()))
+        try:
+            return self._spawn(device)
+        except (OSError, ValueError) as error:
+            _log.error("a copy worker cannot be started", device=device, error=str(error))
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                f"the device's copy worker cannot be started ({error}): try again later",
+                field="device",
+                value=device,
+            ) from error
+
+    def send(self, handle: WorkerHandle, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        """False if the worker is not live, or its queue is full, which loses it. OSError if the descriptors
+        would have to wait and there is none left for them."""
+        if handle.state is not WorkerState.LIVE:
+            return False
+        return self.processes[handle.worker].channel.send(packet, fds)
+
+    def _spawn(self, device: str) -> WorkerHandle:
+        """OSError or ValueError, and nothing has changed, if no process can be started."""
+        respawns = self.devices.respawns_of_next(device)
+        kind = self._kind(device)
+        handle = WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
+        process = WorkerProcess(
+            pool_fd=self._pool_fd,
+            pool_bytes=self._pool_bytes,
+            kind=kind,
+            environment=self._environment,
+            log_level=self._options.log_level,
+            log_format=self._options.log_format,
+            on_packet=lambda packet, fds: self._packet(handle, packet, fds),
+            on_closed=lambda reason: self._channel_closed(handle, reason),
+            on_exit=lambda: self._exited(handle),
+        )
+        handle.pid = process.pid
+        handle.started_s = self._loop.time()
+        handle.deadline_s = self.watch.now_s + kind.handshake_deadline_s
+        self.workers[handle.worker] = handle
+        self.processes[handle.worker] = process
+        self.devices.started(handle)
+        return handle
+
+    def _kind(self, device: str) -> WorkerKind:
+        """What the next worker of a device is."""
+        limits, options = self._limits, self._options
+        disk = self._disks.get(device)
+        if disk is not None:
+            return disk_worker(
+                disk,
+                first=not self.devices[device].workers,
+                handshake_deadline_s=limits.disk_handshake_deadline_s,
+            )
+        on_gpu = device != CPU
+        arguments: dict[str, object] = {"--device": device, "--copy-deadline-s": limits.copy_deadline_s}
+        if on_gpu:
+            arguments |= {"--copy-method": options.gpu_copy_method, "--seal-threads": options.seal_threads}
+        return WorkerKind(
+            title="copy worker",
+            module="kvtierd.workers.copy",
+            arguments=arguments,
+            handshake_deadline_s=limits.gpu_handshake_deadline_s if on_gpu else limits.handshake_deadline_s,
+            operation_deadline_s=limits.copy_deadline_s,
+            map_deadline_s=limits.gpu_map_deadline_s if on_gpu else limits.map_deadline_s,
+        )
+
+    def _packet(self, handle: WorkerHandle, packet: bytes, fds: list[int]) -> None:
+        close_fds(fds)
+        self._on_packet(handle, packet)
+
+    def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
+        if handle.state is WorkerState.ENDING:
+            return  # as it was to; it may take a while yet
+        if reason == PEER_CLOSED:
+            # Its process is about to end, most likely, and then says better why.
+            self._loop.call_later(EXIT_GRACE_S, self.lose, handle, f"its channel broke: {reason}")
+        else:
+            self.lose(handle, f"its channel broke: {reason}")
+
+    # --- from one state to the next ---
+
+    def live(self, handle: WorkerHandle) -> None:
+        """It is ready: the caller announces it, and then has `settled` set."""
+        handle.state = WorkerState.LIVE
+        handle.announced = True
+        self.devices.live(handle)
+        self._told = {told: None for told in self._told if told[0] != handle.device}
+        _log.info(f"{handle.kind.title} live", worker_pid=handle.pid, device=handle.device)
+
+    def reject(self, device: str, why: str) -> None:
+        """As `Supervisor.reject`."""
+        self.devices[device].workers = 0
+        handle = self.devices.worker(device)
+        if handle is not None:
+            self.lose(handle, why)
+
+    def unusable(self, handle: WorkerHandle, refusal: Refusal) -> None:
+        """It cannot serve its device, and exits."""
+        handle.refusal = refusal
+        self.devices.unusable(handle)
+        say = _log.warning if self._is_new(handle, f"{refusal.reason.name} {refusal.field}") else _log.debug
+        say(
+            "a device cannot be used; said once for each reason",
+            device=handle.device,
+            reason=refusal.reason.name,
+            why=refusal.message,
+        )
+        self._end(handle, refusal.message)
+
+    def _is_new(self, handle: WorkerHandle, why: str) -> bool:
+        """Whether the log does not say so of this device already; from now on it does."""
+        told = (handle.device, why)
+        is_new = told not in self._told
+        self._told[told] = None
+        while len(self._told) > self._limits.devices_max:
+            del self._told[next(iter(self._told))]
+        return is_new
+
+    def _end(self, handle: WorkerHandle, why: str) -> None:
+        """The worker is given nothing more, and is to exit by itself."""
+        handle.state = WorkerState.ENDING
+        handle.why = why
+        handle.deadline_s = self.watch.now_s + self._limits.end_deadline_s
+        handle.settled.set()
+        self.watch.forget(handle)
+
+    def lose(self, handle: WorkerHandle, why: str) -> None:
+        """From now on the worker is only waited for. Nothing if it is lost already."""
+        if handle.state in (WorkerState.LOST, WorkerState.EXITED):
+            return
+        # One that does not come up is tried again and again.
+        is_new = handle.state is not WorkerState.STARTING or self._is_new(handle, why)
+        handle.state = WorkerState.LOST
+        handle.why = why
+        handle.deadline_s = self.watch.now_s + self._limits.kill_deadline_s
+        process = self.processes[handle.worker]
+        process.kill()
+        process.channel.close()
+        for request in handle.requests.values():
+            if not request.answer.done():
+                request.answer.set_exception(unavailable(handle))
+        handle.requests.clear()
+        for told in handle.persisting.values():
+            if not told.done():
+                told.set_result(f"its worker was lost: {why}")
+        handle.persisting.clear()
+        handle.settled.set()
+        self.watch.forget(handle)
+        say = _log.info if self._stopping else _log.error if is_new else _log.debug
+        say(f"{handle.kind.title} lost", worker_pid=handle.pid, device=handle.device, why=why)
+        if handle.announced:
+            self._emit(WorkerLost(handle.worker, why))
+
+    def _exited(self, handle: WorkerHandle) -> None:
+        process = self.processes[handle.worker]
+        # What it said before it ended still counts.
+        process.channel.drain()
+        how = process.ended() or "its process is gone"
+        as_told = handle.state is WorkerState.ENDING and how == EXITED_WELL
+        if as_told:
+            process.channel.close()
+            for told in handle.persisting.values():
+                if not told.done():
+                    told.set_result("its worker has ended")
+            _log.info(
+                f"{handle.kind.title} ended", worker_pid=handle.pid, device=handle.device, why=handle.why
+            )
+            if handle.announced:
+                self._emit(WorkerLost(handle.worker, handle.why))
+        else:
+            self.lose(handle, how)
+        handle.state = WorkerState.EXITED
+        del self.processes[handle.worker]
+        process.close()
+        if handle.announced:
+            self._emit(WorkerExited(handle.worker))
+        # Only now, so that whoever hears of a worker finds it in `workers`, whatever has happened to it.
+        self._loop.call_soon(self._forget, handle, not as_told)
+
+    def _forget(self, handle: WorkerHandle, was_lost: bool) -> None:
+        del self.workers[handle.worker]
+        self._changed.set()
+        delay_s = self.devices.gone(handle, self._loop.time(), lost=was_lost)
+        if delay_s is not None and not self._stopping:
+            self._schedule_respawn(handle.device, delay_s)
+
+    def _schedule_respawn(self, device: str, delay_s: float) -> None:
+        self._respawn_timers[device] = self._loop.call_later(delay_s, self._respawn, device)
+
+    def _respawn(self, device: str) -> None:
+        del self._respawn_timers[device]
+        self._start_again(device)
+
+    def _start_again(self, device: str) -> None:
+        """A worker of a permanent device; if it cannot be started, a little later."""
+        try:
+            self._spawn(device)
+        except (OSError, ValueError) as error:
+            _log.error("a worker cannot be started", device=device, error=str(error))
+            self._schedule_respawn(device, self.devices.next_delay_s(device))
+
+    def unattended(self) -> list[str]:
+        """As `Supervisor.unattended`."""
+        found = []
+        silent_s = self._loop.time() - self.watch.looked_at_s
+        if silent_s > WATCH_SILENCE_MAX_S:
+            found.append(f"no worker has been looked at for {silent_s:.0f} s")
+        for device in self.devices.permanent:
+            if self.devices.worker(device) is None and device not in self._respawn_timers:
+                found.append(f"{device} has no worker, and none is to be started")
+        dead = {
+            worker
+            for worker, process in self.processes.items()
+            if self.workers[worker].state is not WorkerState.EXITED and process.ended() is not None
+        }
+        # One that has just ended will be noticed in a moment.
+        for worker in sorted(dead & self._seen_dead):
+            found.append(f"the end of the worker of {self.workers[worker].device} was not noticed")
+        self._seen_dead = dead
+        return [] if self._stopping else found
+
+    def set_log_level(self, level: str) -> None:
+        """As `Supervisor.set_log_level`."""
+        self._options = replace(self._options, log_level=level)
+
+    def _watch_round(self) -> None:
+        self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)
+        self.watch.advance(self._loop.time())
+        for handle in list(self.workers.values()):
+            if handle.state is not WorkerState.EXITED:
+                why = self.watch.overdue(handle, self.processes[handle.worker].status.read())
+                if why is not None:
+                    self.lose(handle, why)
+        for handle in self.devices.idle(self.watch.now_s):
+            if self.send(handle, messages.stop_packet()):
+                self._end(handle, f"no session has used it for {self._limits.gpu_idle_s:g} s")

@@ -1,0 +1,70 @@
+"""Which workers have to be killed: deadlines, in a clock that stands still while the front does."""
+
+from kvtierd.logs import logger
+from kvtierd.workers.channel.status import StallDetector
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerState
+
+_log = logger(__name__)
+
+
+class Watch:
+    """A clock, and the deadlines of workers in it."""
+
+    def __init__(self, limits: SupervisorLimits) -> None:
+        self.now_s = 0.0
+        """Stands still while the front does: a deadline in it is never missed by a sleeping watchman."""
+        self._limits = limits
+        self._last_s = 0.0
+        self._elapsed_s = 0.0
+        self._stalls: dict[WorkerHandle, StallDetector] = {}
+
+    def start(self, loop_s: float) -> None:
+        """`loop_s`: the event loop's time now."""
+        self._last_s = loop_s
+
+    def advance(self, loop_s: float) -> None:
+        """Before each round; a round that comes late counts as four at most."""
+        self._elapsed_s = min(loop_s - self._last_s, 4 * self._limits.watch_period_s)
+        self._last_s = loop_s
+        self.now_s += self._elapsed_s
+
+    @property
+    def looked_at_s(self) -> float:
+        """When the last round was, in the event loop's time."""
+        return self._last_s
+
+    def forget(self, handle: WorkerHandle) -> None:
+        self._stalls.pop(handle, None)
+
+    def overdue(self, handle: WorkerHandle, status: tuple[int, ...]) -> str | None:
+        """Why a worker has to be killed now, if it has. `status`: what its page says, read once a round."""
+        match handle.state:
+            case WorkerState.STARTING:
+                late = self.now_s >= handle.deadline_s
+                return f"not ready after {handle.kind.handshake_deadline_s:g} s" if late else None
+            case WorkerState.ENDING:
+                late = self.now_s >= handle.deadline_s
+                return f"still there {self._limits.end_deadline_s:g} s after it was to end" if late else None
+            case WorkerState.LIVE:
+                return self._live(handle, status)
+            case WorkerState.LOST if self.now_s >= handle.deadline_s:
+                handle.deadline_s = float("inf")
+                _log.error(
+                    f"a {handle.kind.title} is still there after SIGKILL: its blocks stay held until it is "
+                    "gone",
+                    worker_pid=handle.pid,
+                    device=handle.device,
+                    waited_s=self._limits.kill_deadline_s,
+                )
+        return None
+
+    def _live(self, handle: WorkerHandle, status: tuple[int, ...]) -> str | None:
+        stalls = self._stalls.setdefault(handle, StallDetector(handle.kind.operation_deadline_s))
+        stuck = stalls.observe(status, self._elapsed_s)
+        if stuck is not None:
+            return stuck
+        if any(self.now_s >= request.deadline_s for request in handle.requests.values()):
+            return f"it has not answered a mapping request for {handle.kind.map_deadline_s:g} s"
+        if any(self.now_s >= deadlines[0] for deadlines in handle.releases.values()):
+            return f"it has not released a session for {self._limits.release_deadline_s:g} s"
+        return None
