@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtierd.config.settings import human_size
-from kvtierd.ctl.terminal import Row, facts, state, table
+from kvtierd.ctl.terminal import Row, facts, indented, state, table
 from kvtierd.ctl.text import duration, shortened
 
 CPU = "cpu"
@@ -17,7 +17,7 @@ DISK_PREFIX = "disk-"
 """How the names of the devices that are disks begin."""
 ENGINE_HEADS = ("NO", "ENGINE", "STATE", "MODEL", "RANKS", "MAPPED", "LEASED", "TRANSFERS", "NAMESPACE")
 WORKER_HEADS = ("WORKER", "STATE", "PID", "PARTS", "MAPPED", "REGISTERED", "REPLACED")
-NAMESPACE_HEADS = ("NAMESPACE", "GROUP", "MODEL", "RANKS", "BLOCK", "IN MEMORY", "ON DISK", "ENGINES")
+GROUP_HEADS = ("GROUP", "RANKS", "TOKENS", "BLOCK", "IN MEMORY", "ON DISK", "ENGINES")
 PROCESS_HEADS = ("ENGINE", "ROLE", "PID", "ATTACHED FOR", "CLIENT")
 
 
@@ -55,7 +55,8 @@ def engine_table(
             "MAPPED": human_size(each.mapped_bytes),
             "LEASED": f"{each.leased_blocks:,}",
             "TRANSFERS": f"{each.transfers_active:,}",
-            "NAMESPACE": each.namespace_digest or "-",
+            # How a digest begins is enough to name a namespace.
+            "NAMESPACE": Text(each.namespace_digest or "-", no_wrap=True, overflow="ellipsis"),
         }
         for each in instances
     ]
@@ -120,29 +121,32 @@ def worker_table(
 
 
 def namespaces(found: Sequence[admin_pb2.NamespaceStatus], fields: bool = False) -> RenderableType:
-    """The page of `kvtierctl namespaces`: each group of each namespace, and with `fields` what the engines of
-    each namespace have said of it."""
+    """The page of `kvtierctl namespaces`: each namespace with its groups, and with `fields` what its engines
+    have said of it."""
     if not found:
         return "no engine has attached yet, and the pool is empty"
-    rows: list[Row] = []
-    for each in found:
-        known = each.block_bytes > 0
-        rows.append(
-            {
-                "NAMESPACE": each.namespace_digest,
-                "GROUP": str(each.group),
-                "MODEL": each.model or "(of an earlier daemon)",
-                "RANKS": str(each.world_size) if known else "-",
-                "BLOCK": f"{each.block_tokens} tokens, {human_size(each.block_bytes)}" if known else "-",
-                "IN MEMORY": f"{each.host_blocks:,}",
-                "ON DISK": f"{each.disk_blocks:,}",
-                "ENGINES": ", ".join(each.instances) or "-",
-            }
-        )
-    parts: list[RenderableType] = [table(NAMESPACE_HEADS, rows)]
-    if fields:
-        by_digest = {each.namespace_digest: each for each in reversed(found)}
-        for digest in dict.fromkeys(each.namespace_digest for each in found):
-            values = [(f"{field.name} =", field.value) for field in by_digest[digest].fields]
-            parts += [Text(""), facts(Text(f"namespace {digest}", "bold"), values)]
-    return Group(*parts)
+    parts: list[RenderableType] = []
+    for digest in dict.fromkeys(each.namespace_digest for each in found):
+        groups = [each for each in found if each.namespace_digest == digest]
+        model = groups[0].model or "(of an earlier daemon)"
+        parts += [Text.assemble((f"namespace {digest}", "bold"), f"  {model}"), indented(_groups(groups))]
+        if fields:
+            parts.append(facts("", ((f"{field.name} =", field.value) for field in groups[0].fields)))
+        parts.append(Text(""))
+    return Group(*parts[:-1])
+
+
+def _groups(groups: Iterable[admin_pb2.NamespaceStatus]) -> Table:
+    rows: list[Row] = [
+        {
+            "GROUP": str(each.group),
+            "RANKS": str(each.world_size or "-"),
+            "TOKENS": str(each.block_tokens or "-"),
+            "BLOCK": human_size(each.block_bytes) if each.block_bytes else "-",
+            "IN MEMORY": f"{each.host_blocks:,}",
+            "ON DISK": f"{each.disk_blocks:,}",
+            "ENGINES": ", ".join(each.instances) or "-",
+        }
+        for each in groups
+    ]
+    return table(GROUP_HEADS, rows)
