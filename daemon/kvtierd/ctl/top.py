@@ -132,7 +132,7 @@ class Top:
             title_align="left",
             subtitle=None if most is None else Text(f"max {tile.text(most)}", "dim"),
             subtitle_align="right",
-            border_style="dim",
+            border_style="bright_black",
         )
 
 
