@@ -22,7 +22,7 @@ PROCESS_HEADS = ("ENGINE", "ROLE", "PID", "ATTACHED FOR", "CLIENT")
 
 
 def state_of(instance: admin_pb2.InstanceStatus) -> str:
-    """One word for how an engine is."""
+    """The state of an engine, in one word."""
     if instance.audit_mismatches:
         return "quarantined"
     return "ready" if instance.ready else "incomplete" if instance.sessions else "ending"

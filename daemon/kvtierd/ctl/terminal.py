@@ -22,9 +22,9 @@ from kvtierd.cli import interrupts
 
 LABEL_WIDTH = 10
 FILE_WIDTH = 100_000
-"""The width of what is no terminal: no line is broken or cut there."""
+"""The width of a page that goes to no terminal: no line of it is broken or cut."""
 BARS = " ▁▂▃▄▅▆▇█"
-"""The heights of one character, in eighths."""
+"""The characters of a bar, from no height to the full height, in eighths."""
 STATE_STYLES = {
     "serving": "green", "ready": "green", "live": "green",
     "draining": "yellow", "starting": "yellow", "ending": "yellow", "incomplete": "yellow",

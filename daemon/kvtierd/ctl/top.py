@@ -16,19 +16,19 @@ from kvtierd.ctl.terminal import Graph, Row, state, table
 from kvtierd.ctl.text import duration, shortened
 
 WIDTH = 80
-"""Of a page that goes to no terminal."""
+"""The width of a page that goes to no terminal."""
 WIDE = 150
-"""Columns from which on all tiles stand in one row, and tables beside each other."""
+"""The width from which all tiles stand in one row, and tables beside each other."""
 HEIGHT = 24
 TALL = 40
-"""Lines from which on charts are higher."""
+"""The height from which charts have four lines instead of two."""
 ENGINES_MAX = 8
 HISTORY_MAX = 500
 REASONS = ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready")
 ENGINE_HEADS = ("ENGINE", "STATE", "MODEL", "MAPPED", "LEASED", "TRANSFERS")
 WORKER_HEADS = ("WORKER", "STATE", "PARTS", "MAPPED", "REGISTERED", "REPLACED")
 ENGINE_NUMBERS_WIDTH, WORKER_NUMBERS_WIDTH, DISK_NUMBERS_WIDTH = 46, 50, 62
-"""What the columns of each table take besides those of names; names get the rest."""
+"""The width of all columns of each table but those of names, which get the rest."""
 DISK_HEADS = ("DISK", "STATE", "FULL", "READ", "WRITTEN", "QUEUED", "ERRORS")
 
 
@@ -38,23 +38,23 @@ class Period:
 
     status: admin_pb2.StatusResponse
     before: admin_pb2.StatusResponse
-    """An empty one if the period began with the daemon."""
+    """The status at the beginning; an empty one if the period began with the daemon."""
     passed_s: float
 
     def rate(self, counter: str) -> float:
-        """How much a counter has grown in a second."""
+        """How much a counter has grown per second."""
         grown = int(getattr(self.status.counters, counter)) - int(getattr(self.before.counters, counter))
         return max(0, grown) / self.passed_s
 
     @property
     def hit_rate(self) -> float | None:
-        """None if nothing was looked up."""
+        """The share of hashes that were hits; None if nothing was looked up."""
         asked = self.rate("lookup_hashes")
         return self.rate("lookup_hits") / asked if asked else None
 
     @property
     def pool_share(self) -> float:
-        """How much of the pool is used."""
+        """The share of the pool that holds blocks."""
         pool = self.status.pool
         return pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
 
@@ -150,7 +150,7 @@ class Tile:
 
 
 def number(value: float) -> str:
-    """0, <0.1, 0.3, 12, 45.6k, 2.1M."""
+    """Writes a number in few characters: 0, <0.1, 0.3, 12, 45.6k, 2.1M."""
     if 0 < value < 0.1:
         return "<0.1"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -160,22 +160,22 @@ def number(value: float) -> str:
 
 
 def count_of(value: float) -> str:
-    """1,200"""
+    """Writes a whole number: 1,200."""
     return f"{value:,.0f}"
 
 
 def percent(share: float) -> str:
-    """75%"""
+    """Writes a share: 75%."""
     return f"{share:.0%}"
 
 
 def per_second(value: float) -> str:
-    """12/s"""
+    """Writes a rate: 12/s."""
     return f"{number(value)}/s"
 
 
 def bytes_per_second(value: float) -> str:
-    """3 GiB/s"""
+    """Writes a rate of bytes: 3 GiB/s."""
     return f"{human_size(value)}/s"
 
 
