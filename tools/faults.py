@@ -120,7 +120,7 @@ def main() -> int:
     }
     for stage in stages.values():
         stage.command.insert(1, f"--timeout={TEST_TIMEOUT_S}")
-    os.environ["KVTIER_FAULTS"] = form
+    os.environ["KVTIER_LENGTH"] = form
     ran = run_side_by_side([stage for half, stage in stages.items() if only in ("", half)])
     outcomes = ran + [last_run(stage) for half, stage in stages.items() if only not in ("", half)]
     return 0 if report(form, outcomes) else 1

@@ -16,7 +16,7 @@ from kvtier.v1 import admin_pb2
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.length import rounds
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
@@ -230,7 +230,7 @@ def test_the_engine_learns_how_fast_it_computes(make: Callable[..., MiniEngine])
     all_came_back(engine)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 def test_disorder_with_a_disk_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine], disks: Disks, seed: int
 ) -> None:

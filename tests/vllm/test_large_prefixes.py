@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.length import rounds
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
@@ -214,7 +214,7 @@ class LargePrompts(Chaos):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 def test_disorder_in_a_pool_of_a_few_prefixes_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
