@@ -46,10 +46,9 @@ WORKERS, ENGINE_WORKERS = 4, 2
 SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """For engines side by side: OpenMP's threads of one would wait for those of the other."""
 
-LINT = [
-    Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff)."),
-    Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages)."),
-    Stage(
+RUFF = Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff).")
+MYPY = Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages).")
+IMPORTS = Stage(
         "imports",
         ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
         "Packages import only what the architecture allows.",
