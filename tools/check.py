@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from tools import fault_counts, vllm_versions
-from tools.stages import BIN, Stage, pytest_stage, run_all, to_the_end
+from tools.stages import BIN, Beside, Stage, pytest_stage, run_all, to_the_end
 
 WITHOUT_ENGINE = "not vllm and not gpu and not fake_gpu and not deploy"
 CAMPAIGNS, ENGINES, DEPLOYED = "tests/faults", "tests/vllm", "tests/deploy"
@@ -48,12 +48,15 @@ SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 RUFF = Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff).")
 MYPY = Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages).")
+CLASS_NAMES = Stage(
+    "class-names", [sys.executable, "tools/class_names.py"], "No two classes of the product share a name."
+)
 IMPORTS = Stage(
-        "imports",
-        ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
-        "Packages import only what the architecture allows.",
-    ),
-]
+    "imports",
+    ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
+    "Packages import only what the architecture allows.",
+)
+QUICK_LINT = (RUFF, CLASS_NAMES, IMPORTS)
 UNIT = pytest_stage(
     "tests-unit",
     WITHOUT_ENGINE + MERGE.marks,
@@ -152,11 +155,10 @@ def fake_gpu(form: Form) -> list[Stage]:
     ]
 
 
-def merge_stages(form: Form) -> list[Stage]:
-    """The tests of `make test`, in a form."""
+def merge_steps(form: Form) -> list[Stage | Beside]:
+    """What `make test` runs, in a form. What keeps one core busy runs beside others of that kind."""
     return [
-        GENERATED,
-        LIGHT_CLIENT,
+        Beside(((*QUICK_LINT, GENERATED, LIGHT_CLIENT), (MYPY,))),
         main_stage(form, ENGINES),
         campaigns(form),
         engines(form),
@@ -201,7 +203,7 @@ AUDITS = pytest_stage(
 )
 
 
-def full() -> list[Stage]:
+def full_steps() -> list[Stage | Beside]:
     """Everything that needs no GPU, no other host and no root."""
     every_engine = engines(FULL)
     shared = replace(  # the long forms of these files follow
@@ -209,23 +211,23 @@ def full() -> list[Stage]:
         command=every_engine.command
         + [f"--ignore={each}" for each in (WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)],
     )
-    tests = [shared if stage == every_engine else stage for stage in merge_stages(FULL)]
+    steps = [shared if step == every_engine else step for step in merge_steps(FULL)]
     versions = [stage for version in vllm_versions.VERSIONS for stage in vllm_versions.stages(version)]
-    return [*LINT, *tests, WORKLOAD, AUTOSTART, AUDITS, *versions]
+    return [*steps, WORKLOAD, AUTOSTART, AUDITS, *versions]
 
 
-FORMS = {
-    "check": [*LINT, UNIT],
-    "test": [*LINT, *merge_stages(MERGE)],
-    "full": full(),
+FORMS: dict[str, list[Stage | Beside]] = {
+    "check": [Beside(((*QUICK_LINT, UNIT), (MYPY,)))],
+    "test": merge_steps(MERGE),
+    "full": full_steps(),
     "light": [LIGHT_CLIENT, main_stage(MERGE), campaigns(MERGE)],  # no engine, no tools of one Python only
-    "lint": LINT,
+    "lint": [*QUICK_LINT, MYPY],
     "deploy": [DEPLOY],
     "vllm": [engines(EACH), fake_gpu(EACH)[-1]],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
     "workload": [WORKLOAD],
-    "fake-gpu": fake_gpu(EACH),
+    "fake-gpu": [*fake_gpu(EACH)],
 }
 
 
