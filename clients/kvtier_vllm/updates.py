@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtier_vllm.meta import WeightsChange
 
 
-class Listener(Protocol):
+class UpdateListener(Protocol):
     """A half of the connector."""
 
     @property
@@ -45,10 +45,10 @@ class Listener(Protocol):
         need not wait for it."""
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_listeners: weakref.WeakSet[UpdateListener] = weakref.WeakSet()
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: UpdateListener) -> None:
     """It is told from now on, for as long as it lives."""
     _listeners.add(listener)
 
@@ -66,7 +66,7 @@ def weights_change(vllm_config: Any) -> None:
     _tell([listener for listener in _listeners if listener.parallel_config is of_engine], "")
 
 
-def _tell(listeners: Collection[Listener], revision: str) -> bool:
+def _tell(listeners: Collection[UpdateListener], revision: str) -> bool:
     changes = {
         listener.engine: change
         for listener in listeners
