@@ -381,6 +381,14 @@ def test_models_of_the_transformers_library_are_told_apart_by_its_version(
     assert derive(plain, VERSION) == own
 
 
+def test_a_length_that_is_fitted_to_the_memory_is_not_that_of_the_model(plain: Any) -> None:
+    """It is built before, for longer prompts; Llama 4, for one, chooses values by that."""
+    config = changed(plain, "model_config", model_impl="transformers", max_model_len=512)
+    fitted = changed(config, "model_config", original_max_model_len=-1)
+    assert derive(config, VERSION) != derive(fitted, VERSION)
+    assert derive(fitted, VERSION) == derive(changed(fitted, "model_config", max_model_len=99), VERSION)
+
+
 def test_a_file_that_a_setting_names_counts_by_its_content(plain: Any, tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
     seen = set()

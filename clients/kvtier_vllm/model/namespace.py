@@ -57,6 +57,8 @@ _SAFETENSORS_FORMATS = {
 _REPOSITORY_FORMATS = _SAFETENSORS_FORMATS | {"gguf", "npcache", "pt"}
 # What models of these kinds read from other repositories, by the names in their configuration.
 _OTHER_REPOSITORIES = {"ultravox": ("audio_model_id", "text_model_id")}
+# vLLM finds out how long prompts may be.
+_FITTED = -1
 # What a client may tell of an engine.
 _CONFIGURATION_MAX, _CONFIGURATION_BYTES_MAX = 256, 32 << 10
 
@@ -282,7 +284,9 @@ def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
     if revision and (given := positions.given_digest(model)):  # else it is in what was found of the weights
         found["model_config.hf_config"] = given
     if positions.matters(model):
-        found["model_config.max_model_len"] = str(model.max_model_len)
+        # What is fitted to the memory is fitted when the model has been built already.
+        fitted = getattr(model, "original_max_model_len", None) == _FITTED
+        found["model_config.max_model_len"] = "auto" if fitted else str(model.max_model_len)
     if drafts:
         speculative = vllm_config.speculative_config
         draft = speculative.draft_model_config
