@@ -22,6 +22,7 @@ from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
@@ -39,7 +40,7 @@ pytestmark = [
 
 BLOCKS = 80
 """vLLM itself comes to a standstill with fewer than its longest request needs in all groups."""
-SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 20))
 Make = Callable[..., HybridEngine]
 
 MODELS: dict[str, Sequence[Kind]] = {
@@ -450,7 +451,7 @@ def test_a_connector_that_breaks_holds_no_block_any_more(make: Make, monkeypatch
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @pytest.mark.parametrize("name", ["full and two windows", "windows of larger blocks", "states"])
 @pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
 def test_disorder_costs_no_byte_no_block_and_no_request(
