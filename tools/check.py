@@ -31,11 +31,9 @@ class Form:
     """What else is selected by."""
     length: str = "short"
     """Of campaigns and simulations (tests/support/length.py)."""
-    workload: str = "usual"
-    """Of tests/vllm/test_workload.py."""
 
 
-MERGE = Form(marks=" and not long", workload="short")
+MERGE = Form(marks=" and not long")
 """`make test`: repeats and further combinations are marked `long`."""
 EACH = Form()
 """Targets of single stages."""
@@ -114,7 +112,7 @@ def engines(form: Form) -> Stage:
         deadline_s=2_400,
         folders=(ENGINES,),
         workers=ENGINE_WORKERS,
-        environment=SHARING_CORES | {"KVTIER_LENGTH": form.length, "KVTIER_WORKLOAD": form.workload},
+        environment=SHARING_CORES | {"KVTIER_LENGTH": form.length},
     )
 
 
