@@ -138,6 +138,10 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._loading: dict[str, PromisedLoad] = {}
         """Of those requests, what is being loaded and was not reported."""
+        self._aborted: dict[str, list[int]] = {}
+        """Of requests that were over before their loads: what vLLM keeps until the workers report them."""
+        self._lent: list[int] = []
+        """Those of them that count as free while the engine's own cache is reset."""
         self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
         self._epoch: int | None = None
         self._step = 1
@@ -165,7 +169,12 @@ class SchedulerSide:
 
     def settle(self) -> None:
         """The engine is about to forget what its blocks hold, which vLLM refuses while any block is used:
-        nothing of ours is to be in its way. Waits for `SETTLE_S` at most."""
+        nothing of ours is to be in its way, nor what is being loaded for requests that are over, of which an
+        engine that takes no further step would never hear. Waits for `SETTLE_S` at most. `was_reset`
+        follows."""
+        if self._pool is not None and self._aborted:
+            self._lent = [block for blocks in self._aborted.values() for block in blocks]
+            self._pool.free_blocks([self._pool.blocks[block] for block in self._lent])
         timeout_s = 0.0 if self._stopped else SETTLE_S
         if self._audits is not None:
             self._audits.settle(timeout_s)
@@ -376,6 +385,7 @@ class SchedulerSide:
         if isinstance(report, WorkerReport):
             self._heed(report)
         for request_id in output.finished_recving or ():
+            self._aborted.pop(request_id, None)
             if request_id not in self._loading:
                 continue
             load = self._loading.pop(request_id)
@@ -421,8 +431,9 @@ class SchedulerSide:
         """Of vLLM's KV events: what has changed in what this engine knows kvtierd to hold."""
         return [] if self._events is None else self._events.take()
 
-    def finished(self, request_id: str) -> bool:
-        """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
+    def finished(self, request_id: str, tables: Sequence[Sequence[int]] = ()) -> bool:
+        """The request is over. `tables`: its blocks, by group. True: vLLM keeps them until the workers report
+        it as sent."""
         self._matcher.forget(request_id)
         self._ahead.asked(request_id)
         self._room.give_back((request_id,))
@@ -440,6 +451,7 @@ class SchedulerSide:
             # vLLM keeps the blocks until the load is reported as finished.
             self._out.revoke += load.parts
             self._load_no_further(request_id, load)
+            self._aborted[request_id] = [block for table in tables for block in table if block]
             return False
         self._out.revoke += self._storer.poll()
         client = self._ready_client()
@@ -456,6 +468,11 @@ class SchedulerSide:
 
     def was_reset(self, done: bool) -> None:
         """vLLM was asked to reset its own prefix cache, and has done so, or has refused."""
+        if self._pool is not None and self._lent:  # a load may still write to them
+            self._pool.touch([self._pool.blocks[block] for block in self._lent])
+            self._lent = []
+        if self._stopped:
+            return
         if self._generations.was_reset(self._work, done=done):
             self._begin()
 

@@ -179,7 +179,8 @@ class WorkerSide:
         if self._link is not None and self._client is None:  # not made yet: it must not register now
             self._link.close(0)
             self._link = None
-        if not self._sharing.sleep(self._client, SLEEP_TIMEOUT_S):
+        fenced = [link.close(SLEEP_TIMEOUT_S) for link in self._old_links]
+        if not self._sharing.sleep(self._client, SLEEP_TIMEOUT_S) or not all(fenced):
             self._log.warning(
                 "kvtier: the engine sleeps, but its KV cache is still held after %s s: that memory comes "
                 "free when the copy ends",
@@ -298,6 +299,9 @@ class WorkerSide:
         then. None: this side is disabled."""
         if self._stopped:
             return None
+        last = self._change
+        if not revision and last is not None and (last.revision, last.work) == ("", self._work):
+            return last  # nothing was computed in between: one call of several that change them
         self._changes += 1
         self._change = WeightsChange(revision, self._work, self._changes)
         self._unsure = True

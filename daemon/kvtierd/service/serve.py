@@ -5,7 +5,6 @@ import grp
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -34,7 +33,7 @@ from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import descriptors_wanted, require
 from kvtierd.rpc.server import RpcServer, RpcSettings
 from kvtierd.rpc.sessions import Connections
-from kvtierd.rpc.side import Channel, SideServer
+from kvtierd.rpc.side import SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
 from kvtierd.service.greeting import command_line, greet, version
@@ -42,7 +41,6 @@ from kvtierd.service.manager import EXTENSION_S, ServiceManager
 from kvtierd.service.notify import Notifier
 from kvtierd.service.steady import SteadyClock
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
-from kvtierd.workers.channel.channel import PacketChannel
 from kvtierd.workers.supervisor.supervisor import (
     DiskOptions,
     Supervisor,
@@ -61,8 +59,6 @@ STREAMS_GRACE_S = 2.0
 WORKERS_GRACE_S = 5.0
 END_S = 30.0
 """More than all that follows the transfers takes: streams, copy workers, those of them that are killed."""
-SIDE_QUEUE_PACKETS_MAX = 64
-SIDE_QUEUE_BYTES_MAX = 1 << 20
 log = logger(__name__)
 
 
@@ -372,7 +368,7 @@ class _Daemon:
             rpc.bind(self._sockets.grpc_path)
         listener = self._sockets.bind_side()
         self._sockets.open_to_group()
-        side = SideServer(listener, sessions, cache, _open_channel, self._gid)
+        side = SideServer(listener, sessions, cache, self._gid)
         stack.callback(side.close)
         stack.push_async_callback(rpc.stop, 0)
         await rpc.start()
@@ -465,15 +461,3 @@ def _block_table(geometry: PoolGeometry, file_bytes: int) -> BlockTable:
     """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
     slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
     return BlockTable(min(slots, CAPACITY_MAX), file_bytes // PAGE_BYTES)
-
-
-def _open_channel(
-    connection: socket.socket, on_packet: Callable[[bytes, list[int]], None], on_closed: Callable[[str], None]
-) -> Channel:
-    return PacketChannel(
-        connection,
-        on_packet,
-        on_closed,
-        queue_packets_max=SIDE_QUEUE_PACKETS_MAX,
-        queue_bytes_max=SIDE_QUEUE_BYTES_MAX,
-    )
