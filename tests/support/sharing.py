@@ -18,7 +18,7 @@ FIRST = (
     "tests/simulation/",
     *STORY,
     *(f"tests/vllm/test_{name}.py" for name in ("workload", "audits", "weights", "rounds", "hybrid")),
-    *(f"tests/vllm/test_{name}.py" for name in ("parallel", "simulation", "example_program", "api_server")),
+    *(f"tests/vllm/test_{name}.py" for name in ("simulation", "example_program", "api_server")),
     *(f"tests/integration/daemon/test_{name}.py" for name in ("life", "disks", "interrupts", "hostile")),
     "tests/integration/client/test_life.py",
     "tests/integration/client/test_gpu.py",
