@@ -169,7 +169,8 @@ def fake_gpu(form: Form) -> list[Stage]:
 
 
 def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
-    """What `make test` runs, in a form, without the files `without` of tests of engines. What keeps one core busy runs beside others of that kind."""
+    """What `make test` runs, in a form, without the files `without` of tests of engines. What keeps one core
+    busy runs beside others of that kind."""
     return [
         Beside(((*QUICK_LINT, GENERATED, LIGHT_CLIENT), (MYPY,))),
         main_stage(form, ENGINES),
