@@ -17,9 +17,8 @@ from kvtier.cuda.gpu import Gpu, driver_errors
 from kvtier.cuda.memory import DeviceMemory
 from kvtier.errors import KvtierError, Reason
 from kvtier.layout import Group, check_layout
-from kvtier.lookups import BlockIds, list_block_ids
-from kvtier.memory import Ring
-from kvtier.shared import SharedBuffer
+from kvtier.memory import Ring, SharedBuffer
+from kvtier.queries import BlockIds, list_block_ids
 
 STAGING_BYTES = 16 << 20
 """Pinned, once per GPU and process."""

@@ -1,10 +1,11 @@
 """What a session has sent and not been answered yet."""
 
 from dataclasses import dataclass
+from threading import Event
 
 from kvtier.errors import KvtierError
 from kvtier.lookups import LookupRecord
-from kvtier.transfers import Event, TransferRecord
+from kvtier.transfers import TransferRecord
 
 
 @dataclass(slots=True, eq=False)
