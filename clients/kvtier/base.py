@@ -29,7 +29,7 @@ from kvtier.queries import (
     one_query,
 )
 from kvtier.retention import Retention, check_seconds
-from kvtier.session.state import Session
+from kvtier.session.state import ProtocolState
 from kvtier.spec import AttachSpec, Role, check_prefill_rate
 from kvtier.status import ClientState, ClientStatus
 from kvtier.stream_words import WORD_BYTES
@@ -140,7 +140,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
             prefill_tokens_per_s=prefill_tokens_per_s,
             configuration=tuple(configuration),
         )
-        self._session = Session(
+        self._session = ProtocolState(
             spec, clock=time.monotonic, make_event=self._event_type, release=self._release
         )
         make_doorbells = getattr(spec.memory, "stream_doorbells", None)

@@ -24,12 +24,12 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     GroupGeometry,
     LookupBlocks,
-    LookupMode,
-    Outcome,
+    MatchMode,
     PartFinished,
+    PartOutcome,
     RegisterMemory,
     RegisterWords,
-    Role,
+    SessionRole,
     Signals,
     SubmitStore,
     WorkerLive,
@@ -57,7 +57,7 @@ class Engine:
         worker = WorkerId(1)
         self.machine.handle(WorkerLive(worker, "cpu"))
         groups = (GroupGeometry(1, 16, 0, ((SLOT_BYTES, "kv"),)),)
-        both = Role.SCHEDULER | Role.RANK
+        both = SessionRole.SCHEDULER | SessionRole.RANK
         attached, _ = self.machine.handle(
             AttachSession(self.session, "bench", both, Rank(0), 1, b"bench", 32, "bench", groups)
         )
@@ -76,12 +76,12 @@ class Engine:
         assert isinstance(reply, SubmitReply)
         part = actions[-1]
         assert isinstance(part, PostPart)
-        self.machine.handle(PartFinished(part.worker, part.part, Outcome.DONE, NONE))
+        self.machine.handle(PartFinished(part.worker, part.part, PartOutcome.DONE, NONE))
 
     def lookup(self, hashes: np.ndarray) -> int:
         """Hits of one batch."""
         reply, _ = self.machine.handle(
-            LookupBlocks(self.session, self.epoch, 0, hashes, LookupMode.PREFIX, False)
+            LookupBlocks(self.session, self.epoch, 0, hashes, MatchMode.PREFIX, False)
         )
         assert isinstance(reply, LookupReply)
         return reply.hits
@@ -102,7 +102,7 @@ def figures() -> dict[str, float]:
     engine = Engine()
     random = np.random.default_rng(1)
     rates: dict[str, list[float]] = {}
-    slots = EXTENTS * engine.machine.books.blocks.geometry.slots_per_extent(SLOT_BYTES)
+    slots = EXTENTS * engine.machine.core.blocks.geometry.slots_per_extent(SLOT_BYTES)
     for _ in range(-(-slots // BLOCKS_PER_ROUND)):
         rate(engine.store, random.integers(0, 256, (BLOCKS_PER_ROUND, 32), np.uint8), 1024)
     for _ in range(ROUNDS):

@@ -38,7 +38,7 @@ from kvtier.connection.steps import (
 )
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError
 from kvtier.memory import StreamDoorbells
-from kvtier.session.state import Session
+from kvtier.session.state import ProtocolState
 from kvtier.status import ClientStatus
 from kvtier.v1 import cache_pb2, cache_pb2_grpc
 
@@ -88,7 +88,7 @@ class ConnectionThreads:
 
     def __init__(
         self,
-        session: Session,
+        session: ProtocolState,
         address: Address,
         reports: ConnectionReports,
         doorbells: StreamDoorbells | None,

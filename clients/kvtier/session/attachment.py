@@ -1,7 +1,7 @@
 """One attachment: what the daemon's Welcome said, and what has changed since."""
 
 from kvtier.session.index import Index
-from kvtier.session.leases import Leases
+from kvtier.session.leases import LeaseTracker
 from kvtier.spec import AttachSpec
 from kvtier.transfers import PartWords, TransferRecord
 from kvtier.v1 import cache_pb2
@@ -26,7 +26,7 @@ class Attachment:
         self.ready: bool = welcome.instance.ready
         """Whether the instance is."""
         self.words = PartWords(spec.parts, first_ticket)
-        self.leases = Leases()
+        self.leases = LeaseTracker()
         self.transfers: dict[int, TransferRecord] = {}
         """Those in flight, by ticket."""
         self.heartbeat_pending = False

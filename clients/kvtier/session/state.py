@@ -49,7 +49,7 @@ UNHURRIED_MAX = 64
 """Messages that wait for others to go with; more, and they are sent."""
 
 
-class Session:
+class ProtocolState:
     """See the module."""
 
     def __init__(

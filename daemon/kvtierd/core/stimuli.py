@@ -27,12 +27,12 @@ from kvtierd.core.ids import (
 )
 
 
-class Role(IntFlag):
+class SessionRole(IntFlag):
     SCHEDULER = 1
     RANK = 2
 
 
-class LookupMode(Enum):
+class MatchMode(Enum):
     PREFIX = "prefix"
     EXACT = "exact"
 
@@ -60,7 +60,7 @@ class AttachSession:
 
     session: SessionId
     instance: str
-    role: Role
+    role: SessionRole
     rank: Rank
     world_size: int
     namespace_fields: bytes
@@ -139,7 +139,7 @@ class RenewSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RetentionRequest:
     """What is wished of blocks besides being stored (kvtier.v1.Retention). Times count from when they are
     READY."""
 
@@ -151,7 +151,7 @@ class Wishes:
     """Not to be written to disks."""
 
 
-NO_WISHES = Wishes()
+NO_RETENTION = RetentionRequest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class LookupBlocks:
     epoch: Epoch
     group: int
     hashes: Hashes
-    mode: LookupMode
+    mode: MatchMode
     lease: bool
     host_only: bool = False
     """What only disks have is a miss, and not promoted."""
@@ -176,7 +176,7 @@ class TouchBlocks:
     epoch: Epoch
     group: int
     hashes: Hashes
-    mode: LookupMode
+    mode: MatchMode
     hold_ms: int = 0
     """They are held as well."""
     cold: bool = False
@@ -191,11 +191,11 @@ class PrefetchBlocks:
     epoch: Epoch
     group: int
     hashes: Hashes
-    mode: LookupMode
+    mode: MatchMode
 
 
 @dataclass(frozen=True, slots=True)
-class GroupQuery:
+class BlockQuery:
     """What is asked of one group, beside others."""
 
     group: int
@@ -210,7 +210,7 @@ class LookupGroups:
 
     session: SessionId
     epoch: Epoch
-    queries: tuple[GroupQuery, ...]
+    queries: tuple[BlockQuery, ...]
     """Each group once; all begin at the same token."""
     lease: bool
     host_only: bool = False
@@ -223,7 +223,7 @@ class PrefetchGroups:
 
     session: SessionId
     epoch: Epoch
-    queries: tuple[GroupQuery, ...]
+    queries: tuple[BlockQuery, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class TouchGroups:
 
     session: SessionId
     epoch: Epoch
-    queries: tuple[GroupQuery, ...]
+    queries: tuple[BlockQuery, ...]
     hold_ms: int = 0
     cold: bool = False
 
@@ -257,7 +257,7 @@ class SubmitStore:
     group: int
     hashes: Hashes
     block_ids: npt.NDArray[np.uint32]
-    wishes: Wishes = NO_WISHES
+    wishes: RetentionRequest = NO_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class PublishPage:
     page: IndexPage
 
 
-class Outcome(IntEnum):
+class PartOutcome(IntEnum):
     """How a part ended; each implies that no copy of it can still land. Numbers of `kvtierd.wire.Outcome`."""
 
     DONE = 1
@@ -313,7 +313,7 @@ class PartFinished:
 
     worker: WorkerId
     part: PartId
-    outcome: Outcome
+    outcome: PartOutcome
     failed: npt.NDArray[np.uint32]
     """Positions in the part that failed; with FAILED and none named, all of them."""
     corrupt: bool = False

@@ -22,23 +22,23 @@ from kvtierd.core.actions import (
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, LeaseId, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
-    NO_WISHES,
+    NO_RETENTION,
     AuditReport,
+    BlockQuery,
     CancelTransfers,
     CoreLimits,
-    GroupQuery,
     LookupBlocks,
     LookupGroups,
     PrefetchBlocks,
     PrefetchGroups,
     ReleaseLeases,
     RenewSession,
+    RetentionRequest,
     Signals,
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
     TouchGroups,
-    Wishes,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
@@ -104,18 +104,18 @@ def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
     return response
 
 
-def joint_reply(queries: Sequence[GroupQuery], reply: JointReply) -> cache_pb2.LookupResponse:
+def joint_reply(queries: Sequence[BlockQuery], reply: JointReply) -> cache_pb2.LookupResponse:
     response = cache_pb2.LookupResponse(answers=_joint_answers(queries, reply))
     if reply.lease_refused is not None:
         response.lease_refused.CopyFrom(to_error(reply.lease_refused))
     return response
 
 
-def joint_prefetch_reply(queries: Sequence[GroupQuery], reply: JointReply) -> cache_pb2.PrefetchResponse:
+def joint_prefetch_reply(queries: Sequence[BlockQuery], reply: JointReply) -> cache_pb2.PrefetchResponse:
     return cache_pb2.PrefetchResponse(answers=_joint_answers(queries, reply))
 
 
-def _joint_answers(queries: Sequence[GroupQuery], reply: JointReply) -> list[cache_pb2.GroupAnswer]:
+def _joint_answers(queries: Sequence[BlockQuery], reply: JointReply) -> list[cache_pb2.GroupAnswer]:
     return [
         cache_pb2.GroupAnswer(
             group=query.group,
@@ -196,11 +196,11 @@ def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits
             value=len(block_ids),
         )
     signals = _signals(request.signals)
-    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_WISHES
+    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_RETENTION
     return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, wishes)
 
 
-def wishes_of(retention: cache_pb2.Retention) -> Wishes:
+def wishes_of(retention: cache_pb2.Retention) -> RetentionRequest:
     """Refusal MALFORMED for blocks that are to be held longer than they live."""
     if 0 < retention.ttl_ms < retention.hold_ms:
         raise Refusal(
@@ -210,7 +210,7 @@ def wishes_of(retention: cache_pb2.Retention) -> Wishes:
             field="retention.hold_ms",
             value=retention.hold_ms,
         )
-    return Wishes(retention.hold_ms, retention.ttl_ms, retention.host_only)
+    return RetentionRequest(retention.hold_ms, retention.ttl_ms, retention.host_only)
 
 
 def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) -> SubmitLoad:

@@ -11,14 +11,14 @@ from kvtier.v1 import cache_pb2
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, SessionId
-from kvtierd.core.stimuli import CoreLimits, GroupQuery, LookupMode
+from kvtierd.core.stimuli import BlockQuery, CoreLimits, MatchMode
 
 QUERIES_MAX = 64
 """As many as a rank may name groups."""
 
 _MODES = {
-    cache_pb2.LOOKUP_MODE_PREFIX: LookupMode.PREFIX,
-    cache_pb2.LOOKUP_MODE_EXACT: LookupMode.EXACT,
+    cache_pb2.LOOKUP_MODE_PREFIX: MatchMode.PREFIX,
+    cache_pb2.LOOKUP_MODE_EXACT: MatchMode.EXACT,
 }
 
 
@@ -62,7 +62,7 @@ def is_joint(queries: Sequence[cache_pb2.GroupQuery]) -> bool:
 
 def single_query_of(
     query: cache_pb2.GroupQuery, shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[int, Hashes, LookupMode]:
+) -> tuple[int, Hashes, MatchMode]:
     """Group, hashes and mode of a query that is answered by itself."""
     mode = _MODES.get(query.mode)
     if mode is None:
@@ -74,7 +74,7 @@ def single_query_of(
 
 def queries_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[GroupQuery, ...]:
+) -> tuple[BlockQuery, ...]:
     """Queries that are answered together."""
     for index, query in enumerate(queries):
         if query.mode == cache_pb2.LOOKUP_MODE_SUFFIX:
@@ -88,14 +88,14 @@ def queries_of(
             )
     found = _all_hashes(queries, shared, caller, limits)
     return tuple(
-        GroupQuery(query.group, hashes, query.window_blocks)
+        BlockQuery(query.group, hashes, query.window_blocks)
         for query, hashes in zip(queries, found, strict=True)
     )
 
 
 def touched_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[GroupQuery, ...]:
+) -> tuple[BlockQuery, ...]:
     """Of several groups, each by itself: a window as wide as the query stands for exact mode."""
     _check_count(queries)
     for index, query in enumerate(queries):
@@ -104,7 +104,7 @@ def touched_of(
         _check_no_window(index, query)
     found = _all_hashes(queries, shared, caller, limits)
     return tuple(
-        GroupQuery(query.group, hashes, len(hashes) if _MODES[query.mode] is LookupMode.EXACT else 0)
+        BlockQuery(query.group, hashes, len(hashes) if _MODES[query.mode] is MatchMode.EXACT else 0)
         for query, hashes in zip(queries, found, strict=True)
     )
 

@@ -9,11 +9,11 @@ import numpy as np
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, LeaseId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CancelTransfers,
-    GroupQuery,
     LookupBlocks,
     LookupGroups,
-    LookupMode,
+    MatchMode,
     PrefetchBlocks,
     PrefetchGroups,
     RegisterMemory,
@@ -45,7 +45,7 @@ def wrong_stimulus(guest: Guest, chance: Random) -> Case:
 
 
 def _signals(guest: Guest, **changes: Any) -> Signals:
-    last = guest.front.machine.books.instances[Epoch(guest.epoch)].last_ticket
+    last = guest.front.machine.core.instances[Epoch(guest.epoch)].last_ticket
     options = {"ticket": Ticket(last + 1), "part_word": guest.free_word(), "gated": False}
     return Signals(**options | changes)
 
@@ -71,12 +71,12 @@ def _asked(guest: Guest, chance: Random) -> Case:
     ids = np.zeros(1, np.uint32)
     hashes = _rows(1)
     asked: list[Stimulus] = [
-        LookupBlocks(session, epoch, 0, hashes, LookupMode.PREFIX, True),
-        TouchBlocks(session, epoch, 0, hashes, LookupMode.EXACT),
-        PrefetchBlocks(session, epoch, 0, hashes, LookupMode.EXACT),
-        LookupGroups(session, epoch, (GroupQuery(0, hashes, 1),), True),
-        PrefetchGroups(session, epoch, (GroupQuery(0, hashes),)),
-        TouchGroups(session, epoch, (GroupQuery(0, hashes),)),
+        LookupBlocks(session, epoch, 0, hashes, MatchMode.PREFIX, True),
+        TouchBlocks(session, epoch, 0, hashes, MatchMode.EXACT),
+        PrefetchBlocks(session, epoch, 0, hashes, MatchMode.EXACT),
+        LookupGroups(session, epoch, (BlockQuery(0, hashes, 1),), True),
+        PrefetchGroups(session, epoch, (BlockQuery(0, hashes),)),
+        TouchGroups(session, epoch, (BlockQuery(0, hashes),)),
         SubmitStore(session, epoch, _signals(guest), 0, hashes, ids),
         SubmitLoad(session, epoch, _signals(guest), 0, LeaseId(1), 0, ids, True),
         ReleaseLeases(session, epoch, (LeaseId(1),)),
@@ -108,16 +108,16 @@ def _hashes(guest: Guest, chance: Random) -> Case:
     session, epoch = guest.scheduler.id, Epoch(guest.epoch)
     match chance.randrange(5):
         case 4:
-            queries = (GroupQuery(0, wrong, chance.randrange(2)),)
+            queries = (BlockQuery(0, wrong, chance.randrange(2)),)
             joint = LookupGroups(session, epoch, queries, True), PrefetchGroups(session, epoch, queries)
             return chance.choice((*joint, TouchGroups(session, epoch, queries))), (Reason.MALFORMED,)
         case 3:
-            return PrefetchBlocks(session, epoch, 0, wrong, LookupMode.PREFIX), (Reason.MALFORMED,)
+            return PrefetchBlocks(session, epoch, 0, wrong, MatchMode.PREFIX), (Reason.MALFORMED,)
         case 0:
-            mode = chance.choice(list(LookupMode))
+            mode = chance.choice(list(MatchMode))
             return LookupBlocks(session, epoch, 0, wrong, mode, True), (Reason.MALFORMED,)
         case 1:
-            return TouchBlocks(session, epoch, 0, wrong, LookupMode.PREFIX), (Reason.MALFORMED,)
+            return TouchBlocks(session, epoch, 0, wrong, MatchMode.PREFIX), (Reason.MALFORMED,)
         case _:
             ids = np.zeros(2, np.uint32)
             return SubmitStore(session, epoch, _signals(guest), 0, wrong, ids), (Reason.MALFORMED, *BUSY)
@@ -162,7 +162,7 @@ def _numbers(guest: Guest, chance: Random) -> Case:
         case 3:
             return SubmitStore(session, epoch, _signals(guest), odd, hashes, ids), (Reason.UNKNOWN_GROUP,)
         case 4:
-            lookup = LookupBlocks(session, epoch, odd, hashes, LookupMode.PREFIX, True)
+            lookup = LookupBlocks(session, epoch, odd, hashes, MatchMode.PREFIX, True)
             return lookup, (Reason.UNKNOWN_GROUP,)
         case 5 if guest.leases:
             held = chance.choice(guest.leases)

@@ -36,20 +36,20 @@ from kvtierd.core.ids import (
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
     AttachSession,
+    BlockQuery,
     CoreDisks,
     CoreIntegrity,
     CoreLimits,
     GroupGeometry,
-    GroupQuery,
     LookupBlocks,
     LookupGroups,
-    LookupMode,
-    Outcome,
+    MatchMode,
     PartFinished,
+    PartOutcome,
     RegisterMemory,
     RegisterWords,
-    Role,
     SessionReleased,
+    SessionRole,
     Signals,
     Stimulus,
     SubmitLoad,
@@ -60,7 +60,7 @@ from kvtierd.core.validate import validate
 
 A = TypeVar("A")
 SCHEDULER = -1
-BOTH = Role.SCHEDULER | Role.RANK
+BOTH = SessionRole.SCHEDULER | SessionRole.RANK
 NONE = np.empty(0, np.uint32)
 GEOMETRY = PoolGeometry(extents=4, extent_bytes=1 << 16, first_extent_offset=2 << 20)
 """14 slots of 4 KiB, 7 of 8 KiB or 4 of 12 KiB in each extent."""
@@ -204,7 +204,7 @@ class Instance:
         return self.sessions[0 if self.together else SCHEDULER]
 
     def hello(self, process: int, **changes: Any) -> AttachSession:
-        role = Role.SCHEDULER if process == SCHEDULER else Role.RANK
+        role = SessionRole.SCHEDULER if process == SCHEDULER else SessionRole.RANK
         if self.together and process == 0:
             role = BOTH
         groups = tuple(
@@ -252,7 +252,7 @@ class Instance:
             "epoch": self.epoch,
             "group": 0,
             "hashes": hashes,
-            "mode": LookupMode.PREFIX,
+            "mode": MatchMode.PREFIX,
             "lease": False,
         }
         return LookupBlocks(**options | changes)
@@ -272,7 +272,7 @@ class Instance:
 
     def lookup_groups_of(self, *asked: tuple[int, Sequence[int]], **changes: Any) -> LookupGroups:
         queries = tuple(
-            GroupQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
+            BlockQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
         )
         options: dict[str, Any] = {
             "session": self.scheduler,
@@ -284,8 +284,8 @@ class Instance:
 
     def hits(self, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys are READY; looks without touching."""
-        books = self.host.machine.books
-        _, states = books.blocks.table.lookup(books.names[self.name].plans[group].space, keys(*numbers))
+        core = self.host.machine.core
+        _, states = core.blocks.table.lookup(core.names[self.name].plans[group].space, keys(*numbers))
         return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
 
     def lease(self, *numbers: int) -> LeaseId:
@@ -361,7 +361,7 @@ class Running:
     def part(
         self,
         rank: int = 0,
-        outcome: Outcome = Outcome.DONE,
+        outcome: PartOutcome = PartOutcome.DONE,
         failed: Sequence[int] = (),
         **options: Any,
     ) -> TransferEnded | None:
@@ -385,7 +385,7 @@ class Running:
 def finished(
     worker: WorkerId,
     part: PartId,
-    outcome: Outcome = Outcome.DONE,
+    outcome: PartOutcome = PartOutcome.DONE,
     failed: Sequence[int] = (),
     **options: Any,
 ) -> PartFinished:

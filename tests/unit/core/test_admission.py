@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvtierd.core.errors import Reason
 from kvtierd.core.state.rates import Rate
-from kvtierd.core.stimuli import LookupMode, RenewSession
+from kvtierd.core.stimuli import MatchMode, RenewSession
 
 from tests.unit.core.disk import READ, DiskHost
 from tests.unit.core.host import Instance
@@ -48,7 +48,7 @@ class TestHits:
         reply = one.lookup(1, 2, lease=True)
         assert (reply.hits, reply.states.tolist(), reply.lease) == (0, [MISS], None)
         assert disk_host.counters.recompute_blocks == 2
-        assert one.lookup(1, 2, mode=LookupMode.EXACT).states.tolist() == [MISS, MISS]
+        assert one.lookup(1, 2, mode=MatchMode.EXACT).states.tolist() == [MISS, MISS]
 
     def test_of_unknown_speed_are_hits(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
@@ -106,7 +106,7 @@ class TestPromotions:
         assert one.lookup(2, 3).states.tolist() == [MISS]
         assert disk_host.disk.jobs == []
         assert disk_host.counters.recompute_blocks == 2
-        assert one.lookup(2, 3, mode=LookupMode.EXACT).states.tolist() == [MISS, MISS]
+        assert one.lookup(2, 3, mode=MatchMode.EXACT).states.tolist() == [MISS, MISS]
         computes(one, 16 * 1.9)
         assert one.lookup(2, 3).states.tolist() == [PENDING]
 
@@ -133,7 +133,7 @@ class TestSpeedOfAnEngine:
     def test_is_declared_when_its_scheduler_attaches(self, disk_host: DiskHost) -> None:
         one = disk_host.instance(worker=None, processes=[])
         one.attach(0, prefill_tokens_per_s=123.0)
-        [instance] = disk_host.machine.books.instances.values()
+        [instance] = disk_host.machine.core.instances.values()
         assert instance.prefill_tokens_per_s == 123.0
         computes(one, 0.0)
         assert instance.prefill_tokens_per_s == 123.0, "0 is nothing new"
@@ -143,7 +143,7 @@ class TestSpeedOfAnEngine:
     def test_is_not_what_a_rank_says(self, disk_host: DiskHost) -> None:
         one = disk_host.instance(together=False)
         disk_host.do(RenewSession(one.sessions[0], 123.0))
-        [instance] = disk_host.machine.books.instances.values()
+        [instance] = disk_host.machine.core.instances.values()
         assert instance.prefill_tokens_per_s == 0.0
 
     @pytest.mark.parametrize("nonsense", [-1.0, float("nan"), float("inf")])

@@ -17,14 +17,14 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason
-from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
     CoreIntegrity,
     CoreLimits,
     Drain,
     EndSession,
-    LookupMode,
-    Outcome,
+    MatchMode,
+    PartOutcome,
     PrefetchBlocks,
     Resume,
     Tick,
@@ -204,15 +204,15 @@ class TestExact:
     def test_each_block_for_itself(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 3)
         one.stored(2)
-        assert told(one, 1, 2, 3, 4, 1, mode=LookupMode.EXACT) == [PENDING, HIT, PENDING, MISS, PENDING]
+        assert told(one, 1, 2, 3, 4, 1, mode=MatchMode.EXACT) == [PENDING, HIT, PENDING, MISS, PENDING]
         assert [len(job.disk_slots) for job in disk_host.disk.jobs] == [2]
         disk_host.disk.finish_all()
-        assert told(one, 1, 2, 3, 4, mode=LookupMode.EXACT) == [HIT, HIT, HIT, MISS]
+        assert told(one, 1, 2, 3, 4, mode=MatchMode.EXACT) == [HIT, HIT, HIT, MISS]
 
     def test_what_finds_no_room_is_a_miss(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 2)
         one.store(*range(200, 255))  # WRITING: one slot is left to be had
-        assert told(one, 1, 2, mode=LookupMode.EXACT) == [PENDING, MISS]
+        assert told(one, 1, 2, mode=MatchMode.EXACT) == [PENDING, MISS]
 
 
 class TestNotPromoted:
@@ -278,7 +278,7 @@ class TestFailure:
         status = disk_host.disk.status
         assert (status.counters.corrupt_blocks, status.corrupt_slots, status.blocks) == (1, 1, 1)
         [explanation] = disk_host.machine.explain(keys(1)[0].tobytes()).explanations
-        assert explanation.verdict is Verdict.CORRUPT
+        assert explanation.verdict is BlockVerdict.CORRUPT
 
     def test_only_the_shard_that_does_not_match_is_set_aside(self, disk_host: DiskHost) -> None:
         pair = cold(disk_host, 1, sizes=((4096, 8192),))
@@ -305,7 +305,7 @@ class TestFailure:
         disk_host.now_s += 10.1
         disk_host.do(Tick())
         assert told(one, 1) == [MISS]
-        assert told(one, 1, mode=LookupMode.EXACT) == [MISS]
+        assert told(one, 1, mode=MatchMode.EXACT) == [MISS]
         assert one.store(1).results == [STILL_PENDING]
         disk_host.disk.finish_all()
         assert told(one, 1) == [HIT]
@@ -346,7 +346,7 @@ class TestStores:
 
 class TestPrefetch:
     def prefetch(self, instance: Instance, *numbers: int, **changes: Any) -> PrefetchReply:
-        options: dict[str, Any] = {"group": 0, "hashes": keys(*numbers), "mode": LookupMode.PREFIX}
+        options: dict[str, Any] = {"group": 0, "hashes": keys(*numbers), "mode": MatchMode.PREFIX}
         reply = instance.host.do(PrefetchBlocks(instance.scheduler, instance.epoch, **options | changes))
         assert isinstance(reply, PrefetchReply)
         return reply
@@ -364,36 +364,36 @@ class TestPrefetch:
         one = host.instance()
         one.stored(1)
         assert self.prefetch(one, 1, 2).states.tolist() == [HIT, MISS]
-        assert self.prefetch(one, 2, 1, mode=LookupMode.EXACT).states.tolist() == [MISS, HIT]
+        assert self.prefetch(one, 2, 1, mode=MatchMode.EXACT).states.tolist() == [MISS, HIT]
 
     def test_does_nothing_while_draining(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1)
         disk_host.do(Drain())
-        assert self.prefetch(one, 1, 2, mode=LookupMode.EXACT).states.tolist() == [MISS, MISS]
+        assert self.prefetch(one, 1, 2, mode=MatchMode.EXACT).states.tolist() == [MISS, MISS]
 
     def test_is_checked_as_a_lookup_is(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
-        stimulus = PrefetchBlocks(one.scheduler, one.epoch, 0, keys(1)[:, :31], LookupMode.PREFIX)
+        stimulus = PrefetchBlocks(one.scheduler, one.epoch, 0, keys(1)[:, :31], MatchMode.PREFIX)
         assert disk_host.reason(stimulus) is Reason.MALFORMED
 
 
 class TestExplain:
-    def verdict(self, host: DiskHost, number: int) -> Verdict:
+    def verdict(self, host: DiskHost, number: int) -> BlockVerdict:
         [explanation] = host.machine.explain(keys(number)[0].tobytes()).explanations
         return explanation.verdict
 
     def test_says_that_only_a_disk_has_it(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1)
-        assert self.verdict(disk_host, 1) is Verdict.ON_DISK
+        assert self.verdict(disk_host, 1) is BlockVerdict.ON_DISK
         one.lookup(1)
-        assert self.verdict(disk_host, 1) is Verdict.BEING_WRITTEN
+        assert self.verdict(disk_host, 1) is BlockVerdict.BEING_WRITTEN
         disk_host.disk.finish_all()
-        assert self.verdict(disk_host, 1) is Verdict.READABLE
+        assert self.verdict(disk_host, 1) is BlockVerdict.READABLE
 
     def test_says_that_it_was_evicted_where_a_lookup_misses(self, disk_host: DiskHost) -> None:
         cold(disk_host, 1)
         disk_host.disk.pause()
-        assert self.verdict(disk_host, 1) is Verdict.EVICTED
+        assert self.verdict(disk_host, 1) is BlockVerdict.EVICTED
 
 
 class TestALoad:
@@ -411,5 +411,5 @@ class TestALoad:
         one = disk_host.instance()
         disk_host.stored_on_disk(one, 1)
         running = one.load(one.lease(1), [0])
-        running.part(outcome=Outcome.FAILED, corrupt=True)
+        running.part(outcome=PartOutcome.FAILED, corrupt=True)
         assert told(one, 1) == [PENDING]

@@ -27,18 +27,19 @@ from kvtierd.core.actions import (
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import DiskId, LeaseId, PartId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CancelTransfers,
     ClearBlocks,
     CoreLimits,
     DiskJobFinished,
     EndSession,
-    GroupQuery,
     LookupGroups,
-    LookupMode,
-    Outcome,
+    MatchMode,
+    PartOutcome,
     PrefetchBlocks,
     PrefetchGroups,
     ReleaseLeases,
+    RetentionRequest,
     SessionReleased,
     StartScrub,
     Stimulus,
@@ -46,7 +47,6 @@ from kvtierd.core.stimuli import (
     TouchBlocks,
     TouchGroups,
     UnregisterMemory,
-    Wishes,
     WorkerExited,
     WorkerLost,
     WriteMode,
@@ -61,7 +61,10 @@ HIT = 2
 ASKS = ("look up", "prefetch", "touch")
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
 WISHES = st.builds(
-    Wishes, st.sampled_from([0, 0, 1_000, 1 << 40]), st.sampled_from([0, 0, 2_000, 100_000]), st.booleans()
+    RetentionRequest,
+    st.sampled_from([0, 0, 1_000, 1 << 40]),
+    st.sampled_from([0, 0, 2_000, 100_000]),
+    st.booleans(),
 )
 HOW = st.sampled_from([(0, False), (0, True), (1, False), (60_000, False)])
 """Of a touch: milliseconds to hold, and whether it cools."""
@@ -158,8 +161,8 @@ class Lockstep(RuleBasedStateMachine):
         self.engines.append(Instance(self.host, f"engine {next(self.host.ids)}", sizes=shape, worker=worker))
 
     @precondition(lambda self: self.engines)
-    @rule(run=RUNS, data=st.data(), lease=st.booleans(), mode=st.sampled_from(LookupMode))
-    def look_up(self, run: list[int], data: st.DataObject, lease: bool, mode: LookupMode) -> None:
+    @rule(run=RUNS, data=st.data(), lease=st.booleans(), mode=st.sampled_from(MatchMode))
+    def look_up(self, run: list[int], data: st.DataObject, lease: bool, mode: MatchMode) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes)))
         reply = self.do(engine.lookup_of(keys(*run), lease=lease, mode=mode, group=group))
@@ -174,7 +177,7 @@ class Lockstep(RuleBasedStateMachine):
     def ask_several_groups(self, run: list[int], data: st.DataObject, lease: bool, ask: str) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         windows = [data.draw(st.integers(0, 3)) for _ in engine.sizes]
-        queries = tuple(GroupQuery(group, keys(*run), window) for group, window in enumerate(windows))
+        queries = tuple(BlockQuery(group, keys(*run), window) for group, window in enumerate(windows))
         if ask == "touch":
             self.do(TouchGroups(engine.scheduler, engine.epoch, queries, *data.draw(HOW)))
             return
@@ -194,7 +197,7 @@ class Lockstep(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engines)
     @rule(run=RUNS, data=st.data(), wishes=WISHES)
-    def store(self, run: list[int], data: st.DataObject, wishes: Wishes) -> None:
+    def store(self, run: list[int], data: st.DataObject, wishes: RetentionRequest) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
         stimulus = engine.store_of(*run, group=group, wishes=wishes)
@@ -210,15 +213,15 @@ class Lockstep(RuleBasedStateMachine):
             self.tickets.append((engine, stimulus.signals.ticket))
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode), how=HOW)
-    def touch(self, data: st.DataObject, run: list[int], mode: LookupMode, how: tuple[int, bool]) -> None:
+    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(MatchMode), how=HOW)
+    def touch(self, data: st.DataObject, run: list[int], mode: MatchMode, how: tuple[int, bool]) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
         self.do(TouchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode, *how))
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(LookupMode))
-    def prefetch(self, data: st.DataObject, run: list[int], mode: LookupMode) -> None:
+    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(MatchMode))
+    def prefetch(self, data: st.DataObject, run: list[int], mode: MatchMode) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
         self.do(PrefetchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode))
@@ -258,7 +261,7 @@ class Lockstep(RuleBasedStateMachine):
     @rule(data=st.data(), run=RUNS)
     def clear(self, data: st.DataObject, run: list[int]) -> None:
         engine = data.draw(st.sampled_from(self.engines))
-        instance = self.host.machine.books.instances.get(engine.epoch)
+        instance = self.host.machine.core.instances.get(engine.epoch)
         if instance is not None:
             for plan in instance.plans:
                 self.do(ClearBlocks(plan.space, keys(*run)))
@@ -272,15 +275,17 @@ class Lockstep(RuleBasedStateMachine):
     @precondition(lambda self: self.parts)
     @rule(
         data=st.data(),
-        outcome=st.sampled_from([Outcome.DONE] * 4 + list(Outcome)),
+        outcome=st.sampled_from([PartOutcome.DONE] * 4 + list(PartOutcome)),
         failed=st.lists(st.integers(0, 5), max_size=2, unique=True),
         corrupt=st.booleans(),
     )
-    def end_a_part(self, data: st.DataObject, outcome: Outcome, failed: list[int], corrupt: bool) -> None:
+    def end_a_part(self, data: st.DataObject, outcome: PartOutcome, failed: list[int], corrupt: bool) -> None:
         post = self.parts.pop(data.draw(st.sampled_from(sorted(self.parts))))
-        failed = failed if outcome is Outcome.FAILED else []
+        failed = failed if outcome is PartOutcome.FAILED else []
         self.do(
-            finished(post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is Outcome.FAILED)
+            finished(
+                post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is PartOutcome.FAILED
+            )
         )
 
     @precondition(lambda self: self.tickets)

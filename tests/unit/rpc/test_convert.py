@@ -22,16 +22,16 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, NamespaceDigest, Rank, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
     AuditReport,
+    BlockQuery,
     CoreLimits,
-    GroupQuery,
     LookupBlocks,
     LookupGroups,
-    LookupMode,
+    MatchMode,
     PrefetchBlocks,
     RenewSession,
+    RetentionRequest,
     Signals,
     TouchGroups,
-    Wishes,
 )
 from kvtierd.rpc import convert, queries
 from kvtierd.rpc.queries import Caller
@@ -100,7 +100,7 @@ class TestLookup:
         stimulus = convert.lookup_of(lookup(mode=cache_pb2.LOOKUP_MODE_EXACT, group=2), CALLER, LIMITS)
         assert isinstance(stimulus, LookupBlocks)
         assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 2)
-        assert stimulus.mode is LookupMode.EXACT
+        assert stimulus.mode is MatchMode.EXACT
         assert not stimulus.lease
 
     @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_UNSPECIFIED, 99])
@@ -134,7 +134,7 @@ class TestPrefetch:
         stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
         assert isinstance(stimulus, PrefetchBlocks)
         assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 1)
-        assert stimulus.mode is LookupMode.EXACT
+        assert stimulus.mode is MatchMode.EXACT
         assert stimulus.hashes.tobytes() == hashes(3)
 
     @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ class TestSeveralGroups:
     def test_every_group_is_told_its_own_lease(self) -> None:
         states = np.array([0, 2], np.uint8)
         reply = JointReply((GroupHits(2, states, LeaseId(9), 1), GroupHits(1, states[:1])))
-        asked = (GroupQuery(4, np.zeros((2, 32), np.uint8), 1), GroupQuery(5, np.zeros((1, 32), np.uint8)))
+        asked = (BlockQuery(4, np.zeros((2, 32), np.uint8), 1), BlockQuery(5, np.zeros((1, 32), np.uint8)))
         response = convert.joint_reply(asked, reply)
         assert list(response.answers) == [
             cache_pb2.GroupAnswer(group=4, hits=2, states=b"\0\2", lease_id=9, lease_first=1),
@@ -329,13 +329,13 @@ class TestSubmissions:
 
     def test_its_wishes(self) -> None:
         request = store()
-        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes()
+        assert convert.store_of(request, CALLER, LIMITS).wishes == RetentionRequest()
         request.retention.CopyFrom(cache_pb2.Retention(hold_ms=5, ttl_ms=5, host_only=True))
-        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes(5, 5, True)
+        assert convert.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(5, 5, True)
         request.retention.hold_ms = 6
         assert reason(convert.store_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "retention.hold_ms")
         request.retention.ttl_ms = 0
-        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes(6, 0, True)
+        assert convert.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(6, 0, True)
 
     def test_one_block_id_for_each_hash(self) -> None:
         assert reason(convert.store_of, store(2, [1]), CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "block_ids")

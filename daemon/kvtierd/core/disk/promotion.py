@@ -12,10 +12,10 @@ from kvtierd.core.blocks.table import U8, BlockState
 from kvtierd.core.disk.admission import Admission
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.ids import NO_ENTRY, Entries, Hashes
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Indexes
 from kvtierd.core.state.entities import GroupPlan, Instance
-from kvtierd.core.stimuli import LookupMode
+from kvtierd.core.stimuli import MatchMode
 
 MISS, PENDING = 0, 1
 TABLE_FULL = 2
@@ -30,15 +30,15 @@ _NO_ENTRIES = np.empty(0, np.uint32)
 
 
 class Promotion:
-    def __init__(self, books: Books, jobs: DiskJobs, admission: Admission) -> None:
-        self._books = books
-        self._host = books.blocks
-        self._disks = books.disks
+    def __init__(self, core: CoreState, jobs: DiskJobs, admission: Admission) -> None:
+        self._core = core
+        self._host = core.blocks
+        self._disks = core.disks
         self._jobs = jobs
         self._admission = admission
 
     def beyond(
-        self, instance: Instance, plan: GroupPlan, hashes: Hashes, mode: LookupMode, hits: Entries,
+        self, instance: Instance, plan: GroupPlan, hashes: Hashes, mode: MatchMode, hits: Entries,
         states: U8, *, held: bool,
     ) -> U8:  # fmt: skip
         """What to tell of a lookup that the host cannot wholly serve: `states` as the host alone would tell
@@ -47,7 +47,7 @@ class Promotion:
         if not self._disks.late_jobs and not self._disks.any_live:
             return states
         keep = _NO_ENTRIES if held else hits
-        if mode is LookupMode.PREFIX:
+        if mode is MatchMode.PREFIX:
             first = len(hits)
             if states[first] == PENDING or self._disks.has(plan.space, hashes[first : first + 1]):
                 states[first] = self._prefix(instance, plan, hashes, first, keep)
@@ -74,7 +74,7 @@ class Promotion:
 
     def _prefix(self, instance: Instance, plan: GroupPlan, hashes: Hashes, hits: int, keep: Entries) -> int:
         """State of the first block beyond the hits."""
-        end = min(len(hashes), self._books.lease_room.alone_blocks(plan.domain))
+        end = min(len(hashes), self._core.lease_budget.alone_blocks(plan.domain))
         if hits >= end:  # an instance could not lease any more of it
             entries, raw = self._host.table.lookup(plan.space, hashes[hits : hits + 1])
             return PENDING if raw[0] == WRITING and self._in_time(entries)[0] else MISS
@@ -148,7 +148,7 @@ class Promotion:
         of_disk = [(disk, len(own)) for disk, own in self._disks.by_disk(hashes)]
         if not self._admission.promotion_loses(instance, plan, len(hashes), of_disk):
             return False
-        self._books.tally.recompute_blocks += len(hashes)
+        self._core.tally.recompute_blocks += len(hashes)
         return True
 
     def _room(self, plan: GroupPlan) -> int:
@@ -170,7 +170,7 @@ class Promotion:
         chosen = self._within_queues(plan, np.ascontiguousarray(hashes[positions]), in_order=in_order)
         if len(chosen) == 0:
             return coming
-        host, room, domain = self._host, self._books.room, plan.domain
+        host, room, domain = self._host, self._core.eviction, plan.domain
         try:
             host.table.pin(keep)
         except ValueError:  # so many hold them that they will not go anyway

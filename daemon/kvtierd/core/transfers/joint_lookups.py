@@ -12,9 +12,9 @@ from kvtierd.core.disk.promotion import PENDING
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import GroupPlan, Instance, Lease, LeaseCut
-from kvtierd.core.stimuli import GroupQuery, LookupGroups, PrefetchGroups, TouchGroups
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import GroupPlan, Instance, LeaseCut, LeaseGrant
+from kvtierd.core.stimuli import BlockQuery, LookupGroups, PrefetchGroups, TouchGroups
 from kvtierd.core.transfers.joint import Shape, longest
 from kvtierd.core.transfers.joint_promotion import Ask, JointPromotion
 from kvtierd.core.transfers.leases import HIT, Leases, check_hashes, touch
@@ -23,26 +23,26 @@ _NO_ENTRIES = np.empty(0, np.uint32)
 
 
 class JointLookups:
-    def __init__(self, books: Books, leases: Leases, tier: DiskTier) -> None:
-        self._books = books
-        self._blocks = books.blocks
+    def __init__(self, core: CoreState, leases: Leases, tier: DiskTier) -> None:
+        self._core = core
+        self._blocks = core.blocks
         self._leases = leases
         self._tier = tier
-        self._promotion = JointPromotion(books, tier)
+        self._promotion = JointPromotion(core, tier)
 
     def lookup(self, stimulus: LookupGroups) -> JointReply:
         """The longest prefix that all groups can load now. What it needs becomes recent, or is pinned under a
         lease of each group."""
-        books = self._books
-        instance = books.submitter(stimulus.session, stimulus.epoch)
+        core = self._core
+        instance = core.submitter(stimulus.session, stimulus.epoch)
         asks = self._asks(instance, stimulus.queries)
-        instance.alive_at_s = books.now_s
-        tally = books.tally
+        instance.alive_at_s = core.now_s
+        tally = core.tally
         tally.lookups += 1
         if asks is None:
             hashes = sum(len(query.hashes) for query in stimulus.queries)
             tally.lookup_hashes += hashes
-            if books.draining:
+            if core.draining:
                 tally.missed_draining += hashes
             else:
                 tally.missed_not_ready += hashes
@@ -56,7 +56,7 @@ class JointLookups:
             reply = _nothing(stimulus.queries)
             self._count_misses(asks, tokens, tokens, reply)
             return reply
-        leases: Sequence[Lease | None] = [None] * len(asks)
+        leases: Sequence[LeaseGrant | None] = [None] * len(asks)
         leasable, refused = tokens, None
         if stimulus.lease and tokens:
             leasable, leases, refused = self._lease(instance, asks, tokens, found)
@@ -83,7 +83,7 @@ class JointLookups:
 
     def _lease(
         self, instance: Instance, asks: Sequence[Ask], tokens: int, found: Sequence[Entries]
-    ) -> tuple[int, Sequence[Lease | None], Refusal | None]:
+    ) -> tuple[int, Sequence[LeaseGrant | None], Refusal | None]:
         """Leases for the longest prefix of the `tokens` readable ones that there is room for: how long it is,
         the lease of each group, and why it is not all of them."""
         fitting = self._fitting(asks, tokens, found, instance)
@@ -104,7 +104,7 @@ class JointLookups:
     ) -> int:
         """Tokens of the longest prefix, of the `tokens` of which `found` is what each group needs, that an
         instance may hold now. None: that any may hold if nobody holds anything."""
-        room = self._books.lease_room
+        room = self._core.lease_budget
         room_bytes = room.alone_bytes if instance is None else room.room_bytes(instance.held)
         new = [np.ones(len(each), np.bool_) if instance is None else room.costs(each) for each in found]
         cost = sum(
@@ -128,7 +128,7 @@ class JointLookups:
     def _count_misses(self, asks: Sequence[Ask], leased: int, tokens: int, reply: JointReply) -> None:
         """What lies beyond the joint prefix was asked for in vain. What a window does not need was not asked
         for."""
-        tally = self._books.tally
+        tally = self._core.tally
         for ask, group in zip(asks, reply.groups, strict=True):
             end = ask.shape.needed(tokens)[1]
             unleased = end - ask.shape.needed(leased)[1]
@@ -146,9 +146,9 @@ class JointLookups:
 
     def prefetch(self, stimulus: PrefetchGroups) -> JointReply:
         """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
-        instance = self._books.submitter(stimulus.session, stimulus.epoch)
+        instance = self._core.submitter(stimulus.session, stimulus.epoch)
         asks = self._asks(instance, stimulus.queries)
-        instance.alive_at_s = self._books.now_s
+        instance.alive_at_s = self._core.now_s
         if asks is None:
             return _nothing(stimulus.queries)
         tokens = self._tokens(asks)
@@ -158,9 +158,9 @@ class JointLookups:
 
     def touch(self, stimulus: TouchGroups) -> None:
         """Makes hits recent, or cold, group by group; says nothing."""
-        instance = self._books.submitter(stimulus.session, stimulus.epoch)
+        instance = self._core.submitter(stimulus.session, stimulus.epoch)
         asks = self._asks(instance, stimulus.queries)
-        instance.alive_at_s = self._books.now_s
+        instance.alive_at_s = self._core.now_s
         table = self._blocks.table
         for ask in asks or ():
             if ask.shape.window_blocks:
@@ -168,17 +168,17 @@ class JointLookups:
                 entries = entries[raw == READY]
             else:
                 entries, _ = table.lookup_prefix(ask.plan.space, ask.hashes)
-            touch(self._books, ask.plan, entries, stimulus)
+            touch(self._core, ask.plan, entries, stimulus)
 
-    def _asks(self, instance: Instance, queries: Sequence[GroupQuery]) -> tuple[Ask, ...] | None:
+    def _asks(self, instance: Instance, queries: Sequence[BlockQuery]) -> tuple[Ask, ...] | None:
         """None if the instance cannot load anything now. Refusal for what makes no sense."""
-        books = self._books
+        core = self._core
         if not queries:
             raise Refusal(Reason.COUNT_MISMATCH, "one query at least", field="queries", value=0)
         hashes = 0
         groups = set[int]()
         for index, query in enumerate(queries):
-            check_hashes(query.hashes, books.limits.lookup_hashes_max)
+            check_hashes(query.hashes, core.limits.lookup_hashes_max)
             hashes += len(query.hashes)
             if query.window_blocks < 0:
                 raise Refusal(
@@ -195,16 +195,16 @@ class JointLookups:
                     value=query.group,
                 )
             groups.add(query.group)
-        if hashes > books.limits.lookup_hashes_max:
+        if hashes > core.limits.lookup_hashes_max:
             raise Refusal(
                 Reason.TOO_MANY_BLOCKS,
-                f"at most {books.limits.lookup_hashes_max} in one call, of all groups together",
+                f"at most {core.limits.lookup_hashes_max} in one call, of all groups together",
                 field="queries",
                 value=hashes,
             )
-        if not instance.live or books.draining:  # who hits would ask for a load, which is refused
+        if not instance.live or core.draining:  # who hits would ask for a load, which is refused
             return None
-        plans = [books.plan(instance, query.group) for query in queries]
+        plans = [core.plan(instance, query.group) for query in queries]
         return tuple(_ask(plan, query) for plan, query in zip(plans, queries, strict=True))
 
     def _tokens(self, asks: Sequence[Ask], most: int | None = None) -> int:
@@ -236,7 +236,7 @@ class JointLookups:
         wanted = [(ask.plan, len(entries)) for ask, entries in zip(asks, found, strict=True)]
         if not self._tier.admission.loads_lose(instance, wanted, tokens):
             return False
-        self._books.tally.recompute_blocks += sum(len(entries) for entries in found)
+        self._core.tally.recompute_blocks += sum(len(entries) for entries in found)
         return True
 
     def _beyond(
@@ -258,7 +258,7 @@ class JointLookups:
         asks: Sequence[Ask],
         tokens: int,
         longer: int,
-        leases: Sequence[Lease | None],
+        leases: Sequence[LeaseGrant | None],
         refused: Refusal | None,
     ) -> JointReply:
         """Of a prefix of `tokens` that will have `longer`."""
@@ -274,10 +274,10 @@ class JointLookups:
         return JointReply(tuple(groups), refused)
 
 
-def _ask(plan: GroupPlan, query: GroupQuery) -> Ask:
+def _ask(plan: GroupPlan, query: BlockQuery) -> Ask:
     shape = Shape(plan.block_tokens, query.window_blocks, len(query.hashes))
     return Ask(query.group, plan, query.hashes, shape)
 
 
-def _nothing(queries: Sequence[GroupQuery]) -> JointReply:
+def _nothing(queries: Sequence[BlockQuery]) -> JointReply:
     return JointReply(tuple(GroupHits(0, np.zeros(0, np.uint8)) for _ in queries))

@@ -12,7 +12,7 @@ from kvtierd.core.blocks.table import U8, BlockFlag
 from kvtierd.core.disk.promotion import FIRST_WINDOW, WINDOW_GROWTH, WRITING
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.ids import NO_ENTRY, Entries, Hashes
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk, Indexes
 from kvtierd.core.state.entities import GroupPlan, Instance
 from kvtierd.core.transfers.joint import Shape, longest
@@ -48,10 +48,10 @@ class _View:
 
 
 class JointPromotion:
-    def __init__(self, books: Books, tier: DiskTier) -> None:
-        self._books = books
-        self._host = books.blocks
-        self._disks = books.disks
+    def __init__(self, core: CoreState, tier: DiskTier) -> None:
+        self._core = core
+        self._host = core.blocks
+        self._disks = core.disks
         self._tier = tier
 
     def beyond(
@@ -135,7 +135,7 @@ class JointPromotion:
 
     def _leasable_tokens(self, asks: Sequence[Ask]) -> int:
         """No longer prefix than an instance could lease is waited for."""
-        room = self._books.lease_room
+        room = self._core.lease_budget
         left = float(room.alone_bytes)
         per_token = 0.0
         for ask in asks:
@@ -164,7 +164,7 @@ class JointPromotion:
         disks: list[tuple[Disk, int]] = [(self._disks.all[disk], count) for disk, count in of_disk.items()]
         if not self._tier.admission.promotions_lose(instance, wanted, disks, gain):
             return False
-        self._books.tally.recompute_blocks += sum(len(view.absent) for view in views)
+        self._core.tally.recompute_blocks += sum(len(view.absent) for view in views)
         return True
 
     def _promote(

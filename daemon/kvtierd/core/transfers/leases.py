@@ -9,12 +9,12 @@ from kvtierd.core.blocks.table import U8, BlockState
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Entries, Hashes, LeaseId
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import GroupPlan, Instance, Lease, LeaseCut
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import GroupPlan, Instance, LeaseCut, LeaseGrant
 from kvtierd.core.state.transitions import Event
 from kvtierd.core.stimuli import (
     LookupBlocks,
-    LookupMode,
+    MatchMode,
     PrefetchBlocks,
     ReleaseLeases,
     TouchBlocks,
@@ -33,32 +33,32 @@ READY = int(BlockState.READY)
 
 
 class Leases:
-    def __init__(self, books: Books, tier: DiskTier) -> None:
-        self._books = books
+    def __init__(self, core: CoreState, tier: DiskTier) -> None:
+        self._core = core
         self._tier = tier if tier else None
-        self._blocks = books.blocks
+        self._blocks = core.blocks
 
     # --- lookups ---
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
         """What of this can be loaded now; hits become recent, or are pinned under a lease. What only disks
         have is pending, and promoted."""
-        books = self._books
-        instance = books.submitter(stimulus.session, stimulus.epoch)
+        core = self._core
+        instance = core.submitter(stimulus.session, stimulus.epoch)
         hashes = stimulus.hashes
-        check_hashes(hashes, books.limits.lookup_hashes_max)
-        tally = books.tally
-        if not instance.live or books.draining:  # who hits would ask for a load, which is refused
-            instance.alive_at_s = books.now_s
+        check_hashes(hashes, core.limits.lookup_hashes_max)
+        tally = core.tally
+        if not instance.live or core.draining:  # who hits would ask for a load, which is refused
+            instance.alive_at_s = core.now_s
             tally.lookups += 1
             tally.lookup_hashes += len(hashes)
-            if books.draining:
+            if core.draining:
                 tally.missed_draining += len(hashes)
             else:
                 tally.missed_not_ready += len(hashes)
             return LookupReply(0, np.zeros(_told(stimulus), np.uint8), None, None)
-        plan = books.plan(instance, stimulus.group)
-        instance.alive_at_s = books.now_s
+        plan = core.plan(instance, stimulus.group)
+        instance.alive_at_s = core.now_s
         tally.lookups += 1
         tally.lookup_hashes += len(hashes)
         found, states = self._find(plan, hashes, stimulus.mode)
@@ -67,7 +67,7 @@ class Leases:
             self._count_misses(stimulus.mode, len(hashes) - len(found), states)
             return LookupReply(0, np.zeros_like(states[: _told(stimulus)]), None, None)
         readable = hits = len(found)
-        lease: Lease | None = None
+        lease: LeaseGrant | None = None
         refused: Refusal | None = None
         if readable and stimulus.lease:
             lease, refused = self._grant(instance, stimulus.group, plan, found)
@@ -88,14 +88,14 @@ class Leases:
             tally.refused_leases += 1
             tally.missed_lease_limit += readable - hits
             plan.cut = LeaseCut(self._blocks.now, hits, readable)
-            more_later = hits < min(readable, books.lease_room.alone_blocks(plan.domain))
+            more_later = hits < min(readable, core.lease_budget.alone_blocks(plan.domain))
             states = _cut(stimulus.mode, states, hits, PENDING if more_later else MISS)
         return LookupReply(hits, states, None if lease is None else lease.lease, refused, readable)
 
-    def _count_misses(self, mode: LookupMode, misses: int, states: U8) -> None:
+    def _count_misses(self, mode: MatchMode, misses: int, states: U8) -> None:
         """Of a lookup, by what is told of them."""
-        tally = self._books.tally
-        if mode is LookupMode.PREFIX:
+        tally = self._core.tally
+        if mode is MatchMode.PREFIX:
             if misses:
                 if states[-1] == PENDING:
                     tally.missed_pending += 1
@@ -109,15 +109,15 @@ class Leases:
 
     def prefetch(self, stimulus: PrefetchBlocks) -> PrefetchReply:
         """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
-        books = self._books
-        instance = books.submitter(stimulus.session, stimulus.epoch)
+        core = self._core
+        instance = core.submitter(stimulus.session, stimulus.epoch)
         hashes = stimulus.hashes
-        check_hashes(hashes, books.limits.lookup_hashes_max)
-        if not instance.live or books.draining:
-            instance.alive_at_s = books.now_s
+        check_hashes(hashes, core.limits.lookup_hashes_max)
+        if not instance.live or core.draining:
+            instance.alive_at_s = core.now_s
             return PrefetchReply(np.zeros(_told(stimulus), np.uint8))
-        plan = books.plan(instance, stimulus.group)
-        instance.alive_at_s = books.now_s
+        plan = core.plan(instance, stimulus.group)
+        instance.alive_at_s = core.now_s
         found, states = self._find(plan, hashes, stimulus.mode)
         if self._tier is not None and len(found) < len(hashes):
             promotion = self._tier.promotion
@@ -126,19 +126,19 @@ class Leases:
 
     def touch(self, stimulus: TouchBlocks) -> None:
         """Makes hits recent, or cold; says nothing."""
-        books = self._books
-        instance = books.submitter(stimulus.session, stimulus.epoch)
-        check_hashes(stimulus.hashes, books.limits.lookup_hashes_max)
+        core = self._core
+        instance = core.submitter(stimulus.session, stimulus.epoch)
+        check_hashes(stimulus.hashes, core.limits.lookup_hashes_max)
         if instance.live:
-            plan = books.plan(instance, stimulus.group)
+            plan = core.plan(instance, stimulus.group)
             found, _ = self._find(plan, stimulus.hashes, stimulus.mode)
-            touch(books, plan, found, stimulus)
-        instance.alive_at_s = books.now_s
+            touch(core, plan, found, stimulus)
+        instance.alive_at_s = core.now_s
 
-    def _find(self, plan: GroupPlan, hashes: Hashes, mode: LookupMode) -> tuple[Entries, U8]:
+    def _find(self, plan: GroupPlan, hashes: Hashes, mode: MatchMode) -> tuple[Entries, U8]:
         """The hits in order, and the states to tell."""
         table = self._blocks.table
-        if mode is LookupMode.PREFIX:
+        if mode is MatchMode.PREFIX:
             found, ended = table.lookup_prefix(plan.space, hashes)
             hits = len(found)
             states = np.full(min(hits + 1, len(hashes)), HIT, np.uint8)
@@ -152,12 +152,12 @@ class Leases:
 
     def _grant(
         self, instance: Instance, group: int, plan: GroupPlan, found: Entries, *, fits: bool = False
-    ) -> tuple[Lease | None, Refusal | None]:
+    ) -> tuple[LeaseGrant | None, Refusal | None]:
         """A lease on as many of these READY blocks as there is room for, from the first on; and, where that
         is not all of them, why. `fits`: there is room for all of them, with others that are leased with
         them."""
-        books, room = self._books, self._books.lease_room
-        limits = books.limits
+        core, room = self._core, self._core.lease_budget
+        limits = core.limits
         if len(instance.leases) >= limits.leases_max:
             return None, Refusal(
                 Reason.LEASE_LIMIT,
@@ -180,14 +180,14 @@ class Leases:
             )
         room.add(instance.held, plan.domain, entries)
         self._blocks.used_at[entries] = self._blocks.now
-        lease = Lease(
-            lease=LeaseId(next(books.lease_ids)),
+        lease = LeaseGrant(
+            lease=LeaseId(next(core.lease_ids)),
             instance=instance,
             group=group,
             entries=entries,
-            ends_at_s=books.now_s + limits.lease_lifetime_s,
+            ends_at_s=core.now_s + limits.lease_lifetime_s,
         )
-        books.leases[lease.lease] = lease
+        core.leases[lease.lease] = lease
         instance.leases[lease.lease] = lease
         instance.leased_blocks += len(entries)
         instance.leased_bytes += len(entries) * plan.domain.block_bytes
@@ -195,7 +195,7 @@ class Leases:
 
     def no_room(self, instance: Instance, fitting: int, readable: int, unit: str) -> Refusal:
         """Why no more than so many of the readable blocks, or tokens, are leased."""
-        room = self._books.lease_room
+        room = self._core.lease_budget
         return Refusal(
             Reason.LEASE_LIMIT,
             f"{fitting} of {readable} readable {unit} are leased: leases and loads may hold "
@@ -208,10 +208,10 @@ class Leases:
 
     def grant_all(
         self, instance: Instance, wanted: Sequence[tuple[int, GroupPlan, Entries]]
-    ) -> tuple[Lease, ...]:
+    ) -> tuple[LeaseGrant, ...]:
         """A lease for each group, on READY blocks for which there is room in all. Refusal LEASE_LIMIT: then
         none is granted."""
-        granted: list[Lease] = []
+        granted: list[LeaseGrant] = []
         for group, plan, entries in wanted:
             lease, refused = self._grant(instance, group, plan, entries, fits=True)
             if lease is not None:
@@ -222,9 +222,9 @@ class Leases:
                 raise refused
         return tuple(granted)
 
-    def held(self, instance: Instance, lease: LeaseId) -> Lease:
+    def held(self, instance: Instance, lease: LeaseId) -> LeaseGrant:
         """A lease of this instance. Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""
-        found = self._books.leases.get(lease)
+        found = self._core.leases.get(lease)
         if found is not None and found.instance is instance:
             return found
         if found is not None:
@@ -245,16 +245,16 @@ class Leases:
             value=lease,
         )
 
-    def _held_s(self, lease: Lease, now_s: float) -> float:
+    def _held_s(self, lease: LeaseGrant, now_s: float) -> float:
         """Since it was granted."""
-        return now_s - (lease.ends_at_s - self._books.limits.lease_lifetime_s)
+        return now_s - (lease.ends_at_s - self._core.limits.lease_lifetime_s)
 
     def oldest_s(self, now_s: float) -> float:
         """Since the oldest lease was granted; 0 if there is none."""
-        first = [next(iter(each.leases.values())) for each in self._books.names.values() if each.leases]
+        first = [next(iter(each.leases.values())) for each in self._core.names.values() if each.leases]
         return max((self._held_s(lease, now_s) for lease in first), default=0.0)
 
-    def consume(self, lease: Lease, first: int, end: int) -> None:
+    def consume(self, lease: LeaseGrant, first: int, end: int) -> None:
         """Ends a lease; its pins on [first, end) are the caller's from now on, the others drop."""
         self._forget(lease, Event.LOAD)
         domain = lease.instance.plans[lease.group].domain
@@ -265,7 +265,7 @@ class Leases:
 
     def release(self, stimulus: ReleaseLeases) -> None:
         """Gives leases back; those that are not held by this instance are ignored."""
-        instance = self._books.submitter(stimulus.session, stimulus.epoch)
+        instance = self._core.submitter(stimulus.session, stimulus.epoch)
         for name in stimulus.leases:
             lease = instance.leases.get(name)
             if lease is not None:
@@ -279,55 +279,55 @@ class Leases:
 
     def expire(self) -> None:
         """Ends leases whose instance was not heard of for too long, and those that are too old."""
-        now_s, ttl_s = self._books.now_s, self._books.limits.lease_ttl_s
-        for instance in list(self._books.names.values()):
+        now_s, ttl_s = self._core.now_s, self._core.limits.lease_ttl_s
+        for instance in list(self._core.names.values()):
             silent = now_s - instance.alive_at_s > ttl_s
             for lease in list(instance.leases.values()) if silent else self._too_old(instance):
                 self._drop(lease, Event.EXPIRE)
-                self._books.tally.expired_leases += 1
+                self._core.tally.expired_leases += 1
                 instance.expired[lease.lease] = None
                 if len(instance.expired) > EXPIRED_KEPT:
                     del instance.expired[next(iter(instance.expired))]
 
-    def _too_old(self, instance: Instance) -> list[Lease]:
+    def _too_old(self, instance: Instance) -> list[LeaseGrant]:
         """Leases are kept in the order in which they were granted, so they end in that order as well."""
         found = []
         for lease in instance.leases.values():
-            if lease.ends_at_s > self._books.now_s:
+            if lease.ends_at_s > self._core.now_s:
                 break
             found.append(lease)
         return found
 
-    def _drop(self, lease: Lease, event: Event) -> None:
+    def _drop(self, lease: LeaseGrant, event: Event) -> None:
         self._forget(lease, event)
         self._blocks.unpin(lease.instance.plans[lease.group].domain, lease.entries)
 
-    def _forget(self, lease: Lease, event: Event) -> None:
+    def _forget(self, lease: LeaseGrant, event: Event) -> None:
         instance = lease.instance
-        self._books.step(lease, event)
-        self._books.tally.ended_leases += 1
-        self._books.tally.lease_held_s += self._held_s(lease, self._books.now_s)
-        del self._books.leases[lease.lease], instance.leases[lease.lease]
+        self._core.step(lease, event)
+        self._core.tally.ended_leases += 1
+        self._core.tally.lease_held_s += self._held_s(lease, self._core.now_s)
+        del self._core.leases[lease.lease], instance.leases[lease.lease]
         domain = instance.plans[lease.group].domain
-        self._books.lease_room.remove(instance.held, domain, lease.entries)
+        self._core.lease_budget.remove(instance.held, domain, lease.entries)
         instance.leased_blocks -= len(lease.entries)
         instance.leased_bytes -= len(lease.entries) * domain.block_bytes
 
 
-def touch(books: Books, plan: GroupPlan, found: Entries, stimulus: TouchBlocks | TouchGroups) -> None:
+def touch(core: CoreState, plan: GroupPlan, found: Entries, stimulus: TouchBlocks | TouchGroups) -> None:
     """Does to READY blocks of one group what is asked, the head of a sequence first."""
     if len(found) == 0:
         return
     if stimulus.cold:
-        books.blocks.cool(plan.domain, found)
+        core.blocks.cool(plan.domain, found)
     else:
-        books.blocks.touch(found)
-        books.retention.hold(plan.domain, found, stimulus.hold_ms)
+        core.blocks.touch(found)
+        core.retention.hold(plan.domain, found, stimulus.hold_ms)
 
 
-def _cut(mode: LookupMode, states: U8, hits: int, beyond: int) -> U8:
+def _cut(mode: MatchMode, states: U8, hits: int, beyond: int) -> U8:
     """What to tell if no more than `hits` of the readable blocks are leased, and `beyond` of the others."""
-    if mode is LookupMode.PREFIX:
+    if mode is MatchMode.PREFIX:
         states = states[: hits + 1]
     states[np.flatnonzero(states == HIT)[hits:]] = beyond
     return states
@@ -336,7 +336,7 @@ def _cut(mode: LookupMode, states: U8, hits: int, beyond: int) -> U8:
 def _told(stimulus: LookupBlocks | PrefetchBlocks) -> int:
     """Of how many blocks the state is told if none is hit."""
     count = len(stimulus.hashes)
-    return count if stimulus.mode is LookupMode.EXACT else min(1, count)
+    return count if stimulus.mode is MatchMode.EXACT else min(1, count)
 
 
 def check_hashes(hashes: Hashes, count_max: int) -> None:
