@@ -75,6 +75,10 @@ LONG = {
 }
 
 
+IN_TEST_FULL = IN_MAKE_TEST
+"""Of the same campaigns in `make test-full`."""
+
+
 def counted(cases: Iterable[ElementTree.Element]) -> Counter[str]:
     """The sum over all test cases of a JUnit file, whether they passed or not."""
     counts: Counter[str] = Counter()

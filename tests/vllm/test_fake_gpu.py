@@ -18,6 +18,7 @@ from kvtier import PartState
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import rounds
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
 from tests.vllm.fake_gpu import FakeEngineGpu, Gate, LaggingEngine
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
 BLOCKS = 48
 LAG_S = 0.01
-SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 20))
 WAYS = {
     "exported": ("FakeGpuConnector", "export"),
     "exported in chunks": ("ChunkedGpuConnector", "export"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +16,13 @@ from kvtier_vllm.meta import Weights, WeightsChange
 from kvtier_vllm.scheduler.generations import Generations
 
 from tests.support.daemon import DaemonHost, until
+from tests.support.length import rounds
 from tests.vllm.mini_engine import TOKENS, Digests, MiniEngine, engine_config
 from tests.vllm.rig import kv_transfer_config, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-SEEDS = range(24 if LONG else 2)
+SEEDS = range(rounds(2, 24))
 ROUNDS = 40
 WEIGHTS = 3
 PROMPTS = [prompt(6 * TOKENS + 3, seed=900 + index) for index in range(3)]

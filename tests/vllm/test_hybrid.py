@@ -21,6 +21,7 @@ from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
@@ -38,7 +39,7 @@ pytestmark = [
 
 BLOCKS = 80
 """vLLM itself comes to a standstill with fewer than its longest request needs in all groups."""
-SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 20))
 Make = Callable[..., HybridEngine]
 
 MODELS: dict[str, Sequence[Kind]] = {

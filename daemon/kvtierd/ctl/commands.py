@@ -1,11 +1,13 @@
 """The `kvtierctl` command: what operators ask of a running daemon."""
 
+import itertools
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,11 +27,14 @@ from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
 from kvtierd.ctl.engine_http import EngineServer, server_of
+from kvtierd.ctl.explanation import explained
 from kvtierd.ctl.host import completion, doctor
 from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
-from kvtierd.ctl.text import count, drained, explained, lines, reloaded, scrub_line, scrubbed
-from kvtierd.ctl.top import Picture, frame
+from kvtierd.ctl.status import page as status_page
+from kvtierd.ctl.terminal import console, plain, show, whole_screen
+from kvtierd.ctl.text import count, drained, reloaded, scrub_line, scrubbed
+from kvtierd.ctl.top import WIDTH, Top
 from kvtierd.rpc.errors import ERROR_METADATA
 
 TIMEOUT_S = 5.0
@@ -75,7 +80,10 @@ def status(socket: Path | None, as_json: bool) -> None:
     """Show the pool, the engines attached, the copy workers and the traffic."""
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json(response) if as_json else "\n".join(lines(response)))
+    if as_json:
+        click.echo(to_json(response))
+    else:
+        show(status_page(response))
 
 
 @main.command()
@@ -94,25 +102,33 @@ def status(socket: Path | None, as_json: bool) -> None:
     "--json", "as_json", is_flag=True, help="Print each kvtier.v1.StatusResponse as a line of JSON."
 )
 def top(socket: Path | None, interval_s: float, frames: int | None, as_json: bool) -> None:
-    """Show what happens now: rates, engines, workers and disks, in 80 columns; Ctrl-C ends it."""
+    """Show what happens now: rates and their history, engines, workers and disks; Ctrl-C ends it.
+
+    On a terminal each frame replaces the one before; with --frames, the last one stays. Elsewhere frames are
+    printed one after another, without colours, 80 columns wide or as wide as COLUMNS says.
+    """
     path = socket or _configured_socket()
-    before: Picture | None = None
-    shown = 0
-    interrupts.instead("", 0)  # how it is meant to end
-    while True:
-        with _admin(path) as admin:
+    picture, terminal = Top(interval_s), console()
+    updates = terminal.is_terminal and not terminal.is_dumb_terminal and sys.stdout.isatty() and not as_json
+    interrupts.instead("", 0)  # a signal is how it is meant to end
+    with _admin(path) as admin, whole_screen(terminal) if updates else nullcontext():
+        for number in itertools.count(1):
             answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-        now = Picture(answer, time.monotonic())
-        if as_json:
-            click.echo(json.dumps(_plain(answer)))
-        else:
-            click.clear()  # nothing where nobody watches
-            click.echo("\n".join(frame(before, now, interval_s)))
-        before = now
-        shown += 1
-        if shown == frames:
-            return
-        time.sleep(interval_s)
+            picture.add(answer, time.monotonic())
+            if as_json:
+                click.echo(json.dumps(_plain(answer)))
+            elif updates:
+                terminal.update_screen(picture.page(terminal.width, terminal.height))
+            else:
+                width = (
+                    int(os.environ.get("COLUMNS", "")) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
+                )
+                click.echo(plain(picture.page(width), width))
+            if number == frames:
+                break
+            time.sleep(interval_s)
+    if updates:
+        show(picture.page(terminal.width, terminal.height))
 
 
 @main.command()
@@ -122,7 +138,10 @@ def engines(socket: Path | None, as_json: bool) -> None:
     """List the engines that are attached, their processes, and what they hold."""
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json_list(response.instances) if as_json else "\n".join(list_engines(response)))
+    if as_json:
+        click.echo(to_json_list(response.instances))
+    else:
+        show(list_engines(response))
 
 
 @main.command()
@@ -134,7 +153,10 @@ def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
     with _admin(socket or _configured_socket()) as admin:
         request = admin_pb2.ListNamespacesRequest()
         response = admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json(response) if as_json else "\n".join(list_namespaces(response.namespaces, fields)))
+    if as_json:
+        click.echo(to_json(response))
+    else:
+        show(list_namespaces(response.namespaces, fields))
 
 
 @main.command()
@@ -431,12 +453,12 @@ def explain_block(
     if not keys:
         click.echo("there is no hash on standard input; a prompt that is shorter than one block has none")
     if several and keys and not any(response.known_namespaces for response in responses):
-        click.echo("\n".join(explained(responses[-1])))  # the same for every hash: said once
+        show(explained(responses[-1]))  # it is the same for every hash, so it is said once
         return
     for key, response in zip(keys, responses, strict=True):
         if several:
             click.echo(f"{key.hex()}:")
-        click.echo("\n".join(explained(response)))
+        show(explained(response))
 
 
 def _block_hash(text: str) -> bytes:

@@ -24,11 +24,11 @@ from kvtierd.core.errors import Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers import signals
 from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.packets import PacketError, close_fds
+from kvtierd.workers.channel.packets import PacketError, ProtocolError, close_fds
 from kvtierd.workers.channel.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.workers.copy.cpu import CpuDevice
 from kvtierd.workers.copy.device import Device, DeviceUnusableError
-from kvtierd.workers.copy.engine import CopyEngine, ProtocolError
+from kvtierd.workers.copy.engine import CopyEngine
 from kvtierd.workers.copy.faults import fault_in_copy
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator

@@ -12,7 +12,7 @@ from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.packets import FDS_MAX
+from kvtierd.workers.channel.packets import FDS_MAX, ProtocolError
 from kvtierd.workers.channel.status import StatusPage
 from kvtierd.workers.copy.checking import Checker
 from kvtierd.workers.copy.device import Copier, Device
@@ -35,10 +35,6 @@ FDS_SPARE = FDS_MAX + 16
 
 _OVERWRITTEN = "its part word was overwritten by somebody else"
 _WITHDRAWN = "its client withdrew it while it ran"
-
-
-class ProtocolError(Exception):
-    """The front said what it never says: the two do not understand each other."""
 
 
 class CopyEngine:

@@ -25,7 +25,7 @@ from kvtierd.core.errors import Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers import signals
 from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.packets import close_fds
+from kvtierd.workers.channel.packets import ProtocolError, close_fds
 from kvtierd.workers.channel.status import (
     HEARTBEAT_PERIOD_S,
     IO_THREADS_MAX,
@@ -35,7 +35,7 @@ from kvtierd.workers.channel.status import (
 )
 from kvtierd.workers.disk.disk import OpenDisk
 from kvtierd.workers.disk.faults import Faults
-from kvtierd.workers.disk.jobs import JobQueue, PersistAll, ProtocolError, read_job
+from kvtierd.workers.disk.jobs import JobQueue, PersistAll, read_job
 from kvtierd.workers.disk.threads import DiskThreads
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator

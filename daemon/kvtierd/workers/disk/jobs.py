@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.packets import ProtocolError
 
 JOBS_MAX = 4_096
 """Waiting. The core's own limits keep far below it; what comes beyond fails instead of eating memory."""
@@ -20,10 +21,6 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 """Positions in a job."""
-
-
-class ProtocolError(Exception):
-    """The front said what it never says: the two do not understand each other."""
 
 
 class SlotJobKind(IntEnum):
