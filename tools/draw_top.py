@@ -1,4 +1,4 @@
-"""The picture of `kvtierctl top` in docs/: the page of a running daemon, as a terminal of 80 columns shows it.
+"""The picture of `kvtierctl top` in docs/: the page of a running daemon in a terminal of 80 columns.
 
     python -m tools.draw_top SOCKET docs/top.png
 
