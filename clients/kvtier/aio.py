@@ -7,7 +7,6 @@ a loop that is blocked for a while loses nothing."""
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier.base import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
@@ -160,7 +159,5 @@ class Client(ClientBase[LookupCall, Transfer]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()

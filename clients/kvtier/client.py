@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier.base import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
@@ -102,7 +101,5 @@ class Client(ClientBase[LookupCall, Transfer]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

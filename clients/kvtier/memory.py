@@ -10,7 +10,6 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeGuard, cast
 
 import numpy as np
@@ -130,9 +129,7 @@ class SharedBuffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

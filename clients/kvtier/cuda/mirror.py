@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -107,9 +106,7 @@ class MirrorMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _discard(self, offsets: U64, sizes: U64) -> None:

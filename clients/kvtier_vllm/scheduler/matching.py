@@ -82,9 +82,9 @@ class Grant:
 class MatchCounters:
     """Since the engine started."""
 
+    lookups: int = 0
     local: int = 0
     """Requests for which the index page has said that there is nothing, without a lookup."""
-    lookups: int = 0
     hits: int = 0
     """Answers with at least one block."""
     given_up: int = 0
