@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import grpc
 from google.protobuf.message import Message
-from kvtier import reach
+from kvtier.connection import reach
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd.cli import interrupts
