@@ -20,6 +20,9 @@ WITHOUT_ENGINE = "not vllm and not gpu and not fake_gpu and not deploy"
 CAMPAIGNS, ENGINES, DEPLOYED = "tests/faults", "tests/vllm", "tests/deploy"
 """Folders of the fault suite, which has counts to reach; of all tests that load vLLM; and of those that want
 to be root. A stage names the folders that its tests are in, because each of its workers reads all of them."""
+PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
+    f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits")
+)
 FAKE_GPU_FOLDERS = ("tests/unit", "tests/integration", "tests/gpu")
 
 
@@ -31,11 +34,9 @@ class Form:
     """What else is selected by."""
     length: str = "short"
     """Of campaigns and simulations (tests/support/length.py)."""
-    workload: str = "usual"
-    """Of tests/vllm/test_workload.py."""
 
 
-MERGE = Form(marks=" and not long", workload="short")
+MERGE = Form(marks=" and not long")
 """`make test`: repeats and further combinations are marked `long`."""
 EACH = Form()
 """Targets of single stages."""
@@ -105,16 +106,28 @@ def campaigns(form: Form) -> Stage:
     )
 
 
-def engines(form: Form) -> Stage:
-    """Real engines and schedulers, and what tests the connector without them."""
+def engines(form: Form, *without: str) -> Stage:
+    """Real engines and schedulers, and what tests the connector without them; not the files `without`."""
     return pytest_stage(
         "tests-vllm",
         "not fake_gpu and not gpu" + form.marks,
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
         deadline_s=2_400,
         folders=(ENGINES,),
+        without=(PARALLEL_FILE, *without),
         workers=ENGINE_WORKERS,
-        environment=SHARING_CORES | {"KVTIER_LENGTH": form.length, "KVTIER_WORKLOAD": form.workload},
+        environment=SHARING_CORES | {"KVTIER_LENGTH": form.length},
+    )
+
+
+def parallel_engines(form: Form) -> Stage:
+    """Engines of several ranks, which wait for each other by spinning: they have all cores for themselves."""
+    return pytest_stage(
+        "tests-vllm-parallel",
+        "vllm" + form.marks,
+        "Every rank of a parallel engine restores what is its own.",
+        deadline_s=1_200,
+        folders=(PARALLEL_FILE,),
     )
 
 
@@ -155,13 +168,15 @@ def fake_gpu(form: Form) -> list[Stage]:
     ]
 
 
-def merge_steps(form: Form) -> list[Stage | Beside]:
-    """What `make test` runs, in a form. What keeps one core busy runs beside others of that kind."""
+def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
+    """What `make test` runs, in a form, without the files `without` of tests of engines. What keeps one core
+    busy runs beside others of that kind."""
     return [
         Beside(((*QUICK_LINT, GENERATED, LIGHT_CLIENT), (MYPY,))),
         main_stage(form, ENGINES),
         campaigns(form),
-        engines(form),
+        engines(form, *without),
+        parallel_engines(form),
         *fake_gpu(form),
     ]
 
@@ -172,9 +187,6 @@ DEPLOY = pytest_stage(
     "An operator's way: packages, units, manifests, metrics and commands of the documentation work.",
     deadline_s=3_600,
     folders=("tests/deploy",),  # others want what this machine need not have: an engine, for example
-)
-WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
-    f"tests/vllm/test_{name}.py" for name in ("workload", "api_server", "audits")
 )
 _WORKLOAD = pytest_stage(
     "tests-workload",
@@ -205,13 +217,8 @@ AUDITS = pytest_stage(
 
 def full_steps() -> list[Stage | Beside]:
     """Everything that needs no GPU, no other host and no root."""
-    every_engine = engines(FULL)
-    shared = replace(  # the long forms of these files follow
-        every_engine,
-        command=every_engine.command
-        + [f"--ignore={each}" for each in (WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)],
-    )
-    steps = [shared if step == every_engine else step for step in merge_steps(FULL)]
+    # The long forms of these files follow.
+    steps = merge_steps(FULL, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)
     versions = [stage for version in vllm_versions.VERSIONS for stage in vllm_versions.stages(version)]
     return [*steps, WORKLOAD, AUTOSTART, AUDITS, *versions]
 
@@ -223,7 +230,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "light": [LIGHT_CLIENT, main_stage(MERGE), campaigns(MERGE)],  # no engine, no tools of one Python only
     "lint": [*QUICK_LINT, MYPY],
     "deploy": [DEPLOY],
-    "vllm": [engines(EACH), fake_gpu(EACH)[-1]],
+    "vllm": [engines(EACH), parallel_engines(EACH), fake_gpu(EACH)[-1]],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
     "workload": [WORKLOAD],

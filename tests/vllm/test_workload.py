@@ -1,8 +1,7 @@
 """A random workload on real engines that share a real daemon, in trouble: every answer is that of an engine
 that caches nothing, and at the end nobody holds anything.
 
-KVTIER_WORKLOAD=long makes it longer, over more model families and number formats (`make test-workload`), and
-KVTIER_WORKLOAD=short shorter (`make test`).
+KVTIER_WORKLOAD=long makes it longer, over more model families and number formats (`make test-workload`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from tests.vllm.workload_judge import Verdict, compare, mistakes
 from tests.vllm.workload_run import Report, Workload, options_of
 from tools import tiny_llama
 
-FORM = os.environ.get("KVTIER_WORKLOAD", "usual")
-LONG = FORM == "long"
+LONG = os.environ.get("KVTIER_WORKLOAD") == "long"
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 LLAMA = tiny_llama.Shape(hidden=128, intermediate=256, layers=3, heads=2, vocab=1024, max_positions=4096)
 """Smaller than that of the other tests: four engines compute every prompt, often from its first token."""
@@ -55,12 +53,11 @@ class Form:
     @property
     def command(self) -> str:
         """Runs the same requests with the same trouble again."""
-        variables = f"KVTIER_WORKLOAD={FORM} KVTIER_SEED={SEED}"
-        return f"{variables} .venv/bin/pytest -s tests/vllm/test_workload.py -k {self.name}"
+        kind = "KVTIER_WORKLOAD=long " * LONG
+        return f"{kind}KVTIER_SEED={SEED} .venv/bin/pytest -s tests/vllm/test_workload.py -k {self.name}"
 
 
-SHORT_FORMS = [Form("llama", "float32", 500, 40)]
-USUAL_FORMS = [Form("llama", "float32", 1_200, 40)]
+SHORT_FORMS = [Form("llama", "float32", 1_200, 40)]
 LONG_FORMS = [
     *(Form("llama", "float32", 2_400, 48, SEED + more) for more in range(2)),
     *(Form("llama", "bfloat16", 2_400, 48, SEED + more) for more in range(2)),
@@ -68,7 +65,6 @@ LONG_FORMS = [
     # model are so large that neighbours are whole units apart, and a wrong block would not show.
     *(Form("gemma3", "float32", 1_500, 130, SEED + more) for more in range(2)),
 ]
-FORMS = {"short": SHORT_FORMS, "usual": USUAL_FORMS, "long": LONG_FORMS}[FORM]
 
 
 def model_of(family: str, folder: Path) -> Path:
@@ -78,7 +74,12 @@ def model_of(family: str, folder: Path) -> Path:
     return write(folder / family, FAMILIES[family])
 
 
-@pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.name)
+FORMS = LONG_FORMS if LONG else SHORT_FORMS
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(form, marks=pytest.mark.long, id=form.name) for form in FORMS]
+)
 def form(request: pytest.FixtureRequest) -> Form:
     """One of them."""
     chosen: Form = request.param

@@ -8,7 +8,6 @@ so a seed brings the same requests and the same trouble again, not the same inte
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import subprocess
 import sys
@@ -92,8 +91,6 @@ LEAST = {
     "loaded_by_the_other_engine": 1,
 }
 """What a workload of a thousand requests must have met, or it proves too little."""
-MANY_TIMES = 20
-"""What happens so often in a workload of a thousand requests happens the less often, the shorter it is."""
 
 
 def options_of(model: Path, dtype: str, num_blocks: int) -> EngineOptions:
@@ -132,14 +129,9 @@ class Report:
 
     def shortfalls(self) -> list[str]:
         """Of `LEAST`, what was not met."""
-        share = min(1.0, self.judged.requests / 1_000)
-        wanted = {
-            name: math.ceil(number * share) if number >= MANY_TIMES else number
-            for name, number in LEAST.items()
-        }
         return [
             f"{self.counts[name]:,} {name.replace('_', ' ')}, {number:,} are wanted"
-            for name, number in wanted.items()
+            for name, number in LEAST.items()
             if self.counts[name] < number
         ]
 
