@@ -55,7 +55,7 @@ CLASS_NAMES = Stage(
 IMPORTS = Stage(
     "imports",
     ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
-    "Packages import only what the architecture allows.",
+    "Packages import only what the architecture allows, and no modules import each other in a circle.",
 )
 QUICK_LINT = (RUFF, CLASS_NAMES, IMPORTS)
 UNIT = pytest_stage(
