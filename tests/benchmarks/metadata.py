@@ -23,8 +23,8 @@ from kvtierd.core.stimuli import (
     AttachSession,
     CoreLimits,
     GroupGeometry,
+    GroupQuery,
     LookupBlocks,
-    LookupMode,
     Outcome,
     PartFinished,
     RegisterMemory,
@@ -80,11 +80,10 @@ class Engine:
 
     def lookup(self, hashes: np.ndarray) -> int:
         """Hits of one batch."""
-        reply, _ = self.machine.handle(
-            LookupBlocks(self.session, self.epoch, 0, hashes, LookupMode.PREFIX, False)
-        )
+        queries = (GroupQuery(0, hashes),)
+        reply, _ = self.machine.handle(LookupBlocks(self.session, self.epoch, queries, False))
         assert isinstance(reply, LookupReply)
-        return reply.hits
+        return reply.groups[0].hits
 
 
 def rate(work: Callable[[np.ndarray], object], keys: np.ndarray, batch: int) -> float:

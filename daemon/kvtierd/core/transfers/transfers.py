@@ -12,7 +12,8 @@ from kvtierd.core.state.books import Books
 from kvtierd.core.state.entities import GroupPlan, Instance, Part, Transfer
 from kvtierd.core.state.transitions import Event, MappingState, PartState
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
-from kvtierd.core.transfers.leases import Leases, check_hashes
+from kvtierd.core.transfers.checks import check_hashes
+from kvtierd.core.transfers.leases import Leases
 
 TICKET_MAX = 2**56 - 1
 PINS_MANY = 1 << 19
