@@ -17,7 +17,7 @@ from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, 
 from kvtier.index import GROUPS_MAX
 from kvtier.memory import Export, StreamDoorbells, fd_of, on_device
 from kvtier.pending import HelloRecord
-from kvtier.session import Session
+from kvtier.session import ProtocolState
 from kvtier.spec import PROTOCOL_VERSION, AttachSpec
 from kvtier.v1 import side_pb2
 from kvtier.words import WordsPage
@@ -101,7 +101,7 @@ def _take(reply: SideReply | None, body: str, fds: int = 0) -> SideReply:
     )
 
 
-def attach(session: Session) -> Steps:
+def attach(session: ProtocolState) -> Steps:
     """Side socket, then stream: afterwards the session has an epoch."""
     request = side_pb2.SideRequest(open=side_pb2.SideOpen(protocol_versions=[PROTOCOL_VERSION]))
     reply = _take((yield SideCall(request, (), OPEN_TIMEOUT_S)), "opened")
@@ -114,7 +114,7 @@ def attach(session: Session) -> Steps:
         raise ConnectionLostError(session.ended or "the daemon did not answer our Hello in time")
 
 
-def register(session: Session, doorbells: StreamDoorbells | None) -> Steps:
+def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps:
     """Shared words, then memory: afterwards the rank is registered, with a new page of words.
 
     `doorbells`: how streams of a GPU ring here, if they do. Raises NotRegisteredError if it is worth another
@@ -170,7 +170,7 @@ def _add_chunks(export: Export) -> Steps:
 
 
 def _register_memory(
-    session: Session, page: WordsPage, memory: side_pb2.RegisterMemory, fds: Sequence[int]
+    session: ProtocolState, page: WordsPage, memory: side_pb2.RegisterMemory, fds: Sequence[int]
 ) -> Generator[Step, Any, int]:
     """Returns the daemon's number of the registration."""
     request = side_pb2.SideRequest(register_memory=memory)
@@ -195,7 +195,7 @@ def _register_memory(
             return reply.response.memory_registered.registration_id
 
 
-def open_index(session: Session) -> Steps:
+def open_index(session: ProtocolState) -> Steps:
     """The index pages of the instance's groups, as far as there are any: without, the daemon is asked."""
     index = session.begin_index()
     if index is None:
@@ -210,7 +210,7 @@ def open_index(session: Session) -> Steps:
             session.note(str(error))
 
 
-def unregister(session: Session) -> Steps:
+def unregister(session: ProtocolState) -> Steps:
     """Afterwards no copy can touch the memory any more, and the daemon has it mapped no longer."""
     registration = session.memory.registration
     if registration is None:

@@ -4,7 +4,7 @@ from kvtier.batches import BATCHES
 from kvtier.errors import KvtierError, Reason
 from kvtier.index import FEATURE, Index
 from kvtier.joint import JOINT_LOOKUP
-from kvtier.leases import Leases
+from kvtier.leases import LeaseTracker
 from kvtier.retention import RETENTION
 from kvtier.spec import AttachSpec
 from kvtier.transfers import PartWords, TransferRecord
@@ -37,7 +37,7 @@ class Attachment:
         self.ready: bool = welcome.instance.ready
         """Whether the instance is."""
         self.words = PartWords(spec.parts, first_ticket)
-        self.leases = Leases()
+        self.leases = LeaseTracker()
         self.transfers: dict[int, TransferRecord] = {}
         """Those in flight, by ticket."""
         self.heartbeat_pending = False

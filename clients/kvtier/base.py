@@ -27,12 +27,12 @@ from kvtier.lookups import (
 )
 from kvtier.memory import Memory, StreamDoorbells
 from kvtier.retention import Retention, check_seconds
-from kvtier.session import Doorbell, Session
+from kvtier.session import Doorbell, ProtocolState
 from kvtier.shared import SharedBuffer
 from kvtier.spec import AttachSpec, Role, check_prefill_rate
 from kvtier.status import ClientState, ClientStatus
 from kvtier.stream_words import WORD_BYTES
-from kvtier.transfers import Event, Outcome, StoreResult, TransferRecord, TransferState
+from kvtier.transfers import EventLike, Outcome, StoreResult, TransferRecord, TransferState
 from kvtier.v1 import cache_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Direction, PartRef, PartState
 
@@ -151,7 +151,7 @@ class ClientBase(ABC):
             configuration=tuple(configuration),
         )
         self._lock = threading.Lock()
-        self._session = Session(
+        self._session = ProtocolState(
             spec, clock=time.monotonic, make_event=self._make_event, release=self._release
         )
         make_doorbells = getattr(spec.memory, "stream_doorbells", None)
@@ -598,7 +598,7 @@ class ClientBase(ABC):
 
     @staticmethod
     @abstractmethod
-    def _make_event() -> Event:
+    def _make_event() -> EventLike:
         """What a caller of this client waits for."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ class _State(Enum):
     """The same, and to be released if that load is refused."""
 
 
-class Leases:
+class LeaseTracker:
     """Which leases are ours, and which are to be given back."""
 
     def __init__(self) -> None:

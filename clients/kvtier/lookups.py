@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import KvtierError, Reason
-from kvtier.transfers import Event
+from kvtier.transfers import EventLike
 from kvtier.v1 import cache_pb2
 
 Hashes = bytes | Sequence[bytes] | npt.NDArray[np.uint8]
@@ -118,7 +118,7 @@ def unanswered(reason: Reason, message: str) -> Lookup:
 class LookupRecord:
     """One lookup on its way; its session keeps it up to date."""
 
-    event: Event
+    event: EventLike
     """Set with the answer."""
     sent_s: float
     """Of the session's clock."""

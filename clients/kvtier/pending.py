@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from kvtier.errors import KvtierError
 from kvtier.lookups import LookupRecord
-from kvtier.transfers import Event, TransferRecord
+from kvtier.transfers import EventLike, TransferRecord
 
 
 @dataclass(slots=True, eq=False)
 class HelloRecord:
     """A Hello on its way."""
 
-    event: Event
+    event: EventLike
     welcomed: bool = False
     error: KvtierError | None = None
 

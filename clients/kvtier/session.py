@@ -33,7 +33,7 @@ from kvtier.spec import AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
 from kvtier.transfers import (
     ACTIVE,
-    Event,
+    EventLike,
     Outcome,
     TransferRecord,
     TransferState,
@@ -69,7 +69,7 @@ UNHURRIED_MAX = 64
 """Messages that wait for others to go with; more, and they are sent."""
 
 
-class Session:
+class ProtocolState:
     """See the module."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Session:
         spec: AttachSpec,
         *,
         clock: Callable[[], float],
-        make_event: Callable[[], Event],
+        make_event: Callable[[], EventLike],
         release: Callable[[Lease], None] | None = None,
     ) -> None:
         """`release` is what a Lookup calls to give its lease back: `release` below, with the lock held."""

@@ -12,7 +12,7 @@ from kvtier.v1 import cache_pb2
 from kvtier.words import Direction, PartRef
 
 
-class Event(Protocol):
+class EventLike(Protocol):
     """threading.Event and asyncio.Event both fit."""
 
     def set(self) -> None: ...
@@ -91,7 +91,7 @@ class TransferRecord:
     direction: Direction
     count: int
     """Keys submitted."""
-    event: Event
+    event: EventLike
     """Set when the outcome is known, or when it will not come from the daemon."""
     part: PartRef | None = None
     """None if it was refused before it was sent."""

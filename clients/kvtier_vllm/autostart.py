@@ -45,14 +45,14 @@ class AutostartError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedDaemon:
     """A daemon that this process has started. It belongs to nobody."""
 
     pid: int
     log: Path
 
 
-def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> Started | None:
+def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> StartedDaemon | None:
     """Starts a daemon at the socket that a user named, or at the default one, unless somebody listens there;
     returns when it does. None: there was one, or another process was faster. Its settings are the defaults,
     and KVTIER_ variables.
@@ -89,7 +89,7 @@ def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> Started 
                     f"{log}"
                 )
             start.wait(POLL_S)
-        return Started(server, log) if server == start.pid else None
+        return StartedDaemon(server, log) if server == start.pid else None
 
 
 def wait(given: str, timeout_s: float) -> bool:

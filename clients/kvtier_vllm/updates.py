@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier_vllm.meta import WeightsChange
 
 
-class Listener(Protocol):
+class UpdateListener(Protocol):
     """A half of the connector."""
 
     @property
@@ -40,10 +40,10 @@ class Listener(Protocol):
         need not wait for it."""
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_listeners: weakref.WeakSet[UpdateListener] = weakref.WeakSet()
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: UpdateListener) -> None:
     """It is told from now on, for as long as it lives."""
     _listeners.add(listener)
 

@@ -23,13 +23,13 @@ from kvtierd.core.stimuli import (
     AttachSession,
     CoreLimits,
     GroupGeometry,
-    GroupQuery,
+    BlockQuery,
     LookupBlocks,
-    Outcome,
+    PartOutcome,
     PartFinished,
     RegisterMemory,
     RegisterWords,
-    Role,
+    SessionRole,
     Signals,
     SubmitStore,
     WorkerLive,
@@ -57,7 +57,7 @@ class Engine:
         worker = WorkerId(1)
         self.machine.handle(WorkerLive(worker, "cpu"))
         groups = (GroupGeometry(1, 16, 0, ((SLOT_BYTES, "kv"),)),)
-        both = Role.SCHEDULER | Role.RANK
+        both = SessionRole.SCHEDULER | SessionRole.RANK
         attached, _ = self.machine.handle(
             AttachSession(self.session, "bench", both, Rank(0), 1, b"bench", 32, "bench", groups)
         )
@@ -76,11 +76,11 @@ class Engine:
         assert isinstance(reply, SubmitReply)
         part = actions[-1]
         assert isinstance(part, PostPart)
-        self.machine.handle(PartFinished(part.worker, part.part, Outcome.DONE, NONE))
+        self.machine.handle(PartFinished(part.worker, part.part, PartOutcome.DONE, NONE))
 
     def lookup(self, hashes: np.ndarray) -> int:
         """Hits of one batch."""
-        queries = (GroupQuery(0, hashes),)
+        queries = (BlockQuery(0, hashes),)
         reply, _ = self.machine.handle(LookupBlocks(self.session, self.epoch, queries, False))
         assert isinstance(reply, LookupReply)
         return reply.groups[0].hits
@@ -101,7 +101,7 @@ def figures() -> dict[str, float]:
     engine = Engine()
     random = np.random.default_rng(1)
     rates: dict[str, list[float]] = {}
-    slots = EXTENTS * engine.machine.books.blocks.geometry.slots_per_extent(SLOT_BYTES)
+    slots = EXTENTS * engine.machine.core.blocks.geometry.slots_per_extent(SLOT_BYTES)
     for _ in range(-(-slots // BLOCKS_PER_ROUND)):
         rate(engine.store, random.integers(0, 256, (BLOCKS_PER_ROUND, 32), np.uint8), 1024)
     for _ in range(ROUNDS):

@@ -36,7 +36,7 @@ def worker_lost(world: World) -> None:
     if not workers:
         return
     worker = world.random.choice(workers)
-    disk = world.machine.books.disks.all[worker.slab.disk]
+    disk = world.machine.core.disks.all[worker.slab.disk]
     world.faults["disk worker lost", disk.state.name] += 1
     for job in disk.jobs.values():
         if job.worker.worker == worker.worker:
@@ -85,7 +85,7 @@ def scrub(world: World) -> None:
     if number >= len(world.slabs):
         world.refused(StartScrub(number), Reason.MODE_UNSUPPORTED)
         return
-    disk = world.machine.books.disks.all[number]
+    disk = world.machine.core.disks.all[number]
     if not disk.live:
         world.refused(StartScrub(number), Reason.WORKER_UNAVAILABLE)
     elif disk.scrub is not None and not disk.scrub.over:

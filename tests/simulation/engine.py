@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from kvtierd.core.actions import InstanceView
 from kvtierd.core.ids import Epoch, LeaseId, Rank, SessionId, Ticket
-from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
 
 DOORBELLS, PART_WORDS, BLOCKS = 2, 4, 10
 CHAINS, CHAIN_LENGTH = 3, 8
@@ -108,9 +108,9 @@ class Engine:
         return [process for process in wanted if process not in self.sessions]
 
     def hello(self, process: int, session: SessionId) -> AttachSession:
-        role = Role.SCHEDULER if process == SCHEDULER else Role.RANK
+        role = SessionRole.SCHEDULER if process == SCHEDULER else SessionRole.RANK
         if self.kind.together and process == 0:
-            role |= Role.SCHEDULER
+            role |= SessionRole.SCHEDULER
         groups = () if process == SCHEDULER else self.groups(process)
         rank = Rank(max(process, 0))
         kind = self.kind

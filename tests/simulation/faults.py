@@ -9,7 +9,7 @@ from kvtierd.core.actions import ClearReply
 from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Ticket
-from kvtierd.core.state.transitions import MappingState, TransferState
+from kvtierd.core.state.transitions import MappingState, TransferJobState
 from kvtierd.core.stimuli import (
     CancelTransfers,
     ClearBlocks,
@@ -47,7 +47,7 @@ def cancel(world: World) -> None:
     ticket = world.random.choice(list(engine.pending))
     scheduler = engine.scheduler
     assert scheduler is not None
-    world.note("cancel", world.machine.books.sessions[scheduler].instance.transfers[Ticket(ticket)])
+    world.note("cancel", world.machine.core.sessions[scheduler].instance.transfers[Ticket(ticket)])
     world.do(CancelTransfers(scheduler, engine.epoch, (Ticket(ticket), Ticket(1 << 55))))
 
 
@@ -67,7 +67,7 @@ def client_revokes(world: World) -> None:
 
 def clear(world: World) -> None:
     """An operator drops a namespace, or all; what is held stays, and everything is accounted for."""
-    books = world.machine.books
+    core = world.machine.core
     spaces = world.machine.clearable("")
     for space in spaces if world.random.random() < 0.3 else spaces and [world.random.choice(spaces)]:
         keys = world.machine.keys(space)
@@ -79,13 +79,13 @@ def clear(world: World) -> None:
         stay = reply.held_blocks + reply.under_way_blocks
         assert reply.cleared_blocks + stay == len(keys), "a block was forgotten, or counted twice"
         assert len(world.machine.keys(space)) == stay, "what was cleared is there, or what was held is not"
-        entries = books.blocks.table.entries_of(space)
-        unpinned = entries[books.blocks.table.pins(entries) == 0]
-        states, flags = books.blocks.table.states(unpinned), books.blocks.table.flags(unpinned)
+        entries = core.blocks.table.entries_of(space)
+        unpinned = entries[core.blocks.table.pins(entries) == 0]
+        states, flags = core.blocks.table.states(unpinned), core.blocks.table.flags(unpinned)
         left = unpinned[(states == BlockState.READY) & (flags & (BlockFlag.QUEUED | BlockFlag.CLEAN) == 0)]
         # Evicted and stored again while a disk is still writing it, it is under way, too.
-        hashes, idle = books.blocks.table.hashes(left), np.ones(len(left), np.bool_)
-        for disk, own in books.disks.by_disk(hashes):
+        hashes, idle = core.blocks.table.hashes(left), np.ones(len(left), np.bool_)
+        for disk, own in core.disks.by_disk(hashes):
             _, on_disk = disk.blocks.table.lookup(space, np.ascontiguousarray(hashes[own]))
             idle[own] = on_disk != BlockState.WRITING
         assert not idle.any(), "a block that nothing holds has stayed"
@@ -94,16 +94,16 @@ def clear(world: World) -> None:
 def time_jumps(world: World) -> None:
     jump = world.random.choice((5.0, 11.0, 25.0, 60.0))
     world.now_s += jump
-    books = world.machine.books
-    for transfer in books.transfers.values():
+    core = world.machine.core
+    for transfer in core.transfers.values():
         if transfer.deadline_s <= world.now_s:
             world.note("deadline", transfer)
-    if books.leases:
+    if core.leases:
         world.faults["time jumps", f"{jump:g} s, leases held"] += 1
     world.do(Tick())
-    assert not books.leases or jump <= LIMITS.lease_ttl_s, "a lease outlived its instance's silence"
-    overdue = [transfer for transfer in books.transfers.values() if transfer.deadline_s <= world.now_s]
-    assert all(transfer.state is TransferState.CLOSING for transfer in overdue), "a deadline passed unseen"
+    assert not core.leases or jump <= LIMITS.lease_ttl_s, "a lease outlived its instance's silence"
+    overdue = [transfer for transfer in core.transfers.values() if transfer.deadline_s <= world.now_s]
+    assert all(transfer.state is TransferJobState.CLOSING for transfer in overdue), "a deadline passed unseen"
 
 
 def tick(world: World) -> None:
@@ -116,7 +116,7 @@ def worker_lost(world: World) -> None:
         return
     worker = world.random.choice(workers)
     sudden = world.random.random() < 0.3
-    for mapping in world.machine.books.workers[worker.worker].mappings.values():
+    for mapping in world.machine.core.workers[worker.worker].mappings.values():
         world.faults["worker lost", f"mapping {mapping.state.name}"] += 1
         for part in mapping.parts.values():
             world.note("worker lost", part.transfer)
@@ -146,10 +146,10 @@ def told_again(world: World) -> None:
 
 def _repeat(world: World, message: Told | DiskJobFinished) -> None:
     if isinstance(message, SlotsChecked):
-        check = world.machine.books.check
+        check = world.machine.core.check
         assert check is None or check.check != message.check, "it has been answered"
     if isinstance(message, SessionReleased):
-        worker = world.machine.books.workers.get(message.worker)
+        worker = world.machine.core.workers.get(message.worker)
         mapping = None if worker is None else worker.mappings.get(message.session)
         if mapping is not None:
             return  # it would be believed: the channel between front and worker says things once
@@ -161,7 +161,7 @@ def part_is_silent(world: World) -> None:
     for worker in world.current:
         if worker is None:
             continue
-        for session, mapping in world.machine.books.workers[worker.worker].mappings.items():
+        for session, mapping in world.machine.core.workers[worker.worker].mappings.items():
             if mapping.state is MappingState.RELEASING and mapping.parts:
                 worker.read_all()
                 silent = [m for m in worker.outbox if isinstance(m, PartFinished) and m.part in mapping.parts]
@@ -180,7 +180,7 @@ def takes_memory_back(world: World) -> None:
     if engine is None:
         return
     process, session = world.random.choice(list(engine.sessions.items()))
-    known = world.machine.books.sessions[session]
+    known = world.machine.core.sessions[session]
     if process == SCHEDULER or known.mapping is None:
         world.refused(UnregisterMemory(session), Reason.NOT_ATTACHED)
         return
@@ -210,7 +210,7 @@ def drain(world: World) -> None:
         world.restart()
     elif world.random.random() < 0.1:
         world.draining = True
-        world.faults["drain", "transfers open" if world.machine.books.transfers else "idle"] += 1
+        world.faults["drain", "transfers open" if world.machine.core.transfers else "idle"] += 1
         world.do(Drain())
 
 

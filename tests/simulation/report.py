@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.state.transitions import TABLE, Event, State
 
 from tests.simulation.world import World
@@ -98,7 +98,7 @@ WANTED_OUTCOMES = (
     "lease on none of them",
     "held when cleared",
     "under way when cleared",
-    *(f"explained {verdict.value}" for verdict in Verdict if verdict is not Verdict.ELSEWHERE),
+    *(f"explained {verdict.value}" for verdict in BlockVerdict if verdict is not BlockVerdict.ELSEWHERE),
 )
 
 

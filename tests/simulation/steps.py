@@ -61,7 +61,7 @@ def register(world: World, engine: Engine) -> None:
     if worker is None:
         dead = WorkerId(10_000 if not world.lost else world.lost[0].worker)
         world.refused(RegisterWords(session, dead, DOORBELLS, PART_WORDS), Reason.WORKER_UNAVAILABLE)
-    elif world.machine.books.sessions[session].mapping is None:
+    elif world.machine.core.sessions[session].mapping is None:
         reply = world.try_(RegisterWords(session, worker.worker, DOORBELLS, PART_WORDS))
         if isinstance(reply, Refusal):
             assert reply.reason is Reason.ALREADY_REGISTERED, reply

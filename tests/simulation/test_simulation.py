@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.state.disks import Disk
-from kvtierd.core.state.entities import Worker
+from kvtierd.core.state.entities import WorkerRecord
 
 from tests.simulation import disk_faults, faults
 from tests.simulation.report import Coverage
@@ -64,7 +64,7 @@ def test_a_read_that_is_given_up_too_early_is_noticed(monkeypatch: pytest.Monkey
     """Here the slots that a lost worker of a disk may still be reading into are freed before it is gone."""
     lose = DiskJobs.lose
 
-    def lose_and_free(jobs: DiskJobs, disk: Disk, worker: Worker) -> int:
+    def lose_and_free(jobs: DiskJobs, disk: Disk, worker: WorkerRecord) -> int:
         count = lose(jobs, disk, worker)
         jobs.exited(disk, worker)
         return count

@@ -10,10 +10,10 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import LeaseId, Ticket
-from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
-    NO_WISHES,
-    GroupQuery,
+    NO_RETENTION,
+    BlockQuery,
     LookupBlocks,
     PrefetchBlocks,
     ReleaseLeases,
@@ -22,7 +22,7 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
-    Wishes,
+    RetentionRequest,
 )
 
 from tests.simulation.engine import (
@@ -71,7 +71,7 @@ def lookup(world: World, engine: Engine) -> None:
     lease = world.random.random() < 0.7
     host_only = world.random.random() < 0.05
     assert engine.scheduler is not None
-    queries = (GroupQuery(group, as_hashes(keys), exact=exact),)
+    queries = (BlockQuery(group, as_hashes(keys), exact=exact),)
     answer = world.do(LookupBlocks(engine.scheduler, engine.epoch, queries, lease, host_only))
     assert isinstance(answer, LookupReply)
     [reply] = answer.groups
@@ -95,7 +95,7 @@ def lookup(world: World, engine: Engine) -> None:
 def _check_states(
     world: World,
     engine: Engine,
-    query: GroupQuery,
+    query: BlockQuery,
     keys: list[bytes],
     reply: GroupHits,
     *,
@@ -134,7 +134,7 @@ def _check_states(
 
 def prefetch(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
-    queries = (GroupQuery(group, as_hashes(keys), exact=world.random.choice((False, True))),)
+    queries = (BlockQuery(group, as_hashes(keys), exact=world.random.choice((False, True))),)
     assert engine.scheduler is not None
     reply = world.do(PrefetchBlocks(engine.scheduler, engine.epoch, queries))
     assert isinstance(reply, LookupReply)
@@ -149,12 +149,12 @@ def _signals(world: World, engine: Engine, word: int) -> Signals:
     return Signals(Ticket(next(engine.tickets)), word, gated, doorbell, value)
 
 
-def _wishes(world: World) -> Wishes:
+def _wishes(world: World) -> RetentionRequest:
     if world.random.random() < 0.85:
-        return NO_WISHES
+        return NO_RETENTION
     hold_ms = world.random.choice((0, 0, 500, 5_000, 1 << 50))
     ttl_ms = world.random.choice((0, 0, 500, 10_000, 1 << 50))
-    return Wishes(hold_ms, ttl_ms, world.random.random() < 0.3)
+    return RetentionRequest(hold_ms, ttl_ms, world.random.random() < 0.3)
 
 
 def store(world: World, engine: Engine) -> None:
@@ -234,7 +234,7 @@ def _check_results(
 
 def _check_throttled(world: World, engine: Engine, group: int) -> None:
     """Nothing that could have made room was left."""
-    blocks = world.machine.books.blocks
+    blocks = world.machine.core.blocks
     domain = blocks.domains.of(engine.kind.shards(group))
     short = [size for size, count in domain.per_size if blocks.slots.free(size) < count]
     full = blocks.live == blocks.capacity
@@ -320,7 +320,7 @@ def ring(world: World, engine: Engine) -> None:
 def touch(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
     assert engine.scheduler is not None
-    queries = (GroupQuery(group, as_hashes(keys), exact=world.random.choice((False, True))),)
+    queries = (BlockQuery(group, as_hashes(keys), exact=world.random.choice((False, True))),)
     hold_ms, cold = world.random.choice(((0, False), (0, True), (2_000, False), (30_000, False)))
     stimulus = TouchBlocks(engine.scheduler, engine.epoch, queries, hold_ms, cold)
     assert world.do(stimulus) is None
@@ -349,13 +349,13 @@ def explain(world: World, engine: Engine) -> None:
     world.outcomes[f"explained {explanation.verdict.value}"] += 1
     state = world.expected(engine, group, key)
     if (engine.digest, group, key) in world.condemned:
-        assert explanation.verdict is Verdict.CORRUPT
+        assert explanation.verdict is BlockVerdict.CORRUPT
     elif state != MISS:
-        assert explanation.verdict is {HIT: Verdict.READABLE, PENDING: Verdict.BEING_WRITTEN}[state]
+        assert explanation.verdict is {HIT: BlockVerdict.READABLE, PENDING: BlockVerdict.BEING_WRITTEN}[state]
     elif world.is_on_disk(engine, group, key):
-        assert explanation.verdict is Verdict.ON_DISK
+        assert explanation.verdict is BlockVerdict.ON_DISK
     else:
-        assert explanation.verdict not in (Verdict.READABLE, Verdict.BEING_WRITTEN, Verdict.ON_DISK)
+        assert explanation.verdict not in (BlockVerdict.READABLE, BlockVerdict.BEING_WRITTEN, BlockVerdict.ON_DISK)
 
 
 def wait(world: World, engine: Engine) -> None:

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 from kvtierd.core.actions import CheckSlots, Direction, PostPart, ReleaseSession, RevokePart
 from kvtierd.core.ids import PartId, SessionId, WorkerId
-from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased, SlotsChecked
+from kvtierd.core.stimuli import PartOutcome, PartFinished, SessionReleased, SlotsChecked
 
 from tests.simulation.engine import DONE, FAILED, REVOKED, STARTED, Engine
 from tests.simulation.pool import READY, TORN, WRITING, FakePool
@@ -152,7 +152,7 @@ class FakeWorker:
                 faults["gate never rings", "engine ended" if job.engine.ended else "engine lives"] += 1
                 self.queued.remove(job)
                 job.word = (signals.ticket, REVOKED)
-                self._tell(job, Outcome.GATE_DEADLINE, NONE)
+                self._tell(job, PartOutcome.GATE_DEADLINE, NONE)
             return
         job.word = (signals.ticket, STARTED)
         self.queued.remove(job)
@@ -207,7 +207,7 @@ class FakeWorker:
             else:
                 memory[block] = self.pool.slots[number].content
         job.word = (post.signals.ticket, FAILED if failed else DONE)
-        outcome = Outcome.FAILED if failed else Outcome.DONE
+        outcome = PartOutcome.FAILED if failed else PartOutcome.DONE
         positions = NONE if len(failed) == len(post.slots) else np.array(sorted(failed), np.uint32)
         self._tell(job, outcome, positions, corrupt=bool(corrupt))
 
@@ -220,7 +220,7 @@ class FakeWorker:
         ticket, state = job.word
         assert ticket < job.post.signals.ticket or (ticket, state) == (job.post.signals.ticket, REVOKED)
         job.word = (job.post.signals.ticket, REVOKED)
-        self._tell(job, Outcome.REVOKED, NONE)
+        self._tell(job, PartOutcome.REVOKED, NONE)
 
-    def _tell(self, job: Job, outcome: Outcome, failed: np.ndarray, *, corrupt: bool = False) -> None:
+    def _tell(self, job: Job, outcome: PartOutcome, failed: np.ndarray, *, corrupt: bool = False) -> None:
         self.outbox.append(PartFinished(self.worker, job.post.part, outcome, failed, corrupt))

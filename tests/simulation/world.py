@@ -156,7 +156,7 @@ class World:
             disk_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
             randomness=np.random.default_rng(self.random.getrandbits(32)),
         )
-        self.machine.books.pages.entries_per_tick = self.random.choice((1, 5, 1 << 17))
+        self.machine.core.pages.entries_per_tick = self.random.choice((1, 5, 1 << 17))
         self.pages: dict[SpaceId, FakePage] = {}
         self.fault_rate = self.random.choice((0.0, 0.02, 0.1))
         self.draining = False
@@ -186,7 +186,7 @@ class World:
             self.quarantined = set(found.quarantined.tolist())
             self.corrupt = set(found.corrupt.tolist())
             self.do(found)
-            assert self.machine.books.blocks.live == min(capacity, len(found.hashes))
+            assert self.machine.core.blocks.live == min(capacity, len(found.hashes))
         else:
             self.quarantined = set()
             self.corrupt = set()
@@ -217,14 +217,14 @@ class World:
 
     def count_up(self) -> None:
         """What this daemon has met."""
-        books = self.machine.books
-        self.transitions.update(books.transitions.counts)
-        self.outcomes["blocks promoted"] += books.tally.promoted_blocks
-        self.outcomes["blocks whose time was over"] += books.tally.expired_blocks
-        self.outcomes["blocks not held as wished"] += books.tally.unheld_blocks
-        self.outcomes["blocks evicted before a disk had them"] += books.tally.evicted_unwritten_blocks
-        self.outcomes["blocks corrupt on a disk"] += books.tally.corrupt_on_disk
-        for disk in books.disks.all:
+        core = self.machine.core
+        self.transitions.update(core.transitions.counts)
+        self.outcomes["blocks promoted"] += core.tally.promoted_blocks
+        self.outcomes["blocks whose time was over"] += core.tally.expired_blocks
+        self.outcomes["blocks not held as wished"] += core.tally.unheld_blocks
+        self.outcomes["blocks evicted before a disk had them"] += core.tally.evicted_unwritten_blocks
+        self.outcomes["blocks corrupt on a disk"] += core.tally.corrupt_on_disk
+        for disk in core.disks.all:
             self.outcomes["blocks written to a disk"] += disk.tally.written_blocks
             self.outcomes["blocks evicted from a disk"] += disk.tally.evicted_blocks
             self.outcomes["extents of a disk reclaimed"] += disk.tally.reclaimed_extents
@@ -318,32 +318,32 @@ class World:
             return
         self.told.append(message)
         del self.told[:-20]
-        late = self.machine.books.tally.late_messages
+        late = self.machine.core.tally.late_messages
         self.do(message)
-        assert self.machine.books.tally.late_messages == late, "a message in time was taken for a late one"
+        assert self.machine.core.tally.late_messages == late, "a message in time was taken for a late one"
 
     def is_on_disk(self, engine: Engine, group: int, key: bytes) -> bool:
         """Whether a LIVE disk has a block and can read it; `_check` has compared its table with the
         records."""
-        books = self.machine.books
-        space = books.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
+        core = self.machine.core
+        space = core.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
         if space is None or (engine.digest, group, key) in self.condemned:
             return False
-        return bool(books.disks.find(space, as_hashes([key]))[0] != NO_ENTRY)
+        return bool(core.disks.find(space, as_hashes([key]))[0] != NO_ENTRY)
 
     def is_late(self, engine: Engine, group: int, key: bytes) -> bool:
         """Whether a block is WRITING, and told to be a miss all the same."""
-        books = self.machine.books
-        space = books.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
+        core = self.machine.core
+        space = core.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
         if space is None:
             return False
-        entries, states = books.blocks.table.lookup(space, as_hashes([key]))
-        return bool(states[0] == WRITING and books.blocks.table.flags(entries)[0] & BlockFlag.LATE)
+        entries, states = core.blocks.table.lookup(space, as_hashes([key]))
+        return bool(states[0] == WRITING and core.blocks.table.flags(entries)[0] & BlockFlag.LATE)
 
     def _check_disks(self) -> None:
         """A disk's table and the image of its records say the same, but for what its worker has not told
         yet."""
-        for disk, slab in zip(self.machine.books.disks.all, self.slabs, strict=True):
+        for disk, slab in zip(self.machine.core.disks.all, self.slabs, strict=True):
             if slab.disk not in self.recovered_disks:
                 continue
             dump = disk.blocks.table.dump()
@@ -470,16 +470,16 @@ class World:
         validate(self.machine)
         if not self.scanned:
             return  # the pool holds what nobody knows yet
-        tables = self.machine.books.blocks.spaces.tables
+        tables = self.machine.core.blocks.spaces.tables
         for space, page in self.pages.items():
             page.check(space, tables)
-        dump = self.machine.books.blocks.table.dump()
+        dump = self.machine.core.blocks.table.dump()
         told = np.zeros_like(self.pool.states)
         as_record = np.array([0, WRITING, READY, READY], np.uint8)[dump["states"]]
         told[dump["slots"]] = np.repeat(as_record, dump["slot_counts"])
-        quarantined = self.machine.books.blocks.slots.quarantined
+        quarantined = self.machine.core.blocks.slots.quarantined
         assert quarantined == self.quarantined
-        corrupt = self.machine.books.blocks.slots.corrupt
+        corrupt = self.machine.core.blocks.slots.corrupt
         assert corrupt == self.corrupt
         told[[*quarantined, *corrupt]] = WRITING
         self._check_disks()
@@ -493,10 +493,10 @@ class World:
         status = self.machine.status()
         assert (status.leases, status.transfers_active, status.instances) == (0, 0, ())
         assert (status.blocks.writing, status.blocks.evicting) == (0, 0)
-        assert not self.machine.books.sessions
+        assert not self.machine.core.sessions
         assert not self.pages
-        assert not self.machine.books.parts
-        assert not any(disk.jobs for disk in self.machine.books.disks.all)
+        assert not self.machine.core.parts
+        assert not any(disk.jobs for disk in self.machine.core.disks.all)
 
     def expected(self, engine: Engine, group: int, key: bytes) -> int:
         name = (engine.digest, group, key)
@@ -519,7 +519,7 @@ class World:
         self.engines.remove(engine)
         if engine.ended or not engine.sessions:
             return
-        instance = self.machine.books.sessions[next(iter(engine.sessions.values()))].instance
+        instance = self.machine.core.sessions[next(iter(engine.sessions.values()))].instance
         self.faults["engine dies", instance.state.name] += 1
         for transfer in instance.transfers.values():
             self.note("engine dies", transfer)
@@ -538,25 +538,25 @@ class World:
             return
         self.told.append(message)
         del self.told[:-20]
-        late = self.machine.books.tally.late_messages
+        late = self.machine.core.tally.late_messages
         if isinstance(message, PartFinished) and message.corrupt:
-            part = self.machine.books.parts[message.part]
+            part = self.machine.core.parts[message.part]
             entries = part.transfer.entries
             bad = entries[message.failed] if len(message.failed) else entries
             group, digest = part.transfer.group, part.transfer.instance.digest
             assert digest is not None
-            hashes = self.machine.books.blocks.table.hashes(np.ascontiguousarray(bad))
+            hashes = self.machine.core.blocks.table.hashes(np.ascontiguousarray(bad))
             self.condemned |= {(digest, group, row.tobytes()) for row in hashes}
         if isinstance(message, SlotsChecked):
             self._found(message)
         self.do(message)
-        assert self.machine.books.tally.late_messages == late, "a message in time was taken for a late one"
+        assert self.machine.core.tally.late_messages == late, "a message in time was taken for a late one"
 
     def _found(self, message: SlotsChecked) -> None:
         """A sample has found slots rotten: those that are still read are condemned from now on."""
-        check = self.machine.books.check
+        check = self.machine.core.check
         assert check is not None
-        table = self.machine.books.blocks.table
+        table = self.machine.core.blocks.table
         for position in message.corrupt.tolist():
             number = int(check.slots[position])
             entry = check.entries[position : position + 1]
@@ -582,20 +582,20 @@ class World:
 
 def snapshot(machine: Machine, *, counters: bool = True) -> tuple[Any, ...]:
     """Everything that a refusal must not change."""
-    books = machine.books
-    slots = books.blocks.slots
+    core = machine.core
+    slots = core.blocks.slots
     return (
-        {name: array.tobytes() for name, array in books.blocks.table.dump().items()},
+        {name: array.tobytes() for name, array in core.blocks.table.dump().items()},
         [slots.free_slots(size).tobytes() for size, *_ in slots.sizes()],
         slots.extent_size.tobytes(),
         {
             name: (i.state, i.last_ticket, i.alive_at_s, list(i.leases), list(i.transfers),
             sorted(i.words_in_use), list(i.sessions), list(i.ended), i.leased_bytes, len(i.mappings)) for
-            name, i in books.instances.items() }, {n: (t.state, t.open_parts, t.revoked) for n, t in
-            books.transfers.items()}, list(books.parts), list(books.names), list(books.workers),
-            books.draining, books.blocks.history.total, books.check,
-            repr(books.tally) if counters else None, [_disk_snapshot(disk) for disk in
-            books.disks.all], )  # fmt: skip
+            name, i in core.instances.items() }, {n: (t.state, t.open_parts, t.revoked) for n, t in
+            core.transfers.items()}, list(core.parts), list(core.names), list(core.workers),
+            core.draining, core.blocks.history.total, core.check,
+            repr(core.tally) if counters else None, [_disk_snapshot(disk) for disk in
+            core.disks.all], )  # fmt: skip
 
 
 def _disk_snapshot(disk: Disk) -> tuple[Any, ...]:

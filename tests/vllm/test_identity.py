@@ -17,7 +17,7 @@ import pytest
 from kvtier_vllm.model.identity import positions
 from kvtier_vllm.model.identity.completeness import classed, unclassed
 from kvtier_vllm.model.identity.fields import CLASSES
-from kvtier_vllm.model.identity.reasons import IDENTITY, Kind
+from kvtier_vllm.model.identity.reasons import IDENTITY, SettingKind
 from kvtier_vllm.model.identity.rendering import TEXT_BYTES_MAX, Unnameable, text_of
 from kvtier_vllm.model.identity.variables import VARIABLES
 
@@ -85,7 +85,7 @@ def test_every_name_is_classed_once_and_every_reason_is_a_sentence() -> None:
     for table in (*CLASSES.values(), VARIABLES):
         for reason in classed(table).values():
             assert reason.why.endswith(".")
-            assert reason.kind in Kind
+            assert reason.kind in SettingKind
     with pytest.raises(ValueError, match="twice is classed twice"):
         classed({IDENTITY: "once twice twice"})
 
@@ -166,7 +166,7 @@ def test_the_longest_prompt_matters_to_some_models(
 def test_text_is_the_same_for_equal_values() -> None:
     assert text_of({"b": {2, 1}, "a": (True, None)}) == text_of({"a": [True, None], "b": {1, 2}})
     assert text_of({"a": 1}) != text_of({"a": 1.5})
-    assert text_of(Kind.IDENTITY) == "IDENTITY"
+    assert text_of(SettingKind.IDENTITY) == "IDENTITY"
     assert text_of(Model) == f"{__name__}.Model"
     assert json.loads(text_of(Model("m")))["model"] == "m"
     long = "x" * (TEXT_BYTES_MAX + 1)

@@ -14,7 +14,7 @@ import pytest
 from kvtier import Group, PartRef, PartState, Plane
 from kvtier.cuda import DeviceMemory
 from kvtier_vllm.worker.mirroring import MirrorSharing
-from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.parts import TrackedPart
 from kvtier_vllm.worker.sharing import Landing
 
 from tests.support.fake_cuda import FakeCuda
@@ -65,20 +65,20 @@ class Bench:
         self.tickets = 0
         self.gate = Gate(fake, self.gpu)
 
-    def part(self, direction: Any, *block_ids: int) -> Part:
+    def part(self, direction: Any, *block_ids: int) -> TrackedPart:
         self.tickets += 1
         client: Any = self.daemon
-        return Part(client, PartRef(1, self.tickets, 0, direction), block_ids, 0.0)
+        return TrackedPart(client, PartRef(1, self.tickets, 0, direction), block_ids, 0.0)
 
-    def end(self, part: Part, state: PartState = PartState.DONE) -> None:
+    def end(self, part: TrackedPart, state: PartState = PartState.DONE) -> None:
         """The daemon ends a part."""
         self.daemon.states[part.ref.ticket] = state
 
-    def let_store(self, step: int, *parts: Part) -> None:
+    def let_store(self, step: int, *parts: TrackedPart) -> None:
         client: Any = self.daemon
         self.sharing.let_store(client, step, parts)
 
-    def let_load(self, step: int, *parts: Part) -> None:
+    def let_load(self, step: int, *parts: TrackedPart) -> None:
         client: Any = self.daemon
         self.sharing.let_load(client, step, parts)
 
@@ -94,7 +94,7 @@ class Bench:
         until(lambda: len(self.daemon.rung) >= len(expected), f"{expected} have rung")
         assert self.daemon.rung == list(expected)
 
-    def wait_landed(self, part: Part) -> Landing:
+    def wait_landed(self, part: TrackedPart) -> Landing:
         until(lambda: self.sharing.landing(part) is not Landing.PENDING, "the load has landed")
         return self.sharing.landing(part)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier_vllm.scheduler.auditing import Verdict
+from kvtier_vllm.scheduler.auditing import AuditVerdict
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
@@ -289,7 +289,7 @@ def test_what_comes_of_blocks_that_an_audit_refuted_is_not_cached(
     engine.add("loaded", prompt(100), max_tokens=120)
     step_until(engine, lambda: "loaded" in engine.cached, "it runs")
     side = engine.connector._scheduler
-    side._quarantine(Verdict(False, 1.4, 0.2, 0, b"h" * 32, "layer 0"))
+    side._quarantine(AuditVerdict(False, 1.4, 0.2, 0, b"h" * 32, "layer 0"))
     for number in range(4):
         name = f"meanwhile {number}"
         engine.add(name, prompt(100), max_tokens=2)

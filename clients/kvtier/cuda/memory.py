@@ -93,7 +93,7 @@ class DeviceMemory:
 
     @property
     def gpu(self) -> Gpu:
-        """Its GPU, for the rooms of this package."""
+        """Its GPU, for the other modules of this package."""
         return self._gpu
 
     def offset_of(self, place: Any) -> int:

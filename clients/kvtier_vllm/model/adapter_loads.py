@@ -102,7 +102,7 @@ class LoadedAdapters:
         return news
 
 
-class Listener(Protocol):
+class AdapterListener(Protocol):
     """A half of a connector."""
 
     @property
@@ -113,10 +113,10 @@ class Listener(Protocol):
         """A worker of its engine has read this adapter, and is about to compute with it."""
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_listeners: weakref.WeakSet[AdapterListener] = weakref.WeakSet()
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: AdapterListener) -> None:
     """It is told of each adapter that a worker of its engine loads in this process, for as long as it
     lives. Raises AttributeError or ImportError where vLLM has no such workers."""
     from vllm.lora.worker_manager import WorkerLoRAManager

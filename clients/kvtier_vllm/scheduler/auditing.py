@@ -61,7 +61,7 @@ def threshold_of(*dtypes: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """What an audit has found."""
 
     matched: bool
@@ -245,7 +245,7 @@ class Audits:
         out.audits_dropped += self._dropped
         self._dropped = []
 
-    def results(self, client: Client | None, results: Sequence[AuditResult]) -> Verdict | None:
+    def results(self, client: Client | None, results: Sequence[AuditResult]) -> AuditVerdict | None:
         """What workers have found. The verdict that is a mismatch, if there is one."""
         bad = None
         for result in results:
@@ -377,7 +377,7 @@ class Audits:
                 self._pool.free_blocks([place.spare])
                 place.spare = None
 
-    def _judge(self, audit: _Audit) -> Verdict | None:
+    def _judge(self, audit: _Audit) -> AuditVerdict | None:
         """None: some worker could not compare."""
         found = [difference for result in audit.results for difference in result.differences]
         if any(not result.differences for result in audit.results):
@@ -385,9 +385,9 @@ class Audits:
         group, error, detail = max(found, key=lambda one: one[1])
         hashes = {place.group: place.block_hash for place in audit.places}
         matched = error <= self._threshold
-        return Verdict(matched, error, self._threshold, group, hashes[group], detail)
+        return AuditVerdict(matched, error, self._threshold, group, hashes[group], detail)
 
-    def _tell(self, client: Client | None, verdict: Verdict) -> None:
+    def _tell(self, client: Client | None, verdict: AuditVerdict) -> None:
         self._due = False
         self.counters.audits += 1
         self.counters.mismatches += not verdict.matched

@@ -45,7 +45,7 @@ class Rest:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PromisedLoad:
     """What was promised to vLLM."""
 
     transfers: list[Transfer | None]
@@ -120,7 +120,7 @@ class Loader:
         step: int,
         *,
         host_only: bool,
-    ) -> tuple[Load, LoadOrder]:
+    ) -> tuple[PromisedLoad, LoadOrder]:
         """Submits what the grant has leased, to be let go in this step. `hashes`: the request's. What cannot
         be submitted is reported as failed by the workers."""
         now_s = self._clock()
@@ -141,10 +141,10 @@ class Loader:
             grant.lookup.release()  # what no load has taken
         loaded = tuple((target, target.hashes_of(hashes)) for target in targets)
         all_ids = frozenset().union(*(target.block_ids for target in targets))
-        load = Load(orders.transfers, all_ids, loaded, tokens, now_s, rest=rest)
+        load = PromisedLoad(orders.transfers, all_ids, loaded, tokens, now_s, rest=rest)
         return load, orders.order(request, rest, blocks_tell=len(self._groups.shapes) == 1)
 
-    def go_on(self, client: Client | None, request: str, load: Load, step: int) -> LoadOrder | None:
+    def go_on(self, client: Client | None, request: str, load: PromisedLoad, step: int) -> LoadOrder | None:
         """The next part of a load, if it can begin in this step; a last order that says that the rest fails,
         if it will not come. None: there is no rest, or it has to wait."""
         rest = load.rest
@@ -174,7 +174,7 @@ class Loader:
         load.transfers += orders.transfers
         return orders.order(request, load.rest, goes_on=True)
 
-    def give_up(self, request: str, load: Load) -> LoadOrder | None:
+    def give_up(self, request: str, load: PromisedLoad) -> LoadOrder | None:
         """What is not submitted of a load never will be, and fails. None: there is nothing of that kind."""
         rest, load.rest = load.rest, None
         if rest is None:

@@ -32,12 +32,12 @@ from kvtier_vllm.model.adapter_loads import AdapterLoad, adapter_of
 from kvtier_vllm.model.adapters import Adapters
 from kvtier_vllm.model.namespace import UnsupportedConfiguration
 from kvtier_vllm.scheduler.ahead import Ahead
-from kvtier_vllm.scheduler.auditing import Audits, Verdict
+from kvtier_vllm.scheduler.auditing import Audits, AuditVerdict
 from kvtier_vllm.scheduler.control import Control, Controls
 from kvtier_vllm.scheduler.generations import Generations
 from kvtier_vllm.scheduler.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.scheduler.leaving import Leaving
-from kvtier_vllm.scheduler.loading import Load, Loader
+from kvtier_vllm.scheduler.loading import PromisedLoad, Loader
 from kvtier_vllm.scheduler.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.scheduler.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.scheduler.retaining import Granting
@@ -136,7 +136,7 @@ class SchedulerSide:
         better, and is not to stay in the engine's own cache."""
         self._pool: WholeBlockPool | None = None
         self._requests: dict[str, TrackedRequest] = {}
-        self._loading: dict[str, Load] = {}
+        self._loading: dict[str, PromisedLoad] = {}
         """Of those requests, what is being loaded and was not reported."""
         self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
         self._epoch: int | None = None
@@ -597,7 +597,7 @@ class SchedulerSide:
         elif verdict is not None and not self._quarantined:
             self._quarantine(verdict)
 
-    def _quarantine(self, verdict: Verdict) -> None:
+    def _quarantine(self, verdict: AuditVerdict) -> None:
         """What is stored under this engine's name is not what it computes: it has no part in that any
         more."""
         client = self._link.client
@@ -645,7 +645,7 @@ class SchedulerSide:
             if order is not None:
                 self._out.loads.append(order)
 
-    def _load_no_further(self, request_id: str, load: Load) -> None:
+    def _load_no_further(self, request_id: str, load: PromisedLoad) -> None:
         """What is not submitted of a load fails."""
         order = self._loader.give_up(request_id, load)
         if order is not None:

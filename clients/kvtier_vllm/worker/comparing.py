@@ -16,7 +16,7 @@ from kvtier import Client, GroupKind
 
 from kvtier_vllm.meta import AuditCompare, AuditResult, Orders
 from kvtier_vllm.worker.layout import GroupLayout
-from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.parts import TrackedPart
 from kvtier_vllm.worker.sharing import Landing
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 @dataclass(slots=True, eq=False)
 class _Followed:
     ticket: int
-    left: list[Part]
+    left: list[TrackedPart]
     """Parts that are not over."""
     failed: bool = False
     """Nobody waits for it, or the stored blocks have not come."""
@@ -146,8 +146,8 @@ class AuditFollower:
 
     def __init__(
         self,
-        landing: Callable[[Part, float], Landing],
-        over: Callable[[Part], None],
+        landing: Callable[[TrackedPart, float], Landing],
+        over: Callable[[TrackedPart], None],
         log: logging.Logger,
     ) -> None:
         """`landing`: what has become of a part at a time; `over`: nobody asks for it any more."""
@@ -163,9 +163,9 @@ class AuditFollower:
         """Audits that were not reported yet."""
         return len(self._followed)
 
-    def adopt(self, orders: Orders, client: Client | None, now_s: float) -> list[Part]:
+    def adopt(self, orders: Orders, client: Client | None, now_s: float) -> list[TrackedPart]:
         """What a step says of audits. Returns the parts that may start now."""
-        parts: list[Part] = []
+        parts: list[TrackedPart] = []
         for load in orders.audits:
             followed = _Followed(load.ticket, [])
             self._followed[load.ticket] = followed
@@ -173,7 +173,7 @@ class AuditFollower:
                 if ref is None:
                     followed.failed = True
                 else:
-                    followed.left.append(Part(client, ref, (block,), now_s))
+                    followed.left.append(TrackedPart(client, ref, (block,), now_s))
             parts += followed.left
         for order in orders.compares:
             if order.ticket in self._followed:

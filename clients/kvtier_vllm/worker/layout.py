@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plane:
+class PlaneLayout:
     """One strided array: block b's fragment lies at `base_offset + b * block_stride_bytes`."""
 
     layer: str
@@ -40,7 +40,7 @@ class GroupLayout:
 
     shape: GroupShape
     num_blocks: int
-    planes: tuple[Plane, ...]
+    planes: tuple[PlaneLayout, ...]
 
     @property
     def block_bytes(self) -> int:
@@ -72,8 +72,8 @@ def describe(
 
 def _planes_of(
     group: Any, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, memory: KVMemory
-) -> tuple[Plane, ...]:
-    planes: list[Plane] = []
+) -> tuple[PlaneLayout, ...]:
+    planes: list[PlaneLayout] = []
     seen: set[int] = set()
     for name in group.layer_names:
         if name not in kv_caches:
@@ -100,7 +100,7 @@ def _content(spec: Any, layer: str) -> str:
     )
 
 
-def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> Plane:
+def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> PlaneLayout:
     if not hasattr(tensor, "stride"):
         raise UnsupportedLayout(f"{name} is registered as a {type(tensor).__name__}, not as one tensor")
     shape, item = tuple(tensor.shape), tensor.element_size()
@@ -136,10 +136,10 @@ def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory
     order = ",".join(str(stride // item) for stride in strides[1:])
     dtype = str(tensor.dtype).removeprefix("torch.")
     description = f"{name} {dtype} [{split}x{geometry}] strides [{order}]{content}"
-    return Plane(name, base_offset, block_stride_bytes, fragment_bytes, description)
+    return PlaneLayout(name, base_offset, block_stride_bytes, fragment_bytes, description)
 
 
-def _refuse_overlap(planes: list[Plane], num_blocks: int) -> None:
+def _refuse_overlap(planes: list[PlaneLayout], num_blocks: int) -> None:
     """A byte that belongs to two planes would be stored twice and, worse, restored twice."""
     for block in (0, num_blocks - 1):
         spans = sorted(

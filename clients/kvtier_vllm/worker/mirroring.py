@@ -22,7 +22,7 @@ from kvtier.memory import Memory
 
 from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
 from kvtier_vllm.worker.gpu import EngineGpu
-from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.parts import TrackedPart
 from kvtier_vllm.worker.sharing import Landing, Sharing
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Job(ABC):
 
 
 class _LetLoad(_Job):
-    def __init__(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def __init__(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         self._client, self._step, self._parts = client, step, parts
 
     def run(self) -> None:
@@ -61,7 +61,7 @@ class _CopyOut(_Job):
         computed: Callable[[], None],
         client: Client,
         step: int,
-        parts: Sequence[Part],
+        parts: Sequence[TrackedPart],
     ) -> None:
         self._memory, self._computed = memory, computed
         self._client, self._step, self._parts = client, step, parts
@@ -81,7 +81,7 @@ class _CopyOut(_Job):
 
 
 class _CopyIn(_Job):
-    def __init__(self, memory: MirrorMemory, ready: Callable[[], None], part: Part) -> None:
+    def __init__(self, memory: MirrorMemory, ready: Callable[[], None], part: TrackedPart) -> None:
         self._memory, self._ready, self._part = memory, ready, part
         self.landing = Landing.PENDING
 
@@ -216,11 +216,11 @@ class MirrorSharing(Sharing):
         self._gpu = gpu
         self._users: Counter[int] = Counter()
         """By block: parts that were let go and are not over."""
-        self._let_go: set[Part] = set()
+        self._let_go: set[TrackedPart] = set()
         self._unused = _Unused(self._memory)
-        self._ready: dict[Part, Callable[[], None]] = {}
+        self._ready: dict[TrackedPart, Callable[[], None]] = {}
         """Waits until the engine writes a load's target blocks no more."""
-        self._landings: dict[Part, _CopyIn] = {}
+        self._landings: dict[TrackedPart, _CopyIn] = {}
         self._copier = _Copier(jobs_max, log)
 
     @property
@@ -228,19 +228,19 @@ class MirrorSharing(Sharing):
         """See Sharing."""
         return self._memory
 
-    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing. The mirror may be written at once, the engine's blocks only from this moment on."""
         self._ready.update(dict.fromkeys(parts, self._mark()))
         self._use(parts)
         self._copier.submit(_LetLoad(client, step, parts))
 
-    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing."""
         computed = self._mark()
         self._use(parts)
         self._copier.submit(_CopyOut(self._memory, computed, client, step, parts))
 
-    def landing(self, part: Part) -> Landing:
+    def landing(self, part: TrackedPart) -> Landing:
         """See Sharing."""
         if part not in self._ready:
             return Landing.FAILED  # nobody let it go: whatever it loaded, the engine has not got it
@@ -250,7 +250,7 @@ class MirrorSharing(Sharing):
             self._copier.submit(job)
         return job.landing
 
-    def over(self, part: Part) -> None:
+    def over(self, part: TrackedPart) -> None:
         """See Sharing."""
         if part not in self._let_go:
             return
@@ -292,7 +292,7 @@ class MirrorSharing(Sharing):
 
         return wait_in_context
 
-    def _use(self, parts: Sequence[Part]) -> None:
+    def _use(self, parts: Sequence[TrackedPart]) -> None:
         for part in parts:
             self._let_go.add(part)
             self._users.update(part.block_ids)

@@ -8,7 +8,7 @@ from kvtier import Client, KvtierError, PartRef, PartState
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class TrackedPart:
     """A part, and the client under which it was adopted."""
 
     client: Client | None

@@ -20,7 +20,7 @@ from kvtier.memory import Memory
 from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
 from kvtier_vllm.worker.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
-from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.parts import TrackedPart
 
 if TYPE_CHECKING:
     from kvtier.cuda import DeviceMemory
@@ -45,18 +45,18 @@ class Sharing(ABC):
         """What the client registers."""
 
     @abstractmethod
-    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """Before the forward pass: the step's loads may start, once what was enqueued before has run."""
 
     @abstractmethod
-    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """After the forward pass: the step's stores may start, once what was enqueued before has run."""
 
-    def landing(self, part: Part) -> Landing:
+    def landing(self, part: TrackedPart) -> Landing:
         """Of a load whose part is DONE; asked until it is over."""
         return Landing.DONE
 
-    def over(self, part: Part) -> None:
+    def over(self, part: TrackedPart) -> None:
         """Nobody asks for this part any more, which is fenced. Once for every part that was let go."""
         return None
 
@@ -92,11 +92,11 @@ class HostSharing(Sharing):
         """See Sharing."""
         return self._memory
 
-    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing."""
         client.ring(LOAD_DOORBELL, step)
 
-    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing."""
         client.ring(STORE_DOORBELL, step)
 
@@ -114,11 +114,11 @@ class GpuSharing(Sharing):
         """See Sharing."""
         return self._memory
 
-    def let_load(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing. What was enqueued before may still write to the blocks: zeroing, for one."""
         client.ring_on(self._gpu.stream(), LOAD_DOORBELL, step)
 
-    def let_store(self, client: Client, step: int, parts: Sequence[Part]) -> None:
+    def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing."""
         client.ring_on(self._gpu.stream(), STORE_DOORBELL, step)
 

@@ -27,7 +27,7 @@ from kvtier_vllm.worker.comparing import AuditFollower, Comparer
 from kvtier_vllm.worker.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.worker.layout import GroupLayout, describe
-from kvtier_vllm.worker.parts import Part
+from kvtier_vllm.worker.parts import TrackedPart
 from kvtier_vllm.worker.sharing import HostSharing, Landing, Sharing, share_gpu
 
 UNRESPONSIVE_AFTER_S = 0.1
@@ -43,7 +43,7 @@ Connect = Callable[[Weights, tuple[Group, ...], Memory], Link]
 @dataclass(slots=True, eq=False)
 class _Load:
     order: LoadOrder
-    left: list[Part] = field(default_factory=list)
+    left: list[TrackedPart] = field(default_factory=list)
     """Parts that are not over."""
     failed: bool = False
     """Some of it has not landed, and will not: the rest is of no use."""
@@ -63,7 +63,7 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    part: Part
+    part: TrackedPart
     requests: tuple[str, ...]
     """Whose blocks it reads."""
     adapter: AdapterId | None
@@ -116,8 +116,8 @@ class WorkerSide:
         """The scheduler's side has not answered yet: nobody is attached meanwhile."""
         self._loads: list[_Load] = []
         self._stores: list[_Store] = []
-        self._new_loads: list[Part] = []
-        self._new_stores: list[Part] = []
+        self._new_loads: list[TrackedPart] = []
+        self._new_stores: list[TrackedPart] = []
         """Of this step, not let go yet."""
         self._held: dict[str, float] = {}
         """Requests to report as sent, and since when they wait."""
@@ -366,7 +366,7 @@ class WorkerSide:
             self._new_loads += self._follow(load, client, now_s)
         self._new_loads += self._audits.adopt(orders, client, now_s)
         for store in orders.stores:
-            source = Part(client, store.part, store.block_ids, now_s)
+            source = TrackedPart(client, store.part, store.block_ids, now_s)
             self._stores.append(_Store(source, store.requests, store.adapter))
             if self._adapters.has_ended(store.adapter):
                 source.revoke()
@@ -387,11 +387,11 @@ class WorkerSide:
                 load.in_vain = load.failed = True
                 load.bad_blocks.update(load.block_ids)
 
-    def _forget_part(self, part: Part) -> None:
+    def _forget_part(self, part: TrackedPart) -> None:
         if self._sharing is not None:
             self._sharing.over(part)
 
-    def _follow(self, order: LoadOrder, client: Client | None, now_s: float) -> list[Part]:
+    def _follow(self, order: LoadOrder, client: Client | None, now_s: float) -> list[TrackedPart]:
         """The parts of an order, of a new load or of one that has a rest."""
         if not order.goes_on:
             load = _Load(order, in_vain=self._asleep)
@@ -401,7 +401,7 @@ class WorkerSide:
             if not known:  # it was reported already
                 for part in order.parts:
                     if part is not None:
-                        Part(client, part, (), now_s).revoke()
+                        TrackedPart(client, part, (), now_s).revoke()
                 return []
             load = known[0]
             load.order = order
@@ -412,7 +412,7 @@ class WorkerSide:
                 load.failed = True
                 load.bad_blocks.update(block_ids)
             else:
-                parts.append(Part(client, part, block_ids, now_s))
+                parts.append(TrackedPart(client, part, block_ids, now_s))
         load.left += parts
         return parts
 
@@ -457,7 +457,7 @@ class WorkerSide:
                 results.failed.add(load.order.request)
         return True
 
-    def _landing(self, part: Part, now_s: float) -> Landing:
+    def _landing(self, part: TrackedPart, now_s: float) -> Landing:
         state = part.state()
         if state is PartState.ARMED and self._give_up(part, part.since_s, now_s):
             state = part.state()
@@ -465,7 +465,7 @@ class WorkerSide:
             return self._sharing.landing(part)
         return Landing.FAILED if state.over else Landing.PENDING
 
-    def _give_up(self, part: Part, since_s: float, now_s: float) -> bool:
+    def _give_up(self, part: TrackedPart, since_s: float, now_s: float) -> bool:
         """Revokes a part that has waited for too long, or whose daemon does not answer. True if it is
         over."""
         waited_s = now_s - since_s

@@ -4,7 +4,7 @@
 """
 
 from kvtierd.cache.clearing import Cleared
-from kvtierd.cache.disks import Disk
+from kvtierd.cache.disks import DiskFile
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
@@ -16,7 +16,7 @@ __all__ = [
     "Cache",
     "Cleared",
     "DeviceRange",
-    "Disk",
+    "DiskFile",
     "DiskSnapshot",
     "Event",
     "GroupMapping",

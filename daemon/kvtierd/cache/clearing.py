@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtierd.cache.disks import Disk, Disks
+from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.core.actions import ClearReply, Reply
 from kvtierd.core.ids import Hashes, SpaceId
 from kvtierd.core.stimuli import ClearBlocks
@@ -19,7 +19,7 @@ RETRY_S = 1.0
 log = logger(__name__)
 
 
-class Known(Protocol):
+class ClearableCore(Protocol):
     """What is asked of the core."""
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]: ...
@@ -40,9 +40,9 @@ class Clearing:
 
     def __init__(
         self,
-        core: Known,
+        core: ClearableCore,
         handle: Callable[[ClearBlocks], Reply],
-        disks: Disks,
+        disks: DiskFiles,
         workers: Supervisor,
     ) -> None:
         self._core = core
@@ -94,7 +94,7 @@ class Clearing:
 class _Disk:
     """Has one disk's file say what its image says, as often as somebody asks, and until it has worked."""
 
-    def __init__(self, disk: Disk, workers: Supervisor) -> None:
+    def __init__(self, disk: DiskFile, workers: Supervisor) -> None:
         self._disk = disk
         self._workers = workers
         self._wanted = 0

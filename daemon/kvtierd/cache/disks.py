@@ -29,8 +29,8 @@ class DiskStart:
 
 
 @dataclass(slots=True, eq=False)
-class Disk:
-    """One disk of the disk tier. Read-only for everybody but `Disks`."""
+class DiskFile:
+    """One disk of the disk tier. Read-only for everybody but `DiskFiles`."""
 
     number: DiskId
     path: Path
@@ -48,13 +48,13 @@ class Disk:
         return disk_device(self.number)
 
 
-class Disks:
+class DiskFiles:
     """Recovers each disk when its first worker is live, in a thread: until then the core does not know of it,
     and whatever is reported of its workers meanwhile follows in order."""
 
     def __init__(
         self,
-        disks: Sequence[Disk],
+        disks: Sequence[DiskFile],
         workers: Supervisor,
         boot_nonce: int,
         post: Callable[[Stimulus], None],
@@ -67,10 +67,10 @@ class Disks:
         self._post = post
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __getitem__(self, number: DiskId) -> Disk:
+    def __getitem__(self, number: DiskId) -> DiskFile:
         return self._disks[number]
 
-    def __iter__(self) -> Iterator[Disk]:
+    def __iter__(self) -> Iterator[DiskFile]:
         """In the order of the configuration."""
         return iter(self._disks)
 
@@ -94,7 +94,7 @@ class Disks:
             self._tell(disk, stimulus)
         return True
 
-    def _tell(self, disk: Disk, stimulus: WorkerStimulus) -> None:
+    def _tell(self, disk: DiskFile, stimulus: WorkerStimulus) -> None:
         worker = stimulus.worker
         if isinstance(stimulus, WorkerLive):
             disk.known.add(worker)
@@ -104,7 +104,7 @@ class Disks:
             disk.known.discard(worker)
         self._post(stimulus)
 
-    async def _recover(self, disk: Disk, cold_reason: str, direct_io: bool) -> None:
+    async def _recover(self, disk: DiskFile, cold_reason: str, direct_io: bool) -> None:
         began_s = time.monotonic()
         try:
             found = await asyncio.to_thread(disk.image.recover, self._boot_nonce)

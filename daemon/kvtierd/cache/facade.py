@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtierd.cache.clearing import Cleared, Clearing
-from kvtierd.cache.disks import Disk, Disks
+from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.cache.mappings import Mappings
-from kvtierd.cache.pages import Pages
+from kvtierd.cache.pages import SharedPages
 from kvtierd.cache.perform import Performer
 from kvtierd.cache.snapshot import (
-    CopyTotals,
+    CopySnapshot,
     DeviceSnapshot,
     DiskSnapshot,
     PoolSnapshot,
@@ -77,7 +77,7 @@ class Cache:
         workers: Supervisor,
         limits: CoreLimits,
         *,
-        disks: Sequence[Disk] = (),
+        disks: Sequence[DiskFile] = (),
         pool_path: Path | None,
         clock: Callable[[], float] = time.monotonic,
         observe_lag: Callable[[float], None] = lambda _: None,
@@ -91,8 +91,8 @@ class Cache:
         self._observe_lag = observe_lag
         self._started_at_s = clock()
         self._writers: dict[WorkerId, int] = {}
-        self.disks = Disks(disks, workers, pool.boot_nonce, self.post)
-        self.pages = Pages(machine, self.handle, pool.boot_nonce)
+        self.disks = DiskFiles(disks, workers, pool.boot_nonce, self.post)
+        self.pages = SharedPages(machine, self.handle, pool.boot_nonce)
         self._performer = Performer(
             pool,
             workers,
@@ -362,14 +362,14 @@ class Cache:
                 for w in self._workers.workers.values()
             ),
             copies={
-                direction.name.lower(): CopyTotals(
+                direction.name.lower(): CopySnapshot(
                     total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes)
                 )
                 for direction, total in self._workers.totals.items()
             },
         )
 
-    def _disk_snapshot(self, disk: Disk, core: DiskStatus) -> DiskSnapshot:
+    def _disk_snapshot(self, disk: DiskFile, core: DiskStatus) -> DiskSnapshot:
         device, start = self._workers.devices[disk.device], disk.start
         # Of one that was never live the core knows nothing.
         state = "off" if core.state == "starting" and device.why else core.state

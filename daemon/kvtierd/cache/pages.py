@@ -9,7 +9,7 @@ from kvtierd.core.stimuli import PublishPage
 from kvtierd.memory import SharedPage
 
 
-class Pages:
+class SharedPages:
     """On the event loop only."""
 
     def __init__(self, machine: Machine, publish: Callable[[PublishPage], object], boot_nonce: int) -> None:

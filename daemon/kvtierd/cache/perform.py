@@ -7,7 +7,7 @@ from typing import assert_never
 import numpy as np
 from kvtier_kernels import PoolRecords
 
-from kvtierd.cache.disks import Disks
+from kvtierd.cache.disks import DiskFiles
 from kvtierd.core.actions import (
     Action,
     AssignExtent,
@@ -37,7 +37,7 @@ class Performer:
         self,
         pool: HostPool,
         workers: Supervisor,
-        disks: Disks,
+        disks: DiskFiles,
         writers: Mapping[WorkerId, int],
         notify: Callable[[Notify], None],
         gate_deadline_ms: int,

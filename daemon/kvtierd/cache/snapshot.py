@@ -85,7 +85,7 @@ class DiskSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTotals:
+class CopySnapshot:
     """Of one direction, since the daemon started."""
 
     copied_bytes: int
@@ -109,5 +109,5 @@ class Snapshot:
     workers: tuple[WorkerSnapshot, ...]
     disks: tuple[DiskSnapshot, ...]
     """In the order of the configuration."""
-    copies: Mapping[str, CopyTotals]
+    copies: Mapping[str, CopySnapshot]
     """By direction: "store" and "load"."""

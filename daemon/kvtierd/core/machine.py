@@ -17,10 +17,10 @@ from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.engines.instances import Instances
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
-from kvtierd.core.maintenance.clearing import Clearing
+from kvtierd.core.maintenance.clearing import BlockClearing
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.maintenance.sampling import Sampler, expected_detection_s
-from kvtierd.core.state.books import Books, Clock, wrong_epoch
+from kvtierd.core.state.core_state import CoreState, Clock, wrong_epoch
 from kvtierd.core.state.entities import GroupPlan, Instance
 from kvtierd.core.state.transitions import WorkerState
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerStatus
@@ -95,7 +95,7 @@ class Machine:
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity)
-        self.books = Books(
+        self.core = CoreState(
             blocks,
             limits,
             disk_policy=disk_policy or CoreDisks(),
@@ -103,17 +103,17 @@ class Machine:
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator, and for looking; nobody else changes anything in it."""
-        self._tier = DiskTier(self.books)
-        self._leases = Leases(self.books)
-        self._lookups = Lookups(self.books, self._leases, self._tier)
-        self._transfers = Transfers(self.books, self._leases)
-        self._clearing = Clearing(self.books)
-        self._fencing = Fencing(self.books, self._transfers, self._tier)
+        self._tier = DiskTier(self.core)
+        self._leases = Leases(self.core)
+        self._lookups = Lookups(self.core, self._leases, self._tier)
+        self._transfers = Transfers(self.core, self._leases)
+        self._clearing = BlockClearing(self.core)
+        self._fencing = Fencing(self.core, self._transfers, self._tier)
         self._sampler = Sampler(
-            self.books, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
+            self.core, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
         )
         self._instances = Instances(
-            self.books, self._leases, self._transfers, self._fencing, self._sampler, self._tier
+            self.core, self._leases, self._transfers, self._fencing, self._sampler, self._tier
         )
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             AttachSession: self._instances.attach,
@@ -151,58 +151,58 @@ class Machine:
     def handle(self, stimulus: Stimulus) -> tuple[Reply, list[Action]]:
         """Decides. Returns the reply, and what has to be done, in order. Raises Refusal; nothing has changed
         then."""
-        self.books.begin(self._clock())
+        self.core.begin(self._clock())
         reply = self._handlers[type(stimulus)](stimulus)
-        return reply, self.books.blocks.actions
+        return reply, self.core.blocks.actions
 
     # --- the pool ---
 
     def _recovered(self, stimulus: Recovered) -> None:
-        books = self.books
-        assert not books.recovered, "recovery comes once"
-        assert not books.instances, "recovery comes before any session"
-        books.recovered = True
-        recover(books.blocks, stimulus)
+        core = self.core
+        assert not core.recovered, "recovery comes once"
+        assert not core.instances, "recovery comes before any session"
+        core.recovered = True
+        recover(core.blocks, stimulus)
         self._tier.host_recovered()
 
     def _slots_proven(self, stimulus: SlotsProven) -> None:
         """Frees those of the slots that are quarantined."""
-        freed = self.books.blocks.slots.release_quarantined(stimulus.slots)
+        freed = self.core.blocks.slots.release_quarantined(stimulus.slots)
         if len(freed):
-            self.books.blocks.actions.append(FreeSlots(freed))
+            self.core.blocks.actions.append(FreeSlots(freed))
 
     # --- time ---
 
     def _drain(self, stimulus: Drain) -> None:
-        self.books.draining = True
+        self.core.draining = True
 
     def _resume(self, stimulus: Resume) -> None:
-        self.books.draining = False
+        self.core.draining = False
 
     def _reconfigure(self, stimulus: Reconfigure) -> None:
         rate = stimulus.sample_bytes_per_s
         self._sampler.bytes_per_s = rate
-        blocks = self.books.blocks
+        blocks = self.core.blocks
         blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
         self._tier.reconfigure(stimulus.disks)
 
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()
-        self.books.retention.tick()
+        self.core.retention.tick()
         self._transfers.cancel_overdue()
         self._sampler.tick()
         self._tier.tick()
-        self.books.pages.tick()
+        self.core.pages.tick()
 
     # --- index pages ---
 
     def _publish_page(self, stimulus: PublishPage) -> None:
         space = self._indexed(stimulus.session, stimulus.group).space
-        assert space not in self.books.pages, "a space has one page"
-        self.books.pages.publish(space, stimulus.page)
+        assert space not in self.core.pages, "a space has one page"
+        self.core.pages.publish(space, stimulus.page)
 
     def _indexed(self, session: SessionId, group: int) -> GroupPlan:
-        found = self.books.session(session)
+        found = self.core.session(session)
         if not found.schedules:
             raise Refusal(
                 Reason.ROLE,
@@ -217,7 +217,7 @@ class Machine:
                 field="session",
                 value=session,
             )
-        return self.books.plan(found.instance, group)
+        return self.core.plan(found.instance, group)
 
     # --- questions; they change nothing ---
 
@@ -228,7 +228,7 @@ class Machine:
         accepted or
         ended too long ago.
         """
-        instance = self.books.session(session).instance
+        instance = self.core.session(session).instance
         if epoch != instance.epoch:
             raise wrong_epoch(epoch, instance)
         if ticket in instance.transfers:
@@ -238,7 +238,7 @@ class Machine:
             raise Refusal(
                 Reason.UNKNOWN_TRANSFER,
                 f"no transfer with this ticket was accepted, or it ended more than "
-                f"{self.books.limits.terminal_kept} transfers ago",
+                f"{self.core.limits.terminal_kept} transfers ago",
                 field="tickets",
                 value=ticket,
             )
@@ -248,13 +248,13 @@ class Machine:
         """The space whose index page an instance's scheduler may read; and for how many blocks the page
         should have room, None if there is one already. Refusal ROLE, INSTANCE_INCOMPLETE or
         UNKNOWN_GROUP."""
-        plan, pages = self._indexed(session, group), self.books.pages
+        plan, pages = self._indexed(session, group), self.core.pages
         return plan.space, None if plan.space in pages else pages.blocks_max(plan)
 
     def explain(self, key: bytes, namespace: str = "", group: int | None = None) -> Explained:
         """Why the block of a hash can be read or not, in each namespace whose hexadecimal digest begins with
         `namespace`. Takes milliseconds. Raises Refusal."""
-        return explain(self.books, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
+        return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
         """The spaces of the one namespace whose hexadecimal digest begins so, of all if it is empty. Refusal
@@ -267,23 +267,23 @@ class Machine:
 
     def namespaces(self) -> tuple[PlaceStatus, ...]:
         """What there is of each namespace. Takes microseconds for each."""
-        return places(self.books)
+        return places(self.core)
 
     def status(self) -> CoreStatus:
         """A picture of everything, in time proportional to instances, workers and slot sizes, not to
         blocks."""
-        books, slots = self.books, self.books.blocks.slots
-        table = books.blocks.table.stats()
-        sizes = books.blocks.sizes()
+        core, slots = self.core, self.core.blocks.slots
+        table = core.blocks.table.stats()
+        sizes = core.blocks.sizes()
         used_bytes = sum(size.used_bytes for size in sizes)
         slots_drawn_from = sum(size.slots for size in sizes)
-        integrity = books.blocks.integrity
-        instances = tuple(_instance_status(instance) for instance in books.instances.values())
+        integrity = core.blocks.integrity
+        instances = tuple(_instance_status(instance) for instance in core.instances.values())
         return CoreStatus(
-            leases=len(books.leases),
+            leases=len(core.leases),
             leased_blocks=sum(instance.leased_blocks for instance in instances),
             lease_oldest_s=self._leases.oldest_s(self._clock()),
-            transfers_active=len(books.transfers),
+            transfers_active=len(core.transfers),
             blocks=BlockCounts(table["writing"], table["ready"], table["evicting"], table["capacity"]),
             used_bytes=used_bytes,
             extents=slots.geometry.extents,
@@ -291,8 +291,8 @@ class Machine:
             quarantined_slots=len(slots.quarantined),
             corrupt_slots=len(slots.corrupt),
             integrity=integrity,
-            held_blocks=books.retention.held_blocks,
-            held_bytes=books.retention.held_bytes,
+            held_blocks=core.retention.held_blocks,
+            held_bytes=core.retention.held_bytes,
             expected_detection_s=expected_detection_s(
                 used_bytes, slots_drawn_from, integrity.sample_bytes_per_s
             ),
@@ -307,11 +307,11 @@ class Machine:
                     parts_open=sum(len(mapping.parts) for mapping in worker.mappings.values()),
                     mapped_bytes=sum(mapping.mapped_bytes for mapping in worker.mappings.values()),
                 )
-                for worker in books.workers.values()
+                for worker in core.workers.values()
             ),
-            counters=copy.copy(books.tally),
-            draining=books.draining,
-            disks=tuple(disk.status(self._clock()) for disk in books.disks.all),
+            counters=copy.copy(core.tally),
+            draining=core.draining,
+            disks=tuple(disk.status(self._clock()) for disk in core.disks.all),
         )
 
 

@@ -27,7 +27,7 @@ from kvtierd.core.ids import (
 )
 
 
-class Role(IntFlag):
+class SessionRole(IntFlag):
     SCHEDULER = 1
     RANK = 2
 
@@ -55,7 +55,7 @@ class AttachSession:
 
     session: SessionId
     instance: str
-    role: Role
+    role: SessionRole
     rank: Rank
     world_size: int
     namespace_fields: bytes
@@ -134,7 +134,7 @@ class RenewSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RetentionRequest:
     """What is wished of blocks besides being stored (kvtier.v1.Retention). Times count from when they are
     READY."""
 
@@ -146,11 +146,11 @@ class Wishes:
     """Not to be written to disks."""
 
 
-NO_WISHES = Wishes()
+NO_RETENTION = RetentionRequest()
 
 
 @dataclass(frozen=True, slots=True)
-class GroupQuery:
+class BlockQuery:
     """What is asked of one group."""
 
     group: int
@@ -168,7 +168,7 @@ class LookupBlocks:
 
     session: SessionId
     epoch: Epoch
-    queries: tuple[GroupQuery, ...]
+    queries: tuple[BlockQuery, ...]
     """Each group once; all begin at the same token."""
     lease: bool
     host_only: bool = False
@@ -182,7 +182,7 @@ class TouchBlocks:
 
     session: SessionId
     epoch: Epoch
-    queries: tuple[GroupQuery, ...]
+    queries: tuple[BlockQuery, ...]
     hold_ms: int = 0
     """They are held as well."""
     cold: bool = False
@@ -197,7 +197,7 @@ class PrefetchBlocks:
 
     session: SessionId
     epoch: Epoch
-    queries: tuple[GroupQuery, ...]
+    queries: tuple[BlockQuery, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class SubmitStore:
     group: int
     hashes: Hashes
     block_ids: npt.NDArray[np.uint32]
-    wishes: Wishes = NO_WISHES
+    wishes: RetentionRequest = NO_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class PublishPage:
     page: IndexPage
 
 
-class Outcome(IntEnum):
+class PartOutcome(IntEnum):
     """How a part ended; each implies that no copy of it can still land. Numbers of `kvtierd.wire.Outcome`."""
 
     DONE = 1
@@ -275,7 +275,7 @@ class PartFinished:
 
     worker: WorkerId
     part: PartId
-    outcome: Outcome
+    outcome: PartOutcome
     failed: npt.NDArray[np.uint32]
     """Positions in the part that failed; with FAILED and none named, all of them."""
     corrupt: bool = False

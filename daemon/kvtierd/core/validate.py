@@ -14,15 +14,15 @@ from kvtierd.core.blocks.blocks import Blocks
 from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.ids import SpaceId
 from kvtierd.core.machine import Machine
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import Instance, Transfer
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import Instance, TransferJob
 from kvtierd.core.state.transitions import (
     CheckState,
     InstanceState,
     LeaseState,
     MappingState,
-    PartState,
-    TransferState,
+    TransferPartState,
+    TransferJobState,
     WorkerState,
 )
 from kvtierd.core.status import Tally
@@ -32,42 +32,42 @@ from kvtierd.core.validate_disks import check_disk, check_host_flags, check_prom
 
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.int64)
-OPEN_PARTS = (PartState.POSTED, PartState.LOST)
+OPEN_PARTS = (TransferPartState.POSTED, TransferPartState.LOST)
 
 
 def validate(machine: Machine) -> None:
     """AssertionError, naming what is wrong, if the machine's state breaks an invariant."""
-    books = machine.books
-    _check_counters(books.tally)
-    books.blocks.table.check()
-    dump = books.blocks.table.dump()
-    _check_pins(books, dump)
-    _check_retention(books, dump)
-    _check_writing(books, dump)
-    plans = [plan for instance in books.instances.values() for plan in instance.plans]
-    _check_blocks(books.blocks, dump, Counter(plan.domain.domain for plan in plans))
-    _check_spaces(books, Counter(plan.space for plan in plans))
-    _check_slots(books.blocks, dump)
-    _check_workers(books)
-    _check_sessions(books)
-    for instance in books.instances.values():
-        _check_instance(books, instance)
-    _check_leases(books)
-    _check_lease_room(books)
-    for transfer in books.transfers.values():
-        _check_transfer(books, transfer)
-    _check_transfers_together(books)
-    _check_doubts(books, dump)
-    for disk in books.disks.all:
+    core = machine.core
+    _check_counters(core.tally)
+    core.blocks.table.check()
+    dump = core.blocks.table.dump()
+    _check_pins(core, dump)
+    _check_retention(core, dump)
+    _check_writing(core, dump)
+    plans = [plan for instance in core.instances.values() for plan in instance.plans]
+    _check_blocks(core.blocks, dump, Counter(plan.domain.domain for plan in plans))
+    _check_spaces(core, Counter(plan.space for plan in plans))
+    _check_slots(core.blocks, dump)
+    _check_workers(core)
+    _check_sessions(core)
+    for instance in core.instances.values():
+        _check_instance(core, instance)
+    _check_leases(core)
+    _check_lease_room(core)
+    for transfer in core.transfers.values():
+        _check_transfer(core, transfer)
+    _check_transfers_together(core)
+    _check_doubts(core, dump)
+    for disk in core.disks.all:
         disk.blocks.table.check()
         on_disk = disk.blocks.table.dump()
         _check_blocks(disk.blocks, on_disk, Counter())
         _check_slots(disk.blocks, on_disk)
         _check_condemned(disk.blocks, on_disk)
-        check_disk(books, disk, on_disk)
-    if books.disks:
-        check_host_flags(books, dump)
-        check_promotions(books)
+        check_disk(core, disk, on_disk)
+    if core.disks:
+        check_host_flags(core, dump)
+        check_promotions(core)
 
 
 # --- blocks ---
@@ -81,57 +81,57 @@ def _check_counters(tally: Tally) -> None:
     assert tally.lookup_hits + sum(reasons) == tally.lookup_hashes, (tally.lookup_hits, reasons)
 
 
-def _check_pins(books: Books, dump: Dump) -> None:
+def _check_pins(core: CoreState, dump: Dump) -> None:
     """The pins in the table are those of leases, transfers and wishes, one by one."""
-    held = [lease.entries for lease in books.leases.values()]
-    held.append(np.flatnonzero(books.retention.held_until).astype(np.uint32))
-    for transfer in books.transfers.values():
+    held = [lease.entries for lease in core.leases.values()]
+    held.append(np.flatnonzero(core.retention.held_until).astype(np.uint32))
+    for transfer in core.transfers.values():
         held.append(transfer.entries if transfer.direction is Direction.LOAD else transfer.existing)
-    owed = np.bincount(np.concatenate([_NONE, *held]), minlength=books.blocks.capacity)
-    counted = np.zeros(books.blocks.capacity, np.int64)
+    owed = np.bincount(np.concatenate([_NONE, *held]), minlength=core.blocks.capacity)
+    counted = np.zeros(core.blocks.capacity, np.int64)
     counted[dump["entries"]] = dump["pins"]
     wrong = np.flatnonzero(counted != owed)
     assert len(wrong) == 0, (
         f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases, transfers and wishes hold {owed[wrong[0]]}"
     )
-    states = np.zeros(books.blocks.capacity, np.uint8)
+    states = np.zeros(core.blocks.capacity, np.uint8)
     states[dump["entries"]] = dump["states"]
     for entries in held:
         assert (states[entries] >= BlockState.READY).all(), "something that is being written is pinned"
 
 
-def _check_retention(books: Books, dump: Dump) -> None:
+def _check_retention(core: CoreState, dump: Dump) -> None:
     """Wishes are those of blocks that are there, counted, and will be looked at in time."""
-    retention = books.retention
+    retention = core.retention
     held = np.flatnonzero(retention.held_until)
-    states = np.zeros(books.blocks.capacity, np.uint8)
+    states = np.zeros(core.blocks.capacity, np.uint8)
     states[dump["entries"]] = dump["states"]
     assert (states[held] == BlockState.READY).all(), "something is held that is not READY"
-    domains = books.blocks.table.domains(held.astype(np.uint32)).tolist()
+    domains = core.blocks.table.domains(held.astype(np.uint32)).tolist()
     assert retention.held == Counter(domains), "held blocks are counted wrongly"
-    by_id = books.blocks.domains.by_id
+    by_id = core.blocks.domains.by_id
     held_bytes = sum(by_id[number].block_bytes for number in domains)
     assert retention.held_bytes == held_bytes, f"{retention.held_bytes} bytes held, {held_bytes} counted"
-    most = books.limits.held_fraction_max * books.blocks.geometry.capacity_bytes
+    most = core.limits.held_fraction_max * core.blocks.geometry.capacity_bytes
     assert held_bytes <= most, "more is held than may be"
     timed = np.flatnonzero(retention.expires_at)
     assert (states[timed] != BlockState.ABSENT).all(), "a block that is gone has a time"
-    flags = books.blocks.table.flags(timed.astype(np.uint32))
+    flags = core.blocks.table.flags(timed.astype(np.uint32))
     assert (flags & BlockFlag.HOST_ONLY != 0).all(), "a block with a time may go to a disk"
 
 
-def _check_writing(books: Books, dump: Dump) -> None:
+def _check_writing(core: CoreState, dump: Dump) -> None:
     """Every WRITING entry belongs to exactly one store or promotion, and has the slots that this one
     writes."""
-    stores = [transfer for transfer in books.transfers.values() if transfer.direction is Direction.STORE]
+    stores = [transfer for transfer in core.transfers.values() if transfer.direction is Direction.STORE]
     written = [int(entry) for transfer in stores for entry in transfer.entries]
-    written += [int(entry) for job in jobs_of(books, DiskJobKind.READ) for entry in job.host_entries]
+    written += [int(entry) for job in jobs_of(core, DiskJobKind.READ) for entry in job.host_entries]
     writing = dump["entries"][dump["states"] == BlockState.WRITING].tolist()
     problem = f"stores and promotions write {sorted(written)}, the table has {writing} WRITING"
     assert sorted(written) == writing, problem
-    for transfer in books.transfers.values():
+    for transfer in core.transfers.values():
         domain = transfer.instance.plans[transfer.group].domain
-        slots = books.blocks.slots_of(domain, transfer.entries)
+        slots = core.blocks.slots_of(domain, transfer.entries)
         assert np.array_equal(slots, transfer.slots), "a transfer copies other slots than its blocks'"
 
 
@@ -150,8 +150,8 @@ def _check_blocks(blocks: Blocks, dump: Dump, users: Counter[int]) -> None:
     assert int(blocks.used_at.max()) <= blocks.now, "a block was used in the future"
 
 
-def _check_spaces(books: Books, users: Counter[SpaceId]) -> None:
-    spaces = books.blocks.spaces
+def _check_spaces(core: CoreState, users: Counter[SpaceId]) -> None:
+    spaces = core.blocks.spaces
     assert {space: key for key, space in spaces.ids.items()} == spaces.names, "two spaces share an id"
     assert len(spaces.ids) == len(spaces.names)
     assert spaces.users == users, "users of spaces are counted wrongly"
@@ -201,8 +201,8 @@ def _check_slots(blocks: Blocks, dump: Dump) -> None:
 # --- workers, sessions, instances ---
 
 
-def _check_workers(books: Books) -> None:
-    for name, worker in books.workers.items():
+def _check_workers(core: CoreState) -> None:
+    for name, worker in core.workers.items():
         assert worker.worker == name
         assert worker.state is not WorkerState.GONE, "a gone worker is kept"
         for session, mapping in worker.mappings.items():
@@ -214,34 +214,34 @@ def _check_workers(books: Books) -> None:
             current = mapping.session.mapping is mapping
             assert current == (mapping.state is MappingState.MAPPED), f"a session's: {mapping.describe()}"
             for number, part in mapping.parts.items():
-                assert books.parts.get(number) is part, "a mapping holds a part that is over"
+                assert core.parts.get(number) is part, "a mapping holds a part that is over"
                 assert part.mapping is mapping
-                assert part.state is (PartState.LOST if lost else PartState.POSTED), part.describe()
-    mappings = [mapping for worker in books.workers.values() for mapping in worker.mappings.values()]
+                assert part.state is (TransferPartState.LOST if lost else TransferPartState.POSTED), part.describe()
+    mappings = [mapping for worker in core.workers.values() for mapping in worker.mappings.values()]
     parts = sum(len(mapping.parts) for mapping in mappings)
-    assert parts == len(books.parts), f"{len(books.parts)} parts are open, workers hold {parts}"
+    assert parts == len(core.parts), f"{len(core.parts)} parts are open, workers hold {parts}"
 
 
-def _check_sessions(books: Books) -> None:
-    for name, session in books.sessions.items():
+def _check_sessions(core: CoreState) -> None:
+    for name, session in core.sessions.items():
         assert session.session == name
         assert session.instance.sessions.get(name) is session, "a session's instance does not know it"
-        assert books.instances.get(session.instance.epoch) is session.instance, "a session without instance"
+        assert core.instances.get(session.instance.epoch) is session.instance, "a session without instance"
         if session.mapping is not None:
             assert not session.instance.over, "a session of an ended epoch has a mapping"
         assert not (session.lost and session.registered), "a registered session counts as lost"
-    numbered = {(instance.name, instance.number) for instance in books.instances.values()}
+    numbered = {(instance.name, instance.number) for instance in core.instances.values()}
     names, numbers = {name for name, _ in numbered}, {number for _, number in numbered}
     assert len(numbered) == len(names) == len(numbers), "two names have one number, or one has two"
-    attached = sum(len(instance.sessions) for instance in books.instances.values())
-    assert attached == len(books.sessions), "a session was lost"
+    attached = sum(len(instance.sessions) for instance in core.instances.values())
+    assert attached == len(core.sessions), "a session was lost"
 
 
-def _check_instance(books: Books, instance: Instance) -> None:
+def _check_instance(core: CoreState, instance: Instance) -> None:
     over = instance.state is InstanceState.FENCING
     assert instance.state is not InstanceState.GONE, "a gone instance is kept"
-    assert books.instances.get(instance.epoch) is instance
-    assert (books.names.get(instance.name) is instance) == (not over), f"names: {instance.describe()}"
+    assert core.instances.get(instance.epoch) is instance
+    assert (core.names.get(instance.name) is instance) == (not over), f"names: {instance.describe()}"
     if over:
         assert instance.mappings, "an ended instance without mappings is kept"
         assert not instance.leases, "leases outlived their epoch"
@@ -257,11 +257,11 @@ def _check_instance(books: Books, instance: Instance) -> None:
     sizes = [len(lease.entries) for lease in instance.leases.values()]
     leased = sum(count * plan.domain.block_bytes for count, plan in zip(sizes, plan_of, strict=True))
     assert (instance.leased_blocks, instance.leased_bytes) == (sum(sizes), leased), "leases are miscounted"
-    assert len(instance.leases) <= books.limits.leases_max
-    assert len(instance.transfers) <= books.limits.transfers_max
-    assert len(instance.ended) <= books.limits.terminal_kept
+    assert len(instance.leases) <= core.limits.leases_max
+    assert len(instance.transfers) <= core.limits.transfers_max
+    assert len(instance.ended) <= core.limits.terminal_kept
     assert instance.ended_keys == sum(len(ended.succeeded) for ended in instance.ended.values())
-    assert instance.ended_keys <= books.limits.transfers_max * books.limits.transfer_blocks_max
+    assert instance.ended_keys <= core.limits.transfers_max * core.limits.transfer_blocks_max
     assert len(instance.expired) <= EXPIRED_KEPT
     words = [transfer.part_word for transfer in instance.transfers.values()]
     assert len(words) == len(set(words)), "two transfers share a part word"
@@ -273,14 +273,14 @@ def _check_instance(books: Books, instance: Instance) -> None:
 # --- leases and transfers ---
 
 
-def _check_lease_room(books: Books) -> None:
+def _check_lease_room(core: CoreState) -> None:
     """What is held for loads is what leases and running loads hold, each block once."""
-    room = books.lease_room
-    everything = np.zeros(books.blocks.capacity, np.int64)
-    everybody = np.arange(books.blocks.capacity, dtype=np.uint32)
-    for instance in books.instances.values():
-        own = np.zeros(books.blocks.capacity, np.int64)
-        size = np.zeros(books.blocks.capacity, np.int64)
+    room = core.lease_budget
+    everything = np.zeros(core.blocks.capacity, np.int64)
+    everybody = np.arange(core.blocks.capacity, dtype=np.uint32)
+    for instance in core.instances.values():
+        own = np.zeros(core.blocks.capacity, np.int64)
+        size = np.zeros(core.blocks.capacity, np.int64)
         holders = [(lease.entries, lease.group) for lease in instance.leases.values()]
         for transfer in instance.transfers.values():
             if transfer.direction is Direction.LOAD:
@@ -295,56 +295,56 @@ def _check_lease_room(books: Books) -> None:
         assert instance.held.bytes == size.sum(), f"held bytes are miscounted: {instance.describe()}"
     assert (room.all.counts.of(everybody) == everything).all(), "held blocks are miscounted"
     held = np.flatnonzero(everything).astype(np.uint32)
-    of_domain = Counter(books.blocks.table.domains(held).tolist())
-    by_id = books.blocks.domains.by_id
+    of_domain = Counter(core.blocks.table.domains(held).tolist())
+    by_id = core.blocks.domains.by_id
     assert room.all.bytes == sum(n * room.block_bytes(by_id[domain]) for domain, n in of_domain.items())
     assert room.all.bytes <= room.leasable_bytes or len(held) == 1, "more is held than may be"
 
 
-def _check_leases(books: Books) -> None:
-    for name, lease in books.leases.items():
+def _check_leases(core: CoreState) -> None:
+    for name, lease in core.leases.items():
         assert lease.lease == name
         assert lease.state is LeaseState.HELD, f"kept: {lease.describe()}"
         assert lease.instance.leases.get(name) is lease
-    assert sum(len(instance.leases) for instance in books.instances.values()) == len(books.leases)
+    assert sum(len(instance.leases) for instance in core.instances.values()) == len(core.leases)
 
 
-def _check_transfer(books: Books, transfer: Transfer) -> None:
+def _check_transfer(core: CoreState, transfer: TransferJob) -> None:
     instance = transfer.instance
-    assert transfer.state in (TransferState.ACTIVE, TransferState.CLOSING), f"kept: {transfer.describe()}"
+    assert transfer.state in (TransferJobState.ACTIVE, TransferJobState.CLOSING), f"kept: {transfer.describe()}"
     assert instance.transfers.get(transfer.ticket) is transfer
     assert len(transfer.parts) == instance.world_size, "a rank has no part"
     open_parts = [part for part in transfer.parts if part.state in OPEN_PARTS]
     assert transfer.open_parts == len(open_parts), f"{transfer.open_parts} parts counted"
     assert open_parts, f"all parts have ended: {transfer.describe()}"
     for part in open_parts:
-        assert books.parts.get(part.part) is part, "an open part was forgotten"
+        assert core.parts.get(part.part) is part, "an open part was forgotten"
     spoiled = transfer.cause is not None
-    assert spoiled == (transfer.state is TransferState.CLOSING), transfer.describe()
-    bad = [part for part in transfer.parts if part.state in (PartState.FAILED, PartState.REVOKED)]
+    assert spoiled == (transfer.state is TransferJobState.CLOSING), transfer.describe()
+    bad = [part for part in transfer.parts if part.state in (TransferPartState.FAILED, TransferPartState.REVOKED)]
     assert spoiled or not bad, "a part has failed and the transfer does not know"
     assert (transfer.failed is not None) == bool(bad), "which blocks have failed is not known, or made up"
     assert transfer.abandoned == instance.over, "abandoned exactly with its epoch"
     asked = transfer.revoked or transfer.abandoned
-    assert (transfer.transfer in books.deadlines) != asked, "a deadline is watched in vain, or not at all"
+    assert (transfer.transfer in core.deadlines) != asked, "a deadline is watched in vain, or not at all"
 
 
-def _check_transfers_together(books: Books) -> None:
-    assert set(books.deadlines) <= set(books.transfers)
-    deadlines = [transfer.deadline_s for transfer in books.deadlines.values()]
+def _check_transfers_together(core: CoreState) -> None:
+    assert set(core.deadlines) <= set(core.transfers)
+    deadlines = [transfer.deadline_s for transfer in core.deadlines.values()]
     assert deadlines == sorted(deadlines), "deadlines are out of order"
-    assert sum(len(instance.transfers) for instance in books.instances.values()) == len(books.transfers)
-    open_parts = sum(transfer.open_parts for transfer in books.transfers.values())
-    assert open_parts == len(books.parts), f"{len(books.parts)} parts open, transfers count {open_parts}"
+    assert sum(len(instance.transfers) for instance in core.instances.values()) == len(core.transfers)
+    open_parts = sum(transfer.open_parts for transfer in core.transfers.values())
+    assert open_parts == len(core.parts), f"{len(core.parts)} parts open, transfers count {open_parts}"
 
 
 # --- doubts ---
 
 
-def _check_doubts(books: Books, dump: Dump) -> None:
+def _check_doubts(core: CoreState, dump: Dump) -> None:
     """What is known to be corrupt cannot be found, what verification asks for is flagged, and the check that
     is on its way has a worker."""
-    blocks = books.blocks
+    blocks = core.blocks
     _check_condemned(blocks, dump)
     evicting = dump["states"] == BlockState.EVICTING
     flags = dump["flags"]
@@ -354,9 +354,9 @@ def _check_doubts(books: Books, dump: Dump) -> None:
         assert doubted.all(), "a block would be loaded unverified"
     assert doubted[flags & BlockFlag.RECOVERED != 0].all(), "a recovered block would be loaded unverified"
     assert {digest for digest, _ in blocks.spaces.ids} >= set(blocks.spaces.about), "a namespace has no space"
-    check = books.check
+    check = core.check
     if check is not None:
-        assert books.workers.get(check.worker.worker) is check.worker, "a check's worker is gone"
+        assert core.workers.get(check.worker.worker) is check.worker, "a check's worker is gone"
         assert (check.worker.state, check.state) == (WorkerState.LIVE, CheckState.OPEN), check.describe()
         lengths = {len(check.slots), len(check.sizes), len(check.entries), len(check.generations)}
         assert len(lengths) == 1, "a check does not know what it asks about"

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import DiskJobKind
-from kvtierd.core.blocks.blocks import Seen
+from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.disk.promotion import POOL_FRACTION_MAX
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import JOB_SLOTS_MAX, UNREADABLE_KEPT, Disk
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.state.transitions import DiskJobState, DiskState, WorkerState
@@ -22,17 +22,17 @@ HOST_ONLY = int(BlockFlag.HOST_ONLY)
 READY, WRITING = int(BlockState.READY), int(BlockState.WRITING)
 
 
-def jobs_of(books: Books, kind: DiskJobKind) -> list[DiskJob]:
+def jobs_of(core: CoreState, kind: DiskJobKind) -> list[DiskJob]:
     """All jobs of a kind that are not over, of all disks."""
-    return [job for disk in books.disks.all for job in disk.jobs.values() if job.kind is kind]
+    return [job for disk in core.disks.all for job in disk.jobs.values() if job.kind is kind]
 
 
-def check_disk(books: Books, disk: Disk, dump: Dump) -> None:
+def check_disk(core: CoreState, disk: Disk, dump: Dump) -> None:
     """One disk by itself; its blocks and slots are checked as the host's are."""
     _check_holds(disk, dump)
-    _check_jobs(books, disk)
-    _check_state(books, disk)
-    own = books.disks.place(dump["hashes"]) == disk.disk if len(dump["hashes"]) else np.ones(0)
+    _check_jobs(core, disk)
+    _check_state(core, disk)
+    own = core.disks.place(dump["hashes"]) == disk.disk if len(dump["hashes"]) else np.ones(0)
     assert own.all(), "a disk has a block that nobody would look for there"
     late = dump["flags"] & LATE != 0
     assert (dump["states"][late] == READY).all() or disk.blocks.condemned, "what is not READY is unreadable"
@@ -56,7 +56,7 @@ def _check_holds(disk: Disk, dump: Dump) -> None:
     assert np.array_equal(written, writing), f"jobs write {written.tolist()}, {writing.tolist()} are WRITING"
 
 
-def _check_jobs(books: Books, disk: Disk) -> None:
+def _check_jobs(core: CoreState, disk: Disk) -> None:
     counts: Counter[DiskJobKind] = Counter()
     sizes: Counter[DiskJobKind] = Counter()
     for number, job in disk.jobs.items():
@@ -65,7 +65,7 @@ def _check_jobs(books: Books, disk: Disk) -> None:
         assert (job.job, job.disk) == (number, disk.disk)
         assert 0 < len(job.entries) * job.domain.world <= JOB_SLOTS_MAX
         assert job.slots.shape == (job.domain.world, len(job.entries))
-        assert books.workers.get(job.worker.worker) is job.worker, "a job's worker is gone"
+        assert core.workers.get(job.worker.worker) is job.worker, "a job's worker is gone"
         state = DiskJobState.POSTED if job.worker.state is WorkerState.LIVE else DiskJobState.LOST
         assert job.state is state, job.describe()
         if job.kind is not DiskJobKind.CHECK:
@@ -78,7 +78,7 @@ def _check_jobs(books: Books, disk: Disk) -> None:
         assert counted == sizes[kind], f"{sizes[kind]} bytes of {kind.name}, {counted} are counted"
     posted = [job.posted_s for job in disk.jobs.values()]
     assert posted == sorted(posted), "jobs are out of order"
-    policy = books.disks.policy
+    policy = core.disks.policy
     limits = {DiskJobKind.READ: policy.read_queue_bytes, DiskJobKind.WRITE: policy.write_queue_bytes}
     for kind, limit in limits.items():
         largest = max((job.domain.block_bytes for job in disk.jobs.values() if job.kind is kind), default=0)
@@ -89,9 +89,9 @@ def _check_jobs(books: Books, disk: Disk) -> None:
         assert disk.jobs[disk.scrub.job].kind is DiskJobKind.CHECK, "a scrub waits for nothing"
 
 
-def _check_state(books: Books, disk: Disk) -> None:
+def _check_state(core: CoreState, disk: Disk) -> None:
     if disk.worker is not None:
-        assert books.workers.get(disk.worker.worker) is disk.worker
+        assert core.workers.get(disk.worker.worker) is disk.worker
         assert disk.worker.state is WorkerState.LIVE, disk.worker.describe()
         assert disk.state is not DiskState.OFF, disk.describe()
     else:
@@ -101,10 +101,10 @@ def _check_state(books: Books, disk: Disk) -> None:
         assert not disk.jobs, "a disk is used of which it is not known what it holds"
         assert disk.blocks.live == 0
     if disk.live:
-        assert disk.errors_in_row < books.disks.policy.errors_max, "so many errors, and it is used on"
+        assert disk.errors_in_row < core.disks.policy.errors_max, "so many errors, and it is used on"
 
 
-def check_host_flags(books: Books, dump: Dump) -> None:
+def check_host_flags(core: CoreState, dump: Dump) -> None:
     """CLEAN: READY here and READY and readable on its disk. QUEUED: in a write. LATE: in a read that is
     late."""
     flags, states, entries = dump["flags"], dump["states"], dump["entries"]
@@ -113,7 +113,7 @@ def check_host_flags(books: Books, dump: Dump) -> None:
     for space in np.unique(dump["spaces"][ready]).tolist():
         own = np.flatnonzero(ready & (dump["spaces"] == space))
         hashes = np.ascontiguousarray(dump["hashes"][own])
-        for disk, chosen in books.disks.by_disk(hashes):
+        for disk, chosen in core.disks.by_disk(hashes):
             found = disk.find(space, np.ascontiguousarray(hashes[chosen]))
             on_disk[own[chosen]] = found != 0xFFFF_FFFF
     wrong = entries[ready & (on_disk != (flags & CLEAN != 0))]
@@ -124,29 +124,29 @@ def check_host_flags(books: Books, dump: Dump) -> None:
     assert not (flags & both == both).any(), "what is to stay on the host is being written to a disk"
 
     queued = [_NONE]
-    for job in jobs_of(books, DiskJobKind.WRITE):
-        assert isinstance(job.host_seen, Seen)
-        queued.append(job.host_seen.entries[books.blocks.are_still(job.host_seen)])
+    for job in jobs_of(core, DiskJobKind.WRITE):
+        assert isinstance(job.host_seen, BlockSnapshot)
+        queued.append(job.host_seen.entries[core.blocks.are_still(job.host_seen)])
     told = entries[flags & QUEUED != 0]
     expected = np.sort(np.concatenate(queued))
     assert np.array_equal(told, expected), f"{told.tolist()} are QUEUED, jobs write {expected.tolist()}"
 
-    late_jobs = [job for job in jobs_of(books, DiskJobKind.READ) if job.late]
-    assert books.disks.late_jobs == len(late_jobs), "late jobs are miscounted"
+    late_jobs = [job for job in jobs_of(core, DiskJobKind.READ) if job.late]
+    assert core.disks.late_jobs == len(late_jobs), "late jobs are miscounted"
     late = np.sort(np.concatenate([_NONE, *(job.host_entries for job in late_jobs)]))
     assert np.array_equal(entries[flags & LATE != 0], late), "a block is told LATE, or not, against its job"
 
 
-def check_promotions(books: Books) -> None:
+def check_promotions(core: CoreState) -> None:
     """What reads hold of the host is theirs, and no more than promotions may hold."""
     reading = 0
-    for job in jobs_of(books, DiskJobKind.READ):
+    for job in jobs_of(core, DiskJobKind.READ):
         assert job.host_domain is not None
-        slots = books.blocks.slots_of(job.host_domain, job.host_entries)
+        slots = core.blocks.slots_of(job.host_domain, job.host_entries)
         assert np.array_equal(slots, job.host_slots), "a read writes to other slots than its blocks'"
-        assert books.blocks.domains.by_id.get(job.host_domain.domain) is job.host_domain
+        assert core.blocks.domains.by_id.get(job.host_domain.domain) is job.host_domain
         assert job.host_domain.sizes == job.domain.sizes, "a read is into slots of another size"
         reading += job.bytes
-    jobs = jobs_of(books, DiskJobKind.READ)
-    most = books.blocks.geometry.capacity_bytes * POOL_FRACTION_MAX
+    jobs = jobs_of(core, DiskJobKind.READ)
+    most = core.blocks.geometry.capacity_bytes * POOL_FRACTION_MAX
     assert reading <= most or len(jobs) == 1, f"promotions hold {reading} bytes of the host"

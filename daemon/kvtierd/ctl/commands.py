@@ -24,7 +24,7 @@ from kvtierd.ctl.bench import BenchError, bench
 from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
-from kvtierd.ctl.engine_http import Server, server_of
+from kvtierd.ctl.engine_http import EngineServer, server_of
 from kvtierd.ctl.host import completion, doctor
 from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
@@ -365,7 +365,7 @@ def check_engine(
     VLLM_SERVER_DEV_MODE=1 in its environment. Exit status 1: not proven, and why; 69: no daemon answers.
     """
     try:
-        server = Server(server_of(url), api_key, timeout_s)
+        server = EngineServer(server_of(url), api_key, timeout_s)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="URL") from None
     path = socket or _configured_socket()
@@ -529,7 +529,7 @@ def to_json_list(responses: Iterable[Message]) -> str:
 
 
 def to_json(response: Message) -> str:
-    """One JSON object: every field of the contract by its name there, numbers as numbers."""
+    """One JSON object: every field of the contract by its name there, numbers."""
     return json.dumps(_plain(response), indent=2)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd.config.settings import human_size
-from kvtierd.ctl.engine_http import Answer, HttpError, Model, Server
+from kvtierd.ctl.engine_http import HttpAnswer, HttpError, ServedModel, EngineServer
 from kvtierd.ctl.text import count
 
 CALL_S = 5.0
@@ -86,7 +86,7 @@ class EngineCheck:
 
     def __init__(
         self,
-        server: Server,
+        server: EngineServer,
         admin: admin_pb2_grpc.AdminStub,
         socket: Path,
         timeout_s: float,
@@ -173,7 +173,7 @@ class EngineCheck:
             )
         return ready
 
-    def _prompt_tokens(self, model: Model, instances: list[admin_pb2.InstanceStatus]) -> int:
+    def _prompt_tokens(self, model: ServedModel, instances: list[admin_pb2.InstanceStatus]) -> int:
         """Long enough for a few blocks of whichever engine this is."""
         answer = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest(), timeout=CALL_S)
         digests = {each.namespace_digest for each in instances if each.model in model.names}
@@ -191,7 +191,7 @@ class EngineCheck:
             )
         return tokens
 
-    def _store(self, model: Model, prompt: str | list[int]) -> None:
+    def _store(self, model: ServedModel, prompt: str | list[int]) -> None:
         """Sends it for the first time, and waits until it is stored."""
         before = self._status()
         started_s = time.monotonic()
@@ -237,7 +237,7 @@ class EngineCheck:
         )
         return NotProvenError(f"nothing was stored within {self._timeout_s:g} s", advice)
 
-    def _load(self, model: Model, prompt: str | list[int]) -> None:
+    def _load(self, model: ServedModel, prompt: str | list[int]) -> None:
         """Has the engine forget the prompt, and sends it again."""
         for _ in range(TRIES):
             self._reset()
@@ -324,11 +324,11 @@ def verdict(proof: Proof) -> Iterator[str]:
         yield f"What to do: {proof.advice}."
 
 
-def _tokens(answer: Answer) -> str:
+def _tokens(answer: HttpAnswer) -> str:
     return count(answer.prompt_tokens, "token")
 
 
-def _cached(answer: Answer) -> str:
+def _cached(answer: HttpAnswer) -> str:
     return "" if answer.cached_tokens is None else f", {answer.cached_tokens:,} tokens of it not computed"
 
 

@@ -30,7 +30,7 @@ class HttpError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     name: str
     names: tuple[str, ...]
     """And what its weights may be called elsewhere."""
@@ -39,7 +39,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """What one request came to."""
 
     prompt_tokens: int
@@ -57,7 +57,7 @@ def server_of(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-class Server:
+class EngineServer:
     """One server. Every call takes at most `timeout_s`, and raises HttpError."""
 
     def __init__(self, url: str, api_key: str, timeout_s: float) -> None:
@@ -71,14 +71,14 @@ class Server:
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
 
-    def model(self, wanted: str | None) -> Model:
+    def model(self, wanted: str | None) -> ServedModel:
         """The model with this name, or the first that is no adapter. Raises HttpError if there is none."""
         models = _json(self.get("/v1/models")).get("data") or []
         names = [str(model.get("id")) for model in models]
         for model in models:
             name, root = str(model.get("id")), str(model.get("root"))
             if name == wanted or (wanted is None and model.get("parent") is None):
-                return Model(name, (name, root, PurePath(root).name), int(model.get("max_model_len") or 0))
+                return ServedModel(name, (name, root, PurePath(root).name), int(model.get("max_model_len") or 0))
         raise HttpError(f"it serves no model {wanted!r}, but {', '.join(names) or 'none'}")
 
     def version(self) -> str:
@@ -100,7 +100,7 @@ class Server:
             raise
         return True
 
-    def prompt(self, model: Model, tokens: int) -> str | list[int]:
+    def prompt(self, model: ServedModel, tokens: int) -> str | list[int]:
         """A prompt of about so many tokens that nobody has sent before: of exactly as many as token ids, or a
         text that is shorter where the server tokenizes for nobody."""
         ids: list[int] = []
@@ -120,13 +120,13 @@ class Server:
             raise
         return ids[:tokens]
 
-    def complete(self, model: Model, prompt: str | list[int]) -> Answer:
+    def complete(self, model: ServedModel, prompt: str | list[int]) -> HttpAnswer:
         """Has one token computed after the prompt."""
         body = {"model": model.name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         usage = self.post("/v1/completions", body).get("usage") or {}
         details = usage.get("prompt_tokens_details")
         cached = None if details is None else int(details.get("cached_tokens") or 0)
-        return Answer(int(usage.get("prompt_tokens") or 0), cached)
+        return HttpAnswer(int(usage.get("prompt_tokens") or 0), cached)
 
     def reset_prefix_cache(self) -> bool:
         """Has the engine forget its own prefix cache, and not what the connector has stored. False: requests

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     GAUGE = "gauge"
     COUNTER = "counter"
     """Its samples end in `_total`."""
@@ -21,7 +21,7 @@ class Kind(Enum):
 class Declared:
     """One metric."""
 
-    kind: Kind
+    kind: MetricKind
     name: str
     labels: tuple[str, ...]
     text: str
@@ -30,7 +30,7 @@ class Declared:
     """What it is looked at for, or what a value means."""
 
 
-_G, _C, _S, _H = Kind.GAUGE, Kind.COUNTER, Kind.SUMMARY, Kind.HISTOGRAM
+_G, _C, _S, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.SUMMARY, MetricKind.HISTOGRAM
 
 DECLARED = (
     Declared(
@@ -666,7 +666,7 @@ def as_markdown() -> str:
     """The list as a table."""
     lines = ["| metric | labels | says | look at it for |", "|---|---|---|---|"]
     for each in DECLARED:
-        suffix = {Kind.COUNTER: "_total", Kind.SUMMARY: "_sum, _count", Kind.HISTOGRAM: "_bucket, …"}
+        suffix = {MetricKind.COUNTER: "_total", MetricKind.SUMMARY: "_sum, _count", MetricKind.HISTOGRAM: "_bucket, …"}
         name = f"`{each.name}`" + (f" {suffix[each.kind]}" if each.kind in suffix else "")
         lines.append(f"| {name} | {', '.join(each.labels)} | {each.text} | {each.use} |")
     return "\n".join(lines) + "\n"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from kvtierd.metrics.declared import BY_NAME, Kind
+from kvtierd.metrics.declared import BY_NAME, MetricKind
 
 
 class Sheet:
@@ -31,13 +31,13 @@ class Sheet:
             declared = BY_NAME[name]
             text, names = declared.text, list(declared.labels)
             match declared.kind:
-                case Kind.GAUGE:
+                case MetricKind.GAUGE:
                     family = GaugeMetricFamily(name, text, labels=names)
-                case Kind.COUNTER:
+                case MetricKind.COUNTER:
                     family = CounterMetricFamily(name, text, labels=names)
-                case Kind.SUMMARY:
+                case MetricKind.SUMMARY:
                     family = SummaryMetricFamily(name, text, labels=names)
-                case Kind.HISTOGRAM:
+                case MetricKind.HISTOGRAM:
                     raise AssertionError(f"{name} is observed, not set")
             self._families[name] = family
         return family

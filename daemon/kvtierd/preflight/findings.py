@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Daemon:
+class RunningDaemon:
     """A daemon that listens at the configured socket."""
 
     pid: int | None
@@ -54,7 +54,7 @@ class Situation:
     """What is to be looked at."""
 
     loaded: Loaded
-    daemon: Daemon | None
+    daemon: RunningDaemon | None
     """Who listens at the configured socket."""
     may_run: bool
     """That daemon is no obstacle: it is what somebody asks about. Otherwise another is to be started."""

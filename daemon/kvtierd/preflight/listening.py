@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtierd.preflight.findings import Daemon, Finding, Situation, Verdict, in_use_by
+from kvtierd.preflight.findings import RunningDaemon, Finding, Situation, Verdict, in_use_by
 from kvtierd.preflight.places import private_folder, usable
 from kvtierd.preflight.processes import described, listener, port_owners
 
@@ -16,10 +16,10 @@ OFF = "off"
 NAMES = {"metrics.listen": "metrics port", "server.health_listen": "health port"}
 
 
-def daemon_at(path: Path) -> Daemon | None:
+def daemon_at(path: Path) -> RunningDaemon | None:
     """Who listens at a daemon's socket."""
     pid = listener(path)
-    return None if pid is None else Daemon(pid or None)
+    return None if pid is None else RunningDaemon(pid or None)
 
 
 def check_sockets(situation: Situation) -> Iterator[Finding]:

@@ -20,11 +20,11 @@ from kvtierd.core.actions import (
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, LeaseId, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
-    NO_WISHES,
+    NO_RETENTION,
     AuditReport,
     CancelTransfers,
     CoreLimits,
-    GroupQuery,
+    BlockQuery,
     LookupBlocks,
     PrefetchBlocks,
     ReleaseLeases,
@@ -33,7 +33,7 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
-    Wishes,
+    RetentionRequest,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
@@ -71,7 +71,7 @@ def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: Core
     return PrefetchBlocks(caller.session, caller.epoch, queries)
 
 
-def lookup_reply(queries: Sequence[GroupQuery], reply: LookupReply) -> cache_pb2.LookupResponse:
+def lookup_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.LookupResponse:
     response = cache_pb2.LookupResponse(answers=_answers(queries, reply))
     if _by_itself(queries):
         response.lease_id = reply.groups[0].lease or 0
@@ -80,17 +80,17 @@ def lookup_reply(queries: Sequence[GroupQuery], reply: LookupReply) -> cache_pb2
     return response
 
 
-def prefetch_reply(queries: Sequence[GroupQuery], reply: LookupReply) -> cache_pb2.PrefetchResponse:
+def prefetch_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.PrefetchResponse:
     return cache_pb2.PrefetchResponse(answers=_answers(queries, reply))
 
 
-def _by_itself(queries: Sequence[GroupQuery]) -> bool:
+def _by_itself(queries: Sequence[BlockQuery]) -> bool:
     """Whether the answer has the form for one query in prefix or exact mode, which has no need of a lease for
     each group, and tells no more than where a prefix ends."""
     return len(queries) == 1 and not queries[0].window_blocks
 
 
-def _answers(queries: Sequence[GroupQuery], reply: LookupReply) -> list[cache_pb2.GroupAnswer]:
+def _answers(queries: Sequence[BlockQuery], reply: LookupReply) -> list[cache_pb2.GroupAnswer]:
     if _by_itself(queries):
         query, [found] = queries[0], reply.groups
         states = found.states if query.exact else found.up_to_first_miss(len(query.hashes))
@@ -172,11 +172,11 @@ def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits
             value=len(block_ids),
         )
     signals = _signals(request.signals)
-    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_WISHES
+    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_RETENTION
     return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, wishes)
 
 
-def wishes_of(retention: cache_pb2.Retention) -> Wishes:
+def wishes_of(retention: cache_pb2.Retention) -> RetentionRequest:
     """Refusal MALFORMED for blocks that are to be held longer than they live."""
     if 0 < retention.ttl_ms < retention.hold_ms:
         raise Refusal(
@@ -186,7 +186,7 @@ def wishes_of(retention: cache_pb2.Retention) -> Wishes:
             field="retention.hold_ms",
             value=retention.hold_ms,
         )
-    return Wishes(retention.hold_ms, retention.ttl_ms, retention.host_only)
+    return RetentionRequest(retention.hold_ms, retention.ttl_ms, retention.host_only)
 
 
 def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) -> SubmitLoad:

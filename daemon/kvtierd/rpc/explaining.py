@@ -7,7 +7,7 @@ from kvtier.v1 import admin_pb2, types_pb2
 
 from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.errors import Reason
-from kvtierd.core.maintenance.explain import Explained, Explanation, Place, Verdict
+from kvtierd.core.maintenance.explain import Explained, Explanation, Place, BlockVerdict
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 
@@ -18,17 +18,17 @@ SECRET = ("salt",)
 """Fields whose values are not shown."""
 
 _VERDICT = {
-    Verdict.READABLE: admin_pb2.VERDICT_READABLE,
-    Verdict.BEING_WRITTEN: admin_pb2.VERDICT_BEING_WRITTEN,
-    Verdict.EVICTED: admin_pb2.VERDICT_EVICTED,
-    Verdict.STORE_ENDED: admin_pb2.VERDICT_STORE_ENDED,
-    Verdict.REFUSED: admin_pb2.VERDICT_REFUSED,
-    Verdict.CORRUPT: admin_pb2.VERDICT_CORRUPT,
-    Verdict.ELSEWHERE: admin_pb2.VERDICT_ELSEWHERE,
-    Verdict.NEVER_STORED: admin_pb2.VERDICT_NEVER_STORED,
-    Verdict.ON_DISK: admin_pb2.VERDICT_ON_DISK,
-    Verdict.CLEARED: admin_pb2.VERDICT_CLEARED,
-    Verdict.EXPIRED: admin_pb2.VERDICT_EXPIRED,
+    BlockVerdict.READABLE: admin_pb2.VERDICT_READABLE,
+    BlockVerdict.BEING_WRITTEN: admin_pb2.VERDICT_BEING_WRITTEN,
+    BlockVerdict.EVICTED: admin_pb2.VERDICT_EVICTED,
+    BlockVerdict.STORE_ENDED: admin_pb2.VERDICT_STORE_ENDED,
+    BlockVerdict.REFUSED: admin_pb2.VERDICT_REFUSED,
+    BlockVerdict.CORRUPT: admin_pb2.VERDICT_CORRUPT,
+    BlockVerdict.ELSEWHERE: admin_pb2.VERDICT_ELSEWHERE,
+    BlockVerdict.NEVER_STORED: admin_pb2.VERDICT_NEVER_STORED,
+    BlockVerdict.ON_DISK: admin_pb2.VERDICT_ON_DISK,
+    BlockVerdict.CLEARED: admin_pb2.VERDICT_CLEARED,
+    BlockVerdict.EXPIRED: admin_pb2.VERDICT_EXPIRED,
 }
 _WHY_ENDED = {
     Reason.CANCELLED: "was cancelled",
@@ -71,34 +71,34 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
     ago = "" if each.age_s is None else f" {each.age_s:.0f} s ago"
     back_s = uptime_s if explained.remembered_s is None else explained.remembered_s
     match each.verdict:
-        case Verdict.READABLE if each.cut is not None:
+        case BlockVerdict.READABLE if each.cut is not None:
             return (
                 f"readable now; but {each.cut.at} s ago a lookup here found {each.cut.readable} blocks and "
                 f"could lease {each.cut.leased} of them: what leases and loads hold at once is limited "
                 "(limits.leased_fraction_max of pool.size)"
             )
-        case Verdict.READABLE:
+        case BlockVerdict.READABLE:
             return "readable now"
-        case Verdict.ON_DISK:
+        case BlockVerdict.ON_DISK:
             return "on a disk only: a lookup is told to ask again, and has it promoted"
-        case Verdict.BEING_WRITTEN:
+        case BlockVerdict.BEING_WRITTEN:
             return "being written: ask again"
-        case Verdict.EVICTED:
+        case BlockVerdict.EVICTED:
             return f"evicted{ago} to make room"
-        case Verdict.CLEARED:
+        case BlockVerdict.CLEARED:
             return f"cleared{ago} by an operator"
-        case Verdict.EXPIRED:
+        case BlockVerdict.EXPIRED:
             return f"dropped{ago}: the time that its engine gave it was over"
-        case Verdict.STORE_ENDED:
+        case BlockVerdict.STORE_ENDED:
             how = _WHY_ENDED.get(each.reason, "failed") if each.reason is not None else "failed"
             return f"its store {how}{ago}"
-        case Verdict.REFUSED:
+        case BlockVerdict.REFUSED:
             return f"its store was refused{ago}: everything in the pool was held or being written"
-        case Verdict.CORRUPT:
+        case BlockVerdict.CORRUPT:
             return f"corrupt: it did not match its record or checksum, found{ago or ' a moment ago'}"
-        case Verdict.ELSEWHERE:
+        case BlockVerdict.ELSEWHERE:
             return f"not stored in this namespace in the last {back_s:.0f} s, but in another"
-        case Verdict.NEVER_STORED:
+        case BlockVerdict.NEVER_STORED:
             return f"not stored in the last {back_s:.0f} s, which is as far as this daemon remembers"
 
 

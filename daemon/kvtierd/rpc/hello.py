@@ -9,7 +9,7 @@ from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
-from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
 from kvtierd.rpc.batches import BATCHES
 from kvtierd.rpc.convert import prefill_rate
 
@@ -31,9 +31,9 @@ SLOT_BYTES_MAX = 2**32 - 1
 """Of all planes of one group together; a slot record holds the size in 32 bits."""
 
 _ROLES = {
-    types_pb2.ROLE_SCHEDULER: Role.SCHEDULER,
-    types_pb2.ROLE_RANK: Role.RANK,
-    types_pb2.ROLE_SCHEDULER_AND_RANK: Role.SCHEDULER | Role.RANK,
+    types_pb2.ROLE_SCHEDULER: SessionRole.SCHEDULER,
+    types_pb2.ROLE_RANK: SessionRole.RANK,
+    types_pb2.ROLE_SCHEDULER_AND_RANK: SessionRole.SCHEDULER | SessionRole.RANK,
 }
 NAMESPACE_PREFIX = b"kvtier-namespace-1"
 
@@ -81,7 +81,7 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
         raise Refusal(
             Reason.MALFORMED, f"between 1 and {WORLD_SIZE_MAX}", field="world_size", value=hello.world_size
         )
-    holds_rank = bool(role & Role.RANK)
+    holds_rank = bool(role & SessionRole.RANK)
     if holds_rank and hello.rank >= hello.world_size:
         raise Refusal(
             Reason.MALFORMED,
@@ -89,7 +89,7 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
             field="rank",
             value=hello.rank,
         )
-    if role == Role.SCHEDULER | Role.RANK and hello.world_size != 1:
+    if role == SessionRole.SCHEDULER | SessionRole.RANK and hello.world_size != 1:
         raise Refusal(
             Reason.ROLE,
             "scheduler and rank in one session is for a world size of 1: attach them as two sessions",

@@ -11,7 +11,7 @@ from kvtier.v1 import cache_pb2
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, SessionId
-from kvtierd.core.stimuli import CoreLimits, GroupQuery
+from kvtierd.core.stimuli import CoreLimits, BlockQuery
 
 QUERIES_MAX = 64
 """As many as a rank may name groups."""
@@ -57,7 +57,7 @@ def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashe
 
 def queries_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[GroupQuery, ...]:
+) -> tuple[BlockQuery, ...]:
     """Of a lookup or a prefetch: several groups are answered together, and then none in exact mode."""
     several = len(queries) > 1
     return _queries_of(queries, shared, caller, limits, _TOGETHER if several else _BY_ITSELF)
@@ -65,7 +65,7 @@ def queries_of(
 
 def touched_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[GroupQuery, ...]:
+) -> tuple[BlockQuery, ...]:
     """Of a touch: each group by itself."""
     return _queries_of(queries, shared, caller, limits, _TOUCHED)
 
@@ -76,7 +76,7 @@ def _queries_of(
     caller: Caller,
     limits: CoreLimits,
     modes: Mapping[cache_pb2.LookupMode.ValueType, str],
-) -> tuple[GroupQuery, ...]:
+) -> tuple[BlockQuery, ...]:
     if not 1 <= len(queries) <= QUERIES_MAX:
         raise Refusal(
             Reason.COUNT_MISMATCH,
@@ -97,7 +97,7 @@ def _queries_of(
     exact = cache_pb2.LOOKUP_MODE_EXACT
     return tuple(
         [
-            GroupQuery(query.group, hashes, query.window_blocks, query.mode == exact)
+            BlockQuery(query.group, hashes, query.window_blocks, query.mode == exact)
             for query, hashes in zip(queries, found, strict=True)
         ]
     )

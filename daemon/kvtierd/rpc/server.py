@@ -25,10 +25,10 @@ from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
 from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.queries import Caller
-from kvtierd.rpc.sessions import Sessions
+from kvtierd.rpc.sessions import Connections
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, reload_response, status_response
-from kvtierd.rpc.stream import Stream, StreamSettings
+from kvtierd.rpc.stream import AttachStream, StreamSettings
 
 CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -62,7 +62,7 @@ class RpcServer:
     def __init__(
         self,
         cache: Cache,
-        sessions: Sessions,
+        sessions: Connections,
         limits: CoreLimits,
         settings: RpcSettings,
         about: AboutDaemon,
@@ -222,7 +222,7 @@ class RpcServer:
 
     async def _attach(self, _: Any, context: Any) -> None:
         renew = self._cache.handle
-        await Stream(self._sessions, self._calls, renew, self._stream_settings, self._observe, context).run()
+        await AttachStream(self._sessions, self._calls, renew, self._stream_settings, self._observe, context).run()
 
     async def _status(self, request: Any, context: Any) -> admin_pb2.StatusResponse:
         if isinstance(request, Undecodable):

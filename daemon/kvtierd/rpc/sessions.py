@@ -16,7 +16,7 @@ from kvtierd.cache import Cache, Event, SessionAbout
 from kvtierd.core.actions import Attached
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, SessionId
-from kvtierd.core.stimuli import AuditReport, GroupGeometry, Role
+from kvtierd.core.stimuli import AuditReport, GroupGeometry, SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc.audits import EnginesMet, refuse_of_ranks
 from kvtierd.rpc.hello import Greeting
@@ -28,7 +28,7 @@ log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerProcess:
     """Who is at the other end of a side connection, as the kernel says."""
 
     pid: int
@@ -39,12 +39,12 @@ class Peer:
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class Connection:
     """One attachment of one process."""
 
     id: SessionId
     token: bytes
-    peer: Peer
+    peer: PeerProcess
     opened_at_s: float
     heard_at_s: float
     on_end: list[Callable[[Refusal], None]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Session:
         return Caller(self.id, self.epoch if epoch is None else Epoch(epoch), self.greeting.attach.hash_bytes)
 
 
-class Sessions:
+class Connections:
     """All sessions of the daemon. On the event loop only."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Sessions:
         self._hello_deadline_s = hello_deadline_s
         self.silence_s = silence_s
         self._clock = clock
-        self._by_token: dict[bytes, Session] = {}
+        self._by_token: dict[bytes, Connection] = {}
         self._ids = itertools.count(1)
         self._closing = False
         self._engines = EnginesMet(clock)
@@ -89,7 +89,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def open(self, peer: Peer) -> Session:
+    def open(self, peer: PeerProcess) -> Connection:
         """A new session of a process that has just connected; takes over `peer.pidfd`. Raises Refusal."""
         if self._closing:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
@@ -99,14 +99,14 @@ class Sessions:
                 f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
             )
         now = self._clock()
-        session = Session(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
+        session = Connection(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
         self._by_token[session.token] = session
         asyncio.get_running_loop().add_reader(
             peer.pidfd, self.end, session, Refusal(Reason.EPOCH_ENDED, "its process has died")
         )
         return session
 
-    def by_token(self, token: bytes) -> Session:
+    def by_token(self, token: bytes) -> Connection:
         """Raises Refusal UNKNOWN_TOKEN."""
         session = self._by_token.get(token)
         if session is None:
@@ -116,19 +116,19 @@ class Sessions:
             )
         return session
 
-    def heard(self, session: Session) -> None:
+    def heard(self, session: Connection) -> None:
         """The session has sent something."""
         session.heard_at_s = self._clock()
 
-    def attach(self, session: Session, greeting: Greeting, listener: Callable[[Event], None]) -> Attached:
+    def attach(self, session: Connection, greeting: Greeting, listener: Callable[[Event], None]) -> Attached:
         """Raises Refusal; the session may then try again with another Hello on another stream."""
         if session.greeting is not None:
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
         attach = greeting.attach
         names = {
-            Role.SCHEDULER: "scheduler",
-            Role.RANK: f"rank {attach.rank}",
-            Role.SCHEDULER | Role.RANK: f"scheduler and rank {attach.rank}",
+            SessionRole.SCHEDULER: "scheduler",
+            SessionRole.RANK: f"rank {attach.rank}",
+            SessionRole.SCHEDULER | SessionRole.RANK: f"scheduler and rank {attach.rank}",
         }
         about = SessionAbout(
             names[attach.role],
@@ -140,7 +140,7 @@ class Sessions:
         reply = self._cache.attach(attach, about, listener)
         session.greeting = greeting
         session.epoch = reply.epoch
-        if Role.SCHEDULER in attach.role:
+        if SessionRole.SCHEDULER in attach.role:
             self._engines.add(greeting)
         log.info(
             "session attached",
@@ -153,13 +153,13 @@ class Sessions:
         )
         return reply
 
-    def told_audits(self, session: Session, reports: tuple[AuditReport, ...]) -> None:
+    def told_audits(self, session: Connection, reports: tuple[AuditReport, ...]) -> None:
         """What an engine has found; for the log. Raises Refusal ROLE for any but the scheduler's session."""
         if reports and session.greeting is not None:
-            refuse_of_ranks(Role.SCHEDULER in session.greeting.attach.role, reports)
+            refuse_of_ranks(SessionRole.SCHEDULER in session.greeting.attach.role, reports)
             self._engines.tell(session.greeting, reports)
 
-    def end(self, session: Session, why: Refusal) -> None:
+    def end(self, session: Connection, why: Refusal) -> None:
         """Ends a session, everywhere; a second call does nothing."""
         if session.ended is not None:
             return

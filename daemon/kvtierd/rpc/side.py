@@ -14,14 +14,14 @@ from kvtier.v1 import side_pb2
 from kvtierd.cache import CPU, Cache, GroupMapping
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId
-from kvtierd.core.stimuli import Role
+from kvtierd.core.stimuli import SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc import memory_check
 from kvtierd.rpc.convert import places_of, ranges_of
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
 from kvtierd.rpc.memory_check import GroupPlace
-from kvtierd.rpc.sessions import Peer, Session, Sessions
+from kvtierd.rpc.sessions import PeerProcess, Connection, Connections
 
 SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
@@ -54,7 +54,7 @@ class SideServer:
     def __init__(
         self,
         listener: socket.socket,
-        sessions: Sessions,
+        sessions: Connections,
         cache: Cache,
         open_channel: OpenChannel,
         gid: int | None,
@@ -108,7 +108,7 @@ class SideServer:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _peer(self, connection: socket.socket) -> Peer:
+    def _peer(self, connection: socket.socket) -> PeerProcess:
         """Who connected. PermissionError if it may not, OSError if it is gone already."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, gid = struct.unpack("3i", raw)
@@ -116,7 +116,7 @@ class SideServer:
             self._gid is not None and self._gid in groups_of(connection, gid)
         ):
             raise PermissionError(f"uid {uid} (pid {pid}) is neither this daemon's user nor in its group")
-        return Peer(pid, uid, gid, pidfd_of(connection, pid))
+        return PeerProcess(pid, uid, gid, pidfd_of(connection, pid))
 
 
 def groups_of(connection: socket.socket, gid: int) -> set[int]:
@@ -149,8 +149,8 @@ class _Connection:
     def __init__(
         self,
         connection: socket.socket,
-        session: Session,
-        sessions: Sessions,
+        session: Connection,
+        sessions: Connections,
         cache: Cache,
         open_channel: OpenChannel,
     ) -> None:
@@ -305,7 +305,7 @@ class _Connection:
         greeting = self._session.greeting
         if greeting is None:
             raise Refusal(Reason.NOT_ATTACHED, "send Hello on an Attach stream first")
-        if not greeting.attach.role & Role.RANK:
+        if not greeting.attach.role & SessionRole.RANK:
             raise Refusal(
                 Reason.ROLE, "only a session that holds a rank registers words and memory", field="role"
             )

@@ -22,7 +22,7 @@ from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.guard import Undecodable
 from kvtierd.rpc.hello import greeting_of
 from kvtierd.rpc.queries import Caller
-from kvtierd.rpc.sessions import Session, Sessions
+from kvtierd.rpc.sessions import Connection, Connections
 
 GOODBYE_DEADLINE_S = 1.0
 """For the last messages to leave; a client that does not read misses them."""
@@ -49,12 +49,12 @@ class StreamSettings:
     pool_bytes: int
 
 
-class Stream:
+class AttachStream:
     """One Attach call."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: Connections,
         calls: Calls,
         renew: Callable[[RenewSession], object],
         settings: StreamSettings,
@@ -67,7 +67,7 @@ class Stream:
         self._settings = settings
         self._observe = observe
         self._context = context
-        self._session: Session | None = None
+        self._session: Connection | None = None
         self._boot_nonce = sessions.boot_nonce
         self._queue: deque[cache_pb2.AttachResponse] = deque()
         self._writing = asyncio.Lock()
@@ -260,7 +260,7 @@ class Stream:
         )
         return cache_pb2.AttachResponse(id=request.id, welcome=welcome)
 
-    async def _answer(self, session: Session, request: cache_pb2.AttachRequest) -> None:
+    async def _answer(self, session: Connection, request: cache_pb2.AttachRequest) -> None:
         requests = [request]
         if self._batches and request.WhichOneof("body") == "batch":
             requests = list(request.batch.requests)
@@ -284,7 +284,7 @@ class Stream:
         elif self._unhurried:
             self._write_within(REPLY_DELAY_S)
 
-    def _reply(self, session: Session, request: cache_pb2.AttachRequest) -> cache_pb2.AttachResponse | None:
+    def _reply(self, session: Connection, request: cache_pb2.AttachRequest) -> cache_pb2.AttachResponse | None:
         started_s = time.perf_counter()
         body = request.WhichOneof("body")
         try:
@@ -296,7 +296,7 @@ class Stream:
         return response
 
     def _respond(
-        self, session: Session, body: str | None, request: cache_pb2.AttachRequest
+        self, session: Connection, body: str | None, request: cache_pb2.AttachRequest
     ) -> cache_pb2.AttachResponse | None:
         """The answer, None if there is none now. Raises Refusal."""
         if body == "heartbeat":
@@ -328,7 +328,7 @@ class Stream:
             raise
         return cache_pb2.AttachResponse(**{"id": request.id, field: reply})
 
-    def _caller(self, session: Session, message: Any) -> Caller:
+    def _caller(self, session: Connection, message: Any) -> Caller:
         if not message.HasField("session"):
             return session.caller(None)
         ref = message.session

@@ -18,7 +18,7 @@ from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
-from kvtierd.cache import Cache, Disk
+from kvtierd.cache import Cache, DiskFile
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.reload import Reloaded, compare
@@ -33,7 +33,7 @@ from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import descriptors_wanted, require
 from kvtierd.rpc.server import RpcServer, RpcSettings
-from kvtierd.rpc.sessions import Sessions
+from kvtierd.rpc.sessions import Connections
 from kvtierd.rpc.side import Channel, SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
@@ -148,14 +148,14 @@ def open_pool(config: Config, notifier: Notifier, check_stop: Callable[[], None]
         raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
 
 
-def open_disks(config: Config) -> Iterator[Disk]:
+def open_disks(config: Config) -> Iterator[DiskFile]:
     """The configured disks, with empty images; the directories are not looked at. Raises ConfigError."""
     for number, path in enumerate(config.disk.paths):
         try:
             image = DiskImage(disk_geometry(config.disk.size, config.disk.extent_size))
         except ValueError as error:
             raise ConfigError("disk.size", human_size(config.disk.size), str(error)) from error
-        yield Disk(DiskId(number), path, image)
+        yield DiskFile(DiskId(number), path, image)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class _Serving:
 
     cache: Cache
     workers: Supervisor
-    sessions: Sessions
+    sessions: Connections
     rpc: RpcServer
     side: SideServer
     manager: ServiceManager
@@ -181,7 +181,7 @@ class _Daemon:
         notifier: Notifier,
         sockets: OwnedSockets,
         pool: HostPool,
-        disks: list[Disk],
+        disks: list[DiskFile],
         gid: int | None,
     ) -> None:
         self._config = config
@@ -277,7 +277,7 @@ class _Daemon:
             starting_s = config.disk.start_deadline_s + EXTENSION_S
             self._notifier.starting("Reading what the disks hold", starting_s)
         await self._wait_for_disks(workers, cache)
-        sessions = Sessions(
+        sessions = Connections(
             cache,
             sessions_max=config.server.sessions_max,
             hello_deadline_s=config.server.hello_deadline_s,
@@ -320,7 +320,7 @@ class _Daemon:
             ),
         )
 
-    def _disk_options(self, disk: Disk) -> DiskOptions:
+    def _disk_options(self, disk: DiskFile) -> DiskOptions:
         config, image = self._config.disk, disk.image
         return DiskOptions(
             number=disk.number,
@@ -366,7 +366,7 @@ class _Daemon:
         return server.url
 
     async def _listen(
-        self, rpc: RpcServer, sessions: Sessions, cache: Cache, stack: AsyncExitStack
+        self, rpc: RpcServer, sessions: Connections, cache: Cache, stack: AsyncExitStack
     ) -> SideServer:
         with self._sockets.binding():
             rpc.bind(self._sockets.grpc_path)
@@ -381,7 +381,7 @@ class _Daemon:
     # --- running and stopping ---
 
     def _reload(
-        self, cache: Cache, workers: Supervisor, sessions: Sessions, manager: ServiceManager
+        self, cache: Cache, workers: Supervisor, sessions: Connections, manager: ServiceManager
     ) -> Reloaded:
         """As `Reload`."""
         self._notifier.reloading()
@@ -433,12 +433,12 @@ class _Daemon:
                 error = task.exception() or RuntimeError("it ended")
                 cache.poison(error, f"background task {task.get_name()}")
 
-    async def _end_silent(self, sessions: Sessions) -> None:
+    async def _end_silent(self, sessions: Connections) -> None:
         while True:
             await asyncio.sleep(SILENCE_CHECK_S)
             sessions.end_silent()
 
-    async def _wind_down(self, cache: Cache, sessions: Sessions, rpc: RpcServer, side: SideServer) -> None:
+    async def _wind_down(self, cache: Cache, sessions: Connections, rpc: RpcServer, side: SideServer) -> None:
         """Refuses what is new, lets transfers finish, says goodbye."""
         await rpc.stopping()
         if cache.poisoned.is_set():

@@ -42,7 +42,7 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
 
     @property
     def library(self) -> Library:
-        """For the rooms of this package."""
+        """For the other modules of this package."""
         return self._library
 
     def devices(self) -> list[DeviceInfo]:

@@ -23,7 +23,7 @@ from kvtierd.memory import HostPool
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.guard import Undecodable, decoder
 from kvtierd.rpc.hello import greeting_of
-from kvtierd.rpc.sessions import Peer, Session, Sessions
+from kvtierd.rpc.sessions import PeerProcess, Connection, Connections
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.simulation.world import snapshot
@@ -72,7 +72,7 @@ class Front:
         )
         self.cache = Cache(self.machine, self.pool, self.workers, LIMITS, pool_path=None, clock=clock)
         self.cache.handle(self.pool.recovered)
-        self.sessions = Sessions(
+        self.sessions = Connections(
             self.cache, sessions_max=64, hello_deadline_s=3_600, silence_s=silence_s, clock=clock
         )
         calls = Calls(self.cache, LIMITS)
@@ -109,11 +109,11 @@ class Front:
         self.sessions.heard(session)
         return serve(request, session.caller(request.session.epoch))
 
-    def open(self) -> Session:
+    def open(self) -> Connection:
         """A session of this process, as the side socket makes one."""
-        return self.sessions.open(Peer(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid())))
+        return self.sessions.open(PeerProcess(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid())))
 
-    def hello(self, hello: cache_pb2.Hello, listener: Callable[[Event], None]) -> Session:
+    def hello(self, hello: cache_pb2.Hello, listener: Callable[[Event], None]) -> Connection:
         """What the session stream does with its first message. Raises Refusal."""
         session = self.sessions.by_token(hello.token)
         self.sessions.attach(session, greeting_of(hello, session.id), listener)
@@ -123,19 +123,19 @@ class Front:
 
     def glance(self) -> tuple[Any, ...]:
         """Every counter and the size of every book: what a refusal could change, in microseconds."""
-        books = self.machine.books
+        core = self.machine.core
         return (
-            TALLY(books.tally),
-            books.blocks.live,
-            books.blocks.condemned,
-            books.blocks.history.total,
-            len(books.leases),
-            len(books.transfers),
-            len(books.parts),
-            len(books.sessions),
-            len(books.instances),
+            TALLY(core.tally),
+            core.blocks.live,
+            core.blocks.condemned,
+            core.blocks.history.total,
+            len(core.leases),
+            len(core.transfers),
+            len(core.parts),
+            len(core.sessions),
+            len(core.instances),
             len(self.sessions),
-            [(i.last_ticket, i.alive_at_s, i.leased_bytes) for i in books.instances.values()],
+            [(i.last_ticket, i.alive_at_s, i.leased_bytes) for i in core.instances.values()],
         )
 
     def picture(self) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from kvtier_kernels import SharedWords
 from kvtierd.cache import CPU, Event, GroupMapping
 from kvtierd.core.actions import SessionEnded, TransferEnd, TransferEnded
 from kvtierd.core.stimuli import GroupGeometry
-from kvtierd.rpc.sessions import Session
+from kvtierd.rpc.sessions import Connection
 
 from tests.faults.bad_requests.front import DEADLINE_S, LIMITS, Front
 from tests.integration.daemon.raw import memfd
@@ -118,7 +118,7 @@ class Guest:
         self.front = front
         self.kind = kind
         self.count = count
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, Connection] = {}
         self.epoch = 0
         self.past_epochs: list[int] = []
         self.stale_tokens: list[bytes] = []
@@ -142,7 +142,7 @@ class Guest:
     # --- being there ---
 
     @property
-    def scheduler(self) -> Session:
+    def scheduler(self) -> Connection:
         return self.sessions[SCHEDULER if self.kind.apart else 0]
 
     def hello(self, process: int, token: bytes) -> cache_pb2.Hello:
@@ -196,7 +196,7 @@ class Guest:
         os.close(pidfd)
         await mappings.register_memory(session, memory.fd, memory.bytes, memory.mappings)
 
-    def _event(self, session: Session, event: Event) -> None:
+    def _event(self, session: Connection, event: Event) -> None:
         if isinstance(event, TransferEnded):
             self._ended[event.ticket] = event
         elif isinstance(event, SessionEnded):
@@ -217,7 +217,7 @@ class Guest:
         self.leases.clear()
         self.gated.clear()
         self.sessions.clear()
-        await self.until(lambda: self.epoch not in self.front.machine.books.instances, "its epoch is over")
+        await self.until(lambda: self.epoch not in self.front.machine.core.instances, "its epoch is over")
         for memory in self.ranks:
             memory.close()
         self.ranks.clear()

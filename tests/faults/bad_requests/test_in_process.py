@@ -217,8 +217,8 @@ async def test_no_bad_request_is_taken_and_none_leaves_a_trace(
         for guest in (*campaign.guests, campaign.forming):
             await guest.leave(Refusal(Reason.EPOCH_ENDED, "the test ends"))
         front.sessions.end(campaign.visitor, Refusal(Reason.EPOCH_ENDED, "the test ends"))
-        books = front.machine.books
-        assert not any((books.leases, books.transfers, books.parts, books.instances, books.sessions))
+        core = front.machine.core
+        assert not any((core.leases, core.transfers, core.parts, core.instances, core.sessions))
         assert len(front.sessions) == 0
         assert descriptors() == before
         front.picture()

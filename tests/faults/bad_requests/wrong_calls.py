@@ -114,7 +114,7 @@ class WrongCalls:
 
     @property
     def _last_ticket(self) -> int:
-        return self.guest.front.machine.books.instances[self.guest.epoch].last_ticket  # type: ignore[index]
+        return self.guest.front.machine.core.instances[self.guest.epoch].last_ticket  # type: ignore[index]
 
     @property
     def _full(self) -> bool:

@@ -10,7 +10,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, LeaseId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
     CancelTransfers,
-    GroupQuery,
+    BlockQuery,
     LookupBlocks,
     PrefetchBlocks,
     RegisterMemory,
@@ -41,7 +41,7 @@ def wrong_stimulus(guest: Guest, chance: Random) -> Case:
 
 
 def _signals(guest: Guest, **changes: Any) -> Signals:
-    last = guest.front.machine.books.instances[Epoch(guest.epoch)].last_ticket
+    last = guest.front.machine.core.instances[Epoch(guest.epoch)].last_ticket
     options = {"ticket": Ticket(last + 1), "part_word": guest.free_word(), "gated": False}
     return Signals(**options | changes)
 
@@ -67,12 +67,12 @@ def _asked(guest: Guest, chance: Random) -> Case:
     ids = np.zeros(1, np.uint32)
     hashes = _rows(1)
     asked: list[Stimulus] = [
-        LookupBlocks(session, epoch, (GroupQuery(0, hashes),), True),
-        LookupBlocks(session, epoch, (GroupQuery(0, hashes, 1),), True),
-        PrefetchBlocks(session, epoch, (GroupQuery(0, hashes),)),
-        PrefetchBlocks(session, epoch, (GroupQuery(0, hashes, exact=True),)),
-        TouchBlocks(session, epoch, (GroupQuery(0, hashes),)),
-        TouchBlocks(session, epoch, (GroupQuery(0, hashes, exact=True),)),
+        LookupBlocks(session, epoch, (BlockQuery(0, hashes),), True),
+        LookupBlocks(session, epoch, (BlockQuery(0, hashes, 1),), True),
+        PrefetchBlocks(session, epoch, (BlockQuery(0, hashes),)),
+        PrefetchBlocks(session, epoch, (BlockQuery(0, hashes, exact=True),)),
+        TouchBlocks(session, epoch, (BlockQuery(0, hashes),)),
+        TouchBlocks(session, epoch, (BlockQuery(0, hashes, exact=True),)),
         SubmitStore(session, epoch, _signals(guest), 0, hashes, ids),
         SubmitLoad(session, epoch, _signals(guest), 0, LeaseId(1), 0, ids, True),
         ReleaseLeases(session, epoch, (LeaseId(1),)),
@@ -103,7 +103,7 @@ def _hashes(guest: Guest, chance: Random) -> Case:
     )
     session, epoch = guest.scheduler.id, Epoch(guest.epoch)
     window, exact = chance.choice(((0, False), (1, False), (0, True)))
-    queries = (GroupQuery(0, wrong, window, exact),)
+    queries = (BlockQuery(0, wrong, window, exact),)
     match chance.randrange(4):
         case 0:
             return LookupBlocks(session, epoch, queries, True), (Reason.MALFORMED,)
@@ -155,7 +155,7 @@ def _numbers(guest: Guest, chance: Random) -> Case:
         case 3:
             return SubmitStore(session, epoch, _signals(guest), odd, hashes, ids), (Reason.UNKNOWN_GROUP,)
         case 4:
-            lookup = LookupBlocks(session, epoch, (GroupQuery(odd, hashes),), True)
+            lookup = LookupBlocks(session, epoch, (BlockQuery(odd, hashes),), True)
             return lookup, (Reason.UNKNOWN_GROUP,)
         case 5 if guest.leases:
             held = chance.choice(guest.leases)

@@ -62,8 +62,8 @@ async def test_a_clock_that_jumps_ends_no_lease_no_session_and_no_transfer_that_
             front.cache.handle(Tick())
             front.sessions.end_silent()
             count["clock_jumps"] += 1
-            assert len(front.machine.books.leases) == held, "a lease has ended by a jump"
-            assert len(front.machine.books.transfers) == 1, "a transfer has ended by a jump"
+            assert len(front.machine.core.leases) == held, "a lease has ended by a jump"
+            assert len(front.machine.core.transfers) == 1, "a transfer has ended by a jump"
             assert guest.scheduler.ended is None, "a session has ended by a jump"
             front.cache.handle(RenewSession(guest.scheduler.id))  # the heartbeat that was on its way
             front.sessions.heard(guest.scheduler)
@@ -96,7 +96,7 @@ async def test_who_is_silent_is_ended_after_the_time_that_the_daemon_has_lived(
             front.sessions.end_silent()
             count["clock_jumps"] += 1
             assert abs(clock() - since_s - lived_s) < 1e-3
-            if not lease_ended_s and not front.machine.books.leases:
+            if not lease_ended_s and not front.machine.core.leases:
                 lease_ended_s = lived_s
             if guest.scheduler.ended:
                 session_ended_s = lived_s

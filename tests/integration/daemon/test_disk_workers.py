@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from kvtierd.cache.disks import Disk, Disks
+from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.core.ids import DiskId
 from kvtierd.core.stimuli import DiskRecovered, Stimulus
 from kvtierd.memory import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
 from kvtierd.workers.supervisor.handles import WorkerHandle
-from kvtierd.workers.supervisor.supervisor import DiskOptions, Supervisor, SupervisorLimits, WorkerState
+from kvtierd.workers.supervisor.supervisor import DiskOptions, Supervisor, SupervisorLimits, WorkerProcessState
 
 from tests.integration.worker.rig import SLACK_S, until
 
@@ -30,7 +30,7 @@ class Host:
     def __init__(self, path: Path, deadline_s: float = 30.0) -> None:
         self.pool = HostPool.open(None, 4 << 20, 1 << 20, lock_timeout_s=1)
         self.image = DiskImage(disk_geometry(SIZE_BYTES, EXTENT_BYTES))
-        self.disk = Disk(DiskId(0), path, self.image)
+        self.disk = DiskFile(DiskId(0), path, self.image)
         self.heard: list[Stimulus] = []
         options = DiskOptions(
             number=0,
@@ -51,7 +51,7 @@ class Host:
             disks=[options],
             limits=SupervisorLimits(respawn_delay_min_s=0.05, disk_respawn_delay_max_s=0.2),
         )
-        self.disks = Disks([self.disk], self.supervisor, self.pool.boot_nonce, self.heard.append)
+        self.disks = DiskFiles([self.disk], self.supervisor, self.pool.boot_nonce, self.heard.append)
 
     async def start(self) -> None:
         await self.supervisor.start()
@@ -64,7 +64,7 @@ class Host:
 
     def worker(self) -> WorkerHandle | None:
         handle = self.supervisor.devices.worker("disk-0")
-        return handle if handle is not None and handle.state is WorkerState.LIVE else None
+        return handle if handle is not None and handle.state is WorkerProcessState.LIVE else None
 
     async def live(self) -> WorkerHandle:
         await until(self.worker)

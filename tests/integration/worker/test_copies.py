@@ -7,7 +7,7 @@ import pytest
 from kvtier_kernels import PART_ARMED, PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import RegistrationId, SessionId
-from kvtierd.core.stimuli import Outcome, PartFinished, Signals
+from kvtierd.core.stimuli import PartOutcome, PartFinished, Signals
 from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 
 from tests.integration.worker.conftest import StartRig
@@ -30,7 +30,7 @@ async def test_a_store_puts_every_byte_and_its_checksum_in_place(rig: Rig) -> No
     generations = rig.pool.records.generations(slots)
     part, ticket = rig.post(client, Direction.STORE, blocks, slots)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.message, len(finished.failed)) == (Outcome.DONE, "", 0)
+    assert (finished.outcome, finished.message, len(finished.failed)) == (PartOutcome.DONE, "", 0)
     assert client.part_state(ticket) == PART_DONE
     for block, slot in zip(blocks, slots, strict=True):
         assert rig.slot(slot, client.layout.slot_bytes) == client.block(block)
@@ -50,7 +50,7 @@ async def test_a_load_puts_every_byte_in_place_and_touches_no_other(rig: Rig, ve
     reader.fill(3)
     before = reader.memory.copy()
     part, ticket = rig.post(reader, Direction.LOAD, [60, 10, 33, 0], slots, verify=verify)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert reader.part_state(ticket) == PART_DONE
     for source, target in zip([1, 2, 3, 4], [60, 10, 33, 0], strict=True):
         assert reader.block(target) == writer.block(source)
@@ -72,7 +72,7 @@ async def test_the_largest_part_takes_one_packet(start_rig: StartRig) -> None:
     expected = client.memory.copy()
     client.cache.write(np.zeros_like(expected))
     part, _ = rig.post(client, Direction.LOAD, order, slots, verify=True)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     for plane, (base, stride) in enumerate(zip(layout.bases, layout.strides, strict=True)):
         for block in range(0, 8_192, 97):
             place = slice(base + block * stride, base + block * stride + layout.fragments[plane])
@@ -86,7 +86,7 @@ async def test_a_part_without_blocks_is_done_at_once(rig: Rig) -> None:
     client = await rig.client()
     for direction in Direction:
         part, ticket = rig.post(client, direction, [], np.empty(0, np.uint32))
-        assert (await rig.finished(part)).outcome == Outcome.DONE
+        assert (await rig.finished(part)).outcome == PartOutcome.DONE
         assert client.part_state(ticket) == PART_DONE
 
 
@@ -99,7 +99,7 @@ async def test_a_block_whose_bytes_rotted_is_not_loaded_and_the_others_are(rig: 
     untouched = client.block(11)
     part, ticket = rig.post(client, Direction.LOAD, [10, 11, 12], slots, verify=True)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.corrupt) == (Outcome.FAILED, True)
+    assert (finished.outcome, finished.corrupt) == (PartOutcome.FAILED, True)
     assert finished.failed.tolist() == [1]
     assert client.part_state(ticket) == PART_FAILED
     assert [client.block(10), client.block(11), client.block(12)] == [sources[0], untouched, sources[2]]
@@ -115,7 +115,7 @@ async def test_a_slot_that_was_given_away_is_not_loaded(rig: Rig) -> None:
     untouched = client.block(20)
     part, _ = rig.post(client, Direction.LOAD, [20, 21], slots, generations=generations)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.corrupt) == (Outcome.FAILED, True)
+    assert (finished.outcome, finished.corrupt) == (PartOutcome.FAILED, True)
     assert finished.failed.tolist() == [0]
     assert [client.block(20), client.block(21)] == [untouched, sources[1]]
 
@@ -144,7 +144,7 @@ async def test_a_slot_given_away_during_the_copy_fails_the_load(start_rig: Start
             break
     assert in_time, f"late {TRIES} times"
     assert state == PART_STARTED
-    assert (finished.outcome, finished.corrupt) == (Outcome.FAILED, True)
+    assert (finished.outcome, finished.corrupt) == (PartOutcome.FAILED, True)
     assert finished.failed.tolist() == [1]
 
 
@@ -169,7 +169,7 @@ async def test_a_slot_taken_back_during_the_copy_fails_the_store(start_rig: Star
         if in_time:
             break
     assert in_time, f"late {TRIES} times"
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert finished.failed.tolist() in ([], [0, 1])  # none named is all of them
     assert state == PART_FAILED
 
@@ -182,7 +182,7 @@ async def test_a_store_into_a_slot_that_is_not_open_fails_and_writes_nothing(rig
     generations[1] += 1
     part, _ = rig.post(client, Direction.STORE, [0, 1, 2], slots, generations=generations)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.corrupt) == (Outcome.FAILED, False)
+    assert (finished.outcome, finished.corrupt) == (PartOutcome.FAILED, False)
     assert finished.failed.tolist() == [1]
     size = client.layout.slot_bytes
     assert rig.slot(slots[1], size) == bytes(size)
@@ -197,11 +197,11 @@ async def test_slots_of_another_size_than_the_ranks_blocks_are_not_touched(rig: 
     small = client.layout.slot_bytes - 4096
     slots = rig.open(3, small)
     part, _ = rig.post(client, Direction.STORE, [0], slots[1:2])
-    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert (await rig.finished(part)).outcome == PartOutcome.FAILED
     assert [rig.slot(slot, small) for slot in slots] == [bytes(small)] * 3
     rig.commit(slots)
     part, _ = rig.post(client, Direction.LOAD, [7], slots[:1])
-    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert (await rig.finished(part)).outcome == PartOutcome.FAILED
     assert np.array_equal(client.memory, before)
 
 
@@ -210,7 +210,7 @@ async def test_block_ids_beyond_the_cache_fail_the_part_and_the_worker_lives(rig
     slots = await rig.store(client, [0, 1])
     part, ticket = rig.post(client, Direction.LOAD, [0, client.layout.num_blocks], slots)
     finished = await rig.finished(part)
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert "block_ids" in finished.message
     assert client.part_state(ticket) == PART_FAILED
     await rig.store(client, [3])
@@ -221,7 +221,7 @@ async def test_a_part_that_makes_no_sense_fails_unstarted(rig: Rig) -> None:
     slots = await rig.store(client, [0])
     part, ticket = rig.post(client, Direction.LOAD, [1], slots, registration=RegistrationId(99))
     finished = await rig.finished(part)
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert "registration=99" in finished.message
     assert client.part_state(ticket) == PART_REVOKED
 
@@ -233,7 +233,7 @@ async def test_a_part_that_makes_no_sense_fails_unstarted(rig: Rig) -> None:
     ):
         part, _ = rig.post(client, Direction.LOAD, [1], slots, **fields)
         finished = await rig.finished(part)
-        assert finished.outcome == Outcome.FAILED
+        assert finished.outcome == PartOutcome.FAILED
         assert message in finished.message
 
 
@@ -245,9 +245,9 @@ async def test_a_scribbled_part_word_hurts_nobody_else(rig: Rig) -> None:
         client.words.store(word, 0xFFFF_FFFF_FFFF_FFFF)
     part, _ = rig.post(client, Direction.LOAD, [5, 6], slots)
     finished = await rig.finished(part)
-    assert finished.outcome == Outcome.REVOKED
+    assert finished.outcome == PartOutcome.REVOKED
     assert "overwritten" in finished.message
     other = await rig.client()
     part, _ = rig.post(other, Direction.LOAD, [5, 6], slots)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert other.block(5) == client.block(0)

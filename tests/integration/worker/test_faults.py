@@ -18,7 +18,7 @@ from kvtier_kernels import PART_DONE, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import SessionId
-from kvtierd.core.stimuli import Outcome, PartFinished, WorkerExited, WorkerLive, WorkerLost
+from kvtierd.core.stimuli import PartOutcome, PartFinished, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool, PoolLocked
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel import blocking
@@ -205,8 +205,8 @@ async def test_stop_finishes_what_runs_and_revokes_the_rest(start_rig: StartRig)
     await until(lambda: client.part_state(running) == PART_STARTED)
     assert await rig.supervisor.stop(SLACK_S)
     outcomes = {event.part: event.outcome for event in rig.seen(PartFinished)}
-    assert outcomes[runs] == Outcome.DONE
-    assert outcomes[queued] == outcomes[gated] == Outcome.REVOKED
+    assert outcomes[runs] == PartOutcome.DONE
+    assert outcomes[queued] == outcomes[gated] == PartOutcome.REVOKED
     assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited"]
     assert "exited with status 0" in rig.seen(WorkerLost)[0].why
 

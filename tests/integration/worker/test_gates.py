@@ -10,7 +10,7 @@ import numpy as np
 from kvtier_kernels import PART_ARMED, PART_DONE, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import PartId, Slots
-from kvtierd.core.stimuli import Outcome, PartFinished
+from kvtierd.core.stimuli import PartOutcome, PartFinished
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ALL, on
@@ -35,7 +35,7 @@ async def test_nothing_moves_before_the_doorbell(rig: Rig) -> None:
     assert is_armed(client, ticket)
     assert client.block(30) == target
     client.ring(2, 5)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert client.block(30) == client.block(0)
 
 
@@ -45,12 +45,12 @@ async def test_a_gated_part_holds_up_no_other_of_its_lane(rig: Rig) -> None:
     gated, ticket = rig.post(client, Direction.LOAD, [1], slots, gate=(0, 1))
     free, _ = rig.post(client, Direction.LOAD, [2], slots)
     later, _ = rig.post(client, Direction.LOAD, [3], slots, gate=(1, 9))
-    assert (await rig.finished(free)).outcome == Outcome.DONE
+    assert (await rig.finished(free)).outcome == PartOutcome.DONE
     client.ring(1, 9)
-    assert (await rig.finished(later)).outcome == Outcome.DONE
+    assert (await rig.finished(later)).outcome == PartOutcome.DONE
     assert is_armed(client, ticket)
     client.ring(0, 1)
-    assert (await rig.finished(gated)).outcome == Outcome.DONE
+    assert (await rig.finished(gated)).outcome == PartOutcome.DONE
 
 
 async def test_a_doorbell_that_rang_before_the_part_came_opens_it(rig: Rig) -> None:
@@ -58,7 +58,7 @@ async def test_a_doorbell_that_rang_before_the_part_came_opens_it(rig: Rig) -> N
     client.ring(3, 7)
     slots = await rig.store(client, [0])
     part, _ = rig.post(client, Direction.LOAD, [1], slots, gate=(3, 6))
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
 
 
 async def test_hundreds_of_gates_open_by_one_ring(rig: Rig) -> None:
@@ -73,12 +73,12 @@ async def test_hundreds_of_gates_open_by_one_ring(rig: Rig) -> None:
         client.ring(0, 30)
     for index, part in enumerate(parts):
         if index < 120:
-            assert (await rig.finished(part)).outcome == Outcome.DONE
+            assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert sum(rig.is_over(part) for part in parts) == 120
     for client in clients:
         client.ring(0, 60)
     for part in parts:
-        assert (await rig.finished(part)).outcome == Outcome.DONE
+        assert (await rig.finished(part)).outcome == PartOutcome.DONE
 
 
 async def test_the_client_revokes_without_asking_anybody(rig: Rig) -> None:
@@ -87,7 +87,7 @@ async def test_the_client_revokes_without_asking_anybody(rig: Rig) -> None:
     target = client.block(1)
     part, ticket = rig.post(client, Direction.LOAD, [1], slots, gate=(0, 1))
     assert client.revoke(ticket)
-    assert (await rig.finished(part)).outcome == Outcome.REVOKED
+    assert (await rig.finished(part)).outcome == PartOutcome.REVOKED
     client.ring(0, 1)
     assert client.part_state(ticket) == PART_REVOKED
     assert client.block(1) == target
@@ -98,7 +98,7 @@ async def test_the_front_revokes_what_has_not_started(rig: Rig) -> None:
     slots = await rig.store(client, [0])
     part, ticket = rig.post(client, Direction.LOAD, [1], slots, gate=(0, 1))
     rig.supervisor.revoke(rig.worker, part)
-    assert (await rig.finished(part)).outcome == Outcome.REVOKED
+    assert (await rig.finished(part)).outcome == PartOutcome.REVOKED
     assert client.part_state(ticket) == PART_REVOKED
     rig.supervisor.revoke(rig.worker, part)  # over: nothing more comes of it
     await rig.store(client, [2])
@@ -114,8 +114,8 @@ async def test_a_started_part_runs_on_when_the_front_revokes_it(start_rig: Start
     await until(lambda: client.part_state(ticket) == PART_STARTED)
     rig.supervisor.revoke(rig.worker, third)
     rig.supervisor.revoke(rig.worker, first)
-    assert (await rig.finished(third)).outcome == Outcome.REVOKED
-    assert (await rig.finished(first)).outcome == Outcome.DONE
+    assert (await rig.finished(third)).outcome == PartOutcome.REVOKED
+    assert (await rig.finished(first)).outcome == PartOutcome.DONE
     assert [event.part for event in rig.seen(PartFinished)][:2] == [third, first]
     assert client.part_state(ticket) == PART_DONE
 
@@ -128,7 +128,7 @@ async def test_a_store_that_its_client_withdraws_while_it_runs_stores_nothing(st
     await until(lambda: client.part_state(ticket) == PART_STARTED, "the store to start")
     assert client.withdraw(ticket)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.failed.tolist()) == (Outcome.REVOKED, [])
+    assert (finished.outcome, finished.failed.tolist()) == (PartOutcome.REVOKED, [])
     assert client.part_state(ticket) == PART_REVOKED
 
 
@@ -137,11 +137,11 @@ async def test_a_gate_that_does_not_open_in_time_ends_the_part(rig: Rig) -> None
     slots = await rig.store(client, [0])
     part, ticket = rig.post(client, Direction.LOAD, [1], slots, gate=(0, 1), gate_deadline_ms=50)
     waits, waiting = rig.post(client, Direction.LOAD, [2], slots, gate=(0, 1))
-    assert (await rig.finished(part)).outcome == Outcome.GATE_DEADLINE
+    assert (await rig.finished(part)).outcome == PartOutcome.GATE_DEADLINE
     assert client.part_state(ticket) == PART_REVOKED
     assert client.part_state(waiting) == PART_ARMED
     client.ring(0, 1)
-    assert (await rig.finished(waits)).outcome == Outcome.DONE
+    assert (await rig.finished(waits)).outcome == PartOutcome.DONE
 
 
 @on(*ALL)
@@ -152,7 +152,7 @@ async def test_loads_overtake_a_store_that_runs(start_rig: StartRig) -> None:
     slots = await rig.store(client, [0])
     for _ in range(TRIES):
         store, loads, in_time = await overtaken(rig, client, slots)
-        assert (await rig.finished(store)).outcome == Outcome.DONE
+        assert (await rig.finished(store)).outcome == PartOutcome.DONE
         for load in loads:
             await rig.finished(load)
         if in_time:
@@ -188,7 +188,7 @@ async def test_loads_without_end_do_not_starve_a_store(start_rig: StartRig) -> N
     while not rig.is_over(store):
         loads += [rig.post(client, Direction.LOAD, [2], slots)[0] for _ in range(3)]
         await until(few_are_left)
-    assert (await rig.finished(store)).outcome == Outcome.DONE
+    assert (await rig.finished(store)).outcome == PartOutcome.DONE
     for load in loads:
         await rig.finished(load)
 
@@ -243,8 +243,8 @@ async def test_gates_survive_random_traffic(rig: Rig) -> None:
                 outcome = (await rig.finished(done)).outcome
                 assert (
                     outcome
-                    == {PART_DONE: Outcome.DONE, PART_REVOKED: Outcome.REVOKED}[owner.part_state(its_ticket)]
+                    == {PART_DONE: PartOutcome.DONE, PART_REVOKED: PartOutcome.REVOKED}[owner.part_state(its_ticket)]
                 )
-                if outcome == Outcome.DONE:
+                if outcome == PartOutcome.DONE:
                     assert owner.block(its_target) == source.block(source_block)
             loads.clear()

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
-from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
+from kvtierd.core.stimuli import PartOutcome, PartFinished, SessionReleased
 from kvtierd.workers.supervisor.supervisor import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
@@ -60,7 +60,7 @@ async def test_two_chunks_are_on_their_way_and_no_more(start_rig: StartRig, gpu:
         if gpu.fake.calls(LANDING, rig.pid) == landed:  # else some time has passed between the two looks
             seen.append((submitted, submitted - landed))
         await asyncio.sleep(0.01)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     # While the oldest is waited for, that is one call more than have landed.
     assert max((ahead for _, ahead in seen), default=0) <= 2
     last = gpu.fake.calls(BATCH, rig.pid)
@@ -76,7 +76,7 @@ async def test_a_withdrawn_store_stores_nothing(start_rig: StartRig, gpu: Gpu) -
     assert client.withdraw(ticket)
     release(rig, gpu)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.failed.tolist()) == (Outcome.REVOKED, [])
+    assert (finished.outcome, finished.failed.tolist()) == (PartOutcome.REVOKED, [])
     assert client.part_state(ticket) == PART_REVOKED
 
 
@@ -91,12 +91,12 @@ async def test_a_queued_part_is_revoked_while_another_copies(start_rig: StartRig
     await until(lambda: client.part_state(started) == PART_STARTED)
     before = client.block(44)
     rig.supervisor.revoke(rig.worker, third)
-    assert (await rig.finished(third)).outcome == Outcome.REVOKED
+    assert (await rig.finished(third)).outcome == PartOutcome.REVOKED
     assert not rig.is_over(first)
     assert client.part_state(asked) == PART_REVOKED
     release(rig, gpu)
     for part in (first, second):
-        assert (await rig.finished(part)).outcome == Outcome.DONE
+        assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert client.block(44) == before
     assert client.part_state(ticket) == PART_DONE
 
@@ -110,13 +110,13 @@ async def test_release_in_the_middle_of_a_load_is_its_fence(start_rig: StartRig,
     queued, _ = rig.post(client, Direction.LOAD, range(1), slots[:1])
     await until(lambda: client.block(0) == rig.slot(int(slots[0]), BIG.slot_bytes), "bytes to arrive")
     rig.supervisor.release_session(rig.worker, client.session)
-    assert (await rig.finished(queued)).outcome == Outcome.REVOKED  # so the worker knows
+    assert (await rig.finished(queued)).outcome == PartOutcome.REVOKED  # so the worker knows
     release(rig, gpu)
     await until(lambda: client.part_state(ticket) == PART_FAILED)
     client.fill(5)  # from here on its memory is its own
     after = client.memory.copy()
     await rig.released(client.session)
-    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert (await rig.finished(part)).outcome == PartOutcome.FAILED
     assert [type(event) for event in rig.events[-2:]] == [PartFinished, SessionReleased]
     assert rig.mapped() == []
     await asyncio.sleep(0.5)
@@ -133,10 +133,10 @@ async def test_release_in_the_middle_of_a_store_leaves_its_rest_undone(start_rig
     queued, _ = rig.post(client, Direction.STORE, range(1), slots[96:])
     await until(lambda: client.part_state(ticket) == PART_STARTED)
     rig.supervisor.release_session(rig.worker, client.session)
-    assert (await rig.finished(queued)).outcome == Outcome.REVOKED  # so the worker knows
+    assert (await rig.finished(queued)).outcome == PartOutcome.REVOKED  # so the worker knows
     release(rig, gpu)
     await rig.released(client.session)
-    assert (await rig.finished(part)).outcome == Outcome.FAILED
+    assert (await rig.finished(part)).outcome == PartOutcome.FAILED
     assert [type(event) for event in rig.events[-2:]] == [PartFinished, SessionReleased]
     assert client.part_state(ticket) == PART_FAILED
     assert gpu.fake.calls(BATCH, rig.pid) <= 3  # of six
@@ -155,7 +155,7 @@ async def test_sessions_take_turns(start_rig: StartRig, gpu: Gpu) -> None:
     quick, _ = rig.post(small, Direction.LOAD, [0], slots[96:])
     await rig.client()  # is answered after that has been queued
     release(rig, gpu)
-    assert (await rig.finished(quick)).outcome == Outcome.DONE
+    assert (await rig.finished(quick)).outcome == PartOutcome.DONE
     rig.supervisor.release_session(rig.worker, large.session)
     await rig.released(large.session)
     assert rig.is_over(first)
@@ -172,10 +172,10 @@ async def test_a_load_takes_the_link_from_a_store_that_has_begun(start_rig: Star
     await until(lambda: gpu.fake.calls(LANDING, rig.pid) == 1, "the store to be held, and nothing else")
     assert client.part_state(ticket) == PART_STARTED
     load, _ = rig.post(client, Direction.LOAD, range(4), slots[:4])
-    assert (await rig.finished(load)).outcome == Outcome.DONE
+    assert (await rig.finished(load)).outcome == PartOutcome.DONE
     assert not rig.is_over(store)
     release(rig, gpu)
-    assert (await rig.finished(store)).outcome == Outcome.DONE
+    assert (await rig.finished(store)).outcome == PartOutcome.DONE
 
 
 async def test_blocks_are_the_engines_again_before_they_are_sealed(start_rig: StartRig) -> None:
@@ -189,7 +189,7 @@ async def test_blocks_are_the_engines_again_before_they_are_sealed(start_rig: St
     await until(lambda: client.part_state(ticket) == PART_DONE)
     kept = [client.block(block) for block in range(64)]
     client.fill(8)  # what the engine writes next
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     rig.commit(slots)
     assert rig.pool.records.verify_data(slots, generations).all()
     assert [rig.slot(int(slot), BIG.slot_bytes) for slot in slots] == kept
@@ -209,6 +209,6 @@ async def test_every_method_copies_runs_of_any_order(start_rig: StartRig, gpu: G
         assert [rig.slot(int(slot), layout.slot_bytes) for slot in slots] == blocks
         client.fill(11)
         part, _ = rig.post(client, Direction.LOAD, order[::-1], slots, verify=True)
-        assert (await rig.finished(part)).outcome == Outcome.DONE
+        assert (await rig.finished(part)).outcome == PartOutcome.DONE
         assert [client.block(block) for block in order[::-1]] == blocks
     assert gpu.fake.refusals() == []

@@ -7,7 +7,7 @@ from kvtier_kernels import PART_FAILED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, Ticket
-from kvtierd.core.stimuli import Outcome, WorkerExited, WorkerLive, WorkerLost
+from kvtierd.core.stimuli import PartOutcome, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.workers.supervisor.supervisor import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
@@ -106,7 +106,7 @@ async def test_a_copy_that_the_driver_refuses_fails_its_part_and_nothing_else(
     gpu.fake.arm(CALLS[mode], 1, INVALID_VALUE, rig.pid)
     part, ticket = rig.post(client, direction, [0], slots)
     finished = await rig.finished(part)
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert "CUDA_ERROR_INVALID_VALUE" in finished.message
     assert client.part_state(ticket) == PART_FAILED
     await rig.store(client, [1])
@@ -128,7 +128,7 @@ async def test_other_gpus_do_not_notice(start_rig: StartRig, gpu: Gpu, other_gpu
     await until(lambda: rig.seen(WorkerExited))
     assert not healthy.is_over(part)
     gpu.fake.lift(healthy.pid)
-    assert (await healthy.finished(part)).outcome == Outcome.DONE
+    assert (await healthy.finished(part)).outcome == PartOutcome.DONE
     assert len(rig.seen(WorkerLost)) == 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.stimuli import Outcome
+from kvtierd.core.stimuli import PartOutcome
 from kvtierd.workers.supervisor.supervisor import DeviceRange
 
 from tests.integration.worker.devices import (
@@ -41,7 +41,7 @@ async def round_trip(rig: Rig, client: Client) -> None:
     client.fill(2)
     untouched = client.block(20)
     part, _ = rig.post(client, Direction.LOAD, [10, 11, 12, 63], slots, verify=True)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert [client.block(block) for block in (10, 11, 12, 63)] == before
     assert client.block(20) == untouched
 

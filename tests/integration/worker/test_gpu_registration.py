@@ -4,7 +4,7 @@ import asyncio
 import fcntl
 
 from kvtierd.core.actions import Direction
-from kvtierd.core.stimuli import Outcome, WorkerLost
+from kvtierd.core.stimuli import PartOutcome, WorkerLost
 from kvtierd.workers.supervisor.supervisor import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
@@ -47,7 +47,7 @@ async def test_a_copy_has_registered_what_it_needs(start_rig: StartRig, gpu: Gpu
     slots = [rig.open(1, LAYOUT.slot_bytes) for _ in range(120)]  # in both areas
     for slot in (slots[0], slots[-1]):
         part, _ = rig.post(client, Direction.STORE, [1], slot)
-        assert (await rig.finished(part)).outcome == Outcome.DONE
+        assert (await rig.finished(part)).outcome == PartOutcome.DONE
     await registered(rig, extents_bytes(rig))
 
 
@@ -63,13 +63,13 @@ async def test_no_copy_spans_two_registrations(start_rig: StartRig, gpu: Gpu) ->
     assert 0 < behind < len(slots) - 4
     around = slots[behind - 4 : behind + 4]
     part, _ = rig.post(client, Direction.STORE, range(8), around)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     rig.commit(around)
     kept = [client.block(block) for block in range(8)]
     assert [rig.slot(int(slot), LAYOUT.slot_bytes) for slot in around] == kept
     client.fill(2)
     part, _ = rig.post(client, Direction.LOAD, range(8), around, verify=True)
-    assert (await rig.finished(part)).outcome == Outcome.DONE
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
     assert [client.block(block) for block in range(8)] == kept
     assert gpu.fake.refusals() == []
 
@@ -81,7 +81,7 @@ async def test_a_part_of_the_pool_that_cannot_be_registered_fails_what_needs_it(
     client = await rig.client(LAYOUT)
     part, _ = rig.post(client, Direction.STORE, [0], rig.open(1, LAYOUT.slot_bytes))
     finished = await rig.finished(part)
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert "registered" in finished.message
     gpu.fake.lift(rig.pid)
     await rig.store(client, [0])
@@ -123,12 +123,12 @@ async def test_a_worker_that_hangs_in_registering_is_killed_and_the_others_go_on
     part, _ = healthy.post(client, Direction.STORE, [0], slots)
     # It waits for less time than would make it look stuck itself.
     finished = await healthy.finished(part)
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert "another GPU's worker has been registering" in finished.message
     await until(lambda: rig.seen(WorkerLost))
     assert "registering the pool" in rig.seen(WorkerLost)[0].why
     part, _ = healthy.post(client, Direction.STORE, [0], slots)
-    assert (await healthy.finished(part)).outcome == Outcome.DONE
+    assert (await healthy.finished(part)).outcome == PartOutcome.DONE
 
 
 async def test_the_background_goes_on_however_long_others_have_been_registering(

@@ -10,7 +10,7 @@ from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED, T
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.core.stimuli import Outcome, PartFinished, SessionReleased
+from kvtierd.core.stimuli import PartOutcome, PartFinished, SessionReleased
 from kvtierd.workers.supervisor.supervisor import GroupMapping
 
 from tests.integration.worker.conftest import StartRig
@@ -31,7 +31,7 @@ async def test_release_revokes_reports_and_unmaps_in_this_order(rig: Rig) -> Non
     await rig.released(client.session)
     assert rig.mapped() == []
     assert isinstance(rig.events[-1], SessionReleased)
-    assert [event.outcome for event in rig.seen(PartFinished)] == [Outcome.REVOKED] * len(gated)
+    assert [event.outcome for event in rig.seen(PartFinished)] == [PartOutcome.REVOKED] * len(gated)
     assert {client.part_state(ticket) for _, ticket in gated} == {PART_REVOKED}
     # The same session may come back with new memory.
     await rig.map(client)
@@ -48,8 +48,8 @@ async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartR
     queued, queued_ticket = rig.post(client, Direction.STORE, [60], rig.open(1, BIG.slot_bytes))
     rig.supervisor.release_session(rig.worker, client.session)
     await rig.released(client.session)
-    assert (await rig.finished(store)).outcome == Outcome.FAILED
-    assert (await rig.finished(queued)).outcome == Outcome.REVOKED
+    assert (await rig.finished(store)).outcome == PartOutcome.FAILED
+    assert (await rig.finished(queued)).outcome == PartOutcome.REVOKED
     assert client.part_state(store_ticket) == PART_FAILED
     assert client.part_state(queued_ticket) == PART_REVOKED
     assert rig.supervisor.totals[Direction.STORE].copied_bytes == 0
@@ -64,7 +64,7 @@ async def test_a_copy_that_runs_keeps_its_memory_mapped_until_it_ends(start_rig:
     await until(lambda: client.part_state(ticket) == PART_STARTED)
     rig.supervisor.release_session(rig.worker, client.session)
     await rig.released(client.session)
-    assert (await rig.finished(part)).outcome == Outcome.DONE  # it was its only chunk
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE  # it was its only chunk
     assert client.part_state(ticket) == PART_DONE
     assert [type(event) for event in rig.events[-2:]] == [PartFinished, SessionReleased]
 
@@ -76,7 +76,7 @@ async def test_every_release_is_answered_also_of_a_stranger(rig: Rig) -> None:
     await until(lambda: len(rig.seen(SessionReleased)) == 3)
     part, _ = rig.post(client, Direction.LOAD, [], rig.slots(0, 4096))
     finished = await rig.finished(part)
-    assert finished.outcome == Outcome.FAILED
+    assert finished.outcome == PartOutcome.FAILED
     assert "no words" in finished.message
 
 
@@ -194,7 +194,7 @@ async def test_a_part_on_a_page_that_its_client_has_sealed_never_starts(rig: Rig
     client.words.store(DOORBELLS + ticket % PARTS, sealed)
     client.ring(0, 1)
     finished = await rig.finished(part)
-    assert (finished.outcome, finished.message) == (Outcome.REVOKED, "")
+    assert (finished.outcome, finished.message) == (PartOutcome.REVOKED, "")
     assert client.words.load(DOORBELLS + ticket % PARTS) == sealed
 
 

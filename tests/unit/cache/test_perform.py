@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords, format_pool
-from kvtierd.cache.disks import Disk, Disks
+from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.cache.perform import Performer
 from kvtierd.core.actions import Action, AssignExtent, FreeSlots, OpenSlots, QuarantineSlots
 from kvtierd.core.ids import DiskId, NamespaceDigest, Rank, TransferNumber, WorkerId
@@ -24,14 +24,14 @@ class Front:
 
     def __init__(self) -> None:
         self.pool = HostPool.open(None, 4 << 20, 1 << 20, lock_timeout_s=1)
-        self.disks = [Disk(DiskId(number), Path(f"/{number}"), new_image()) for number in range(2)]
+        self.disks = [DiskFile(DiskId(number), Path(f"/{number}"), new_image()) for number in range(2)]
         workers = Supervisor(
             pool_fd=self.pool.fd,
             pool_bytes=self.pool.array.nbytes,
             register_writer=self.pool.register_writer,
             events=lambda _: None,
         )
-        tier = Disks(self.disks, workers, self.pool.boot_nonce, lambda _: None)
+        tier = DiskFiles(self.disks, workers, self.pool.boot_nonce, lambda _: None)
         self._performer = Performer(self.pool, workers, tier, {}, lambda _: None, 1, lambda _: None)
         for disk in self.disks:
             disk.image.recover(self.pool.boot_nonce)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from kvtier import Group, Namespace, PartRef, PartState, Plane, Role, SharedBuffer
-from kvtier.session import Session
+from kvtier.session import ProtocolState
 from kvtier.spec import AttachSpec
 from kvtier.v1 import cache_pb2, types_pb2
 from kvtier.words import WordsPage
@@ -55,7 +55,7 @@ class Peer:
             parts=parts,
             doorbells=DOORBELLS,
         )
-        self.session = Session(spec, clock=lambda: self.now_s, make_event=threading.Event)
+        self.session = ProtocolState(spec, clock=lambda: self.now_s, make_event=threading.Event)
 
     def start(self, part: PartRef) -> bool:
         """The worker tries to start a part."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtier import HIT, MISS, PENDING, Client, Lookup, LookupMode, Role
 from kvtier.lookups import LookupRecord
-from kvtier.session import Session
+from kvtier.session import ProtocolState
 from kvtier.v1 import cache_pb2
 from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
@@ -35,7 +35,7 @@ class Call:
     """As kvtier.LookupCall, on a clock that does not move while somebody waits."""
 
     def __init__(
-        self, session: Session, record: LookupRecord, serve: Callable[[], None], given_up: Callable[[], None]
+        self, session: ProtocolState, record: LookupRecord, serve: Callable[[], None], given_up: Callable[[], None]
     ) -> None:
         self._session, self._record, self._serve, self._given_up = session, record, serve, given_up
 

@@ -82,7 +82,7 @@ class Disk:
 
     @property
     def core(self) -> CoreDisk:
-        return self.host.machine.books.disks.all[self.number]
+        return self.host.machine.core.disks.all[self.number]
 
     @property
     def status(self) -> DiskStatus:
@@ -158,16 +158,16 @@ class Disk:
 
     def holds(self, instance: Instance, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys it has READY."""
-        space = self.host.machine.books.names[instance.name].plans[group].space
+        space = self.host.machine.core.names[instance.name].plans[group].space
         _, states = self.core.blocks.table.lookup(space, keys(*numbers))
         return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
 
 
 def flagged(instance: Instance, flag: BlockFlag, *numbers: int, group: int = 0) -> list[int]:
     """Which of these blocks the host has, with this flag."""
-    books = instance.host.machine.books
-    table = books.blocks.table
-    entries, states = table.lookup(books.names[instance.name].plans[group].space, keys(*numbers))
+    core = instance.host.machine.core
+    table = core.blocks.table
+    entries, states = table.lookup(core.names[instance.name].plans[group].space, keys(*numbers))
     there = [(n, e) for n, e, state in zip(numbers, entries, states, strict=True) if state]
     return [number for number, entry in there if table.flags(np.array([entry], np.uint32))[0] & flag]
 

@@ -39,13 +39,13 @@ from kvtierd.core.stimuli import (
     CoreIntegrity,
     CoreLimits,
     GroupGeometry,
-    GroupQuery,
+    BlockQuery,
     LookupBlocks,
-    Outcome,
+    PartOutcome,
     PartFinished,
     RegisterMemory,
     RegisterWords,
-    Role,
+    SessionRole,
     SessionReleased,
     Signals,
     Stimulus,
@@ -57,7 +57,7 @@ from kvtierd.core.validate import validate
 
 A = TypeVar("A")
 SCHEDULER = -1
-BOTH = Role.SCHEDULER | Role.RANK
+BOTH = SessionRole.SCHEDULER | SessionRole.RANK
 NONE = np.empty(0, np.uint32)
 GEOMETRY = PoolGeometry(extents=4, extent_bytes=1 << 16, first_extent_offset=2 << 20)
 """14 slots of 4 KiB, 7 of 8 KiB or 4 of 12 KiB in each extent."""
@@ -214,7 +214,7 @@ class Instance:
         return self.sessions[0 if self.together else SCHEDULER]
 
     def hello(self, process: int, **changes: Any) -> AttachSession:
-        role = Role.SCHEDULER if process == SCHEDULER else Role.RANK
+        role = SessionRole.SCHEDULER if process == SCHEDULER else SessionRole.RANK
         if self.together and process == 0:
             role = BOTH
         groups = tuple(
@@ -260,7 +260,7 @@ class Instance:
         self, hashes: np.ndarray, group: int = 0, *, exact: bool = False, **changes: Any
     ) -> LookupBlocks:
         """One query in prefix or exact mode."""
-        return self.lookup_groups_of(queries=(GroupQuery(group, hashes, exact=exact),), **changes)
+        return self.lookup_groups_of(queries=(BlockQuery(group, hashes, exact=exact),), **changes)
 
     def lookup(self, *numbers: int, **changes: Any) -> Told:
         reply = self.host.do(self.lookup_of(keys(*numbers), **changes))
@@ -277,7 +277,7 @@ class Instance:
 
     def lookup_groups_of(self, *asked: tuple[int, Sequence[int]], **changes: Any) -> LookupBlocks:
         queries = tuple(
-            GroupQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
+            BlockQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
         )
         options: dict[str, Any] = {
             "session": self.scheduler,
@@ -289,8 +289,8 @@ class Instance:
 
     def hits(self, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys are READY; looks without touching."""
-        books = self.host.machine.books
-        _, states = books.blocks.table.lookup(books.names[self.name].plans[group].space, keys(*numbers))
+        core = self.host.machine.core
+        _, states = core.blocks.table.lookup(core.names[self.name].plans[group].space, keys(*numbers))
         return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
 
     def lease(self, *numbers: int) -> LeaseId:
@@ -366,7 +366,7 @@ class Running:
     def part(
         self,
         rank: int = 0,
-        outcome: Outcome = Outcome.DONE,
+        outcome: PartOutcome = PartOutcome.DONE,
         failed: Sequence[int] = (),
         **options: Any,
     ) -> TransferEnded | None:
@@ -390,7 +390,7 @@ class Running:
 def finished(
     worker: WorkerId,
     part: PartId,
-    outcome: Outcome = Outcome.DONE,
+    outcome: PartOutcome = PartOutcome.DONE,
     failed: Sequence[int] = (),
     **options: Any,
 ) -> PartFinished:

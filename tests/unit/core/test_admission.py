@@ -133,7 +133,7 @@ class TestSpeedOfAnEngine:
     def test_is_declared_when_its_scheduler_attaches(self, disk_host: DiskHost) -> None:
         one = disk_host.instance(worker=None, processes=[])
         one.attach(0, prefill_tokens_per_s=123.0)
-        [instance] = disk_host.machine.books.instances.values()
+        [instance] = disk_host.machine.core.instances.values()
         assert instance.prefill_tokens_per_s == 123.0
         computes(one, 0.0)
         assert instance.prefill_tokens_per_s == 123.0, "0 is nothing new"
@@ -143,7 +143,7 @@ class TestSpeedOfAnEngine:
     def test_is_not_what_a_rank_says(self, disk_host: DiskHost) -> None:
         one = disk_host.instance(together=False)
         disk_host.do(RenewSession(one.sessions[0], 123.0))
-        [instance] = disk_host.machine.books.instances.values()
+        [instance] = disk_host.machine.core.instances.values()
         assert instance.prefill_tokens_per_s == 0.0
 
     @pytest.mark.parametrize("nonsense", [-1.0, float("nan"), float("inf")])

@@ -9,7 +9,7 @@ from kvtierd.core.actions import InstanceView
 from kvtierd.core.blocks.namespaces import layout_fingerprint
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.core.stimuli import Drain, GroupGeometry, RegisterMemory, RegisterWords, Role
+from kvtierd.core.stimuli import Drain, GroupGeometry, RegisterMemory, RegisterWords, SessionRole
 
 from tests.unit.core.host import GEOMETRY, SCHEDULER, Host
 
@@ -22,7 +22,7 @@ def test_the_first_session_forms_an_epoch_and_the_others_join_it(host: Host) -> 
     pair = host.instance(sizes=((4096, 4096),), together=False, worker=None)
     again = host.instance("another", worker=None)
     assert len({pair.epoch, again.epoch}) == 2
-    instances = {host.machine.books.sessions[session].instance.epoch for session in pair.sessions.values()}
+    instances = {host.machine.core.sessions[session].instance.epoch for session in pair.sessions.values()}
     assert instances == {pair.epoch}
 
 
@@ -98,16 +98,16 @@ def test_the_first_field_that_differs_is_named_with_both_values(host: Host) -> N
         ({"groups": (group(tokens=32),)}, Reason.FINGERPRINT_MISMATCH, "groups[0].block_tokens"),
         ({"groups": (group(), group())}, Reason.FINGERPRINT_MISMATCH, "groups"),
         ({"rank": 0}, Reason.SESSION_EXISTS, "rank"),
-        ({"role": Role.SCHEDULER, "groups": ()}, Reason.SESSION_EXISTS, "role"),
+        ({"role": SessionRole.SCHEDULER, "groups": ()}, Reason.SESSION_EXISTS, "role"),
         ({"rank": 2}, Reason.MALFORMED, "rank"),
         ({"world_size": 0}, Reason.MALFORMED, "world_size"),
-        ({"role": Role(0)}, Reason.MALFORMED, "role"),
+        ({"role": SessionRole(0)}, Reason.MALFORMED, "role"),
         ({"hash_bytes": 33}, Reason.MALFORMED, "namespace.hash_bytes"),
         ({"groups": ()}, Reason.LAYOUT_INVALID, "groups"),
         ({"groups": (GroupGeometry(1, 16, 0, ()),)}, Reason.LAYOUT_INVALID, "groups[0]"),
         ({"groups": (group(tokens=0),)}, Reason.LAYOUT_INVALID, "groups[0]"),
         ({"groups": (group(slot_bytes=1 << 16),)}, Reason.SLOT_TOO_LARGE, "groups[0]"),
-        ({"role": Role.SCHEDULER}, Reason.LAYOUT_INVALID, "groups"),
+        ({"role": SessionRole.SCHEDULER}, Reason.LAYOUT_INVALID, "groups"),
     ],
 )  # fmt: skip
 def test_a_process_that_does_not_fit_is_refused(

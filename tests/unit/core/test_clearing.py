@@ -9,7 +9,7 @@ import pytest
 from kvtierd.core.actions import ClearReply, FreeSlots
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SpaceId
-from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import ClearBlocks, ReleaseLeases
 
 from tests.unit.core.disk import READ, WRITE, DiskHost
@@ -19,7 +19,7 @@ Make = Callable[..., DiskHost]
 
 
 def space_of(instance: Instance, group: int = 0) -> SpaceId:
-    return instance.host.machine.books.names[instance.name].plans[group].space
+    return instance.host.machine.core.names[instance.name].plans[group].space
 
 
 def clear(instance: Instance, *numbers: int, group: int = 0) -> ClearReply:
@@ -68,7 +68,7 @@ def test_leased_and_loaded_blocks_stay_until_they_are_given_back(host: Host) -> 
     ended = running.finish()
     assert ended.succeeded.all()
     assert counts(clear(one)) == (1, 1, 0)
-    host.do(ReleaseLeases(one.scheduler, one.epoch, tuple(host.machine.books.leases)))
+    host.do(ReleaseLeases(one.scheduler, one.epoch, tuple(host.machine.core.leases)))
     assert counts(clear(one)) == (1, 0, 0)
 
 
@@ -93,7 +93,7 @@ def test_explain_says_that_it_was_cleared(host: Host) -> None:
     one.stored(1)
     clear(one)
     [explanation] = host.machine.explain(keys(1)[0].tobytes()).explanations
-    assert explanation.verdict is Verdict.CLEARED
+    assert explanation.verdict is BlockVerdict.CLEARED
 
 
 class TestNamespaces:

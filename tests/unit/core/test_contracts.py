@@ -18,11 +18,11 @@ from kvtierd.core.state.transitions import (
     Entity,
     Event,
     InvalidTransition,
-    PartState,
+    TransferPartState,
     Transitions,
     WorkerState,
 )
-from kvtierd.core.stimuli import EndSession, Outcome, Tick, WorkerLive, WorkerLost
+from kvtierd.core.stimuli import EndSession, PartOutcome, Tick, WorkerLive, WorkerLost
 from kvtierd.core.validate import validate
 
 from tests.unit.core.disk import READ, WRITE, DiskHost
@@ -83,16 +83,16 @@ class TestTransitions:
         assert {event for _, event in TABLE} == set(Event)
 
     def test_a_step_remembers_what_happened_lately(self) -> None:
-        part = Entity(state=PartState.POSTED)
+        part = Entity(state=TransferPartState.POSTED)
         steps = Transitions()
         steps.step(part, Event.LOSE)
         steps.step(part, Event.EXIT)
-        assert part.state is PartState.FAILED
+        assert part.state is TransferPartState.FAILED
         assert part.story == (Event.LOSE, Event.EXIT)
-        assert steps.counts[PartState.POSTED, Event.LOSE] == 1
+        assert steps.counts[TransferPartState.POSTED, Event.LOSE] == 1
 
     def test_stories_are_bounded(self) -> None:
-        transfer = Entity(state=transitions.TransferState.CLOSING)
+        transfer = Entity(state=transitions.TransferJobState.CLOSING)
         steps = Transitions()
         for _ in range(100):
             steps.step(transfer, Event.SPOIL)
@@ -138,23 +138,23 @@ class TestDiskValidator:
 
     @staticmethod
     def entry(host: DiskHost, number: int, *, on_disk: bool = False) -> np.ndarray:
-        blocks = host.disk.core.blocks if on_disk else host.machine.books.blocks
-        return blocks.table.lookup(host.machine.books.names["engine"].plans[0].space, keys(number))[0]
+        blocks = host.disk.core.blocks if on_disk else host.machine.core.blocks
+        return blocks.table.lookup(host.machine.core.names["engine"].plans[0].space, keys(number))[0]
 
     def clean(self, host: DiskHost) -> None:
-        host.machine.books.blocks.table.clear_flags(self.entry(host, 1), BlockFlag.CLEAN)
+        host.machine.core.blocks.table.clear_flags(self.entry(host, 1), BlockFlag.CLEAN)
 
     def not_clean(self, host: DiskHost) -> None:
-        host.machine.books.blocks.table.set_flags(self.entry(host, 3), BlockFlag.CLEAN)
+        host.machine.core.blocks.table.set_flags(self.entry(host, 3), BlockFlag.CLEAN)
 
     def queued(self, host: DiskHost) -> None:
-        host.machine.books.blocks.table.set_flags(self.entry(host, 1), BlockFlag.QUEUED)
+        host.machine.core.blocks.table.set_flags(self.entry(host, 1), BlockFlag.QUEUED)
 
     def late(self, host: DiskHost) -> None:
-        host.machine.books.blocks.table.set_flags(self.entry(host, 4), BlockFlag.LATE)
+        host.machine.core.blocks.table.set_flags(self.entry(host, 4), BlockFlag.LATE)
 
     def late_jobs(self, host: DiskHost) -> None:
-        host.machine.books.disks.late_jobs += 1
+        host.machine.core.disks.late_jobs += 1
 
     def pinned(self, host: DiskHost) -> None:
         host.disk.core.blocks.table.pin(self.entry(host, 1, on_disk=True))
@@ -174,7 +174,7 @@ class TestDiskValidator:
 
     def unreadable(self, host: DiskHost) -> None:
         table = host.disk.core.blocks.table
-        host.machine.books.disks.unwritten(host.disk.core, self.entry(host, 1, on_disk=True))
+        host.machine.core.disks.unwritten(host.disk.core, self.entry(host, 1, on_disk=True))
         table.set_flags(self.entry(host, 1, on_disk=True), BlockFlag.LATE)
 
     def slot(self, host: DiskHost) -> None:
@@ -204,93 +204,93 @@ class TestValidator:
 
     @staticmethod
     def pins(host: Host) -> None:
-        table = host.machine.books.blocks.table
+        table = host.machine.core.blocks.table
         table.pin(table.dump()["entries"][:1])
 
     @staticmethod
     def writing(host: Host) -> None:
-        blocks = host.machine.books.blocks
+        blocks = host.machine.core.blocks
         domain = next(iter(blocks.domains.by_id.values()))
-        plan = host.machine.books.names["engine"].plans[0]
+        plan = host.machine.core.names["engine"].plans[0]
         new = blocks.insert(plan.space, domain, np.full((1, 32), 9, np.uint8))
         blocks.give_slots(domain, new.entries)
 
     @staticmethod
     def free_slot(host: Host) -> None:
-        host.machine.books.blocks.slots.take(4096, 1)
+        host.machine.core.blocks.slots.take(4096, 1)
 
     @staticmethod
     def double_free(host: Host) -> None:
-        slots = host.machine.books.blocks.slots
+        slots = host.machine.core.blocks.slots
         one = slots.take(4096, 2)
         slots.give_back(4096, one[[0, 0]])
 
     @staticmethod
     def condemned(host: Host) -> None:
-        host.machine.books.blocks.condemned += 1
+        host.machine.core.blocks.condemned += 1
 
     @staticmethod
     def live(host: Host) -> None:
-        host.machine.books.blocks.live -= 1
+        host.machine.core.blocks.live -= 1
 
     @staticmethod
     def part(host: Host) -> None:
-        host.machine.books.parts.clear()
+        host.machine.core.parts.clear()
 
     @staticmethod
     def words(host: Host) -> None:
-        host.machine.books.names["engine"].words_in_use.clear()
+        host.machine.core.names["engine"].words_in_use.clear()
 
     @staticmethod
     def leased(host: Host) -> None:
-        host.machine.books.names["engine"].leased_bytes += 1
+        host.machine.core.names["engine"].leased_bytes += 1
 
     @staticmethod
     def deadline(host: Host) -> None:
-        host.machine.books.deadlines.clear()
+        host.machine.core.deadlines.clear()
 
     @staticmethod
     def session(host: Host) -> None:
-        host.machine.books.sessions.clear()
+        host.machine.core.sessions.clear()
 
     @staticmethod
     def worker(host: Host) -> None:
-        next(iter(host.machine.books.workers.values())).state = WorkerState.LOST
+        next(iter(host.machine.core.workers.values())).state = WorkerState.LOST
 
     @staticmethod
     def transfer(host: Host) -> None:
-        next(iter(host.machine.books.transfers.values())).open_parts += 1
+        next(iter(host.machine.core.transfers.values())).open_parts += 1
 
     @staticmethod
     def instance(host: Host) -> None:
-        host.machine.books.names["engine"].ranks.clear()
+        host.machine.core.names["engine"].ranks.clear()
 
     @staticmethod
     def extent(host: Host) -> None:
-        host.machine.books.blocks.slots._unassigned.pop()
+        host.machine.core.blocks.slots._unassigned.pop()
 
     @staticmethod
     def corrupt_slot(host: Host) -> None:
-        blocks = host.machine.books.blocks
+        blocks = host.machine.core.blocks
         blocks.corrupt.add(int(blocks.table.dump()["slots"][0]))
 
     @staticmethod
     def set_aside(host: Host) -> None:
-        slots = host.machine.books.blocks.slots
+        slots = host.machine.core.blocks.slots
         slots.corrupt.add(int(slots.free_slots(4096)[0]))
 
     @staticmethod
     def recovered(host: Host) -> None:
-        table = host.machine.books.blocks.table
+        table = host.machine.core.blocks.table
         table.set_flags(table.dump()["entries"][:1], int(BlockFlag.RECOVERED))
 
     @staticmethod
     def extent_slots(host: Host) -> None:
-        host.machine.books.blocks.slots.extent_slots += 1
+        host.machine.core.blocks.slots.extent_slots += 1
 
     @staticmethod
     def about(host: Host) -> None:
-        about = host.machine.books.blocks.spaces.about
+        about = host.machine.core.blocks.spaces.about
         about[NamespaceDigest(bytes(16))] = next(iter(about.values()))
 
     @staticmethod
@@ -298,7 +298,7 @@ class TestValidator:
         host.do(Tick())
         host.now_s += 1
         host.do(Tick())
-        check = host.machine.books.check
+        check = host.machine.core.check
         assert check is not None
         check.state = CheckState.DONE
 
@@ -350,7 +350,7 @@ class TestStatus:
     def test_counters_are_a_copy(self, host: Host) -> None:
         before = host.machine.status().counters
         one = host.instance()
-        one.store(1).part(0, Outcome.FAILED)
+        one.store(1).part(0, PartOutcome.FAILED)
         assert before.failed_transfers == 0
         assert host.machine.status().counters.failed_transfers == 1
 
@@ -367,6 +367,6 @@ def test_domains_and_spaces_are_forgotten_when_nobody_needs_them(make_host: Call
     for number in range(600):
         one = host.instance(f"engine {number}", fields=b"%d" % number, sizes=((4096 + number,),), worker=None)
         host.do(EndSession(one.scheduler, "stopped"))
-    blocks = host.machine.books.blocks
+    blocks = host.machine.core.blocks
     assert len(blocks.domains.by_id) == 0
     assert len(blocks.spaces.ids) <= 256

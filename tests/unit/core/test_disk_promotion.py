@@ -16,14 +16,14 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason
-from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
     CoreIntegrity,
     CoreLimits,
     Drain,
     EndSession,
-    GroupQuery,
-    Outcome,
+    BlockQuery,
+    PartOutcome,
     PrefetchBlocks,
     Resume,
     Tick,
@@ -277,7 +277,7 @@ class TestFailure:
         status = disk_host.disk.status
         assert (status.counters.corrupt_blocks, status.corrupt_slots, status.blocks) == (1, 1, 1)
         [explanation] = disk_host.machine.explain(keys(1)[0].tobytes()).explanations
-        assert explanation.verdict is Verdict.CORRUPT
+        assert explanation.verdict is BlockVerdict.CORRUPT
 
     def test_only_the_shard_that_does_not_match_is_set_aside(self, disk_host: DiskHost) -> None:
         pair = cold(disk_host, 1, sizes=((4096, 8192),))
@@ -345,7 +345,7 @@ class TestStores:
 
 class TestPrefetch:
     def prefetch(self, instance: Instance, *numbers: int, exact: bool = False) -> Told:
-        queries = (GroupQuery(0, keys(*numbers), exact=exact),)
+        queries = (BlockQuery(0, keys(*numbers), exact=exact),)
         reply = instance.host.do(PrefetchBlocks(instance.scheduler, instance.epoch, queries))
         assert isinstance(reply, LookupReply)
         return Told(reply, len(numbers), exact=exact)
@@ -372,27 +372,27 @@ class TestPrefetch:
 
     def test_is_checked_as_a_lookup_is(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
-        stimulus = PrefetchBlocks(one.scheduler, one.epoch, (GroupQuery(0, keys(1)[:, :31]),))
+        stimulus = PrefetchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(1)[:, :31]),))
         assert disk_host.reason(stimulus) is Reason.MALFORMED
 
 
 class TestExplain:
-    def verdict(self, host: DiskHost, number: int) -> Verdict:
+    def verdict(self, host: DiskHost, number: int) -> BlockVerdict:
         [explanation] = host.machine.explain(keys(number)[0].tobytes()).explanations
         return explanation.verdict
 
     def test_says_that_only_a_disk_has_it(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1)
-        assert self.verdict(disk_host, 1) is Verdict.ON_DISK
+        assert self.verdict(disk_host, 1) is BlockVerdict.ON_DISK
         one.lookup(1)
-        assert self.verdict(disk_host, 1) is Verdict.BEING_WRITTEN
+        assert self.verdict(disk_host, 1) is BlockVerdict.BEING_WRITTEN
         disk_host.disk.finish_all()
-        assert self.verdict(disk_host, 1) is Verdict.READABLE
+        assert self.verdict(disk_host, 1) is BlockVerdict.READABLE
 
     def test_says_that_it_was_evicted_where_a_lookup_misses(self, disk_host: DiskHost) -> None:
         cold(disk_host, 1)
         disk_host.disk.pause()
-        assert self.verdict(disk_host, 1) is Verdict.EVICTED
+        assert self.verdict(disk_host, 1) is BlockVerdict.EVICTED
 
 
 class TestALoad:
@@ -410,5 +410,5 @@ class TestALoad:
         one = disk_host.instance()
         disk_host.stored_on_disk(one, 1)
         running = one.load(one.lease(1), [0])
-        running.part(outcome=Outcome.FAILED, corrupt=True)
+        running.part(outcome=PartOutcome.FAILED, corrupt=True)
         assert told(one, 1) == [PENDING]

@@ -11,7 +11,7 @@ from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostDiskJob
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.disk import writing
-from kvtierd.core.stimuli import CoreDisks, Drain, Outcome, Reconfigure, Tick, WriteMode
+from kvtierd.core.stimuli import CoreDisks, Drain, PartOutcome, Reconfigure, Tick, WriteMode
 
 from tests.unit.core.disk import SLAB, WRITE, DiskHost, flagged
 from tests.unit.core.host import Host, Instance, keys
@@ -247,7 +247,7 @@ class TestTheHostIsNotHeld:
         one.stored(1)
         host.disk.pause()
         lease = one.lease(1)
-        one.load(lease, [0]).part(outcome=Outcome.FAILED, corrupt=True)
+        one.load(lease, [0]).part(outcome=PartOutcome.FAILED, corrupt=True)
         host.disk.resume()
         assert one.lookup(1).hits == 0
         ticks(host, 1.0)

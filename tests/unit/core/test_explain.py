@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.maintenance.explain import Explanation, Verdict
-from kvtierd.core.stimuli import EndSession, Outcome, SlotsChecked, Tick
+from kvtierd.core.maintenance.explain import Explanation, BlockVerdict
+from kvtierd.core.stimuli import EndSession, PartOutcome, SlotsChecked, Tick
 
 from tests.unit.core.host import Host, Instance, keys
 from tests.unit.core.test_recovery import digest_of, recovered
@@ -40,59 +40,59 @@ def one(host: Host) -> Instance:
 def test_readable_and_being_written(host: Host, one: Instance) -> None:
     one.stored(1)
     one.store(2)
-    assert (explain(host, 1).verdict, explain(host, 1).age_s) == (Verdict.READABLE, None)
-    assert explain(host, 2).verdict is Verdict.BEING_WRITTEN
+    assert (explain(host, 1).verdict, explain(host, 1).age_s) == (BlockVerdict.READABLE, None)
+    assert explain(host, 2).verdict is BlockVerdict.BEING_WRITTEN
 
 
 def test_evicted_and_when(host: Host, one: Instance) -> None:
     one.stored(*range(6))
     one.stored(10)
     host.now_s += 42
-    assert (explain(host, 5).verdict, explain(host, 5).age_s) == (Verdict.EVICTED, 42)
-    assert explain(host, 0).verdict is Verdict.READABLE
+    assert (explain(host, 5).verdict, explain(host, 5).age_s) == (BlockVerdict.EVICTED, 42)
+    assert explain(host, 0).verdict is BlockVerdict.READABLE
     one.stored(5)
-    assert explain(host, 5).verdict is Verdict.READABLE, "what is true now goes before what was"
+    assert explain(host, 5).verdict is BlockVerdict.READABLE, "what is true now goes before what was"
 
 
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
-        (Outcome.FAILED, Reason.COPY_FAILED),
-        (Outcome.REVOKED, Reason.REVOKED),
-        (Outcome.GATE_DEADLINE, Reason.GATE_DEADLINE),
+        (PartOutcome.FAILED, Reason.COPY_FAILED),
+        (PartOutcome.REVOKED, Reason.REVOKED),
+        (PartOutcome.GATE_DEADLINE, Reason.GATE_DEADLINE),
     ],
 )
-def test_a_store_that_ended_says_why(host: Host, one: Instance, outcome: Outcome, reason: Reason) -> None:
-    one.store(1, 2).part(0, outcome, [1] if outcome is Outcome.FAILED else [])
-    assert (explain(host, 2).verdict, explain(host, 2).reason) == (Verdict.STORE_ENDED, reason)
+def test_a_store_that_ended_says_why(host: Host, one: Instance, outcome: PartOutcome, reason: Reason) -> None:
+    one.store(1, 2).part(0, outcome, [1] if outcome is PartOutcome.FAILED else [])
+    assert (explain(host, 2).verdict, explain(host, 2).reason) == (BlockVerdict.STORE_ENDED, reason)
 
 
 def test_a_store_that_was_late_or_whose_engine_died(host: Host, one: Instance) -> None:
     late = one.store(1)
     host.now_s += 200
     host.do(Tick())
-    late.part(0, Outcome.REVOKED)
+    late.part(0, PartOutcome.REVOKED)
     assert explain(host, 1).reason is Reason.DEADLINE
     dying = one.store(2)
     host.do(EndSession(one.scheduler, "killed"))
-    dying.part(0, Outcome.REVOKED)
-    assert (explain(host, 2).verdict, explain(host, 2).reason) == (Verdict.STORE_ENDED, Reason.EPOCH_ENDED)
+    dying.part(0, PartOutcome.REVOKED)
+    assert (explain(host, 2).verdict, explain(host, 2).reason) == (BlockVerdict.STORE_ENDED, Reason.EPOCH_ENDED)
 
 
 def test_refused_for_want_of_room(host: Host, one: Instance) -> None:
     one.store(*range(6))
     assert one.store(7).results == [3]
-    assert explain(host, 7).verdict is Verdict.REFUSED
+    assert explain(host, 7).verdict is BlockVerdict.REFUSED
 
 
 def test_corrupt_before_and_after_its_last_pin(host: Host, one: Instance) -> None:
     one.stored(1)
     held = one.lease(1)
-    one.load(one.lease(1), [0]).part(0, Outcome.FAILED, corrupt=True)
+    one.load(one.lease(1), [0]).part(0, PartOutcome.FAILED, corrupt=True)
     host.now_s += 3
-    assert (explain(host, 1).verdict, explain(host, 1).age_s) == (Verdict.CORRUPT, 3)
-    one.load(held, [0]).part(0, Outcome.FAILED, corrupt=True)
-    assert (explain(host, 1).verdict, explain(host, 1).age_s) == (Verdict.CORRUPT, 3)
+    assert (explain(host, 1).verdict, explain(host, 1).age_s) == (BlockVerdict.CORRUPT, 3)
+    one.load(held, [0]).part(0, PartOutcome.FAILED, corrupt=True)
+    assert (explain(host, 1).verdict, explain(host, 1).age_s) == (BlockVerdict.CORRUPT, 3)
 
 
 def test_corrupt_as_sampling_found_it(host: Host, one: Instance) -> None:
@@ -100,15 +100,15 @@ def test_corrupt_as_sampling_found_it(host: Host, one: Instance) -> None:
     host.do(Tick())
     host.now_s += 1
     host.do(Tick())
-    check = host.machine.books.check
+    check = host.machine.core.check
     assert check is not None
     host.do(SlotsChecked(check.worker.worker, check.check, 1, keys(0)[0, :1].astype("u4")))
-    assert explain(host, 1).verdict is Verdict.CORRUPT
+    assert explain(host, 1).verdict is BlockVerdict.CORRUPT
 
 
 def test_never_stored_as_far_as_is_remembered(host: Host, one: Instance) -> None:
     answer = host.machine.explain(key(1))
-    assert [each.verdict for each in answer.explanations] == [Verdict.NEVER_STORED]
+    assert [each.verdict for each in answer.explanations] == [BlockVerdict.NEVER_STORED]
     assert (answer.remembered_blocks, answer.remembered_s) == (0, None)
 
 
@@ -117,7 +117,7 @@ def test_stored_in_another_namespace(host: Host, one: Instance) -> None:
     other.stored(1)
     namespaces = {each.name: each.namespace or b"" for each in host.machine.status().instances}
     found = explain(host, 1, namespaces["engine"].hex())
-    assert found.verdict is Verdict.ELSEWHERE
+    assert found.verdict is BlockVerdict.ELSEWHERE
     [place] = found.elsewhere
     assert (place.namespace, place.group) == (namespaces["other"], 0)
     assert place.about is not None
@@ -129,16 +129,16 @@ def test_stored_in_another_group(host: Host) -> None:
     two = host.instance(sizes=((4096,), (4096,)))
     two.submit(two.store_of(1, group=1)).finish()
     first, second = sorted(host.machine.explain(key(1)).explanations, key=lambda each: each.place.group)
-    assert (first.verdict, second.verdict) == (Verdict.ELSEWHERE, Verdict.READABLE)
+    assert (first.verdict, second.verdict) == (BlockVerdict.ELSEWHERE, BlockVerdict.READABLE)
     [only] = host.machine.explain(key(1), group=1).explanations
-    assert only.verdict is Verdict.READABLE
+    assert only.verdict is BlockVerdict.READABLE
 
 
 def test_what_an_earlier_daemon_stored_is_known_by_its_digest(host: Host, table: Any) -> None:
     digest = digest_of(table, fields=b"old")
     host.do(recovered([(digest, 0, 1)], [(0, 1, [_first_slot()])], extents=((0, 4096),)))
     found = explain(host, 1)
-    assert (found.verdict, found.place.namespace, found.place.about) == (Verdict.READABLE, digest, None)
+    assert (found.verdict, found.place.namespace, found.place.about) == (BlockVerdict.READABLE, digest, None)
     host.instance("old", fields=b"old")
     assert explain(host, 1).place.about is not None, "now an engine has said what it is"
 
@@ -150,7 +150,7 @@ def _first_slot() -> int:
 def test_namespaces_outlive_their_engines_as_long_as_their_blocks(host: Host, one: Instance) -> None:
     one.stored(1)
     host.do(EndSession(one.scheduler, "killed"))
-    assert explain(host, 1).verdict is Verdict.READABLE
+    assert explain(host, 1).verdict is BlockVerdict.READABLE
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_what_cannot_be_asked(
 
 def test_nothing_changes_by_asking(host: Host, one: Instance) -> None:
     one.stored(*range(6))
-    before = one.host.machine.books.blocks.table.dump()
-    order = one.host.machine.books.blocks.table.victims(0, 6).tolist()
+    before = one.host.machine.core.blocks.table.dump()
+    order = one.host.machine.core.blocks.table.victims(0, 6).tolist()
     host.machine.explain(key(5))
-    after = one.host.machine.books.blocks.table.dump()
+    after = one.host.machine.core.blocks.table.dump()
     assert all((before[name] == after[name]).all() for name in before)
-    assert one.host.machine.books.blocks.table.victims(0, 6).tolist() == order
+    assert one.host.machine.core.blocks.table.victims(0, 6).tolist() == order

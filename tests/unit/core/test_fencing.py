@@ -17,7 +17,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import WorkerId
 from kvtierd.core.stimuli import (
     EndSession,
-    Outcome,
+    PartOutcome,
     RegisterWords,
     RenewSession,
     SessionReleased,
@@ -172,9 +172,9 @@ class TestAWorkerIsLost:
         one.stored(1)
         load = one.load(one.lease(1), [0])
         host.do(WorkerLost(load.posts[0].worker, "stuck"))
-        assert host.machine.books.blocks.table.dump()["pins"].tolist() == [1]
+        assert host.machine.core.blocks.table.dump()["pins"].tolist() == [1]
         host.do(WorkerExited(load.posts[0].worker))
-        assert host.machine.books.blocks.table.dump()["pins"].tolist() == [0]
+        assert host.machine.core.blocks.table.dump()["pins"].tolist() == [0]
 
     def test_news_of_unknown_workers_only_count(self, host: Host) -> None:
         host.do(WorkerLost(WorkerId(9), "?"))
@@ -190,8 +190,8 @@ class TestMemoryIsTakenBack:
         assert [release.session for release in host.of(ReleaseSession)] == [pair.sessions[0]]
         assert [revoke.part for revoke in host.of(RevokePart)] == [running.posts[1].part]
         assert host.told(pair.sessions[1], InstanceView)[0].missing_ranks == (0,)
-        running.part(0, Outcome.REVOKED)
-        ended = running.part(1, Outcome.REVOKED)
+        running.part(0, PartOutcome.REVOKED)
+        ended = running.part(1, PartOutcome.REVOKED)
         assert ended is not None
         assert ended.error is not None
         assert ended.error.reason is Reason.CANCELLED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtierd.core.blocks.history import Fate, History, Memory
+from kvtierd.core.blocks.history import Fate, History, RememberedFate
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import SpaceId
 
@@ -26,11 +26,11 @@ def test_the_latest_fate_of_the_latest_blocks_is_known(
     capacity: int, story: list[tuple[list[tuple[int, int]], Fate, Reason | None]]
 ) -> None:
     history = History(capacity)
-    everything: list[tuple[int, int, Memory]] = []
+    everything: list[tuple[int, int, RememberedFate]] = []
     for now, (blocks, fate, reason) in enumerate(story):
         spaces = np.array([space for space, _ in blocks], np.uint32)
         history.remember(spaces, keys(*(key for _, key in blocks)), fate, now, reason)
-        everything += [(space, key, Memory(fate, reason, now)) for space, key in blocks]
+        everything += [(space, key, RememberedFate(fate, reason, now)) for space, key in blocks]
     kept = everything[-capacity:]
     assert len(history) == len(kept)
     latest = {(space, key): memory for space, key, memory in kept}
@@ -44,7 +44,7 @@ def test_one_space_for_a_whole_batch() -> None:
     history = History(3)
     history.remember(SpaceId(7), keys(1, 2, 3, 4), Fate.REFUSED, 5)
     assert history.latest(SpaceId(7), keys(1)) is None
-    assert history.latest(SpaceId(7), keys(4)) == Memory(Fate.REFUSED, None, 5)
+    assert history.latest(SpaceId(7), keys(4)) == RememberedFate(Fate.REFUSED, None, 5)
     assert history.latest(SpaceId(8), keys(4)) is None
 
 
@@ -54,4 +54,4 @@ def test_hashes_that_begin_alike_are_told_apart() -> None:
     alike[:, 31] = (1, 2)
     history.remember(SpaceId(0), alike[:1], Fate.EVICTED, 1)
     history.remember(SpaceId(0), alike[1:], Fate.CORRUPT, 2)
-    assert history.latest(SpaceId(0), alike[:1]) == Memory(Fate.EVICTED, None, 1)
+    assert history.latest(SpaceId(0), alike[:1]) == RememberedFate(Fate.EVICTED, None, 1)

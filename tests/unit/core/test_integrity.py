@@ -20,7 +20,7 @@ from kvtierd.core.stimuli import (
     CoreIntegrity,
     CoreLimits,
     Drain,
-    Outcome,
+    PartOutcome,
     Reconfigure,
     ReleaseLeases,
     SlotsChecked,
@@ -81,7 +81,7 @@ class TestWhoFoundIt:
         host = make(ALWAYS)
         one = host.instance()
         one.stored(1)
-        one.load(one.lease(1), [0]).part(0, Outcome.FAILED, corrupt=True)
+        one.load(one.lease(1), [0]).part(0, PartOutcome.FAILED, corrupt=True)
         assert (host.counters.corrupt_on_load, host.counters.integrity_failures) == (1, 1)
 
     @pytest.mark.parametrize("integrity", [ALWAYS, CoreIntegrity()])
@@ -90,8 +90,8 @@ class TestWhoFoundIt:
         host.do(recovered([(digest_of(table), 0, 1)], [(0, 1, [SMALL[0]]), (0, 2, [SMALL[1]])]))
         one = host.instance()
         one.load(one.lease(2), [0]).finish()
-        one.load(one.lease(1), [0]).part(0, Outcome.FAILED, corrupt=True)
-        one.load(one.lease(2), [0]).part(0, Outcome.FAILED, corrupt=True)  # it was sound at first
+        one.load(one.lease(1), [0]).part(0, PartOutcome.FAILED, corrupt=True)
+        one.load(one.lease(2), [0]).part(0, PartOutcome.FAILED, corrupt=True)  # it was sound at first
         assert (host.counters.corrupt_after_restart, host.counters.corrupt_on_load) == (1, 1)
 
 
@@ -242,10 +242,10 @@ class TestSampling:
         integrity = CoreIntegrity(sample_bytes_per_s=1 << 30)
         table = NativeTable(1 << 18, pages)
         host.machine = Machine(table, lambda: host.now_s, CoreLimits(), geometry, integrity=integrity)
-        books = host.machine.books
+        core = host.machine.core
         one = host.instance()
         one.stored(1)
-        books.blocks.slots.assign_free(4096, 200_000)
+        core.blocks.slots.assign_free(4096, 200_000)
         promised_s = host.machine.status().expected_detection_s
         assert promised_s is not None
         assert promised_s > 2
@@ -292,7 +292,7 @@ class TestWhatSamplingFinds:
         assert (one.hits(1), host.of(QuarantineSlots)) == ([], [])
         load = one.load(held, [5], keep_lease=True)
         assert load.posts[0].verify is not None, "whoever still loads it shall see it fail"
-        load.part(0, Outcome.FAILED, corrupt=True)
+        load.part(0, PartOutcome.FAILED, corrupt=True)
         assert host.counters.integrity_failures == 1, "one block, whoever notices"
         host.do(ReleaseLeases(one.scheduler, one.epoch, (held,)))
         assert len(host.of(QuarantineSlots)) == 1
@@ -338,7 +338,7 @@ def test_an_extent_with_a_corrupt_slot_keeps_its_slot_size(make: Make) -> None:
     host = make(ALWAYS, PoolGeometry(1, 1 << 16, 2 << 20))
     one = host.instance()
     one.stored(1)
-    one.load(one.lease(1), [0]).part(0, Outcome.FAILED, corrupt=True)
+    one.load(one.lease(1), [0]).part(0, PartOutcome.FAILED, corrupt=True)
     large = host.instance("large", sizes=((8192,),), fields=b"large")
     host.now_s += 60
     assert large.store(1).results == [3]
@@ -352,7 +352,7 @@ def test_checks_end_in_every_way_the_table_knows(make: Make) -> None:
     checked(host, check)
     [check] = tick(host, 1)
     host.do(WorkerLost(check.worker, "killed"))
-    counts = host.machine.books.transitions.counts
+    counts = host.machine.core.transitions.counts
     assert [counts[pair] for pair in TABLE if pair[0] is CheckState.OPEN] == [1, 1]
     assert counts[CheckState.OPEN, Event.LOSE] == 1
 

@@ -14,7 +14,7 @@ from kvtierd.core.ids import LeaseId
 from kvtierd.core.stimuli import (
     CoreLimits,
     Drain,
-    GroupQuery,
+    BlockQuery,
     PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
@@ -99,17 +99,17 @@ class TestWhatIsFound:
     def test_what_makes_no_sense_is_refused(self, make_host: Callable[..., Host]) -> None:
         host = make_host(CoreLimits(lookup_hashes_max=4))
         one = both(host)
-        query = GroupQuery(0, keys(1))
+        query = BlockQuery(0, keys(1))
 
-        def reason(*queries: GroupQuery) -> Reason:
+        def reason(*queries: BlockQuery) -> Reason:
             return host.reason(one.lookup_groups_of(queries=queries))
 
         assert reason() is Reason.COUNT_MISMATCH
         assert reason(query, query) is Reason.UNKNOWN_GROUP
-        assert reason(query, GroupQuery(2, keys(1))) is Reason.UNKNOWN_GROUP
-        assert reason(query, GroupQuery(1, keys(1), -1)) is Reason.MALFORMED
-        assert reason(query, GroupQuery(1, np.zeros((1, 16), np.uint8))) is Reason.MALFORMED
-        assert reason(query, GroupQuery(1, keys(1, 2, 3, 4))) is Reason.TOO_MANY_BLOCKS
+        assert reason(query, BlockQuery(2, keys(1))) is Reason.UNKNOWN_GROUP
+        assert reason(query, BlockQuery(1, keys(1), -1)) is Reason.MALFORMED
+        assert reason(query, BlockQuery(1, np.zeros((1, 16), np.uint8))) is Reason.MALFORMED
+        assert reason(query, BlockQuery(1, keys(1, 2, 3, 4))) is Reason.TOO_MANY_BLOCKS
 
 
 class TestLeases:
@@ -119,9 +119,9 @@ class TestLeases:
         one.stored(1, 2, 3, 4, group=1)
         reply = one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
         assert [answer.lease_first for answer in reply.groups] == [0, 2]
-        table = host.machine.books.blocks.table
+        table = host.machine.core.blocks.table
         for group, pins in ((0, [1, 1, 1, 1]), (1, [0, 0, 1, 1])):
-            space = host.machine.books.names["engine"].plans[group].space
+            space = host.machine.core.names["engine"].plans[group].space
             entries, _ = table.lookup(space, keys(1, 2, 3, 4))
             assert table.pins(entries).tolist() == pins
         one.load(leases(reply)[1], [7, 8], group=1).finish()
@@ -195,7 +195,7 @@ class TestLeases:
         one.stored(1, 2, group=1)
         for first in range(100, 152, 4):
             one.stored(*range(first, first + 4))
-        queries = (GroupQuery(0, keys(1, 2)), GroupQuery(1, keys(2), 2))
+        queries = (BlockQuery(0, keys(1, 2)), BlockQuery(1, keys(2), 2))
         host.do(TouchBlocks(one.scheduler, one.epoch, queries))
         one.stored(*range(200, 220))
         assert (one.hits(1, 2), one.hits(1, 2, group=1)) == ([1, 2], [2])
@@ -233,7 +233,7 @@ class TestDisks:
 
     def test_prefetch_brings_up_and_leases_nothing(self, disk_host: DiskHost) -> None:
         one = on_disk(disk_host)
-        queries = (GroupQuery(0, keys(*PREFIX)), GroupQuery(1, keys(*PREFIX), 2))
+        queries = (BlockQuery(0, keys(*PREFIX)), BlockQuery(1, keys(*PREFIX), 2))
         reply = disk_host.do(PrefetchBlocks(one.scheduler, one.epoch, queries))
         assert isinstance(reply, LookupReply)
         assert hits(reply) == [0, 0]
@@ -253,7 +253,7 @@ class TestDisks:
 
     def test_a_promotion_that_takes_longer_than_computing_is_not_begun(self, disk_host: DiskHost) -> None:
         one = on_disk(disk_host)
-        disk_host.machine.books.disks.all[0].rates[READ].measured(disk_host.now_s, 4096, 1.0)
+        disk_host.machine.core.disks.all[0].rates[READ].measured(disk_host.now_s, 4096, 1.0)
         disk_host.do(RenewSession(one.scheduler, 20.0))  # 96 tokens take 4.8 s, 8 blocks to read 8 s
         assert states(one.lookup_groups((0, PREFIX), (2, PREFIX))) == [[], []]
         assert disk_host.disk.open_jobs(READ) == []

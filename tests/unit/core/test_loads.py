@@ -17,7 +17,7 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import LeaseId
-from kvtierd.core.stimuli import Outcome, ReleaseLeases
+from kvtierd.core.stimuli import PartOutcome, ReleaseLeases
 
 from tests.unit.core.host import Host, Instance
 
@@ -118,8 +118,8 @@ def test_a_block_is_in_place_only_if_every_rank_has_it(host: Host) -> None:
     pair = host.instance(sizes=((4096, 4096),))
     pair.stored(1, 2, 3)
     load = pair.load(pair.lease(1, 2, 3), [0, 1, 2])
-    load.part(0, Outcome.FAILED, [0])
-    ended = load.part(1, Outcome.FAILED, [1])
+    load.part(0, PartOutcome.FAILED, [0])
+    ended = load.part(1, PartOutcome.FAILED, [1])
     assert ended is not None
     assert (ended.end, ended.succeeded.tolist()) == (TransferEnd.FAILED, [0, 0, 1])
     assert pair.hits(1, 2, 3) == [1, 2, 3], "a failed copy says nothing about the block"
@@ -129,7 +129,7 @@ class TestCorruptBlocks:
     def test_are_misses_at_once_and_go_with_the_last_pin(self, host: Host, one: Instance) -> None:
         held = one.lease(2)
         load = one.load(one.lease(1, 2), [0, 1])
-        ended = load.part(0, Outcome.FAILED, [1], corrupt=True)
+        ended = load.part(0, PartOutcome.FAILED, [1], corrupt=True)
         assert ended is not None
         assert ended.error is not None
         assert (ended.succeeded.tolist(), ended.error.reason) == ([1, 0], Reason.CORRUPT)
@@ -146,9 +146,9 @@ class TestCorruptBlocks:
         pair = host.instance(sizes=((4096, 4096),))
         pair.stored(1)
         load = pair.load(pair.lease(1), [0])
-        load.part(0, Outcome.FAILED, corrupt=True)
+        load.part(0, PartOutcome.FAILED, corrupt=True)
         assert host.of(QuarantineSlots) == [], "the other rank still reads"
-        load.part(1, Outcome.FAILED, corrupt=True)
+        load.part(1, PartOutcome.FAILED, corrupt=True)
         assert len(host.of(QuarantineSlots)[0].slots) == 2
         assert host.counters.integrity_failures == 1, "one block, whoever notices"
 
@@ -158,7 +158,7 @@ class TestCorruptBlocks:
         load = pair.load(pair.lease(1), [0])
         bad, good = (post.slots.tolist() for post in load.posts)
         load.part(1)
-        load.part(0, Outcome.FAILED, corrupt=True)
+        load.part(0, PartOutcome.FAILED, corrupt=True)
         assert host.of(QuarantineSlots)[0].slots.tolist() == bad
         assert host.of(FreeSlots)[0].slots.tolist() == good
         status = host.machine.status()
@@ -167,7 +167,7 @@ class TestCorruptBlocks:
     def test_a_slot_that_failed_is_never_handed_out_again(self, host: Host, one: Instance) -> None:
         load = one.load(one.lease(1), [0])
         [bad] = load.posts[0].slots.tolist()
-        load.part(0, Outcome.FAILED, corrupt=True)
+        load.part(0, PartOutcome.FAILED, corrupt=True)
         for first in range(100, 200, 5):
             opened = one.store(*range(first, first + 5))
             assert bad not in opened.posts[0].slots.tolist()
@@ -175,19 +175,19 @@ class TestCorruptBlocks:
 
     def test_are_verified_by_whoever_still_loads_them(self, host: Host, one: Instance) -> None:
         held = one.lease(1)
-        one.load(one.lease(1), [0]).part(0, Outcome.FAILED, corrupt=True)
+        one.load(one.lease(1), [0]).part(0, PartOutcome.FAILED, corrupt=True)
         verify = one.load(held, [1]).posts[0].verify
         assert verify is not None
         assert verify.tolist() == [1]
 
     def test_a_store_that_found_them_does_not_claim_them(self, host: Host, one: Instance) -> None:
         running = one.store(1, 9)
-        one.load(one.lease(1), [8]).part(0, Outcome.FAILED, corrupt=True)
+        one.load(one.lease(1), [8]).part(0, PartOutcome.FAILED, corrupt=True)
         assert running.finish().succeeded.tolist() == [0, 1]
         assert one.store(1).results == [0]
 
     def test_a_failed_store_condemns_nothing(self, host: Host, one: Instance) -> None:
-        one.store(9).part(0, Outcome.FAILED, corrupt=True)
+        one.store(9).part(0, PartOutcome.FAILED, corrupt=True)
         assert host.counters.integrity_failures == 0
 
 

@@ -32,9 +32,9 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     DiskJobFinished,
     EndSession,
-    GroupQuery,
+    BlockQuery,
     LookupBlocks,
-    Outcome,
+    PartOutcome,
     PrefetchBlocks,
     ReleaseLeases,
     SessionReleased,
@@ -43,7 +43,7 @@ from kvtierd.core.stimuli import (
     Tick,
     TouchBlocks,
     UnregisterMemory,
-    Wishes,
+    RetentionRequest,
     WorkerExited,
     WorkerLost,
     WriteMode,
@@ -58,7 +58,7 @@ HIT = 2
 ASKS = ("look up", "prefetch", "touch")
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
 WISHES = st.builds(
-    Wishes, st.sampled_from([0, 0, 1_000, 1 << 40]), st.sampled_from([0, 0, 2_000, 100_000]), st.booleans()
+    RetentionRequest, st.sampled_from([0, 0, 1_000, 1 << 40]), st.sampled_from([0, 0, 2_000, 100_000]), st.booleans()
 )
 HOW = st.sampled_from([(0, False), (0, True), (1, False), (60_000, False)])
 """Of a touch: milliseconds to hold, and whether it cools."""
@@ -170,7 +170,7 @@ class Lockstep(RuleBasedStateMachine):
     def ask_several_groups(self, run: list[int], data: st.DataObject, lease: bool, ask: str) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         windows = [data.draw(st.integers(0, 3)) for _ in engine.sizes]
-        queries = tuple(GroupQuery(group, keys(*run), window) for group, window in enumerate(windows))
+        queries = tuple(BlockQuery(group, keys(*run), window) for group, window in enumerate(windows))
         if ask == "touch":
             self.do(TouchBlocks(engine.scheduler, engine.epoch, queries, *data.draw(HOW)))
             return
@@ -190,7 +190,7 @@ class Lockstep(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engines)
     @rule(run=RUNS, data=st.data(), wishes=WISHES)
-    def store(self, run: list[int], data: st.DataObject, wishes: Wishes) -> None:
+    def store(self, run: list[int], data: st.DataObject, wishes: RetentionRequest) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
         stimulus = engine.store_of(*run, group=group, wishes=wishes)
@@ -210,7 +210,7 @@ class Lockstep(RuleBasedStateMachine):
     def touch(self, data: st.DataObject, run: list[int], exact: bool, how: tuple[int, bool]) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        queries = (GroupQuery(group, keys(*run), exact=exact),)
+        queries = (BlockQuery(group, keys(*run), exact=exact),)
         self.do(TouchBlocks(engine.scheduler, engine.epoch, queries, *how))
 
     @precondition(lambda self: self.engines)
@@ -218,7 +218,7 @@ class Lockstep(RuleBasedStateMachine):
     def prefetch(self, data: st.DataObject, run: list[int], exact: bool) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        queries = (GroupQuery(group, keys(*run), exact=exact),)
+        queries = (BlockQuery(group, keys(*run), exact=exact),)
         self.do(PrefetchBlocks(engine.scheduler, engine.epoch, queries))
 
     @precondition(lambda self: self.disk_jobs)
@@ -256,7 +256,7 @@ class Lockstep(RuleBasedStateMachine):
     @rule(data=st.data(), run=RUNS)
     def clear(self, data: st.DataObject, run: list[int]) -> None:
         engine = data.draw(st.sampled_from(self.engines))
-        instance = self.host.machine.books.instances.get(engine.epoch)
+        instance = self.host.machine.core.instances.get(engine.epoch)
         if instance is not None:
             for plan in instance.plans:
                 self.do(ClearBlocks(plan.space, keys(*run)))
@@ -270,15 +270,15 @@ class Lockstep(RuleBasedStateMachine):
     @precondition(lambda self: self.parts)
     @rule(
         data=st.data(),
-        outcome=st.sampled_from([Outcome.DONE] * 4 + list(Outcome)),
+        outcome=st.sampled_from([PartOutcome.DONE] * 4 + list(PartOutcome)),
         failed=st.lists(st.integers(0, 5), max_size=2, unique=True),
         corrupt=st.booleans(),
     )
-    def end_a_part(self, data: st.DataObject, outcome: Outcome, failed: list[int], corrupt: bool) -> None:
+    def end_a_part(self, data: st.DataObject, outcome: PartOutcome, failed: list[int], corrupt: bool) -> None:
         post = self.parts.pop(data.draw(st.sampled_from(sorted(self.parts))))
-        failed = failed if outcome is Outcome.FAILED else []
+        failed = failed if outcome is PartOutcome.FAILED else []
         self.do(
-            finished(post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is Outcome.FAILED)
+            finished(post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is PartOutcome.FAILED)
         )
 
     @precondition(lambda self: self.tickets)

@@ -11,7 +11,7 @@ from kvtierd.core.ids import Epoch, LeaseId, SessionId
 from kvtierd.core.stimuli import (
     CoreLimits,
     EndSession,
-    GroupQuery,
+    BlockQuery,
     ReleaseLeases,
     RenewSession,
     Tick,
@@ -112,7 +112,7 @@ class TestRecency:
     def test_a_touch_keeps_a_prefix_of_several_stores_in_order_and_is_no_lookup(self, host: Host) -> None:
         one = self.full(host)
         before = host.counters.lookups
-        touch = TouchBlocks(one.scheduler, one.epoch, (GroupQuery(0, keys(*range(16), 999, 17)),))
+        touch = TouchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(*range(16), 999, 17)),))
         assert host.do(touch) is None
         assert host.counters.lookups == before
         one.stored(*range(100, 140))
@@ -127,7 +127,7 @@ class TestRecency:
             (one.sessions[0], one.epoch, Reason.ROLE),
             (one.scheduler, Epoch(999), Reason.WRONG_EPOCH),
         ):
-            touch = TouchBlocks(session, epoch, (GroupQuery(0, hashes),))
+            touch = TouchBlocks(session, epoch, (BlockQuery(0, hashes),))
             assert host.reason(touch) is reason
 
     def test_a_leased_block_is_recent_when_it_is_released(self, host: Host) -> None:
@@ -241,7 +241,7 @@ class TestLeaseRoom:
         for first in range(0, 56, 8):
             instances[0].stored(*range(first, first + 8))
         one = instances[0]
-        host.do(TouchBlocks(one.scheduler, one.epoch, (GroupQuery(0, keys(*range(56))),)))
+        host.do(TouchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(*range(56))),)))
         return instances
 
     def test_the_longest_prefix_that_fits_is_leased(self, host: Host) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvtierd.core.actions import FreeSlots
 from kvtierd.core.ids import PAGE_BYTES, NamespaceDigest
-from kvtierd.core.stimuli import Outcome, Recovered, RecoveredExtent, SlotsProven
+from kvtierd.core.stimuli import PartOutcome, Recovered, RecoveredExtent, SlotsProven
 
 from tests.unit.core.host import GEOMETRY, NONE, Host, Instance, keys
 
@@ -65,14 +65,14 @@ def test_blocks_are_verified_until_a_load_has_found_them_sound(host: Host, found
     first = found.load(found.lease(1, 2), [0, 1])
     assert first.posts[0].verify is not None
     assert first.posts[0].verify.tolist() == [1, 1]
-    first.part(0, Outcome.FAILED, [1])
+    first.part(0, PartOutcome.FAILED, [1])
     again = found.load(found.lease(1, 2), [0, 1]).posts[0].verify
     assert again is not None
     assert again.tolist() == [0, 1]
 
 
 def test_a_load_that_never_ran_has_verified_nothing(host: Host, found: Instance) -> None:
-    found.load(found.lease(1), [0]).part(0, Outcome.REVOKED)
+    found.load(found.lease(1), [0]).part(0, PartOutcome.REVOKED)
     assert found.load(found.lease(1), [0]).posts[0].verify is not None
 
 
@@ -82,7 +82,7 @@ def test_a_block_is_verified_when_all_its_shards_are(host: Host, table: Any) -> 
     pair = host.instance(sizes=((4096, 8192),))
     load = pair.load(pair.lease(1), [0])
     load.part(0)
-    load.part(1, Outcome.FAILED)
+    load.part(1, PartOutcome.FAILED)
     assert pair.load(pair.lease(1), [0]).posts[0].verify is not None
 
 
@@ -99,7 +99,7 @@ def test_recency_is_the_order_in_which_blocks_are_handed_in(host: Host, found: I
 
 
 def test_the_clock_goes_on(host: Host, found: Instance) -> None:
-    assert host.machine.books.blocks.clock == 1000
+    assert host.machine.core.blocks.clock == 1000
 
 
 def test_namespaces_groups_and_worlds_are_kept_apart(host: Host, table: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.actions import CommitSlots, OpenSlots, TransferEnd
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Rank
-from kvtierd.core.stimuli import GroupGeometry, Outcome
+from kvtierd.core.stimuli import GroupGeometry, PartOutcome
 
 from tests.unit.core.host import Host, Instance, Running, keys
 
@@ -50,8 +50,8 @@ class TestStores:
         ]
         assert [len(post.slots) for post in running.posts] == [1, 1]
 
-    @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.GATE_DEADLINE, Outcome.REVOKED])
-    def test_only_the_rank_that_stores_can_spoil_a_block(self, pair: Instance, outcome: Outcome) -> None:
+    @pytest.mark.parametrize("outcome", [PartOutcome.FAILED, PartOutcome.GATE_DEADLINE, PartOutcome.REVOKED])
+    def test_only_the_rank_that_stores_can_spoil_a_block(self, pair: Instance, outcome: PartOutcome) -> None:
         running = pair.store(1, 2)
         rank = storing(running)
         running.part(1 - rank, outcome)
@@ -71,7 +71,7 @@ class TestStores:
     def test_some_of_its_blocks_can_fail(self, pair: Instance) -> None:
         running = pair.store(1, 2, 3)
         rank = storing(running)
-        running.part(rank, Outcome.FAILED, failed=[1])
+        running.part(rank, PartOutcome.FAILED, failed=[1])
         ended = running.part(1 - rank)
         assert ended is not None
         assert ended.succeeded.tolist() == [1, 0, 1]
@@ -90,7 +90,7 @@ class TestLoads:
     def test_whoever_finds_it_corrupt_condemns_it(self, host: Host, pair: Instance, rank: int) -> None:
         pair.stored(1, 2)
         running = pair.load(pair.lease(1, 2), [7, 9])
-        running.part(rank, Outcome.FAILED, [1], corrupt=True)
+        running.part(rank, PartOutcome.FAILED, [1], corrupt=True)
         assert pair.hits(1, 2) == [1]
         ended = running.part(1 - rank)
         assert ended is not None
@@ -100,8 +100,8 @@ class TestLoads:
     def test_both_may_find_it_corrupt(self, host: Host, pair: Instance) -> None:
         pair.stored(1)
         running = pair.load(pair.lease(1), [7])
-        running.part(0, Outcome.FAILED, corrupt=True)
-        running.part(1, Outcome.FAILED, corrupt=True)
+        running.part(0, PartOutcome.FAILED, corrupt=True)
+        running.part(1, PartOutcome.FAILED, corrupt=True)
         assert host.machine.status().corrupt_slots == 1
         assert host.counters.corrupt_on_load == 1
         pair.stored(1)
@@ -128,7 +128,7 @@ class TestAgreement:
         refusal = host.refused(hello)
         assert (refusal.reason, refusal.field) == (Reason.FINGERPRINT_MISMATCH, field)
         one.attach(1)
-        assert host.machine.books.names[one.name].digest is not None
+        assert host.machine.core.names[one.name].digest is not None
 
     def test_blocks_stored_once_and_by_all_are_not_shared(self, host: Host, pair: Instance) -> None:
         pair.stored(1)
@@ -144,6 +144,6 @@ class TestAgreement:
         assert running.finish().end is TransferEnd.DONE
 
     def test_the_rank_that_stores_is_of_the_instance(self, pair: Instance) -> None:
-        plan = pair.host.machine.books.names[pair.name].plans
+        plan = pair.host.machine.core.names[pair.name].plans
         assert [plan[0].shard(Rank(rank)) for rank in range(2)] == [0, 0]
         assert [plan[1].shard(Rank(rank)) for rank in range(2)] == [0, 1]

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kvtierd.core.blocks.retention import DUE_MAX, LOOKED_AT_LEAST, Round
-from kvtierd.core.maintenance.explain import Verdict
+from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
     ClearBlocks,
     CoreLimits,
     EndSession,
-    GroupQuery,
-    Outcome,
+    BlockQuery,
+    PartOutcome,
     Tick,
     TouchBlocks,
-    Wishes,
+    RetentionRequest,
     WriteMode,
 )
 
@@ -33,11 +33,11 @@ HELD_MAX = 16
 
 
 def store(one: Instance, *numbers: int, **wishes: object) -> None:
-    assert one.store(*numbers, wishes=Wishes(**wishes)).finish().succeeded.all()  # type: ignore[arg-type]
+    assert one.store(*numbers, wishes=RetentionRequest(**wishes)).finish().succeeded.all()  # type: ignore[arg-type]
 
 
 def touch(one: Instance, *numbers: int, hold_ms: int = 0, cold: bool = False) -> None:
-    queries = (GroupQuery(0, keys(*numbers), exact=True),)
+    queries = (BlockQuery(0, keys(*numbers), exact=True),)
     one.host.do(TouchBlocks(one.scheduler, one.epoch, queries, hold_ms, cold))
 
 
@@ -88,7 +88,7 @@ class TestHolds:
         one = host.instance(sizes=((4096,), (4096,)))
         one.stored(1, 2)
         one.stored(1, 2, group=1)
-        queries = (GroupQuery(0, keys(1, 2)), GroupQuery(1, keys(1, 2), exact=True))
+        queries = (BlockQuery(0, keys(1, 2)), BlockQuery(1, keys(1, 2), exact=True))
         host.do(TouchBlocks(one.scheduler, one.epoch, queries, hold_ms=10_000))
         assert held(host) == 4
 
@@ -124,14 +124,14 @@ class TestHolds:
     def test_what_another_store_is_writing_is_held_when_it_is_there(self, host: Host) -> None:
         one, two = host.instance(), host.instance("two")
         running = one.store(1, 2)
-        second = two.store(1, wishes=Wishes(hold_ms=60_000))
+        second = two.store(1, wishes=RetentionRequest(hold_ms=60_000))
         assert second.results == [2]
         running.finish()
         second.finish()
         assert held(host) == 1
         failed = one.store(5)
-        two.store(5, wishes=Wishes(hold_ms=60_000)).finish()
-        failed.part(outcome=Outcome.FAILED)
+        two.store(5, wishes=RetentionRequest(hold_ms=60_000)).finish()
+        failed.part(outcome=PartOutcome.FAILED)
         one.stored(5)
         assert held(host) == 1, "the wish went with the block"
 
@@ -142,24 +142,24 @@ class TestHolds:
         host.evict_all(one)
         one.lookup(1)
         jobs = host.disk.jobs
-        assert one.store(1, wishes=Wishes(hold_ms=60_000)).results == [2]
+        assert one.store(1, wishes=RetentionRequest(hold_ms=60_000)).results == [2]
         host.disk.finish(jobs[0].job)
         assert held(host) == 1
 
     def test_blocks_that_are_there_already_are_held_by_a_store(self, host: Host) -> None:
         one = host.instance()
         one.stored(1, 2)
-        one.store(1, 2, 3, 3, wishes=Wishes(hold_ms=60_000)).finish()
+        one.store(1, 2, 3, 3, wishes=RetentionRequest(hold_ms=60_000)).finish()
         assert held(host) == 3
 
     def test_what_a_store_lost_is_not_held(self, host: Host) -> None:
         one = host.instance()
         one.stored(1)
-        running = one.store(1, 2, 3, 4, wishes=Wishes(hold_ms=60_000))
-        running.part(outcome=Outcome.FAILED, failed=[1])
+        running = one.store(1, 2, 3, 4, wishes=RetentionRequest(hold_ms=60_000))
+        running.part(outcome=PartOutcome.FAILED, failed=[1])
         assert held(host) == 3
         assert one.hits(1, 2, 3, 4) == [1, 2, 4] or one.hits(1, 2, 3, 4) == [1, 3, 4]
-        one.store(8, 9, wishes=Wishes(hold_ms=60_000)).part(outcome=Outcome.FAILED)
+        one.store(8, 9, wishes=RetentionRequest(hold_ms=60_000)).part(outcome=PartOutcome.FAILED)
         assert held(host) == 3
 
     def test_a_hold_outlives_its_engine_and_hinders_no_load(self, host: Host) -> None:
@@ -176,7 +176,7 @@ class TestHolds:
         one = host.instance()
         store(one, 1, 2, hold_ms=FOREVER_MS)
         running = one.load(one.lease(1, 2), [3, 4])
-        running.part(outcome=Outcome.FAILED, failed=[1], corrupt=True)
+        running.part(outcome=PartOutcome.FAILED, failed=[1], corrupt=True)
         assert (one.hits(1, 2), held(host)) == ([1], 1)
         assert host.machine.status().corrupt_slots == 1
 
@@ -184,7 +184,7 @@ class TestHolds:
         one = host.instance()
         store(one, 1, 2, hold_ms=FOREVER_MS)
         lease = one.lease(1)
-        space = host.machine.books.names[one.name].plans[0].space
+        space = host.machine.core.names[one.name].plans[0].space
         reply = host.do(ClearBlocks(space, keys(1, 2)))
         assert (reply.cleared_blocks, reply.held_blocks) == (1, 1)  # type: ignore[union-attr]
         assert (held(host), one.hits(1, 2)) == (0, [1])
@@ -279,14 +279,14 @@ class TestTimes:
         assert one.hits(1, 2, 3) == [3]
         assert host.counters.expired_blocks == 2
         [explanation] = host.machine.explain(keys(1)[0].tobytes()).explanations
-        assert explanation.verdict is Verdict.EXPIRED
+        assert explanation.verdict is BlockVerdict.EXPIRED
         one.stored(1)
         wait(host, 1_000)
         assert one.hits(1) == [1], "the new block has no time"
 
     def test_time_counts_from_when_it_is_ready(self, host: Host) -> None:
         one = host.instance()
-        running = one.store(1, wishes=Wishes(ttl_ms=10_000))
+        running = one.store(1, wishes=RetentionRequest(ttl_ms=10_000))
         wait(host, 60)
         assert running.finish().succeeded.all()
         wait(host, 9)
@@ -300,11 +300,11 @@ class TestTimes:
         self, host: Host, first: dict[str, object], ready: bool
     ) -> None:
         one, two = host.instance(), host.instance("two")
-        running = one.store(1, 2, 3, wishes=Wishes(**first))  # type: ignore[arg-type]
+        running = one.store(1, 2, 3, wishes=RetentionRequest(**first))  # type: ignore[arg-type]
         if ready:
             running.finish()
         two.store(1).finish()
-        two.store(2, wishes=Wishes(ttl_ms=60_000)).finish()
+        two.store(2, wishes=RetentionRequest(ttl_ms=60_000)).finish()
         if not ready:
             running.finish()
         wait(host, 10)
@@ -365,7 +365,7 @@ class TestDisks:
             churn(one, 8, first=int(host.now_s) * 100)
         assert one.hits(1, 2) == []
         table = host.disk.core.blocks.table
-        space = host.machine.books.names[one.name].plans[0].space
+        space = host.machine.core.names[one.name].plans[0].space
         assert not table.lookup(space, keys(1, 2))[1].any()
 
     def test_who_stores_it_without_the_wish_has_it_written(self, make_disk_host: MakeDiskHost) -> None:
@@ -377,7 +377,7 @@ class TestDisks:
         one.stored(*range(10, 10 + POOL - 4))
         wait(host, 1)
         host.disk.finish_all()
-        space = host.machine.books.names[one.name].plans[0].space
+        space = host.machine.core.names[one.name].plans[0].space
         assert host.disk.core.blocks.table.lookup(space, keys(1, 2))[1].all()
 
     def test_what_a_disk_has_gets_no_time(self, make_disk_host: MakeDiskHost) -> None:
@@ -396,8 +396,8 @@ class TestDisks:
         one.stored(1)
         jobs = host.disk.jobs
         assert jobs
-        space = host.machine.books.names[one.name].plans[0].space
-        blocks = host.machine.books.blocks
+        space = host.machine.core.names[one.name].plans[0].space
+        blocks = host.machine.core.blocks
         entries, _ = blocks.table.lookup(space, keys(1))
         blocks.actions = []
         blocks.evict(blocks.domain_of(entries), entries)
@@ -447,8 +447,8 @@ class TestLowPriority:
         wait(host, 100)
         one.stored(*range(100, 108))
         touch(one, *range(100, 108), cold=True)
-        blocks = host.machine.books.blocks
-        space = host.machine.books.names["engine"].plans[0].space
+        blocks = host.machine.core.blocks
+        space = host.machine.core.names["engine"].plans[0].space
         entries, _ = blocks.table.lookup(space, keys(*range(100, 108)))
         oldest, _ = blocks.table.lookup(space, keys(0))
         assert (blocks.used_at[entries] <= blocks.used_at[oldest]).all()

@@ -8,7 +8,7 @@ from typing import Any
 from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostPart
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.core.stimuli import EndSession, Outcome
+from kvtierd.core.stimuli import EndSession, PartOutcome
 
 from tests.unit.core.host import GEOMETRY, Host, released
 
@@ -133,7 +133,7 @@ class TestOtherSizes:
 
     def test_extents_without_blocks_change_their_size_before_anything_is_evicted(self, host: Host) -> None:
         old = host.instance("old")
-        old.store(*range(28)).part(0, Outcome.FAILED)
+        old.store(*range(28)).part(0, PartOutcome.FAILED)
         new = host.instance("new", fields=b"new", sizes=((8192,),))
         new.stored(*range(28))
         assert (host.counters.evicted_blocks, host.counters.reclaimed_extents) == (0, 0)

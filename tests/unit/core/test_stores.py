@@ -23,7 +23,7 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, SessionId, Ticket
-from kvtierd.core.stimuli import CancelTransfers, CoreLimits, Drain, Outcome, Resume, Tick
+from kvtierd.core.stimuli import CancelTransfers, CoreLimits, Drain, PartOutcome, Resume, Tick
 
 from tests.unit.core.host import Host, Running, finished, keys
 
@@ -78,7 +78,7 @@ class TestSubmission:
     def test_a_block_that_can_be_pinned_no_more_costs_the_batch_nothing(self, host: Host) -> None:
         one = host.instance()
         one.stored(1, 2)
-        table, space = host.machine.books.blocks.table, host.machine.books.names["engine"].plans[0].space
+        table, space = host.machine.core.blocks.table, host.machine.core.names["engine"].plans[0].space
         crowd = np.repeat(table.lookup(space, keys(1))[0], PINS_MAX)
         table.pin(crowd)
         signals = one.signals()
@@ -223,8 +223,8 @@ class TestEnds:
     def test_a_block_counts_only_if_every_shard_of_it_succeeded(self, host: Host) -> None:
         pair = host.instance(sizes=((4096, 4096),))
         running = pair.store(1, 2, 3)
-        assert running.part(0, Outcome.FAILED, [0]) is None
-        ended = running.part(1, Outcome.FAILED, [2])
+        assert running.part(0, PartOutcome.FAILED, [0]) is None
+        ended = running.part(1, PartOutcome.FAILED, [2])
         assert ended is not None
         assert (ended.end, ended.succeeded.tolist()) == (TransferEnd.FAILED, [0, 1, 0])
         assert ended.error is not None
@@ -235,22 +235,22 @@ class TestEnds:
     def test_slots_are_not_freed_while_another_rank_may_write_them(self, host: Host) -> None:
         pair = host.instance(sizes=((4096, 4096),))
         running = pair.store(1)
-        assert running.part(0, Outcome.FAILED) is None
+        assert running.part(0, PartOutcome.FAILED) is None
         assert host.of(FreeSlots) == []
         assert [revoke.part for revoke in host.of(RevokePart)] == [running.posts[1].part]
-        assert running.part(1, Outcome.REVOKED) is not None
+        assert running.part(1, PartOutcome.REVOKED) is not None
         assert len(host.of(FreeSlots)[0].slots) == 2
 
     @pytest.mark.parametrize(
         ("outcome", "end", "reason"),
         [
-            (Outcome.FAILED, TransferEnd.FAILED, Reason.COPY_FAILED),
-            (Outcome.REVOKED, TransferEnd.CANCELLED, Reason.REVOKED),
-            (Outcome.GATE_DEADLINE, TransferEnd.CANCELLED, Reason.GATE_DEADLINE),
+            (PartOutcome.FAILED, TransferEnd.FAILED, Reason.COPY_FAILED),
+            (PartOutcome.REVOKED, TransferEnd.CANCELLED, Reason.REVOKED),
+            (PartOutcome.GATE_DEADLINE, TransferEnd.CANCELLED, Reason.GATE_DEADLINE),
         ],
     )
     def test_how_a_part_ends_decides_how_the_transfer_does(
-        self, host: Host, outcome: Outcome, end: TransferEnd, reason: Reason
+        self, host: Host, outcome: PartOutcome, end: TransferEnd, reason: Reason
     ) -> None:
         one = host.instance()
         ended = one.store(1).part(0, outcome, message="because")
@@ -262,15 +262,15 @@ class TestEnds:
     def test_the_first_thing_that_went_wrong_is_the_one_that_is_told(self, host: Host) -> None:
         pair = host.instance(sizes=((4096, 4096),))
         running = pair.store(1)
-        running.part(0, Outcome.FAILED)
-        ended = running.part(1, Outcome.REVOKED)
+        running.part(0, PartOutcome.FAILED)
+        ended = running.part(1, PartOutcome.REVOKED)
         assert ended is not None
         assert ended.error is not None
         assert (ended.end, ended.error.reason) == (TransferEnd.FAILED, Reason.COPY_FAILED)
 
     def test_positions_beyond_the_part_fail_all_of_it(self, host: Host) -> None:
         one = host.instance()
-        ended = one.store(1, 2).part(0, Outcome.FAILED, [7])
+        ended = one.store(1, 2).part(0, PartOutcome.FAILED, [7])
         assert ended is not None
         assert ended.succeeded.tolist() == [0, 0]
 
@@ -282,7 +282,7 @@ class TestEnds:
         host.do(finished(stranger, post.part))
         assert running.ended() is None
         running.finish()
-        host.do(finished(post.worker, post.part, Outcome.FAILED))
+        host.do(finished(post.worker, post.part, PartOutcome.FAILED))
         assert one.hits(1) == [1]
         assert host.counters.late_messages == 2
 
@@ -300,8 +300,8 @@ class TestCallingOff:
         ]
         host.do(cancel)
         assert host.of(RevokePart) == []
-        running.part(0, Outcome.REVOKED)
-        ended = running.part(2, Outcome.DONE)
+        running.part(0, PartOutcome.REVOKED)
+        ended = running.part(2, PartOutcome.DONE)
         assert ended is not None
         assert ended.error is not None
         assert (ended.end, ended.error.reason) == (TransferEnd.CANCELLED, Reason.CANCELLED)
@@ -327,7 +327,7 @@ class TestCallingOff:
         host.do(Tick())
         assert host.actions == []
         assert running.ended() is None, "not before its part has ended"
-        ended = running.part(0, Outcome.REVOKED)
+        ended = running.part(0, PartOutcome.REVOKED)
         assert ended is not None
         assert ended.error is not None
         assert ended.error.reason is Reason.DEADLINE

@@ -1,7 +1,7 @@
 """A snapshot with a different number in every place, to see each of them arrive."""
 
 from kvtierd.cache import DiskSnapshot, SessionAbout, Snapshot
-from kvtierd.cache.snapshot import CopyTotals, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
+from kvtierd.cache.snapshot import CopySnapshot, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
 from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, WorkerId
 from kvtierd.core.status import (
     BlockCounts,
@@ -175,7 +175,7 @@ def busy_snapshot() -> Snapshot:
             ),
         ),
         copies={
-            "store": CopyTotals(51, 0.52, {"DONE": 53, "FAILED": 1}),
-            "load": CopyTotals(61, 0.62, {}),
+            "store": CopySnapshot(51, 0.52, {"DONE": 53, "FAILED": 1}),
+            "load": CopySnapshot(61, 0.62, {}),
         },
     )

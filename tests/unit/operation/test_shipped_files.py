@@ -13,7 +13,7 @@ import pytest
 import yaml
 from kvtierd.config import daemon as config
 from kvtierd.config.reload import LIVE
-from kvtierd.metrics import DECLARED, Kind
+from kvtierd.metrics import DECLARED, MetricKind
 from kvtierd.preflight import host
 
 from tools import configure_page
@@ -28,10 +28,10 @@ DASHBOARD = json.loads((REPO / "deploy" / "grafana" / "kvtier.json").read_text()
 def samples() -> set[str]:
     """Names that Prometheus knows metrics by."""
     endings = {
-        Kind.GAUGE: ("",),
-        Kind.COUNTER: ("_total",),
-        Kind.SUMMARY: ("_sum", "_count"),
-        Kind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+        MetricKind.GAUGE: ("",),
+        MetricKind.COUNTER: ("_total",),
+        MetricKind.SUMMARY: ("_sum", "_count"),
+        MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count"),
     }
     return {each.name + ending for each in DECLARED for ending in endings[each.kind]}
 

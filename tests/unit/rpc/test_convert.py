@@ -21,10 +21,10 @@ from kvtierd.core.ids import Epoch, LeaseId, NamespaceDigest, Rank, SessionId, T
 from kvtierd.core.stimuli import (
     AuditReport,
     CoreLimits,
-    GroupQuery,
+    BlockQuery,
     RenewSession,
     Signals,
-    Wishes,
+    RetentionRequest,
 )
 from kvtierd.rpc import convert, queries
 from kvtierd.rpc.queries import Caller
@@ -114,7 +114,7 @@ class TestLookup:
     def test_the_reply_says_why_there_is_no_lease(self) -> None:
         states = np.array([2, 2, 0], np.uint8)
         refused = Refusal(Reason.LEASE_LIMIT, "too many", field="leases", value=4)
-        asked = (GroupQuery(1, np.zeros((3, 32), np.uint8)),)
+        asked = (BlockQuery(1, np.zeros((3, 32), np.uint8)),)
         response = convert.lookup_reply(asked, LookupReply((GroupHits(2, states, 3),), refused))
         assert response.answers[0] == cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\2\0", readable=3)
         assert response.lease_id == 0
@@ -129,7 +129,7 @@ class TestLookup:
     def test_a_prefix_by_itself_is_told_up_to_the_first_that_is_no_hit(
         self, states: list[int], told: bytes
     ) -> None:
-        asked = (GroupQuery(0, np.zeros((5, 32), np.uint8)),)
+        asked = (BlockQuery(0, np.zeros((5, 32), np.uint8)),)
         reply = LookupReply((GroupHits(2, np.array(states, np.uint8), 2),))
         assert convert.lookup_reply(asked, reply).answers[0].states == told
         whole = LookupReply((GroupHits(5, np.full(5, 2, np.uint8), 5),))
@@ -263,7 +263,7 @@ class TestSeveralGroups:
     def test_every_group_is_told_its_own_lease(self) -> None:
         states = np.array([0, 2], np.uint8)
         reply = LookupReply((GroupHits(2, states, 3, LeaseId(9), 1), GroupHits(1, states[:1], 2)))
-        asked = (GroupQuery(4, np.zeros((2, 32), np.uint8), 1), GroupQuery(5, np.zeros((1, 32), np.uint8)))
+        asked = (BlockQuery(4, np.zeros((2, 32), np.uint8), 1), BlockQuery(5, np.zeros((1, 32), np.uint8)))
         response = convert.lookup_reply(asked, reply)
         assert list(response.answers) == [
             cache_pb2.GroupAnswer(group=4, hits=2, states=b"\0\2", lease_id=9, lease_first=1),
@@ -340,13 +340,13 @@ class TestSubmissions:
 
     def test_its_wishes(self) -> None:
         request = store()
-        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes()
+        assert convert.store_of(request, CALLER, LIMITS).wishes == RetentionRequest()
         request.retention.CopyFrom(cache_pb2.Retention(hold_ms=5, ttl_ms=5, host_only=True))
-        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes(5, 5, True)
+        assert convert.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(5, 5, True)
         request.retention.hold_ms = 6
         assert reason(convert.store_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "retention.hold_ms")
         request.retention.ttl_ms = 0
-        assert convert.store_of(request, CALLER, LIMITS).wishes == Wishes(6, 0, True)
+        assert convert.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(6, 0, True)
 
     def test_one_block_id_for_each_hash(self) -> None:
         assert reason(convert.store_of, store(2, [1]), CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "block_ids")

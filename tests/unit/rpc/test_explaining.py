@@ -8,7 +8,7 @@ from kvtier.v1 import admin_pb2, types_pb2
 from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import NamespaceDigest
-from kvtierd.core.maintenance.explain import Explained, Explanation, Place, Verdict
+from kvtierd.core.maintenance.explain import Explained, Explanation, Place, BlockVerdict
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.explaining import DIFFERENCES_MAX, differences, explain_response
 from kvtierd.rpc.hello import namespace_fields
@@ -89,8 +89,8 @@ def test_nothing_is_made_up_about_a_namespace_of_which_only_the_digest_is_known(
     assert differences(place(about()), place(None, THERE)) == []
 
 
-@pytest.mark.parametrize("verdict", list(Verdict))
-def test_every_verdict_has_its_number_and_its_words(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", list(BlockVerdict))
+def test_every_verdict_has_its_number_and_its_words(verdict: BlockVerdict) -> None:
     each = Explanation(place(about()), verdict, 7.4, Reason.DEADLINE, (place(None, THERE),))
     [message] = explain_response(Explained((each,), 3, None, 1), 60.0).explanations
     assert admin_pb2.Verdict.Name(message.verdict) == f"VERDICT_{verdict.name}"
@@ -101,7 +101,7 @@ def test_every_verdict_has_its_number_and_its_words(verdict: Verdict) -> None:
 
 
 def test_the_limits_of_memory_are_said() -> None:
-    each = Explanation(place(about()), Verdict.NEVER_STORED, None, None, ())
+    each = Explanation(place(about()), BlockVerdict.NEVER_STORED, None, None, ())
     whole = explain_response(Explained((each,), 3, None, 1), 60.0)
     assert "in the last 60 s" in whole.explanations[0].text
     assert not whole.explanations[0].HasField("age_s")
@@ -111,7 +111,7 @@ def test_the_limits_of_memory_are_said() -> None:
 
 
 def test_why_a_store_ended_is_said() -> None:
-    each = Explanation(place(about()), Verdict.STORE_ENDED, 2.0, Reason.WORKER_LOST, ())
+    each = Explanation(place(about()), BlockVerdict.STORE_ENDED, 2.0, Reason.WORKER_LOST, ())
     [message] = explain_response(Explained((each,), 0, None, 1), 1.0).explanations
     assert message.text == "its store lost its copy worker 2 s ago"
 

@@ -9,7 +9,7 @@ import pytest
 from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
-from kvtierd.core.stimuli import GroupGeometry, Role
+from kvtierd.core.stimuli import GroupGeometry, SessionRole
 from kvtierd.rpc.hello import greeting_of, identity_of, namespace_fields
 
 
@@ -44,7 +44,7 @@ def test_a_sound_hello() -> None:
     greeting = greeting_of(hello(), SessionId(5))
     assert (greeting.protocol_version, greeting.features, greeting.client) == (1, ("joint-lookup",), "test 1")
     attach = greeting.attach
-    assert (attach.session, attach.instance, attach.role, attach.rank) == (5, "engine", Role.RANK, 1)
+    assert (attach.session, attach.instance, attach.role, attach.rank) == (5, "engine", SessionRole.RANK, 1)
     assert attach.groups == (GroupGeometry(1, 16, 0, ((64, "k"), (64, "k"))),)
     assert attach.groups[0].slot_bytes == 128
 
@@ -134,7 +134,7 @@ def test_a_scheduler_brings_no_layout_and_no_rank() -> None:
     assert refusal.value.reason is Reason.LAYOUT_INVALID
     del message.groups[:]
     attach = greeting_of(message, SessionId(1)).attach
-    assert (attach.role, attach.rank, attach.groups) == (Role.SCHEDULER, 0, ())
+    assert (attach.role, attach.rank, attach.groups) == (SessionRole.SCHEDULER, 0, ())
 
 
 def test_both_roles_in_one_are_for_a_world_of_one() -> None:
@@ -144,7 +144,7 @@ def test_both_roles_in_one_are_for_a_world_of_one() -> None:
         greeting_of(message, SessionId(1))
     assert refusal.value.reason is Reason.ROLE
     message.world_size, message.rank = 1, 0
-    assert greeting_of(message, SessionId(1)).attach.role == Role.SCHEDULER | Role.RANK
+    assert greeting_of(message, SessionId(1)).attach.role == SessionRole.SCHEDULER | SessionRole.RANK
 
 
 class TestNamespaceFields:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId, WorkerId
-from kvtierd.workers.supervisor.devices import Devices
-from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerState
+from kvtierd.workers.supervisor.devices import SupervisedDevices
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState
 from kvtierd.workers.supervisor.kinds import WorkerKind
 
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
@@ -25,29 +25,29 @@ class Host:
     """Devices, with the workers that they are told of."""
 
     def __init__(self, limits: SupervisorLimits = LIMITS, disks: Sequence[str] = ()) -> None:
-        self.devices = Devices(["cpu"], limits, disks)
+        self.devices = SupervisedDevices(["cpu"], limits, disks)
         self.now_s = 100.0
         self.workers: list[WorkerHandle] = []
 
-    def start(self, name: str, state: WorkerState = WorkerState.LIVE) -> WorkerHandle:
+    def start(self, name: str, state: WorkerProcessState = WorkerProcessState.LIVE) -> WorkerHandle:
         """As on behalf of a session. Raises Refusal."""
         self.devices.check_start(name, self.now_s, self.workers)
         return self.spawn(name, state)
 
-    def spawn(self, name: str, state: WorkerState = WorkerState.LIVE) -> WorkerHandle:
+    def spawn(self, name: str, state: WorkerProcessState = WorkerProcessState.LIVE) -> WorkerHandle:
         respawns = self.devices.respawns_of_next(name)
         kind = WorkerKind("copy worker", "none", {}, 1.0, 1.0, 1.0)
         worker = WorkerHandle(WorkerId(len(self.workers) + 1), name, respawns, kind, started_s=self.now_s)
         self.workers.append(worker)
         self.devices.started(worker)
         worker.state = state
-        if state is WorkerState.LIVE:
+        if state is WorkerProcessState.LIVE:
             self.devices.live(worker)
         return worker
 
     def end(self, worker: WorkerHandle, *, lost: bool) -> float | None:
         self.workers.remove(worker)
-        worker.state = WorkerState.EXITED
+        worker.state = WorkerProcessState.EXITED
         return self.devices.gone(worker, self.now_s, lost=lost)
 
     def refused(self, name: str) -> Refusal:
@@ -96,7 +96,7 @@ def test_a_gpu_that_was_idle_is_started_again_at_once_and_was_not_lost() -> None
     worker = host.start(GPU)
     [_, device] = host.devices
     assert (device.idle, device.broken) == (False, False)
-    worker.state = WorkerState.ENDING
+    worker.state = WorkerProcessState.ENDING
     assert (device.idle, device.broken) == (True, False)
     assert host.end(worker, lost=False) is None
     assert (device.idle, device.broken) == (True, False)
@@ -106,14 +106,14 @@ def test_a_gpu_that_was_idle_is_started_again_at_once_and_was_not_lost() -> None
 
 def test_what_cannot_be_used_is_forgotten_unless_it_once_was() -> None:
     host = Host()
-    bogus = host.start(GPU, WorkerState.STARTING)
+    bogus = host.start(GPU, WorkerProcessState.STARTING)
     host.devices.unusable(bogus)
     assert host.known() == ["cpu"]
     again = host.start(GPU)
     assert host.end(bogus, lost=False) is None
     assert host.devices.worker(GPU) is again, "the end of the first is not the end of the second"
     host.end(again, lost=False)
-    host.devices.unusable(host.start(GPU, WorkerState.STARTING))
+    host.devices.unusable(host.start(GPU, WorkerProcessState.STARTING))
     assert host.known() == ["cpu", GPU]
     assert host.devices.worker(GPU) is None
     host.start(GPU)
@@ -123,10 +123,10 @@ def test_workers_are_bounded_and_so_are_those_being_started() -> None:
     host = Host()
     host.spawn("cpu")
     for name in "ab":
-        host.start(name, WorkerState.STARTING)
+        host.start(name, WorkerProcessState.STARTING)
     assert host.refused("c").reason is Reason.WORKER_UNAVAILABLE
     for worker in host.workers:
-        worker.state = WorkerState.LIVE
+        worker.state = WorkerProcessState.LIVE
     host.start("c")
     assert host.refused("d").reason is Reason.QUEUE_FULL
 
@@ -135,7 +135,7 @@ def test_names_of_the_past_give_way() -> None:
     host = Host()
     kept = host.start(GPU)
     for number in range(10):
-        host.end(host.start(f"bogus {number}", WorkerState.STARTING), lost=True)
+        host.end(host.start(f"bogus {number}", WorkerProcessState.STARTING), lost=True)
     assert len(host.known()) <= LIMITS.devices_max
     assert {"cpu", GPU} <= set(host.known())
     assert host.devices.worker(GPU) is kept
@@ -145,7 +145,7 @@ def test_names_of_the_past_give_way() -> None:
 def test_a_gpu_is_idle_once_no_session_has_held_anything_for_long_enough() -> None:
     host = Host()
     cpu, gpu = host.spawn("cpu"), host.start(GPU)
-    host.start("starting", WorkerState.STARTING)
+    host.start("starting", WorkerProcessState.STARTING)
     gpu.sessions.add(SessionId(1))
     assert host.devices.idle(host.now_s + 1_000) == []
     gpu.sessions.clear()
@@ -170,8 +170,8 @@ def test_a_disk_is_tried_again_more_and_more_rarely_and_says_why_it_is_off() -> 
     disk = host.devices["disk-0"]
     assert (disk.is_known, disk.why) == (True, "")
     for delay_s in (1.0, 2.0, 4.0, 8.0, 8.0):
-        refused = host.spawn("disk-0", WorkerState.STARTING)
-        refused.state, refused.why = WorkerState.ENDING, f"no room, tried again after {delay_s} s"
+        refused = host.spawn("disk-0", WorkerProcessState.STARTING)
+        refused.state, refused.why = WorkerProcessState.ENDING, f"no room, tried again after {delay_s} s"
         host.devices.unusable(refused)
         assert disk.why == refused.why
         assert host.end(refused, lost=False) == delay_s

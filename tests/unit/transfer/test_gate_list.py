@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import SharedWords
 from kvtierd.workers.copy.gates import POLL_S_MAX, POLL_S_MIN, SWEEP_S, Gates
-from kvtierd.workers.copy.parts import Part
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.parts import PartTask
+from kvtierd.workers.copy.sessions import MappedSession
 
 DOORBELLS = 3
 PARTS = 64
 
 
-def session(number: int = 1) -> Session:
+def session(number: int = 1) -> MappedSession:
     words = SharedWords(bytearray(8 * (DOORBELLS + PARTS)), DOORBELLS + PARTS)
-    return Session(number, DOORBELLS, PARTS, words)
+    return MappedSession(number, DOORBELLS, PARTS, words)
 
 
-def part(owner: Session, ticket: int, doorbell: int = 0, value: int = 1, deadline_s: float = 1e9) -> Part:
+def part(owner: MappedSession, ticket: int, doorbell: int = 0, value: int = 1, deadline_s: float = 1e9) -> PartTask:
     nothing = np.empty(0, np.uint32)
-    return Part(
+    return PartTask(
         number=ticket,
         is_load=True,
         session=owner,

@@ -15,8 +15,8 @@ from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status
 from kvtierd.workers.copy.cpu import CpuDevice
 from kvtierd.workers.copy.device import Blocks, Copier, Flight
 from kvtierd.workers.copy.lanes import Lanes, PartCalls
-from kvtierd.workers.copy.parts import Part, PartEnd, PartState
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.parts import PartTask, PartEnd, PartTaskState
+from kvtierd.workers.copy.sessions import MappedSession
 
 SLACK_S = 30.0
 BLOCKS = 4
@@ -62,14 +62,14 @@ class Wire:
     def is_full(self) -> bool:
         return self.full
 
-    def prepare(self, part: Part, chunk: slice) -> bool:
+    def prepare(self, part: PartTask, chunk: slice) -> bool:
         self.steps_left -= 1
         if self.steps_left < 0:
             return False
         self.prepared.append(part.run is not None)
         return True
 
-    def submit(self, part: Part, chunk: slice) -> Flight:
+    def submit(self, part: PartTask, chunk: slice) -> Flight:
         if chunk.start == self.refuse_chunk_at:
             raise ValueError("refused")
         self.submitted.append((part.number, chunk.start))
@@ -87,7 +87,7 @@ class Wire:
             raise ValueError("lost")
         return flight.good
 
-    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+    def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
         over(end)
 
 
@@ -97,9 +97,9 @@ class Wires(CpuDevice):
         self.store: Wire = Wire(depth)  # type: ignore[assignment]
 
 
-def session(number: int) -> Session:
+def session(number: int) -> MappedSession:
     words = SharedWords(bytearray(8 * 64), 64)
-    return Session(number, doorbells=0, parts=64, words=words)
+    return MappedSession(number, doorbells=0, parts=64, words=words)
 
 
 class Bench:
@@ -111,7 +111,7 @@ class Bench:
         os.close(fd)
         self.ends: dict[int, PartEnd] = {}
         self.unstarted: list[int] = []
-        self.startable: Callable[[Part], bool] = lambda part: part.session.try_start(part)
+        self.startable: Callable[[PartTask], bool] = lambda part: part.session.try_start(part)
         self.lanes = Lanes(
             self.device,
             self.status,
@@ -120,14 +120,14 @@ class Bench:
             ),
         )
 
-    def _landed(self, copier: Copier, part: Part, end: PartEnd) -> None:
+    def _landed(self, copier: Copier, part: PartTask, end: PartEnd) -> None:
         assert not any(flight.part is part for flight in [*self.load.flying, *self.store.flying])
         assert part.number not in self.ends
         self.ends[part.number] = end
 
-    def post(self, number: int, session: Session, blocks: int, *, is_load: bool = True) -> Part:
+    def post(self, number: int, session: MappedSession, blocks: int, *, is_load: bool = True) -> PartTask:
         empty = np.zeros(blocks, np.uint32)
-        part = Part(
+        part = PartTask(
             number=number,
             is_load=is_load,
             session=session,
@@ -146,11 +146,11 @@ class Bench:
             self.lanes.submit(part)
         return part
 
-    def withdraw(self, wanted: Callable[[Part], bool]) -> list[Part]:
+    def withdraw(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         with self.lanes.lock:
             return self.lanes.withdraw(wanted)
 
-    def abandon(self, *parts: Part) -> None:
+    def abandon(self, *parts: PartTask) -> None:
         with self.lanes.lock:
             self.lanes.abandon(parts)
 
@@ -263,7 +263,7 @@ def test_what_is_withdrawn_never_starts(bench: Bench) -> None:
     bench.lanes.start()
     until(lambda: len(bench.load.submitted) == 2)  # parts 1 and 3
     assert bench.withdraw(lambda part: True) == [queued]
-    assert queued.state is PartState.OVER
+    assert queued.state is PartTaskState.OVER
     bench.load.let_land(3)
     until(lambda: len(bench.ends) == 2)
     assert set(bench.ends) == {1, other.number}

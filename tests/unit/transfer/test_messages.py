@@ -16,11 +16,11 @@ from kvtierd.core.ids import (
     WorkerId,
 )
 from kvtierd.core.maintenance.sampling import SLOTS_MAX
-from kvtierd.core.stimuli import CoreDisks, Outcome, Signals
+from kvtierd.core.stimuli import CoreDisks, PartOutcome, Signals
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 from kvtierd.workers.copy.parts import PartRefusedError, read_part
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.sessions import MappedSession
 from kvtierd.workers.supervisor import messages
 
 
@@ -52,7 +52,7 @@ def test_the_largest_part_fits_a_packet() -> None:
 def test_a_worker_reads_what_the_front_wrote() -> None:
     generations = np.array([], np.uint64)
     packet = messages.post_part_packet(action(0), generations, 1_500)
-    session = Session(5, doorbells=2, parts=4, words=SharedWords(bytearray(48), 6))
+    session = MappedSession(5, doorbells=2, parts=4, words=SharedWords(bytearray(48), 6))
     part = read_part(wire.ToWorker.FromString(packet).post_part, session, now_s=100.0)
     assert (part.number, part.ticket, part.word) == (2**63, TICKET_MAX, 2 + 3)
     assert (part.is_load, part.doorbell, part.doorbell_value) == (True, 1, 2**64 - 1)
@@ -70,7 +70,7 @@ def test_arrays_that_are_not_parallel_are_refused_by_both_ends() -> None:
         with pytest.raises(ValueError, match="gate_deadline_ms"):
             messages.post_part_packet(action(0), np.zeros(0, np.uint64), deadline_ms)
 
-    session = Session(5, doorbells=2, parts=4)
+    session = MappedSession(5, doorbells=2, parts=4)
     good = {"direction": wire.LOAD, "ticket": 1}
     for wrong, message in (
         ({"block_ids": bytes(4)}, "1 block ids, 0 slots"),
@@ -130,7 +130,7 @@ def test_reports_become_stimuli_and_nonsense_an_error() -> None:
         copy_ns=2_500_000_000,
     )
     stimulus = messages.part_finished(WorkerId(4), report)
-    assert (stimulus.worker, stimulus.part, stimulus.outcome) == (4, 9, Outcome.FAILED)
+    assert (stimulus.worker, stimulus.part, stimulus.outcome) == (4, 9, PartOutcome.FAILED)
     assert stimulus.failed.tolist() == [3, 1]
     assert (stimulus.corrupt, stimulus.message) == (True, "why")
     assert (stimulus.copied_bytes, stimulus.copy_s) == (2**40, 2.5)
@@ -163,7 +163,7 @@ def test_the_largest_check_fits_a_packet() -> None:
 def test_outcomes_have_the_numbers_of_the_wire() -> None:
     on_the_wire = {value.name: value.number for value in wire.DESCRIPTOR.enum_types_by_name["Outcome"].values}
     assert on_the_wire.pop("OUTCOME_UNSPECIFIED") == 0
-    assert on_the_wire == {outcome.name: outcome.value for outcome in Outcome}
+    assert on_the_wire == {outcome.name: outcome.value for outcome in PartOutcome}
 
 
 NO_SLOTS, NO_NUMBERS = np.zeros(0, np.uint32), np.zeros(0, np.uint64)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvtier_vllm.model.identity.reasons import Reason
+from kvtier_vllm.model.identity.reasons import Classification
 
-Table = Mapping[Reason, str]
+Table = Mapping[Classification, str]
 """Names, separated by blanks, by why they are classed as they are."""
 
 
-def classed(table: Table) -> dict[str, Reason]:
+def classed(table: Table) -> dict[str, Classification]:
     """Each name of a table, with its reason. Raises ValueError for a name that is classed twice."""
-    found: dict[str, Reason] = {}
+    found: dict[str, Classification] = {}
     for reason, names in table.items():
         for name in names.split():
             if name in found:

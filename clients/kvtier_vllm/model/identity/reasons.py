@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class SettingKind(Enum):
     """What a setting has to do with the bytes of a block."""
 
     IDENTITY = "in the identity"
@@ -19,55 +19,55 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Reason:
+class Classification:
     """Why settings are classed as they are."""
 
-    kind: Kind
+    kind: SettingKind
     why: str
     """A sentence about the settings."""
 
 
-IDENTITY = Reason(Kind.IDENTITY, "They may change what is computed, or they are not understood well enough.")
-DRAFT = Reason(
-    Kind.IDENTITY, "They may change the KV of a draft model, where it lies in the same blocks as the model's."
+IDENTITY = Classification(SettingKind.IDENTITY, "They may change what is computed, or they are not understood well enough.")
+DRAFT = Classification(
+    SettingKind.IDENTITY, "They may change the KV of a draft model, where it lies in the same blocks as the model's."
 )
-PART = Reason(Kind.ELSEWHERE, "They are made of fields that are classed one by one.")
-ELSEWHERE = Reason(
-    Kind.ELSEWHERE,
+PART = Classification(SettingKind.ELSEWHERE, "They are made of fields that are classed one by one.")
+ELSEWHERE = Classification(
+    SettingKind.ELSEWHERE,
     "They have a field of the namespace of their own, are named in another form, or are refused where they "
     "cannot be named.",
 )
-DERIVED = Reason(
-    Kind.HARMLESS,
+DERIVED = Classification(
+    SettingKind.HARMLESS,
     "They follow from the model's files and from other settings, which are in the identity; the class of a "
     "model may write into them while it is built.",
 )
-LAYOUT = Reason(
-    Kind.HARMLESS,
+LAYOUT = Classification(
+    SettingKind.HARMLESS,
     "They decide how blocks are cut and laid out, which the fingerprint of the layout and the block hashes "
     "say.",
 )
-ROUNDING = Reason(
-    Kind.ROUNDING, "They select kernels, graphs, and how work is split and joined: sums in another order."
+ROUNDING = Classification(
+    SettingKind.ROUNDING, "They select kernels, graphs, and how work is split and joined: sums in another order."
 )
-PLACEMENT = Reason(
-    Kind.HARMLESS,
+PLACEMENT = Classification(
+    SettingKind.HARMLESS,
     "They decide where and when something is kept, moved or computed, and how much at once, not what.",
 )
-PROCESSES = Reason(Kind.HARMLESS, "They are about processes, hosts, ports and what passes between them.")
-FILES = Reason(
-    Kind.HARMLESS,
+PROCESSES = Classification(SettingKind.HARMLESS, "They are about processes, hosts, ports and what passes between them.")
+FILES = Classification(
+    SettingKind.HARMLESS,
     "They are about where files are found, built or cached, and how they are read; what is in those that "
     "decide values is in the identity.",
 )
-FRONT_END = Reason(
-    Kind.HARMLESS,
+FRONT_END = Classification(
+    SettingKind.HARMLESS,
     "They are about how requests become tokens and media, which the block hashes cover once they have.",
 )
-OUTPUT = Reason(Kind.HARMLESS, "They are about what is made of the last hidden states: no KV depends on it.")
-WATCHING = Reason(Kind.HARMLESS, "They are about logs, metrics, events and debugging.")
-OWN_CODE = Reason(
-    Kind.ROUNDING,
+OUTPUT = Classification(SettingKind.HARMLESS, "They are about what is made of the last hidden states: no KV depends on it.")
+WATCHING = Classification(SettingKind.HARMLESS, "They are about logs, metrics, events and debugging.")
+OWN_CODE = Classification(
+    SettingKind.ROUNDING,
     "They run code of the user's own, which is taken to compute what the model says: if it does not, set "
     "weights_revision or salt.",
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier_vllm.model.identity.completeness import classed
 from kvtier_vllm.model.identity.fields import CLASSES
-from kvtier_vllm.model.identity.reasons import DRAFT, IDENTITY, OWN_CODE, ROUNDING, Reason
+from kvtier_vllm.model.identity.reasons import DRAFT, IDENTITY, OWN_CODE, ROUNDING, Classification
 from kvtier_vllm.model.identity.rendering import Unnameable, digest_of, text_of
 from kvtier_vllm.model.identity.variables import VARIABLES
 
@@ -60,11 +60,11 @@ def configuration_of(vllm_config: Any, environment: Mapping[str, str] = os.envir
     return found | _variables(environment, reasons)
 
 
-def _settings(config: Any, reasons: tuple[Reason, ...]) -> Iterator[tuple[str, Any]]:
+def _settings(config: Any, reasons: tuple[Classification, ...]) -> Iterator[tuple[str, Any]]:
     yield from _below("", config, reasons, 0)
 
 
-def _below(at: str, config: Any, reasons: tuple[Reason, ...], depth: int) -> Iterator[tuple[str, Any]]:
+def _below(at: str, config: Any, reasons: tuple[Classification, ...], depth: int) -> Iterator[tuple[str, Any]]:
     table = classed(CLASSES.get(type(config).__name__, {}))
     for field in dataclasses.fields(config):
         if not hasattr(config, field.name):
@@ -90,7 +90,7 @@ def _is_default(field: Any, value: Any) -> bool:
         return False
 
 
-def _variables(environment: Mapping[str, str], reasons: tuple[Reason, ...]) -> dict[str, str]:
+def _variables(environment: Mapping[str, str], reasons: tuple[Classification, ...]) -> dict[str, str]:
     return {
         f"environment.{name}": text_of(environment[name])
         for reason in reasons

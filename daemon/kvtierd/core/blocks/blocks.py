@@ -19,7 +19,7 @@ from kvtierd.core.status import SizeStatus
 from kvtierd.core.stimuli import CoreIntegrity, Verify
 
 if TYPE_CHECKING:
-    from kvtierd.core.blocks.retention import Retention
+    from kvtierd.core.blocks.retention import BlockRetention
 
 EVICTING = int(BlockState.EVICTING)
 READY = int(BlockState.READY)
@@ -40,7 +40,7 @@ class Inserted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class BlockSnapshot:
     """Blocks as they were at some time; they may go, and others come in their place."""
 
     entries: Entries
@@ -48,8 +48,8 @@ class Seen:
     slots: Slots
     """One of each block."""
 
-    def __getitem__(self, chosen: "slice | npt.NDArray[Any]") -> "Seen":
-        return Seen(self.entries[chosen], self.generations[chosen], self.slots[chosen])
+    def __getitem__(self, chosen: "slice | npt.NDArray[Any]") -> "BlockSnapshot":
+        return BlockSnapshot(self.entries[chosen], self.generations[chosen], self.slots[chosen])
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -105,7 +105,7 @@ class Blocks:
         self.actions: list[Action] = []
         self.leaving: Callable[[Entries, Fate], None] | None = None
         """Told of READY blocks that are being evicted or condemned, while they still are in the table."""
-        self.retention: Retention | None = None
+        self.retention: BlockRetention | None = None
         """What is wished of the host's blocks."""
 
     # --- life of a block ---
@@ -225,11 +225,11 @@ class Blocks:
 
     # --- blocks that are remembered and not held ---
 
-    def seen(self, domain: Domain, entries: Entries) -> "Seen":
+    def seen(self, domain: Domain, entries: Entries) -> "BlockSnapshot":
         """Remembers blocks of a domain."""
-        return Seen(entries, self.table.generations(entries), self.slots_of(domain, entries)[0])
+        return BlockSnapshot(entries, self.table.generations(entries), self.slots_of(domain, entries)[0])
 
-    def are_still(self, seen: "Seen") -> npt.NDArray[np.bool_]:
+    def are_still(self, seen: "BlockSnapshot") -> npt.NDArray[np.bool_]:
         """Which of the blocks have not been removed since."""
         there: npt.NDArray[np.bool_] = self.table.owners(seen.slots) == seen.entries
         there[there] = self.table.generations(seen.entries[there]) == seen.generations[there]

@@ -26,7 +26,7 @@ class Fate(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RememberedFate:
     """What became of a block last."""
 
     fate: Fate
@@ -77,7 +77,7 @@ class History:
         self._notes[places] = note
         self._next = int(places[-1]) + 1
 
-    def latest(self, space: SpaceId, key: Hashes) -> Memory | None:
+    def latest(self, space: SpaceId, key: Hashes) -> RememberedFate | None:
         """What became last of one block, `key` of shape (1, 32); None if nothing is remembered of it. Reads
         everything: for people's questions, not for requests."""
         used = len(self)
@@ -90,7 +90,7 @@ class History:
         age = (self._next - 1 - found) % self.capacity
         note = int(self._notes[found[np.argmin(age)]])
         reason = note & 0xFF
-        return Memory(Fate(note >> 8 & 0xFF), Reason(reason) if reason else None, note >> 16)
+        return RememberedFate(Fate(note >> 8 & 0xFF), Reason(reason) if reason else None, note >> 16)
 
     def oldest_at(self) -> int | None:
         """When the first of what is remembered happened; None if nothing was ever forgotten."""

@@ -19,9 +19,9 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import U32, BlockFlag, BlockState
 from kvtierd.core.ids import Entries
-from kvtierd.core.state.entities import Transfer
+from kvtierd.core.state.entities import TransferJob
 from kvtierd.core.status import Tally
-from kvtierd.core.stimuli import CoreLimits, Wishes
+from kvtierd.core.stimuli import CoreLimits, RetentionRequest
 
 WRITING = int(BlockState.WRITING)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
@@ -60,7 +60,7 @@ class Round:
         return found.astype(np.uint32)
 
 
-class Retention:
+class BlockRetention:
     """Of the host's blocks. Batches; their order is that of a sequence, its head first."""
 
     def __init__(self, blocks: Blocks, tally: Tally, limits: CoreLimits) -> None:
@@ -102,7 +102,7 @@ class Retention:
 
     # --- stores ---
 
-    def wished(self, new: Entries, existing: Entries, wishes: Wishes) -> None:
+    def wished(self, new: Entries, existing: Entries, wishes: RetentionRequest) -> None:
         """A store is submitted, of blocks that are made for it and others that are there, in whatever state.
         Of several wishes for a block the one that keeps it longer is granted, and in more tiers."""
         if wishes.hold_ms and len(existing):
@@ -124,7 +124,7 @@ class Retention:
         self.expires_at[new] = second
         self._live_until(existing[self.expires_at[existing] != 0], second)
 
-    def stored(self, domain: Domain, good: Entries, transfer: Transfer) -> None:
+    def stored(self, domain: Domain, good: Entries, transfer: TransferJob) -> None:
         """A store has made blocks READY. Those that were there already are still pinned by it; what has
         failed is gone."""
         wishes = transfer.wishes

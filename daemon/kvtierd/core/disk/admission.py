@@ -7,29 +7,29 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvtierd.core.actions import Direction, DiskJobKind
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk
-from kvtierd.core.state.entities import GroupPlan, Instance, Part
+from kvtierd.core.state.entities import GroupPlan, Instance, TransferPart
 from kvtierd.core.state.rates import Rate
 from kvtierd.core.stimuli import PartFinished
 
 
 class Admission:
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
         self._loads: dict[str, Rate] = {}
         """By the device whose worker copies; there are no more devices than the machine has."""
 
     @property
     def _on(self) -> bool:
-        disks = self._books.disks
+        disks = self._core.disks
         return disks.policy.recompute_if_faster and bool(disks)
 
-    def part_finished(self, part: Part, stimulus: PartFinished) -> None:
+    def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """Learns from a load how fast its worker copies."""
         if self._on and part.transfer.direction is Direction.LOAD:
             rate = self._loads.setdefault(part.mapping.worker.device, Rate())
-            rate.measured(self._books.now_s, stimulus.copied_bytes, stimulus.copy_s)
+            rate.measured(self._core.now_s, stimulus.copied_bytes, stimulus.copy_s)
 
     def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
         """Of so many blocks of each group, all on the host, which spare computing so many tokens."""
@@ -48,7 +48,7 @@ class Admission:
         spare computing so many tokens."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
-        now_s = self._books.now_s
+        now_s = self._core.now_s
         read_s = max(
             disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count_bytes)
             for disk, count_bytes in of_disk.items()
@@ -65,5 +65,5 @@ class Admission:
         for device, count_bytes in of_device.items():
             rate = self._loads.get(device)
             if rate is not None:
-                slowest_s = max(slowest_s, rate.seconds(self._books.now_s, count_bytes))
+                slowest_s = max(slowest_s, rate.seconds(self._core.now_s, count_bytes))
         return slowest_s

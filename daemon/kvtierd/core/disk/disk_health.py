@@ -1,11 +1,11 @@
 """Whether disks are fit to be used: their workers, errors in a row, slow jobs, and the read that decides."""
 
-from kvtierd.core.blocks.blocks import Seen
+from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.disk.disk_jobs import DiskJobs
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Disk
-from kvtierd.core.state.entities import DiskJob, Worker
+from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.transitions import DiskJobState, DiskState, Event
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
 
@@ -14,31 +14,31 @@ PROBE_HORIZON = 4_096
 
 
 class DiskHealth:
-    def __init__(self, books: Books, jobs: DiskJobs) -> None:
-        self._books = books
+    def __init__(self, core: CoreState, jobs: DiskJobs) -> None:
+        self._core = core
         self._jobs = jobs
 
     @property
     def _policy(self) -> CoreDisks:
-        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
+        return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     # --- workers ---
 
-    def worker_live(self, disk: Disk, worker: Worker) -> None:
+    def worker_live(self, disk: Disk, worker: WorkerRecord) -> None:
         """It may be used from now on; the first one's disk when it is known what it holds."""
         assert disk.worker is None, f"disk {disk.disk} has a worker"
         disk.worker = worker
-        disk.ended_s = self._books.now_s
+        disk.ended_s = self._core.now_s
         if disk.state is DiskState.OFF:
             self._return(disk)
 
     def recovered(self, disk: Disk) -> None:
         """It is known what the disk holds."""
-        self._books.step(disk, Event.RECOVER)
+        self._core.step(disk, Event.RECOVER)
         if disk.worker is None:
-            self._books.step(disk, Event.LOSE)
+            self._core.step(disk, Event.LOSE)
 
-    def worker_lost(self, disk: Disk, worker: Worker, why: str) -> None:
+    def worker_lost(self, disk: Disk, worker: WorkerRecord, why: str) -> None:
         """What it was asked for cannot succeed; nothing is fenced before it has exited."""
         had_jobs = self._jobs.lose(disk, worker)
         if disk.worker is not worker:
@@ -47,16 +47,16 @@ class DiskHealth:
         disk.probe = None
         disk.why = f"its worker was lost: {why}"
         if disk.state is not DiskState.STARTING:
-            self._books.step(disk, Event.LOSE)
+            self._core.step(disk, Event.LOSE)
         if had_jobs:
             self._error(disk, disk.why)
 
     def _return(self, disk: Disk) -> None:
-        self._books.step(disk, Event.RETURN)
+        self._core.step(disk, Event.RETURN)
         if disk.errors_in_row >= self._policy.errors_max:
             self._fail(disk)
         else:
-            self._books.disks.readable(disk)
+            self._core.disks.readable(disk)
 
     # --- what jobs show ---
 
@@ -71,9 +71,9 @@ class DiskHealth:
         if disk.probe == job.job:
             disk.probe = None
             if stimulus.error:
-                disk.failed_s = self._books.now_s
-                here = disk.blocks.are_still(Seen(job.entries, job.generations, job.slots[0]))
-                self._books.disks.unreadable(disk, job.domain, job.entries[here])
+                disk.failed_s = self._core.now_s
+                here = disk.blocks.are_still(BlockSnapshot(job.entries, job.generations, job.slots[0]))
+                self._core.disks.unreadable(disk, job.domain, job.entries[here])
             elif disk.state is DiskState.FAILING:
                 self._heal(disk, errors_in_row=0)
 
@@ -85,19 +85,19 @@ class DiskHealth:
             self._fail(disk)
 
     def _fail(self, disk: Disk) -> None:
-        self._books.step(disk, Event.FAIL)
-        disk.failed_s = self._books.now_s
+        self._core.step(disk, Event.FAIL)
+        disk.failed_s = self._core.now_s
         disk.why = f"{disk.errors_in_row} errors in a row: {disk.why}"
 
     def _heal(self, disk: Disk, *, errors_in_row: int) -> None:
-        self._books.step(disk, Event.HEAL)
+        self._core.step(disk, Event.HEAL)
         disk.errors_in_row = errors_in_row
-        self._books.disks.readable(disk)
+        self._core.disks.readable(disk)
 
     # --- time ---
 
     def tick(self, disk: Disk) -> None:
-        now_s, slow_s = self._books.now_s, self._policy.slow_deadline_s
+        now_s, slow_s = self._core.now_s, self._policy.slow_deadline_s
         for job in disk.jobs.values():
             if now_s - job.posted_s <= slow_s:
                 break
@@ -119,7 +119,7 @@ class DiskHealth:
             return
         disk.probe = self._jobs.check(disk, *found).job
 
-    def _some_block(self, disk: Disk) -> tuple[Domain, Seen] | None:
+    def _some_block(self, disk: Disk) -> tuple[Domain, BlockSnapshot] | None:
         for domain in disk.blocks.domains.by_id.values():
             entries = disk.blocks.table.coldest(domain.domain, 1, LATE, PROBE_HORIZON)
             if len(entries):

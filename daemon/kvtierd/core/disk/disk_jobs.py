@@ -5,13 +5,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import DiskJobKind, OpenSlots, PostDiskJob
-from kvtierd.core.blocks.blocks import READY, Blocks, Seen
+from kvtierd.core.blocks.blocks import READY, Blocks, BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.table import U32
 from kvtierd.core.ids import DiskJobId, Entries, Hashes, Rank, Slots, SpaceId, TransferNumber
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import CLEAN, JOB_SLOTS_MAX, LATE, QUEUED, READS_MAX, WRITES_MAX, Disk, by_space
-from kvtierd.core.state.entities import DiskJob, Worker
+from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.transitions import DiskJobState, Event
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
 
@@ -21,13 +21,13 @@ _NO_CLOCKS = np.empty(0, np.uint64)
 
 
 class DiskJobs:
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._host = books.blocks
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
+        self._host = core.blocks
 
     @property
     def _policy(self) -> CoreDisks:
-        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
+        return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     def blocks_per_job(self, domain: Domain) -> int:
         """One at least."""
@@ -69,7 +69,7 @@ class DiskJobs:
         host, shelf = self._host, disk.blocks
         domain = shelf.domains.of(host_domain.sizes)
         domain.users += 1  # while room is made for it, it has no blocks perhaps
-        disk.room.for_entries(domain, len(host_entries))
+        disk.eviction.for_entries(domain, len(host_entries))
         hashes, spaces = host.table.hashes(host_entries), host.table.spaces(host_entries)
         entries = np.zeros(len(host_entries), np.uint32)
         created = np.zeros(len(host_entries), np.bool_)
@@ -77,7 +77,7 @@ class DiskJobs:
             inserted = shelf.insert(space, domain, np.ascontiguousarray(hashes[own]))
             entries[own], created[own] = inserted.entries, inserted.created == 1
         kept = np.flatnonzero(created)
-        roomy = disk.room.for_slots(domain, len(kept))
+        roomy = disk.eviction.for_slots(domain, len(kept))
         shelf.discard(domain, entries[kept[roomy:]], None)
         kept = kept[:roomy]
         if len(kept):
@@ -104,7 +104,7 @@ class DiskJobs:
         clocks = np.uint64(shelf.clock) - np.arange(n, dtype=np.uint64)
         self._post(job, host.slots_of(host_domain, host_entries), np.repeat(clocks, domain.world))
 
-    def check(self, disk: Disk, domain: Domain, seen: Seen) -> DiskJob:
+    def check(self, disk: Disk, domain: Domain, seen: BlockSnapshot) -> DiskJob:
         """Has READY blocks of a LIVE or FAILING disk compared with their checksums; holds nothing."""
         slots = disk.blocks.slots_of(domain, seen.entries)
         job = self._begin(disk, DiskJobKind.CHECK, domain, seen.entries, slots)
@@ -117,11 +117,11 @@ class DiskJobs:
     ) -> DiskJob:
         assert disk.worker is not None
         job = DiskJob(
-            job=DiskJobId(next(self._books.transfer_ids)),
+            job=DiskJobId(next(self._core.transfer_ids)),
             kind=kind,
             disk=disk.disk,
             worker=disk.worker,
-            posted_s=self._books.now_s,
+            posted_s=self._core.now_s,
             domain=domain,
             entries=entries,
             slots=slots,
@@ -168,12 +168,12 @@ class DiskJobs:
 
     def finished(self, stimulus: DiskJobFinished) -> tuple[Disk, DiskJob] | None:
         """A worker has ended a job. None, and only counted, if the job is over or was another worker's."""
-        books = self._books
+        core = self._core
         disk, job = self._find(stimulus)
         if disk is None or job is None:
-            books.tally.late_messages += 1
+            core.tally.late_messages += 1
             return None
-        disk.rates[READ_RATE.get(job.kind, job.kind)].measured(books.now_s, stimulus.bytes, stimulus.busy_s)
+        disk.rates[READ_RATE.get(job.kind, job.kind)].measured(core.now_s, stimulus.bytes, stimulus.busy_s)
         n, world = len(job.entries), job.domain.world
         flat = np.ones(n * world, np.bool_)
         failed, corrupt = stimulus.failed, stimulus.corrupt
@@ -188,25 +188,25 @@ class DiskJobs:
         return disk, job
 
     def _find(self, stimulus: DiskJobFinished) -> tuple[Disk | None, DiskJob | None]:
-        for disk in self._books.disks.all:
+        for disk in self._core.disks.all:
             job = disk.jobs.get(stimulus.job)
             if job is not None:
                 posted = job.state is DiskJobState.POSTED and job.worker.worker == stimulus.worker
                 return disk, job if posted else None
         return None, None
 
-    def lose(self, disk: Disk, worker: Worker) -> int:
+    def lose(self, disk: Disk, worker: WorkerRecord) -> int:
         """A worker is lost: its jobs cannot succeed, and may still be going on. What they promote is a miss
         from now on. Returns how many there were."""
         count = 0
         for job in disk.jobs.values():
             if job.worker is worker:
-                self._books.step(job, Event.LOSE)
+                self._core.step(job, Event.LOSE)
                 self.tell_late(job)
                 count += 1
         return count
 
-    def exited(self, disk: Disk, worker: Worker) -> list[DiskJob]:
+    def exited(self, disk: Disk, worker: WorkerRecord) -> list[DiskJob]:
         """The lost worker's process is gone: nothing of its jobs can land any more. Returns them."""
         jobs = [job for job in disk.jobs.values() if job.worker is worker]
         for job in jobs:
@@ -219,25 +219,25 @@ class DiskJobs:
         if job.kind is DiskJobKind.READ and not job.late:
             job.late = True
             self._host.table.set_flags(job.host_entries, LATE)
-            self._books.disks.late_jobs += 1
+            self._core.disks.late_jobs += 1
 
     def _end(
         self, disk: Disk, job: DiskJob, event: Event, good: Mask, corrupt: U32, *, unreadable: bool
     ) -> None:
         """`good`: blocks that went well; `corrupt`: positions of shards. `unreadable`: what did not go well,
         and is to be read, cannot be."""
-        self._books.step(job, event)
+        self._core.step(job, event)
         del disk.jobs[job.job]
         disk.counts[job.kind] -= 1
         disk.bytes[job.kind] -= job.bytes
-        disk.ended_s = self._books.now_s
+        disk.ended_s = self._core.now_s
         job.good = int(np.count_nonzero(good))
         if job.kind is DiskJobKind.WRITE:
             self._write_ended(disk, job, good)
         elif job.kind is DiskJobKind.READ:
             self._read_ended(disk, job, good, corrupt, unreadable=unreadable)
         else:
-            seen = Seen(job.entries, job.generations, job.slots[0])
+            seen = BlockSnapshot(job.entries, job.generations, job.slots[0])
             corrupt = corrupt[disk.blocks.are_still(seen)[corrupt // job.domain.world]]
             disk.blocks.reap(job.domain, self._condemn(disk, job, corrupt))
         disk.blocks.domains.forget_idle(job.domain)
@@ -248,7 +248,7 @@ class DiskJobs:
         there = job.host_seen.entries[host.are_still(job.host_seen)]
         host.table.clear_flags(there, QUEUED)
         shelf.commit(job.domain, job.entries[good], job.slots[:, good])
-        self._books.disks.written(disk, job.entries[good])
+        self._core.disks.written(disk, job.entries[good])
         shelf.discard(job.domain, job.entries[~good], job.slots[:, ~good])
         tally.written_blocks += job.good
         tally.written_bytes += job.good * job.domain.block_bytes
@@ -260,12 +260,12 @@ class DiskJobs:
         self._condemn(disk, job, corrupt)
         ready = shelf.table.states(job.entries) == READY
         if unreadable:
-            self._books.disks.unreadable(disk, job.domain, job.entries[ready & ~good])
+            self._core.disks.unreadable(disk, job.domain, job.entries[ready & ~good])
         if job.late:
-            self._books.disks.late_jobs -= 1
+            self._core.disks.late_jobs -= 1
             host.table.clear_flags(job.host_entries, LATE)
         host.commit(domain, job.host_entries[good], job.host_slots[:, good])
-        self._books.retention.made(domain, job.host_entries[good])
+        self._core.retention.made(domain, job.host_entries[good])
         host.table.set_flags(job.host_entries[good & ready], CLEAN)
         host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
         host.domains.forget_idle(domain)
@@ -273,8 +273,8 @@ class DiskJobs:
         read_bytes = job.good * domain.block_bytes
         disk.tally.read_blocks += job.good
         disk.tally.read_bytes += read_bytes
-        self._books.tally.promoted_blocks += job.good
-        self._books.tally.promoted_bytes += read_bytes
+        self._core.tally.promoted_blocks += job.good
+        self._core.tally.promoted_bytes += read_bytes
 
     def _condemn(self, disk: Disk, job: DiskJob, corrupt: U32) -> Entries:
         """Blocks of a job whose shards at these positions did not match are found no more. Returns their
@@ -283,7 +283,7 @@ class DiskJobs:
         if len(corrupt):
             condemned = disk.blocks.condemn(entries, _by_block(job.slots)[corrupt])
             disk.tally.corrupt_blocks += len(condemned)
-            self._books.tally.corrupt_on_disk += len(condemned)
+            self._core.tally.corrupt_on_disk += len(condemned)
         return entries
 
 

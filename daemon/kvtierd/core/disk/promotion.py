@@ -17,7 +17,7 @@ from kvtierd.core.disk.admission import Admission
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.ids import NO_ENTRY, Entries, Hashes
 from kvtierd.core.state.asks import Ask
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Disk, Indexes
 from kvtierd.core.state.entities import GroupPlan, Instance
 
@@ -52,10 +52,10 @@ class _View:
 
 
 class Promotion:
-    def __init__(self, books: Books, jobs: DiskJobs, admission: Admission) -> None:
-        self._books = books
-        self._host = books.blocks
-        self._disks = books.disks
+    def __init__(self, core: CoreState, jobs: DiskJobs, admission: Admission) -> None:
+        self._core = core
+        self._host = core.blocks
+        self._disks = core.disks
         self._jobs = jobs
         self._admission = admission
 
@@ -134,7 +134,7 @@ class Promotion:
 
     def _leasable_tokens(self, asks: Sequence[Ask]) -> int:
         """Of the longest prefix that an instance could lease."""
-        room = self._books.lease_room
+        room = self._core.lease_budget
         left = float(room.alone_bytes)
         per_token = 0.0
         for ask in asks:
@@ -212,7 +212,7 @@ class Promotion:
         wanted = [(ask.plan, len(view.absent)) for ask, view in zip(asks, views, strict=True)]
         if not self._admission.promotion_loses(instance, wanted, of_disk, gain):
             return False
-        self._books.tally.recompute_blocks += sum(blocks for _, blocks in wanted)
+        self._core.tally.recompute_blocks += sum(blocks for _, blocks in wanted)
         return True
 
     def _pin(self, entries: Entries) -> bool:
@@ -241,7 +241,7 @@ class Promotion:
         chosen = self._within_queues(plan, np.ascontiguousarray(hashes[positions]), in_order=in_order)
         if len(chosen) == 0:
             return coming
-        host, room, domain = self._host, self._books.room, plan.domain
+        host, room, domain = self._host, self._core.eviction, plan.domain
         chosen_hashes = np.ascontiguousarray(hashes[positions[chosen]])
         room.for_entries(domain, len(chosen))
         inserted = host.insert(plan.space, domain, chosen_hashes)

@@ -6,7 +6,7 @@ import numpy as np
 from kvtierd.core.blocks.blocks import READY, owned
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk, Scrub
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.stimuli import StartScrub
@@ -16,14 +16,14 @@ EXTENTS_AT_ONCE = 64
 
 
 class Scrubs:
-    def __init__(self, books: Books, jobs: DiskJobs) -> None:
-        self._books = books
+    def __init__(self, core: CoreState, jobs: DiskJobs) -> None:
+        self._core = core
         self._jobs = jobs
 
     def start(self, stimulus: StartScrub) -> None:
         """Refusal MODE_UNSUPPORTED if there is no such disk, WORKER_UNAVAILABLE if it is not live, QUEUE_FULL
         if one is on its way."""
-        disks = self._books.disks.all
+        disks = self._core.disks.all
         if not 0 <= stimulus.disk < len(disks):
             raise Refusal(
                 Reason.MODE_UNSUPPORTED,
@@ -60,7 +60,7 @@ class Scrubs:
     def go_on(self, disk: Disk) -> None:
         """The next job, if the last one is over."""
         scrub = disk.scrub
-        if scrub is None or scrub.over or scrub.job is not None or not disk.live or self._books.draining:
+        if scrub is None or scrub.over or scrub.job is not None or not disk.live or self._core.draining:
             return
         for _ in range(EXTENTS_AT_ONCE):
             while scrub.found:

@@ -12,24 +12,24 @@ from kvtierd.core.disk.scrub import Scrubs
 from kvtierd.core.disk.writing import Writing
 from kvtierd.core.ids import Entries
 from kvtierd.core.state.asks import Ask
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk
-from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, Part, Worker
+from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, TransferPart, WorkerRecord
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PartFinished, StartScrub
 
 
 class DiskTier:
     """Does nothing, at no cost, if there are no disks."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._disks = books.disks
-        self._jobs = DiskJobs(books)
-        self._health = DiskHealth(books, self._jobs)
-        self._scrubs = Scrubs(books, self._jobs)
-        self._writing = Writing(books, self._jobs)
-        self.admission = Admission(books)
-        self.promotion = Promotion(books, self._jobs, self.admission)
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
+        self._disks = core.disks
+        self._jobs = DiskJobs(core)
+        self._health = DiskHealth(core, self._jobs)
+        self._scrubs = Scrubs(core, self._jobs)
+        self._writing = Writing(core, self._jobs)
+        self.admission = Admission(core)
+        self.promotion = Promotion(core, self._jobs, self.admission)
 
     def __bool__(self) -> bool:
         return bool(self._disks)
@@ -58,7 +58,7 @@ class DiskTier:
         )
         self._writing.policy_changed()
 
-    def part_finished(self, part: Part, stimulus: PartFinished) -> None:
+    def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """A copy worker has ended a part."""
         if self._disks:
             self.admission.part_finished(part, stimulus)
@@ -70,7 +70,7 @@ class DiskTier:
         wanted = [(ask.plan, len(ask.found)) for ask in asks]
         if not self.admission.load_loses(instance, wanted, tokens):
             return False
-        self._books.tally.recompute_blocks += sum(blocks for _, blocks in wanted)
+        self._core.tally.recompute_blocks += sum(blocks for _, blocks in wanted)
         return True
 
     # --- stimuli ---
@@ -99,24 +99,24 @@ class DiskTier:
         if self._disks:
             self._disks.host_recovered()
 
-    def worker_live(self, worker: Worker) -> None:
+    def worker_live(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)
         if disk is not None:
             self._health.worker_live(disk, worker)
 
-    def worker_lost(self, worker: Worker, why: str) -> None:
+    def worker_lost(self, worker: WorkerRecord, why: str) -> None:
         disk = self._of(worker)
         if disk is not None:
             self._health.worker_lost(disk, worker, why)
 
-    def worker_exited(self, worker: Worker) -> None:
+    def worker_exited(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)
         if disk is not None:
             for job in self._jobs.exited(disk, worker):
                 self._scrubs.ended(disk, job, looked_at=False)
                 self._writing.give_back(job)
 
-    def _of(self, worker: Worker) -> Disk | None:
+    def _of(self, worker: WorkerRecord) -> Disk | None:
         """The disk that a worker serves."""
         if not worker.serves_disk:
             return None

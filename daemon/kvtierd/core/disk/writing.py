@@ -12,7 +12,7 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.ids import Entries
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import CLEAN, QUEUED, Disk
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.state.rates import Pace
@@ -39,10 +39,10 @@ _NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
 
 
 class Writing:
-    def __init__(self, books: Books, jobs: DiskJobs) -> None:
-        self._books = books
-        self._host = books.blocks
-        self._disks = books.disks
+    def __init__(self, core: CoreState, jobs: DiskJobs) -> None:
+        self._core = core
+        self._host = core.blocks
+        self._disks = core.disks
         self._jobs = jobs
         self._paces: dict[Domain, tuple[Pace, Pace]] = {}
         """How fast blocks of each domain come, and how fast they go."""
@@ -59,7 +59,7 @@ class Writing:
 
     @property
     def _policy(self) -> CoreDisks:
-        return self._books.disks.policy  # asked anew each time: it can be changed while the daemon runs
+        return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     # --- at once ---
 
@@ -84,7 +84,7 @@ class Writing:
 
     def _write_at_once(self, domain: Domain, entries: Entries) -> None:
         entries = self._dirty(entries)
-        if len(entries) and (self._books.draining or not self._write(domain, entries, head_first=True)):
+        if len(entries) and (self._core.draining or not self._write(domain, entries, head_first=True)):
             self._left = True
 
     def policy_changed(self) -> None:
@@ -94,7 +94,7 @@ class Writing:
     # --- ahead of evictions ---
 
     def tick(self) -> None:
-        now_s = self._books.now_s
+        now_s = self._core.now_s
         domains = [domain for domain in self._host.domains.by_id.values() if domain.blocks]
         paces = {}
         for domain in domains:
@@ -121,14 +121,14 @@ class Writing:
         """Writes ahead without waiting for the tick: until then as much may come as a small pool has room
         for, and what was stored last may be what goes first."""
         self._unwalked[domain] = stored = stored + self._unwalked.get(domain, 0)
-        if self._books.draining or not self._disks.any_live:
+        if self._core.draining or not self._disks.any_live:
             return
         if self._horizon(domain) <= WALKED_ALWAYS + WALKED_PER_STORED * stored:
             self._ahead_of(domain)
 
     def _write_ahead(self) -> None:
         self._hungry = False
-        if self._books.draining or not self._disks.any_live:
+        if self._core.draining or not self._disks.any_live:
             return
         left = False
         for domain in list(self._host.domains.by_id.values()):

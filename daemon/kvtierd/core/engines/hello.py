@@ -8,7 +8,7 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX
 from kvtierd.core.state.entities import Instance
-from kvtierd.core.stimuli import AttachSession, GroupGeometry, Role
+from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
 
 SHOWN_CHARACTERS, SHOWN_BEFORE = 80, 20
 """Of a value in a message, and before its first difference from another."""
@@ -61,7 +61,7 @@ def _check_alone(stimulus: AttachSession, geometry: PoolGeometry) -> None:
             field="namespace.hash_bytes",
             value=stimulus.hash_bytes,
         )
-    if Role.RANK not in stimulus.role:
+    if SessionRole.RANK not in stimulus.role:
         if stimulus.groups:
             raise Refusal(
                 Reason.LAYOUT_INVALID,
@@ -108,7 +108,7 @@ def _check_same(stimulus: AttachSession, instance: Instance) -> None:
         )
     _require_equal("namespace.hash_bytes", stimulus.hash_bytes, instance.hash_bytes)
     _require_equal("namespace.model", stimulus.model, instance.model)
-    if Role.RANK in stimulus.role and instance.ranks:
+    if SessionRole.RANK in stimulus.role and instance.ranks:
         other = next(iter(instance.ranks.values()))
         _require_equal("groups", len(stimulus.groups), len(other.groups))
         for index, (mine, theirs) in enumerate(zip(stimulus.groups, other.groups, strict=True)):
@@ -152,14 +152,14 @@ def _shown(value: object, other: object) -> str:
 
 
 def _check_place(stimulus: AttachSession, instance: Instance) -> None:
-    if Role.SCHEDULER in stimulus.role and instance.scheduler is not None:
+    if SessionRole.SCHEDULER in stimulus.role and instance.scheduler is not None:
         raise Refusal(
             Reason.SESSION_EXISTS,
             "this instance has a scheduler that lives: end it first, or use another instance name",
             field="role",
             value=instance.scheduler.session,
         )
-    if Role.RANK in stimulus.role and stimulus.rank in instance.ranks:
+    if SessionRole.RANK in stimulus.role and stimulus.rank in instance.ranks:
         raise Refusal(
             Reason.SESSION_EXISTS,
             "a live process of this instance holds this rank: end it first, or use another instance name",

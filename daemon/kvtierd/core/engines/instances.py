@@ -11,8 +11,8 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
 from kvtierd.core.maintenance.sampling import Sampler
 from kvtierd.core.state.audits import Mismatch
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import GroupPlan, Instance, Mapping, Session, Worker
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import GroupPlan, Instance, WorkerMapping, Session, WorkerRecord
 from kvtierd.core.state.transitions import Event, MappingState, WorkerState
 from kvtierd.core.stimuli import (
     AttachSession,
@@ -21,7 +21,7 @@ from kvtierd.core.stimuli import (
     RegisterMemory,
     RegisterWords,
     RenewSession,
-    Role,
+    SessionRole,
     SessionReleased,
     UnregisterMemory,
     WorkerExited,
@@ -36,15 +36,15 @@ from kvtierd.core.transfers.transfers import Transfers
 class Instances:
     def __init__(
         self,
-        books: Books,
+        core: CoreState,
         leases: Leases,
         transfers: Transfers,
         fencing: Fencing,
         sampler: Sampler,
         tier: DiskTier,
     ) -> None:
-        self._books = books
-        self._blocks = books.blocks
+        self._core = core
+        self._blocks = core.blocks
         self._leases = leases
         self._transfers = transfers
         self._fencing = fencing
@@ -55,16 +55,16 @@ class Instances:
 
     def attach(self, stimulus: AttachSession) -> Attached:
         """A process joins its instance; the first one of a name forms an epoch."""
-        books = self._books
-        if books.draining:
+        core = self._core
+        if core.draining:
             raise Refusal(Reason.DRAINING, "the daemon is being stopped: attach when it is back")
-        if stimulus.session in books.sessions:
+        if stimulus.session in core.sessions:
             raise Refusal(
                 Reason.SECOND_HELLO, "a session says hello once", field="session", value=stimulus.session
             )
-        instance = books.names.get(stimulus.instance)
+        instance = core.names.get(stimulus.instance)
         check_hello(stimulus, instance, self._blocks.geometry)
-        fingerprint = layout_fingerprint(stimulus.groups) if Role.RANK in stimulus.role else None
+        fingerprint = layout_fingerprint(stimulus.groups) if SessionRole.RANK in stimulus.role else None
         if instance is not None:
             self._blocks.domains.require_room(_sizes(stimulus, instance.ranks))
         else:
@@ -73,30 +73,30 @@ class Instances:
         if instance is None:
             instance = Instance(
                 name=stimulus.instance,
-                number=books.number_for(stimulus.instance),
-                epoch=Epoch(next(books.epoch_ids)),
+                number=core.number_for(stimulus.instance),
+                epoch=Epoch(next(core.epoch_ids)),
                 world_size=stimulus.world_size,
                 namespace_fields=stimulus.namespace_fields,
                 namespace_facts=dict(stimulus.namespace_facts),
                 hash_bytes=stimulus.hash_bytes,
                 model=stimulus.model,
-                alive_at_s=books.now_s,
-                held=books.lease_room.new_holder(),
+                alive_at_s=core.now_s,
+                held=core.lease_budget.new_holder(),
             )
-            books.names[instance.name] = books.instances[instance.epoch] = instance
+            core.names[instance.name] = core.instances[instance.epoch] = instance
         session = Session(
             session=stimulus.session,
             instance=instance,
-            schedules=Role.SCHEDULER in stimulus.role,
-            holds_rank=Role.RANK in stimulus.role,
+            schedules=SessionRole.SCHEDULER in stimulus.role,
+            holds_rank=SessionRole.RANK in stimulus.role,
             rank=stimulus.rank,
             fingerprint=fingerprint,
             groups=stimulus.groups,
         )
-        books.sessions[session.session] = instance.sessions[session.session] = session
+        core.sessions[session.session] = instance.sessions[session.session] = session
         if session.schedules:
             instance.scheduler = session
-            instance.alive_at_s = books.now_s
+            instance.alive_at_s = core.now_s
             instance.prefill_tokens_per_s = stimulus.prefill_tokens_per_s
         if session.holds_rank:
             instance.ranks[session.rank] = session
@@ -165,7 +165,7 @@ class Instances:
                 field="parts",
                 value=f"{stimulus.doorbells} doorbells, {stimulus.parts} parts",
             )
-        mapping = Mapping(
+        mapping = WorkerMapping(
             worker=worker, session=session, doorbells=stimulus.doorbells, part_words=stimulus.parts
         )
         worker.mappings[session.session] = mapping
@@ -208,8 +208,8 @@ class Instances:
             self._complete(instance)
         return self._tell(instance)
 
-    def _registering(self, stimulus: RegisterWords | RegisterMemory) -> tuple[Session, Worker]:
-        session = self._books.session(stimulus.session)
+    def _registering(self, stimulus: RegisterWords | RegisterMemory) -> tuple[Session, WorkerRecord]:
+        session = self._core.session(stimulus.session)
         if not session.holds_rank:
             raise Refusal(
                 Reason.ROLE,
@@ -217,7 +217,7 @@ class Instances:
                 field="session",
                 value=stimulus.session,
             )
-        worker = self._books.workers.get(stimulus.worker)
+        worker = self._core.workers.get(stimulus.worker)
         if worker is None or worker.state is not WorkerState.LIVE or worker.serves_disk:
             raise Refusal(
                 Reason.WORKER_UNAVAILABLE,
@@ -238,11 +238,11 @@ class Instances:
             for mapping in words:
                 of_device[mapping.worker.device] += plan.domain.sizes[plan.shard(mapping.session.rank)]
             plan.device_bytes = tuple(of_device.items())
-        self._books.step(instance, Event.COMPLETE)
+        self._core.step(instance, Event.COMPLETE)
 
     def unregister_memory(self, stimulus: UnregisterMemory) -> None:
         """The worker lets go of the session's memory and words; what runs in the epoch is called off."""
-        session = self._books.session(stimulus.session)
+        session = self._core.session(stimulus.session)
         if session.mapping is None:
             raise Refusal(
                 Reason.NOT_ATTACHED,
@@ -253,7 +253,7 @@ class Instances:
         instance = session.instance
         self._release(session)
         if instance.live:
-            self._books.step(instance, Event.BREAK)
+            self._core.step(instance, Event.BREAK)
         why = Refusal(Reason.CANCELLED, f"rank {session.rank} took its memory back")
         for transfer in list(instance.transfers.values()):
             self._transfers.cancel(transfer, why)
@@ -262,7 +262,7 @@ class Instances:
     def _release(self, session: Session) -> None:
         mapping = session.mapping
         assert mapping is not None
-        self._books.step(mapping, Event.RELEASE)
+        self._core.step(mapping, Event.RELEASE)
         self._blocks.actions.append(ReleaseSession(mapping.worker.worker, session.session))
         session.mapping = None
 
@@ -271,14 +271,14 @@ class Instances:
     def renew(self, stimulus: RenewSession) -> None:
         """The scheduler's heartbeat keeps its instance's leases; those of others only prove that they are
         attached."""
-        session = self._books.session(stimulus.session)
+        session = self._core.session(stimulus.session)
         check_prefill(stimulus.prefill_tokens_per_s)
         if session.schedules:
-            session.instance.alive_at_s = self._books.now_s
+            session.instance.alive_at_s = self._core.now_s
             if stimulus.prefill_tokens_per_s:
                 session.instance.prefill_tokens_per_s = stimulus.prefill_tokens_per_s
             self._take_audits(session.instance, stimulus.audits)
-            tally = self._books.tally
+            tally = self._core.tally
             tally.lookups += stimulus.index_lookups
             tally.index_lookups += stimulus.index_lookups
             tally.lookup_hashes += stimulus.index_hashes
@@ -289,20 +289,20 @@ class Instances:
     def _take_audits(self, instance: Instance, reports: Iterable[AuditReport]) -> None:
         for report in reports:
             instance.audits += 1
-            self._books.tally.audits += 1
+            self._core.tally.audits += 1
             if not report.matched:
                 instance.audit_mismatches += 1
-                self._books.tally.audit_mismatches += 1
+                self._core.tally.audit_mismatches += 1
                 if instance.digest is not None:
                     found = Mismatch(self._blocks.now, instance.name, report)
-                    self._books.mismatches.add(instance.digest, found)
+                    self._core.mismatches.add(instance.digest, found)
 
     def end_session(self, stimulus: EndSession) -> None:
         """Ends the epoch. Nothing for a session that is unknown, or whose epoch has ended before."""
-        session = self._books.sessions.get(stimulus.session)
+        session = self._core.sessions.get(stimulus.session)
         if session is None or session.instance.over:
             return
-        books, instance = self._books, session.instance
+        core, instance = self._core, session.instance
         who = f"rank {session.rank}" if session.holds_rank else "the scheduler"
         why = Refusal(
             Reason.EPOCH_ENDED,
@@ -310,9 +310,9 @@ class Instances:
             field="epoch",
             value=instance.epoch,
         )
-        books.step(instance, Event.END)
-        books.tally.ended_epochs += 1
-        del books.names[instance.name]
+        core.step(instance, Event.END)
+        core.tally.ended_epochs += 1
+        del core.names[instance.name]
         self._leases.drop_all(instance)
         for transfer in instance.transfers.values():
             self._transfers.abandon(transfer, why)
@@ -321,44 +321,44 @@ class Instances:
                 self._release(each)
         for each in instance.sessions.values():
             if each is not session:
-                books.notify(each.session, SessionEnded(why))
-        books.may_be_over(instance)
+                core.notify(each.session, SessionEnded(why))
+        core.may_be_over(instance)
 
     def session_released(self, stimulus: SessionReleased) -> None:
         """A worker holds nothing of a session any more. Only counted if nobody asked for it, or its worker
         is lost."""
-        worker = self._books.workers.get(stimulus.worker)
+        worker = self._core.workers.get(stimulus.worker)
         mapping = None if worker is None else worker.mappings.get(stimulus.session)
         if mapping is None or mapping.state is not MappingState.RELEASING:
-            self._books.tally.late_messages += 1
+            self._core.tally.late_messages += 1
             return
         self._fencing.mapping_released(mapping)
         self._gone(mapping, Event.RELEASED)
 
-    def _gone(self, mapping: Mapping, event: Event) -> None:
-        self._books.step(mapping, event)
+    def _gone(self, mapping: WorkerMapping, event: Event) -> None:
+        self._core.step(mapping, event)
         assert not mapping.parts
         instance = mapping.session.instance
         del mapping.worker.mappings[mapping.session.session], instance.mappings[mapping]
-        self._books.may_be_over(instance)
+        self._core.may_be_over(instance)
 
     # --- workers ---
 
     def worker_live(self, stimulus: WorkerLive) -> None:
-        assert stimulus.worker not in self._books.workers, f"worker {stimulus.worker} came up twice"
-        worker = Worker(worker=stimulus.worker, device=stimulus.device)
-        self._books.workers[stimulus.worker] = worker
+        assert stimulus.worker not in self._core.workers, f"worker {stimulus.worker} came up twice"
+        worker = WorkerRecord(worker=stimulus.worker, device=stimulus.device)
+        self._core.workers[stimulus.worker] = worker
         self._tier.worker_live(worker)
 
     def worker_lost(self, stimulus: WorkerLost) -> None:
         """Its parts cannot succeed; its ranks have to register again. Nothing is fenced before it has
         exited."""
-        books = self._books
-        worker = books.workers.get(stimulus.worker)
+        core = self._core
+        worker = core.workers.get(stimulus.worker)
         if worker is None or worker.state is not WorkerState.LIVE:
-            books.tally.late_messages += 1
+            core.tally.late_messages += 1
             return
-        books.step(worker, Event.LOSE)
+        core.step(worker, Event.LOSE)
         why = Refusal(
             Reason.WORKER_LOST,
             f"the copy worker was lost: {stimulus.why}",
@@ -369,7 +369,7 @@ class Instances:
         self._tier.worker_lost(worker, stimulus.why)
         broken: dict[Instance, None] = {}
         for mapping in worker.mappings.values():
-            books.step(mapping, Event.LOSE)
+            core.step(mapping, Event.LOSE)
         for mapping in worker.mappings.values():
             self._fencing.parts_lost(mapping, why)
             session = mapping.session
@@ -379,31 +379,31 @@ class Instances:
                 broken[session.instance] = None
         for instance in broken:
             if instance.live:
-                books.step(instance, Event.BREAK)
+                core.step(instance, Event.BREAK)
             self._tell(instance)
 
     def worker_exited(self, stimulus: WorkerExited) -> None:
         """The worker's process is gone: the fence of all it had."""
-        books = self._books
-        worker = books.workers.get(stimulus.worker)
+        core = self._core
+        worker = core.workers.get(stimulus.worker)
         if worker is None:
-            books.tally.late_messages += 1
+            core.tally.late_messages += 1
             return
         if worker.state is WorkerState.LIVE:
             self.worker_lost(WorkerLost(stimulus.worker, "its process is gone"))
-        books.step(worker, Event.EXIT)
+        core.step(worker, Event.EXIT)
         for mapping in list(worker.mappings.values()):
             self._fencing.parts_exited(mapping)
             self._gone(mapping, Event.EXIT)
         self._tier.worker_exited(worker)
-        del books.workers[stimulus.worker]
+        del core.workers[stimulus.worker]
 
     # --- views ---
 
     def view(self, instance: Instance) -> InstanceView:
         missing = self._missing(instance)
         lost = [rank for rank, session in instance.ranks.items() if session.lost]
-        longest = 0 if self._tier else self._books.lease_room.prefix_tokens(instance.plans)
+        longest = 0 if self._tier else self._core.lease_budget.prefix_tokens(instance.plans)
         return InstanceView(not missing, missing, instance.digest, tuple(sorted(lost)), longest)
 
     @staticmethod
@@ -418,13 +418,13 @@ class Instances:
         view = self.view(instance)
         for session in instance.sessions:
             if session != but:
-                self._books.notify(session, view)
+                self._core.notify(session, view)
         return view
 
 
 def _sizes(stimulus: AttachSession, ranks: dict[Rank, Session]) -> list[tuple[int, ...]]:
     """The slot sizes of each group, if this hello brings the last rank; `ranks` are there already."""
-    if Role.RANK not in stimulus.role or len(ranks) + 1 < stimulus.world_size:
+    if SessionRole.RANK not in stimulus.role or len(ranks) + 1 < stimulus.world_size:
         return []
     groups = {rank: session.groups for rank, session in ranks.items()} | {stimulus.rank: stimulus.groups}
     return shards_of(groups[Rank(rank)] for rank in range(stimulus.world_size))

@@ -8,21 +8,21 @@ from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Entries, Hashes, SpaceId
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.stimuli import ClearBlocks
 
 WRITING = int(BlockState.WRITING)
 
 
-class Clearing:
-    def __init__(self, books: Books) -> None:
-        self._books = books
+class BlockClearing:
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
 
     def spaces(self, namespace: str) -> tuple[SpaceId, ...]:
         """Those that have blocks, or engines: of the one namespace whose hexadecimal digest begins with
         `namespace`, of all if it is empty. Changes nothing. Refusal NAMESPACE_INVALID if none, or several,
         begin so."""
-        ids = self._books.blocks.spaces.ids
+        ids = self._core.blocks.spaces.ids
         fitting = {digest for digest, _ in ids if digest.hex().startswith(namespace)}
         if namespace and len(fitting) != 1:
             found = "no known namespace begins so" if not fitting else f"{len(fitting)} namespaces begin so"
@@ -36,9 +36,9 @@ class Clearing:
 
     def keys(self, space: SpaceId) -> Hashes:
         """The hashes of all blocks of a space, in whatever state and tier, each once. Changes nothing."""
-        host = self._books.blocks.table
+        host = self._core.blocks.table
         found = [host.hashes(host.entries_of(space))]
-        for disk in self._books.disks.all:
+        for disk in self._core.disks.all:
             hashes = disk.blocks.table.hashes(disk.blocks.table.entries_of(space))
             entries, _ = host.lookup(space, hashes)
             found.append(hashes[entries == NO_ENTRY])
@@ -46,17 +46,17 @@ class Clearing:
 
     def clear(self, stimulus: ClearBlocks) -> ClearReply:
         """Drops those of the blocks that nothing holds, and counts the others."""
-        books, space = self._books, stimulus.space
+        core, space = self._core, stimulus.space
         hashes = np.unique(stimulus.hashes, axis=0) if len(stimulus.hashes) else stimulus.hashes
-        host = books.blocks
+        host = core.blocks
         entries, states = host.table.lookup(space, hashes)
         there = entries != NO_ENTRY
-        books.retention.release(entries[there])  # an operator's word counts more than wishes
+        core.retention.release(entries[there])  # an operator's word counts more than wishes
         held = there & (states != WRITING)
         held[held] = (host.table.pins(entries[held]) > 0) | (states[held] != READY)
         under_way = there & (states == WRITING)
         copies = np.full(len(hashes), NO_ENTRY, np.uint32)
-        for disk, own in books.disks.by_disk(hashes):
+        for disk, own in core.disks.by_disk(hashes):
             table = disk.blocks.table
             found, of_disk = table.lookup(space, np.ascontiguousarray(hashes[own]))
             copies[own] = found
@@ -69,12 +69,12 @@ class Clearing:
         free = there & ~held & ~under_way
         # The disks' first: what they have is then not CLEAN on the host any more, which is about to go.
         disk_bytes = 0
-        for disk, own in books.disks.by_disk(hashes):
+        for disk, own in core.disks.by_disk(hashes):
             chosen = own[free[own] & (copies[own] != NO_ENTRY)]
             disk_bytes += _drop(disk.blocks, copies[chosen])
         host_bytes = _drop(host, entries[free & (entries != NO_ENTRY)])
         cleared = int(np.count_nonzero(free))
-        books.tally.cleared_blocks += cleared
+        core.tally.cleared_blocks += cleared
         return ClearReply(
             cleared_blocks=cleared,
             host_bytes=host_bytes,

@@ -10,20 +10,20 @@ from enum import Enum
 import numpy as np
 
 from kvtierd.core.blocks.blocks import STAMPS_PER_S
-from kvtierd.core.blocks.history import Fate, Memory
+from kvtierd.core.blocks.history import Fate, RememberedFate
 from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Hashes, NamespaceDigest, SpaceId
 from kvtierd.core.state.audits import Mismatch
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import LeaseCut
 
 SPACES_MAX = 1_024
 """Looked through for one question, the youngest first."""
 
 
-class Verdict(Enum):
+class BlockVerdict(Enum):
     READABLE = "readable"
     ON_DISK = "on disk"
     """On a disk only: a lookup would be told that it is pending, and have it promoted."""
@@ -45,17 +45,17 @@ class Verdict(Enum):
 
 
 _OF_STATE = {
-    BlockState.WRITING: Verdict.BEING_WRITTEN,
-    BlockState.READY: Verdict.READABLE,
-    BlockState.EVICTING: Verdict.CORRUPT,  # condemned, and still held by a load
+    BlockState.WRITING: BlockVerdict.BEING_WRITTEN,
+    BlockState.READY: BlockVerdict.READABLE,
+    BlockState.EVICTING: BlockVerdict.CORRUPT,  # condemned, and still held by a load
 }
 _OF_FATE = {
-    Fate.EVICTED: Verdict.EVICTED,
-    Fate.STORE_ENDED: Verdict.STORE_ENDED,
-    Fate.REFUSED: Verdict.REFUSED,
-    Fate.CORRUPT: Verdict.CORRUPT,
-    Fate.CLEARED: Verdict.CLEARED,
-    Fate.EXPIRED: Verdict.EXPIRED,
+    Fate.EVICTED: BlockVerdict.EVICTED,
+    Fate.STORE_ENDED: BlockVerdict.STORE_ENDED,
+    Fate.REFUSED: BlockVerdict.REFUSED,
+    Fate.CORRUPT: BlockVerdict.CORRUPT,
+    Fate.CLEARED: BlockVerdict.CLEARED,
+    Fate.EXPIRED: BlockVerdict.EXPIRED,
 }
 
 
@@ -74,7 +74,7 @@ class Explanation:
     """Of one block in one place."""
 
     place: Place
-    verdict: Verdict
+    verdict: BlockVerdict
     age_s: float | None
     """How long ago it came to that; None if it is so now, or never was otherwise."""
     reason: Reason | None
@@ -98,7 +98,7 @@ class Explained:
     """How many namespaces have been met or have blocks, whether asked about or not."""
 
 
-def explain(books: Books, key: bytes, namespace: str, group: int | None, now: int) -> Explained:
+def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now: int) -> Explained:
     """About the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`.
 
     Where no namespace is known at all, and none was asked for, nothing is refused: the answer is empty.
@@ -109,7 +109,7 @@ def explain(books: Books, key: bytes, namespace: str, group: int | None, now: in
             Reason.HASH_LENGTH, f"a block hash has 1 to {HASH_BYTES_MAX} bytes", field="hash", value=len(key)
         )
     row = np.frombuffer(key.ljust(HASH_BYTES_MAX, b"\0"), np.uint8).reshape(1, -1)
-    places = list(_places(books))
+    places = list(_places(core))
     asked = [(place, space) for place, space in places if place.namespace.hex().startswith(namespace)]
     known = len({place.namespace for place, _ in places})
     if namespace and not asked:
@@ -123,12 +123,12 @@ def explain(books: Books, key: bytes, namespace: str, group: int | None, now: in
             field="hash",
             value=len(key),
         )
-    there = [(place, space) for place, space in places if _is_there(books, space, row)]
-    history = books.blocks.history
+    there = [(place, space) for place, space in places if _is_there(core, space, row)]
+    history = core.blocks.history
     oldest = history.oldest_at()
     return Explained(
         tuple(
-            _explain(books, place, space, row, tuple(p for p, s in there if s != space), now)
+            _explain(core, place, space, row, tuple(p for p, s in there if s != space), now)
             for place, space in fitting
             if group is None or place.group == group
         ),
@@ -151,34 +151,34 @@ _WRITING, _READY = int(BlockState.WRITING), int(BlockState.READY)
 
 
 def _explain(
-    books: Books, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
+    core: CoreState, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
 ) -> Explanation:
-    found = books.mismatches.latest(place.namespace)
+    found = core.mismatches.latest(place.namespace)
     if found is not None:
         found = replace(found, at=(now - found.at) // STAMPS_PER_S)
-    return replace(_of_block(books, place, space, row, elsewhere, now), mismatch=found)
+    return replace(_of_block(core, place, space, row, elsewhere, now), mismatch=found)
 
 
 def _of_block(
-    books: Books, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
+    core: CoreState, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
 ) -> Explanation:
-    past: Memory | None = books.blocks.history.latest(space, row)
-    state = _state(books, space, row)
+    past: RememberedFate | None = core.blocks.history.latest(space, row)
+    state = _state(core, space, row)
     if state:
         verdict = _OF_STATE[BlockState(state)]
-        since = past.at if past is not None and verdict is Verdict.CORRUPT else None
-        cut = _latest_cut(books, space, now) if verdict is Verdict.READABLE else None
+        since = past.at if past is not None and verdict is BlockVerdict.CORRUPT else None
+        cut = _latest_cut(core, space, now) if verdict is BlockVerdict.READABLE else None
         return Explanation(place, verdict, _ago(now, since), None, elsewhere, cut)
-    if _is_on_disk(books, space, row):
-        return Explanation(place, Verdict.ON_DISK, None, None, elsewhere)
+    if _is_on_disk(core, space, row):
+        return Explanation(place, BlockVerdict.ON_DISK, None, None, elsewhere)
     if past is not None:
         return Explanation(place, _OF_FATE[past.fate], _ago(now, past.at), past.reason, elsewhere)
-    verdict = Verdict.ELSEWHERE if elsewhere else Verdict.NEVER_STORED
+    verdict = BlockVerdict.ELSEWHERE if elsewhere else BlockVerdict.NEVER_STORED
     return Explanation(place, verdict, None, None, elsewhere)
 
 
-def _latest_cut(books: Books, space: SpaceId, now: int) -> LeaseCut | None:
-    plans = [plan for instance in books.instances.values() for plan in instance.plans]
+def _latest_cut(core: CoreState, space: SpaceId, now: int) -> LeaseCut | None:
+    plans = [plan for instance in core.instances.values() for plan in instance.plans]
     cuts = [plan.cut for plan in plans if plan.space == space and plan.cut is not None]
     latest = max(cuts, key=lambda cut: cut.at, default=None)
     return None if latest is None else replace(latest, at=(now - latest.at) // STAMPS_PER_S)
@@ -188,17 +188,17 @@ def _ago(now: int, at: int | None) -> float | None:
     return None if at is None else max(0, now - at) / STAMPS_PER_S
 
 
-def _state(books: Books, space: SpaceId, row: Hashes) -> int:
-    entries, states = books.blocks.table.lookup(space, row)
+def _state(core: CoreState, space: SpaceId, row: Hashes) -> int:
+    entries, states = core.blocks.table.lookup(space, row)
     return int(states[0]) if entries[0] != NO_ENTRY else 0
 
 
-def _is_on_disk(books: Books, space: SpaceId, row: Hashes) -> bool:
-    return bool(books.disks) and books.disks.has(space, row)
+def _is_on_disk(core: CoreState, space: SpaceId, row: Hashes) -> bool:
+    return bool(core.disks) and core.disks.has(space, row)
 
 
-def _is_there(books: Books, space: SpaceId, row: Hashes) -> bool:
-    return _state(books, space, row) in (_WRITING, _READY) or _is_on_disk(books, space, row)
+def _is_there(core: CoreState, space: SpaceId, row: Hashes) -> bool:
+    return _state(core, space, row) in (_WRITING, _READY) or _is_on_disk(core, space, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +212,14 @@ class PlaceStatus:
     """That use it now."""
 
 
-def places(books: Books) -> tuple[PlaceStatus, ...]:
+def places(core: CoreState) -> tuple[PlaceStatus, ...]:
     """The latest namespaces that are used or have blocks, the latest first."""
     users: dict[SpaceId, list[str]] = {}
-    for instance in books.instances.values():
+    for instance in core.instances.values():
         if not instance.over:
             for plan in instance.plans:
                 users.setdefault(plan.space, []).append(instance.name)
-    host, *disks = books.blocks.spaces.tables
+    host, *disks = core.blocks.spaces.tables
     return tuple(
         PlaceStatus(
             place,
@@ -227,11 +227,11 @@ def places(books: Books) -> tuple[PlaceStatus, ...]:
             sum(disk.count(space) for disk in disks),
             tuple(sorted(users.get(space, ()))),
         )
-        for place, space in _places(books)
+        for place, space in _places(core)
     )
 
 
-def _places(books: Books) -> Iterator[tuple[Place, SpaceId]]:
-    spaces = books.blocks.spaces
+def _places(core: CoreState) -> Iterator[tuple[Place, SpaceId]]:
+    spaces = core.blocks.spaces
     for (digest, group), space in list(spaces.ids.items())[: -SPACES_MAX - 1 : -1]:
         yield Place(digest, group, spaces.about.get(digest)), space

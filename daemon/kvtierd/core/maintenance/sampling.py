@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvtierd.core.actions import CheckSlots
 from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.ids import NO_ENTRY, CheckId, Slots
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import Check, Worker
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import Check, WorkerRecord
 from kvtierd.core.state.transitions import Event, WorkerState
 from kvtierd.core.stimuli import SlotsChecked
 
@@ -30,9 +30,9 @@ READY = int(BlockState.READY)
 class Sampler:
     """Keeps one request at most on its way."""
 
-    def __init__(self, books: Books, bytes_per_s: int, randomness: np.random.Generator) -> None:
-        self._books = books
-        self._blocks = books.blocks
+    def __init__(self, core: CoreState, bytes_per_s: int, randomness: np.random.Generator) -> None:
+        self._core = core
+        self._blocks = core.blocks
         self.bytes_per_s = bytes_per_s
         self._random = randomness
         self._credit_bytes = 0.0
@@ -42,11 +42,11 @@ class Sampler:
 
     def tick(self) -> None:
         """Asks for as many slots as the time since the last time allows."""
-        books = self._books
-        since_s = 0.0 if self._earned_at_s is None else max(0.0, books.now_s - self._earned_at_s)
-        self._earned_at_s = books.now_s
+        core = self._core
+        since_s = 0.0 if self._earned_at_s is None else max(0.0, core.now_s - self._earned_at_s)
+        self._earned_at_s = core.now_s
         self._credit_bytes = min(self._credit_bytes + self.bytes_per_s * since_s, self.bytes_per_s * SAVED_S)
-        if books.check is not None or books.draining or self._credit_bytes <= 0:
+        if core.check is not None or core.draining or self._credit_bytes <= 0:
             return
         worker = self._worker()
         if worker is None:
@@ -57,7 +57,7 @@ class Sampler:
         self._credit_bytes -= float(sizes.sum())
         self._checks += 1
         entries = self._blocks.table.owners(slots)
-        books.check = Check(
+        core.check = Check(
             check=CheckId(self._checks),
             worker=worker,
             slots=slots,
@@ -65,42 +65,42 @@ class Sampler:
             entries=entries,
             generations=self._blocks.table.generations(entries),
         )
-        self._blocks.actions.append(CheckSlots(worker.worker, books.check.check, slots))
+        self._blocks.actions.append(CheckSlots(worker.worker, core.check.check, slots))
 
     def checked(self, stimulus: SlotsChecked) -> None:
         """A worker has looked: what it found corrupt, and still is the same block, is a miss from now on."""
-        books, table = self._books, self._blocks.table
-        check = books.check
+        core, table = self._core, self._blocks.table
+        check = core.check
         if check is None or (check.check, check.worker.worker) != (stimulus.check, stimulus.worker):
-            books.tally.late_messages += 1
+            core.tally.late_messages += 1
             return
-        books.step(check, Event.CHECKED)
-        books.check = None
+        core.step(check, Event.CHECKED)
+        core.check = None
         looked_at = check.sizes[: stimulus.looked_at]
-        books.tally.sampled_slots += len(looked_at)
-        books.tally.sampled_bytes += int(looked_at.sum())
+        core.tally.sampled_slots += len(looked_at)
+        core.tally.sampled_bytes += int(looked_at.sum())
         self._credit_bytes += float(check.sizes[stimulus.looked_at :].sum())
         positions = stimulus.corrupt[stimulus.corrupt < len(check.slots)]
         slots, entries = check.slots[positions], check.entries[positions]
         same = table.owners(slots) == entries
         same[same] = table.generations(entries[same]) == check.generations[positions[same]]
         slots, entries = slots[same], entries[same]
-        books.tally.corrupt_in_sample += len(self._blocks.condemn(entries, slots))
+        core.tally.corrupt_in_sample += len(self._blocks.condemn(entries, slots))
         domains = table.domains(entries)
         for number in np.unique(domains).tolist():
             domain = self._blocks.domains.by_id[number]
             self._blocks.reap(domain, entries[domains == number])
             self._blocks.domains.forget_idle(domain)
 
-    def worker_lost(self, worker: Worker) -> None:
+    def worker_lost(self, worker: WorkerRecord) -> None:
         """What it was asked for is not known, and asked for no more."""
-        check = self._books.check
+        check = self._core.check
         if check is not None and check.worker is worker:
-            self._books.step(check, Event.LOSE)
-            self._books.check = None
+            self._core.step(check, Event.LOSE)
+            self._core.check = None
 
-    def _worker(self) -> Worker | None:
-        for worker in self._books.workers.values():
+    def _worker(self) -> WorkerRecord | None:
+        for worker in self._core.workers.values():
             if worker.device == HOST_DEVICE and worker.state is WorkerState.LIVE:
                 return worker
         return None

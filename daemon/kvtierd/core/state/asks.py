@@ -7,8 +7,8 @@ import numpy as np
 from kvtierd.core.blocks.prefix import Shape
 from kvtierd.core.blocks.table import U8, BlockState, BlockTable
 from kvtierd.core.ids import Entries
-from kvtierd.core.state.entities import GroupPlan, Lease
-from kvtierd.core.stimuli import GroupQuery
+from kvtierd.core.state.entities import GroupPlan, LeaseGrant
+from kvtierd.core.stimuli import BlockQuery
 
 READY = int(BlockState.READY)
 _NO_ENTRIES: Entries = np.empty(0, np.uint32)
@@ -20,7 +20,7 @@ class Ask(Shape):
     the READY blocks, in their order."""
 
     plan: GroupPlan
-    query: GroupQuery
+    query: BlockQuery
     run: Entries = field(default_factory=lambda: _NO_ENTRIES)
     """Of the READY blocks that the hashes begin with, as far as somebody has looked; of an exact query, of
     all READY ones."""
@@ -32,7 +32,7 @@ class Ask(Shape):
     """What the readable prefix needs."""
     told: U8 = field(init=False)
     """What is told of it, as in `GroupHits.states`."""
-    lease: Lease | None = None
+    lease: LeaseGrant | None = None
 
     def look(self, table: BlockTable, end: int) -> int:
         """Looks for the run among the first `end` blocks, once. Returns its length."""

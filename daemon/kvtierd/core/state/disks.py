@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import DiskJobKind
-from kvtierd.core.blocks.blocks import READY, Blocks, Seen
+from kvtierd.core.blocks.blocks import READY, Blocks, BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.recovery import recover
-from kvtierd.core.blocks.room import Room
+from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import U32, BlockFlag, BlockTable
 from kvtierd.core.ids import NO_ENTRY, DiskId, DiskJobId, Entries, Hashes, SpaceId
-from kvtierd.core.state.entities import DiskJob, Worker
+from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.rates import Rate
 from kvtierd.core.state.transitions import DiskState, Entity, State
 from kvtierd.core.status import DiskStatus, DiskTally, Tally
@@ -51,7 +51,7 @@ class Scrub:
     done: int = 0
     extent: int = 0
     """The next one."""
-    found: deque[tuple[Domain, Seen]] = field(default_factory=deque)
+    found: deque[tuple[Domain, BlockSnapshot]] = field(default_factory=deque)
     """In the extent before it, and still to be looked at."""
     job: DiskJobId | None = None
     """The one that is on its way."""
@@ -63,9 +63,9 @@ class Disk(Entity):
     state: State = DiskState.STARTING
     disk: DiskId
     blocks: Blocks
-    room: Room
+    eviction: Eviction
     tally: DiskTally
-    worker: Worker | None = None
+    worker: WorkerRecord | None = None
     """The one that lives."""
     why: str = ""
     """What was the matter last."""
@@ -83,7 +83,7 @@ class Disk(Entity):
     failed_s: float = 0.0
     """FAILING: since when, or since its last probe."""
     probe: DiskJobId | None = None
-    unreadable: deque[Seen] = field(default_factory=deque)
+    unreadable: deque[BlockSnapshot] = field(default_factory=deque)
     """Flagged LATE."""
     scrub: Scrub | None = None
 
@@ -329,7 +329,7 @@ def by_space(spaces: U32) -> Iterator[tuple[SpaceId, Indexes]]:
         yield SpaceId(space), np.flatnonzero(spaces == space)
 
 
-def _still_late(disk: Disk, seen: Seen) -> Entries:
+def _still_late(disk: Disk, seen: BlockSnapshot) -> Entries:
     """Those that are the same blocks, and still flagged LATE."""
     table = disk.blocks.table
     entries = seen.entries[disk.blocks.are_still(seen)]
@@ -339,4 +339,4 @@ def _still_late(disk: Disk, seen: Seen) -> Entries:
 
 def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Blocks) -> Disk:
     blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
-    return Disk(disk=number, blocks=blocks, room=Room(blocks, tally), tally=tally)
+    return Disk(disk=number, blocks=blocks, eviction=Eviction(blocks, tally), tally=tally)

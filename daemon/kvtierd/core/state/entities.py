@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.actions import Direction, DiskJobKind, TransferEnded
-from kvtierd.core.blocks.blocks import Seen
+from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
-from kvtierd.core.blocks.lease_room import Held
+from kvtierd.core.blocks.lease_budget import HeldBlocks
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import (
     CheckId,
@@ -37,12 +37,12 @@ from kvtierd.core.state.transitions import (
     InstanceState,
     LeaseState,
     MappingState,
-    PartState,
+    TransferPartState,
     State,
-    TransferState,
+    TransferJobState,
     WorkerState,
 )
-from kvtierd.core.stimuli import NO_WISHES, GroupGeometry, Wishes
+from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, RetentionRequest
 
 DISK_DEVICE_PREFIX = "disk-"
 _NO_TICKET = Ticket(0)
@@ -50,13 +50,13 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Worker(Entity):
+class WorkerRecord(Entity):
     """One worker process, of a copy device or of a disk."""
 
     state: State = WorkerState.LIVE
     worker: WorkerId
     device: str
-    mappings: "dict[SessionId, Mapping]" = field(default_factory=dict)
+    mappings: "dict[SessionId, WorkerMapping]" = field(default_factory=dict)
 
     @property
     def serves_disk(self) -> bool:
@@ -64,11 +64,11 @@ class Worker(Entity):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Mapping(Entity):
+class WorkerMapping(Entity):
     """What a worker holds of a session, from its words on until the worker has let go of it."""
 
     state: State = MappingState.MAPPED
-    worker: Worker
+    worker: WorkerRecord
     session: "Session"
     doorbells: int
     part_words: int
@@ -76,7 +76,7 @@ class Mapping(Entity):
     """The rank's memory; its words come first."""
     num_blocks: tuple[int, ...] = ()
     mapped_bytes: int = 0
-    parts: "dict[PartId, Part]" = field(default_factory=dict)
+    parts: "dict[PartId, TransferPart]" = field(default_factory=dict)
     """Open ones."""
 
 
@@ -89,7 +89,7 @@ class Session:
     rank: Rank
     fingerprint: Fingerprint | None
     groups: tuple[GroupGeometry, ...]
-    mapping: Mapping | None = None
+    mapping: WorkerMapping | None = None
     """The current one, MAPPED."""
     lost: bool = False
     """Its copy worker was lost and it has not registered again."""
@@ -149,7 +149,7 @@ class Instance(Entity):
     model: str
     alive_at_s: float
     """When its scheduler was last heard of."""
-    held: Held
+    held: HeldBlocks
     """By its leases, and by its loads that run."""
     sessions: dict[SessionId, Session] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
@@ -158,12 +158,12 @@ class Instance(Entity):
     ranks: dict[Rank, Session] = field(default_factory=dict)
     digest: NamespaceDigest | None = None
     plans: tuple[GroupPlan, ...] = ()
-    mappings: dict[Mapping, None] = field(default_factory=dict)
+    mappings: dict[WorkerMapping, None] = field(default_factory=dict)
     """All that are not GONE, in the order they came."""
     part_words: int = 0
     doorbells: int = 0
     """Words that every rank has; valid while LIVE."""
-    leases: "dict[LeaseId, Lease]" = field(default_factory=dict)
+    leases: "dict[LeaseId, LeaseGrant]" = field(default_factory=dict)
     expired: dict[LeaseId, None] = field(default_factory=dict)
     """The latest ones, so that their holder hears what happened."""
     leased_blocks: int = 0
@@ -172,7 +172,7 @@ class Instance(Entity):
     audit_mismatches: int = 0
     """Any at all: the engine has left the namespace to others."""
     last_ticket: Ticket = _NO_TICKET
-    transfers: "dict[Ticket, Transfer]" = field(default_factory=dict)
+    transfers: "dict[Ticket, TransferJob]" = field(default_factory=dict)
     words_in_use: set[int] = field(default_factory=set)
     ended: dict[Ticket, TransferEnded] = field(default_factory=dict)
     """The latest terminal transfers, and no more than could have been in flight at once by their keys."""
@@ -188,7 +188,7 @@ class Instance(Entity):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Lease(Entity):
+class LeaseGrant(Entity):
     """Pins on blocks, granted to an instance."""
 
     state: State = LeaseState.HELD
@@ -202,22 +202,22 @@ class Lease(Entity):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Part(Entity):
+class TransferPart(Entity):
     """What one worker does of a transfer, for one rank."""
 
-    state: State = PartState.POSTED
+    state: State = TransferPartState.POSTED
     part: PartId
-    transfer: "Transfer"
-    mapping: Mapping
+    transfer: "TransferJob"
+    mapping: WorkerMapping
     blocks: int
     """All of the transfer's, or none: those of replicated groups are stored by one rank."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Transfer(Entity):
+class TransferJob(Entity):
     """One store or load of an instance."""
 
-    state: State = TransferState.ACTIVE
+    state: State = TransferJobState.ACTIVE
     transfer: TransferNumber
     direction: Direction
     instance: Instance
@@ -243,11 +243,11 @@ class Transfer(Entity):
     """LOAD: entries whose checksums are checked on the way."""
     failed: Mask | None = None
     """Entries that failed in some part; None: none so far."""
-    wishes: Wishes = NO_WISHES
+    wishes: RetentionRequest = NO_RETENTION
     """STORE: of its blocks."""
     storing: Rank | None = None
     """STORE of a replicated group: who does it."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TransferPart, ...] = ()
     open_parts: int = 0
     cause: Refusal | None = None
     """The first thing that spoiled it."""
@@ -265,7 +265,7 @@ class Check(Entity):
 
     state: State = CheckState.OPEN
     check: CheckId
-    worker: Worker
+    worker: WorkerRecord
     slots: Slots
     sizes: npt.NDArray[np.int64]
     """Bytes of each slot."""
@@ -284,7 +284,7 @@ class DiskJob(Entity):
     job: DiskJobId
     kind: DiskJobKind
     disk: DiskId
-    worker: Worker
+    worker: WorkerRecord
     posted_s: float
     domain: Domain
     """Of the disk."""
@@ -301,7 +301,7 @@ class DiskJob(Entity):
     """READ: of the host, parallel to `entries`; they are WRITING, and this job's."""
     host_slots: Slots = field(default_factory=lambda: np.empty((0, 0), np.uint32))
     """READ: of these, shape (world, n)."""
-    host_seen: Seen | None = None
+    host_seen: BlockSnapshot | None = None
     """WRITE: of the host, parallel to `entries`; not held."""
     late: bool = False
     """READ: its blocks are told to be misses."""

@@ -24,7 +24,7 @@ class _Open:
     """Of tiers of which it does not have everything yet."""
 
 
-class Pages:
+class IndexPages:
     def __init__(self, blocks: Blocks, disks: Disks) -> None:
         self._host = blocks
         self._tiers = (blocks, *(disk.blocks for disk in disks.all))

@@ -48,7 +48,7 @@ class InstanceState(State):
     GONE = "gone"
 
 
-class TransferState(State):
+class TransferJobState(State):
     ACTIVE = "active"
     CLOSING = "closing"
     """It cannot become what was asked for any more; some parts are still open."""
@@ -57,7 +57,7 @@ class TransferState(State):
     CANCELLED = "cancelled"
 
 
-class PartState(State):
+class TransferPartState(State):
     POSTED = "posted"
     LOST = "lost"
     """Its worker is lost and may still be copying."""
@@ -155,20 +155,20 @@ TABLE: dict[tuple[State, Event], State] = {
     (InstanceState.LIVE, Event.END): InstanceState.FENCING,
     (InstanceState.FENCING, Event.FENCED): InstanceState.GONE,
     #
-    (PartState.POSTED, Event.DONE): PartState.DONE,
-    (PartState.POSTED, Event.FAIL): PartState.FAILED,
-    (PartState.POSTED, Event.REVOKED): PartState.REVOKED,
-    (PartState.POSTED, Event.GATE_DEADLINE): PartState.REVOKED,
-    (PartState.POSTED, Event.SESSION_RELEASED): PartState.FAILED,
-    (PartState.POSTED, Event.LOSE): PartState.LOST,
-    (PartState.LOST, Event.EXIT): PartState.FAILED,
+    (TransferPartState.POSTED, Event.DONE): TransferPartState.DONE,
+    (TransferPartState.POSTED, Event.FAIL): TransferPartState.FAILED,
+    (TransferPartState.POSTED, Event.REVOKED): TransferPartState.REVOKED,
+    (TransferPartState.POSTED, Event.GATE_DEADLINE): TransferPartState.REVOKED,
+    (TransferPartState.POSTED, Event.SESSION_RELEASED): TransferPartState.FAILED,
+    (TransferPartState.POSTED, Event.LOSE): TransferPartState.LOST,
+    (TransferPartState.LOST, Event.EXIT): TransferPartState.FAILED,
     #
-    (TransferState.ACTIVE, Event.SPOIL): TransferState.CLOSING,
-    (TransferState.ACTIVE, Event.DONE): TransferState.DONE,
-    (TransferState.CLOSING, Event.SPOIL): TransferState.CLOSING,
-    (TransferState.CLOSING, Event.DONE): TransferState.DONE,  # it was cancelled too late
-    (TransferState.CLOSING, Event.FAIL): TransferState.FAILED,
-    (TransferState.CLOSING, Event.CANCEL): TransferState.CANCELLED,
+    (TransferJobState.ACTIVE, Event.SPOIL): TransferJobState.CLOSING,
+    (TransferJobState.ACTIVE, Event.DONE): TransferJobState.DONE,
+    (TransferJobState.CLOSING, Event.SPOIL): TransferJobState.CLOSING,
+    (TransferJobState.CLOSING, Event.DONE): TransferJobState.DONE,  # it was cancelled too late
+    (TransferJobState.CLOSING, Event.FAIL): TransferJobState.FAILED,
+    (TransferJobState.CLOSING, Event.CANCEL): TransferJobState.CANCELLED,
     #
     (LeaseState.HELD, Event.LOAD): LeaseState.CONSUMED,
     (LeaseState.HELD, Event.LOAD_AND_KEEP): LeaseState.HELD,

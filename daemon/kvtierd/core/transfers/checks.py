@@ -6,12 +6,12 @@ import numpy as np
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Hashes
-from kvtierd.core.stimuli import GroupQuery
+from kvtierd.core.stimuli import BlockQuery
 
 _U8 = np.dtype(np.uint8)
 
 
-def check_queries(queries: Sequence[GroupQuery], count_max: int, *, together: bool) -> None:
+def check_queries(queries: Sequence[BlockQuery], count_max: int, *, together: bool) -> None:
     """Refusal COUNT_MISMATCH, MALFORMED, MODE_UNSUPPORTED, UNKNOWN_GROUP or TOO_MANY_BLOCKS. `together`: one
     answer for all, and not one for each."""
     if not queries:

@@ -8,10 +8,10 @@ from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import U8, U32, BlockState
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import Instance, Mapping, Part, Transfer
-from kvtierd.core.state.transitions import Event, PartState
-from kvtierd.core.stimuli import Outcome, PartFinished
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import Instance, WorkerMapping, TransferPart, TransferJob
+from kvtierd.core.state.transitions import Event, TransferPartState
+from kvtierd.core.stimuli import PartOutcome, PartFinished
 from kvtierd.core.transfers.transfers import Transfers
 
 READY = int(BlockState.READY)
@@ -19,10 +19,10 @@ _NONE = np.empty(0, np.uint32)
 
 
 class Fencing:
-    def __init__(self, books: Books, transfers: Transfers, tier: DiskTier) -> None:
-        self._books = books
+    def __init__(self, core: CoreState, transfers: Transfers, tier: DiskTier) -> None:
+        self._core = core
         self._tier = tier
-        self._blocks = books.blocks
+        self._blocks = core.blocks
         self._transfers = transfers
 
     # --- parts ---
@@ -30,64 +30,64 @@ class Fencing:
     def part_finished(self, stimulus: PartFinished) -> None:
         """A worker has ended a part. Messages about parts that are over, or of lost workers, are only
         counted."""
-        part = self._books.parts.get(stimulus.part)
+        part = self._core.parts.get(stimulus.part)
         if (
             part is None
-            or part.state is not PartState.POSTED
+            or part.state is not TransferPartState.POSTED
             or part.mapping.worker.worker != stimulus.worker
         ):
-            self._books.tally.late_messages += 1
+            self._core.tally.late_messages += 1
             return
         self._tier.part_finished(part, stimulus)
         outcome, failed = stimulus.outcome, stimulus.failed
-        if outcome is Outcome.DONE and len(failed) == 0:
+        if outcome is PartOutcome.DONE and len(failed) == 0:
             self._end(part, Event.DONE, _NONE, None)
             return
-        all_failed = outcome is not Outcome.DONE and len(failed) == 0
+        all_failed = outcome is not PartOutcome.DONE and len(failed) == 0
         if all_failed or int(failed.max()) >= part.blocks:
             failed = _all(part)
         if stimulus.corrupt and part.transfer.direction is Direction.LOAD:
             self._condemn(part, failed)
         self._end(part, _EVENT[outcome], failed, _why(stimulus))
 
-    def _condemn(self, part: Part, failed: U32) -> None:
+    def _condemn(self, part: TransferPart, failed: U32) -> None:
         """Blocks whose records or data did not match when they were to be loaded; their pins are held."""
-        blocks, tally, transfer = self._blocks, self._books.tally, part.transfer
+        blocks, tally, transfer = self._blocks, self._core.tally, part.transfer
         shard = transfer.instance.plans[transfer.group].shard(part.mapping.session.rank)
         condemned = blocks.condemn(transfer.entries[failed], transfer.slots[shard][failed])
         recovered = int(np.count_nonzero(blocks.table.flags(condemned) & RECOVERED))
         tally.corrupt_after_restart += recovered
         tally.corrupt_on_load += len(condemned) - recovered
 
-    def mapping_released(self, mapping: Mapping) -> None:
+    def mapping_released(self, mapping: WorkerMapping) -> None:
         """The worker has fenced all of it: parts of which it has not said how they ended have failed."""
         why = Refusal(Reason.CANCELLED, "the rank's memory was taken back")
         for part in list(mapping.parts.values()):
             self._end(part, Event.SESSION_RELEASED, _all(part), why)
 
-    def parts_lost(self, mapping: Mapping, why: Refusal) -> None:
+    def parts_lost(self, mapping: WorkerMapping, why: Refusal) -> None:
         """Its worker is lost: the parts cannot succeed any more, and may still be copying."""
         for part in mapping.parts.values():
-            self._books.step(part, Event.LOSE)
+            self._core.step(part, Event.LOSE)
             self._transfers.spoil(part.transfer, why, cancelled=False)
             self._transfers.revoke_rest(part.transfer)
 
-    def parts_exited(self, mapping: Mapping) -> None:
+    def parts_exited(self, mapping: WorkerMapping) -> None:
         """The lost worker's process is gone: no copy of its parts can land any more."""
         for part in list(mapping.parts.values()):
             self._end(part, Event.EXIT, _all(part), part.transfer.cause)
 
-    def _end(self, part: Part, event: Event, failed: U32, why: Refusal | None) -> None:
+    def _end(self, part: TransferPart, event: Event, failed: U32, why: Refusal | None) -> None:
         """`failed`: positions in the part. `why` is None if it went well."""
-        books, transfer = self._books, part.transfer
-        books.step(part, event)
-        del books.parts[part.part], part.mapping.parts[part.part]
+        core, transfer = self._core, part.transfer
+        core.step(part, event)
+        del core.parts[part.part], part.mapping.parts[part.part]
         transfer.open_parts -= 1
         if why is not None:
             if transfer.failed is None:
                 transfer.failed = np.zeros(len(transfer.entries), np.bool_)
             transfer.failed[failed] = True
-            self._transfers.spoil(transfer, why, cancelled=part.state is PartState.REVOKED)
+            self._transfers.spoil(transfer, why, cancelled=part.state is TransferPartState.REVOKED)
             if transfer.failed.all():
                 self._transfers.revoke_rest(transfer)  # nothing is left that another rank could make good
         if transfer.open_parts == 0:
@@ -95,46 +95,46 @@ class Fencing:
 
     # --- transfers ---
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: TransferJob) -> None:
         """All its parts are fenced."""
-        books = self._books
+        core = self._core
         instance = transfer.instance
         if transfer.abandoned:
             transfer.failed = np.ones(len(transfer.entries), np.bool_)
-        whole = not transfer.abandoned and all(part.state is PartState.DONE for part in transfer.parts)
+        whole = not transfer.abandoned and all(part.state is TransferPartState.DONE for part in transfer.parts)
         succeeded = (
             self._store_ended(transfer)
             if transfer.direction is Direction.STORE
             else self._load_ended(transfer)
         )
-        del books.transfers[transfer.transfer], instance.transfers[transfer.ticket]
-        books.deadlines.pop(transfer.transfer, None)
+        del core.transfers[transfer.transfer], instance.transfers[transfer.ticket]
+        core.deadlines.pop(transfer.transfer, None)
         instance.words_in_use.discard(transfer.part_word)
         if whole:
-            books.step(transfer, Event.DONE)
-            books.tally.done_transfers += 1
+            core.step(transfer, Event.DONE)
+            core.tally.done_transfers += 1
             end, error = TransferEnd.DONE, None
         elif transfer.cancelled:
-            books.step(transfer, Event.CANCEL)
-            books.tally.cancelled_transfers += 1
+            core.step(transfer, Event.CANCEL)
+            core.tally.cancelled_transfers += 1
             end, error = TransferEnd.CANCELLED, transfer.cause
         else:
-            books.step(transfer, Event.FAIL)
-            books.tally.failed_transfers += 1
+            core.step(transfer, Event.FAIL)
+            core.tally.failed_transfers += 1
             end, error = TransferEnd.FAILED, transfer.cause
-        took_s = books.now_s - (transfer.deadline_s - books.limits.transfer_deadline_s)
+        took_s = core.now_s - (transfer.deadline_s - core.limits.transfer_deadline_s)
         if transfer.direction is Direction.STORE:
-            books.tally.store_transfers += 1
-            books.tally.store_transfer_s += took_s
+            core.tally.store_transfers += 1
+            core.tally.store_transfer_s += took_s
         else:
-            books.tally.load_transfers += 1
-            books.tally.load_transfer_s += took_s
+            core.tally.load_transfers += 1
+            core.tally.load_transfer_s += took_s
         if not instance.over:
             ended = TransferEnded(transfer.transfer, transfer.ticket, end, succeeded, error)
             self._remember(instance, ended)
-            books.notify(transfer.submitter, ended)
+            core.notify(transfer.submitter, ended)
 
-    def _store_ended(self, transfer: Transfer) -> U8:
+    def _store_ended(self, transfer: TransferJob) -> U8:
         """Commits the blocks whose every shard is in place, removes the others."""
         plan = transfer.instance.plans[transfer.group]
         blocks, domain = self._blocks, plan.domain
@@ -150,9 +150,9 @@ class Fencing:
         else:
             blocks.commit(domain, good, slots)
         self._tier.stored(plan, good)
-        self._books.retention.stored(domain, good, transfer)
-        self._books.tally.stored_blocks += len(good)
-        self._books.tally.stored_bytes += len(good) * domain.block_bytes
+        self._core.retention.stored(domain, good, transfer)
+        self._core.tally.stored_blocks += len(good)
+        self._core.tally.stored_bytes += len(good) * domain.block_bytes
         if transfer.positions is None and transfer.failed is None:
             succeeded = np.ones(transfer.keys, np.uint8)
         else:
@@ -165,7 +165,7 @@ class Fencing:
             self._drop_existing(transfer)
         return succeeded
 
-    def _drop_existing(self, transfer: Transfer) -> None:
+    def _drop_existing(self, transfer: TransferJob) -> None:
         """Unpins what was there already, and puts the whole batch in order: tail first, its head last."""
         blocks, domain = self._blocks, transfer.instance.plans[transfer.group].domain
         blocks.table.unpin(np.ascontiguousarray(transfer.existing[::-1]))
@@ -177,7 +177,7 @@ class Fencing:
         if blocks.condemned:
             blocks.reap(domain, transfer.existing)
 
-    def _load_ended(self, transfer: Transfer) -> U8:
+    def _load_ended(self, transfer: TransferJob) -> U8:
         """Drops the pins; blocks that were verified on every rank need not be verified again."""
         blocks, domain = self._blocks, transfer.instance.plans[transfer.group].domain
         entries = transfer.entries
@@ -187,15 +187,15 @@ class Fencing:
             sound = verified[blocks.table.states(verified) == READY]
             blocks.sound(sound)
         blocks.unpin(domain, entries)
-        self._books.lease_room.remove(transfer.instance.held, domain, entries)
-        self._books.tally.loaded_blocks += len(good)
-        self._books.tally.loaded_bytes += len(good) * domain.block_bytes
+        self._core.lease_budget.remove(transfer.instance.held, domain, entries)
+        self._core.tally.loaded_blocks += len(good)
+        self._core.tally.loaded_bytes += len(good) * domain.block_bytes
         if transfer.failed is None:
             return np.ones(transfer.keys, np.uint8)
         return (~transfer.failed).astype(np.uint8)
 
     def _remember(self, instance: Instance, ended: TransferEnded) -> None:
-        limits = self._books.limits
+        limits = self._core.limits
         keys_max = limits.transfers_max * limits.transfer_blocks_max
         instance.ended[ended.ticket] = ended
         instance.ended_keys += len(ended.succeeded)
@@ -205,22 +205,22 @@ class Fencing:
 
 
 _EVENT = {
-    Outcome.DONE: Event.FAIL,  # DONE that names failed blocks
-    Outcome.FAILED: Event.FAIL,
-    Outcome.REVOKED: Event.REVOKED,
-    Outcome.GATE_DEADLINE: Event.GATE_DEADLINE,
+    PartOutcome.DONE: Event.FAIL,  # DONE that names failed blocks
+    PartOutcome.FAILED: Event.FAIL,
+    PartOutcome.REVOKED: Event.REVOKED,
+    PartOutcome.GATE_DEADLINE: Event.GATE_DEADLINE,
 }
 
 
-def _all(part: Part) -> U32:
+def _all(part: TransferPart) -> U32:
     return np.arange(part.blocks, dtype=np.uint32)
 
 
 def _why(stimulus: PartFinished) -> Refusal:
     match stimulus.outcome:
-        case Outcome.REVOKED:
+        case PartOutcome.REVOKED:
             return Refusal(Reason.REVOKED, stimulus.message or "a part was revoked before it started")
-        case Outcome.GATE_DEADLINE:
+        case PartOutcome.GATE_DEADLINE:
             return Refusal(
                 Reason.GATE_DEADLINE, stimulus.message or "a rank's doorbell did not reach its value in time"
             )

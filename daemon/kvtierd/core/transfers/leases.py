@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries, LeaseId
 from kvtierd.core.state.asks import Ask
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import GroupPlan, Instance, Lease
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import GroupPlan, Instance, LeaseGrant
 from kvtierd.core.state.transitions import Event
 from kvtierd.core.stimuli import ReleaseLeases
 
@@ -15,9 +15,9 @@ EXPIRED_KEPT = 1_024
 
 
 class Leases:
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._blocks = books.blocks
+    def __init__(self, core: CoreState) -> None:
+        self._core = core
+        self._blocks = core.blocks
 
     def grant(self, instance: Instance, asks: Sequence[Ask], entries: Sequence[Entries]) -> None:
         """Gives each group its lease, on these READY blocks of it, for which there is room in all. Refusal
@@ -32,8 +32,8 @@ class Leases:
                     ask.lease = None
             raise
 
-    def _grant(self, instance: Instance, group: int, plan: GroupPlan, entries: Entries) -> Lease:
-        books, limits = self._books, self._books.limits
+    def _grant(self, instance: Instance, group: int, plan: GroupPlan, entries: Entries) -> LeaseGrant:
+        core, limits = self._core, self._core.limits
         if len(instance.leases) >= limits.leases_max:
             raise Refusal(
                 Reason.LEASE_LIMIT,
@@ -49,16 +49,16 @@ class Leases:
                 f"too many hold these blocks at once: {error}; release some",
                 field="lease",
             ) from error
-        books.lease_room.add(instance.held, plan.domain, entries)
+        core.lease_budget.add(instance.held, plan.domain, entries)
         self._blocks.used(entries)
-        lease = Lease(
-            lease=LeaseId(next(books.lease_ids)),
+        lease = LeaseGrant(
+            lease=LeaseId(next(core.lease_ids)),
             instance=instance,
             group=group,
             entries=entries,
-            ends_at_s=books.now_s + limits.lease_lifetime_s,
+            ends_at_s=core.now_s + limits.lease_lifetime_s,
         )
-        books.leases[lease.lease] = lease
+        core.leases[lease.lease] = lease
         instance.leases[lease.lease] = lease
         instance.leased_blocks += len(entries)
         instance.leased_bytes += len(entries) * plan.domain.block_bytes
@@ -66,7 +66,7 @@ class Leases:
 
     def no_room(self, instance: Instance, fitting: int, readable: int) -> Refusal:
         """Why no more than so many of the readable tokens are leased."""
-        room = self._books.lease_room
+        room = self._core.lease_budget
         return Refusal(
             Reason.LEASE_LIMIT,
             f"{fitting} of {readable} readable tokens are leased: leases and loads may hold "
@@ -77,9 +77,9 @@ class Leases:
             value=readable,
         )
 
-    def held(self, instance: Instance, lease: LeaseId) -> Lease:
+    def held(self, instance: Instance, lease: LeaseId) -> LeaseGrant:
         """A lease of this instance. Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""
-        found = self._books.leases.get(lease)
+        found = self._core.leases.get(lease)
         if found is not None and found.instance is instance:
             return found
         if found is not None:
@@ -100,16 +100,16 @@ class Leases:
             value=lease,
         )
 
-    def _held_s(self, lease: Lease, now_s: float) -> float:
+    def _held_s(self, lease: LeaseGrant, now_s: float) -> float:
         """Since it was granted."""
-        return now_s - (lease.ends_at_s - self._books.limits.lease_lifetime_s)
+        return now_s - (lease.ends_at_s - self._core.limits.lease_lifetime_s)
 
     def oldest_s(self, now_s: float) -> float:
         """Since the oldest lease was granted; 0 if there is none."""
-        first = [next(iter(each.leases.values())) for each in self._books.names.values() if each.leases]
+        first = [next(iter(each.leases.values())) for each in self._core.names.values() if each.leases]
         return max((self._held_s(lease, now_s) for lease in first), default=0.0)
 
-    def consume(self, lease: Lease, first: int, end: int) -> None:
+    def consume(self, lease: LeaseGrant, first: int, end: int) -> None:
         """Ends a lease; its pins on [first, end) are the caller's from now on, the others drop."""
         self._forget(lease, Event.LOAD)
         domain = lease.instance.plans[lease.group].domain
@@ -120,7 +120,7 @@ class Leases:
 
     def release(self, stimulus: ReleaseLeases) -> None:
         """Gives leases back; those that are not held by this instance are ignored."""
-        instance = self._books.submitter(stimulus.session, stimulus.epoch)
+        instance = self._core.submitter(stimulus.session, stimulus.epoch)
         for name in stimulus.leases:
             lease = instance.leases.get(name)
             if lease is not None:
@@ -134,36 +134,36 @@ class Leases:
 
     def expire(self) -> None:
         """Ends leases whose instance was not heard of for too long, and those that are too old."""
-        now_s, ttl_s = self._books.now_s, self._books.limits.lease_ttl_s
-        for instance in list(self._books.names.values()):
+        now_s, ttl_s = self._core.now_s, self._core.limits.lease_ttl_s
+        for instance in list(self._core.names.values()):
             silent = now_s - instance.alive_at_s > ttl_s
             for lease in list(instance.leases.values()) if silent else self._too_old(instance):
                 self._drop(lease, Event.EXPIRE)
-                self._books.tally.expired_leases += 1
+                self._core.tally.expired_leases += 1
                 instance.expired[lease.lease] = None
                 if len(instance.expired) > EXPIRED_KEPT:
                     del instance.expired[next(iter(instance.expired))]
 
-    def _too_old(self, instance: Instance) -> list[Lease]:
+    def _too_old(self, instance: Instance) -> list[LeaseGrant]:
         """Leases are kept in the order in which they were granted, so they end in that order as well."""
         found = []
         for lease in instance.leases.values():
-            if lease.ends_at_s > self._books.now_s:
+            if lease.ends_at_s > self._core.now_s:
                 break
             found.append(lease)
         return found
 
-    def _drop(self, lease: Lease, event: Event) -> None:
+    def _drop(self, lease: LeaseGrant, event: Event) -> None:
         self._forget(lease, event)
         self._blocks.unpin(lease.instance.plans[lease.group].domain, lease.entries)
 
-    def _forget(self, lease: Lease, event: Event) -> None:
+    def _forget(self, lease: LeaseGrant, event: Event) -> None:
         instance = lease.instance
-        self._books.step(lease, event)
-        self._books.tally.ended_leases += 1
-        self._books.tally.lease_held_s += self._held_s(lease, self._books.now_s)
-        del self._books.leases[lease.lease], instance.leases[lease.lease]
+        self._core.step(lease, event)
+        self._core.tally.ended_leases += 1
+        self._core.tally.lease_held_s += self._held_s(lease, self._core.now_s)
+        del self._core.leases[lease.lease], instance.leases[lease.lease]
         domain = instance.plans[lease.group].domain
-        self._books.lease_room.remove(instance.held, domain, lease.entries)
+        self._core.lease_budget.remove(instance.held, domain, lease.entries)
         instance.leased_blocks -= len(lease.entries)
         instance.leased_bytes -= len(lease.entries) * domain.block_bytes

@@ -11,18 +11,18 @@ from kvtierd.core.disk.promotion import HIT, MISS, PENDING, WRITING
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Refusal
 from kvtierd.core.state.asks import READY, Ask
-from kvtierd.core.state.books import Books
+from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import Instance, LeaseCut
-from kvtierd.core.stimuli import GroupQuery, LookupBlocks, PrefetchBlocks, TouchBlocks
+from kvtierd.core.stimuli import BlockQuery, LookupBlocks, PrefetchBlocks, TouchBlocks
 from kvtierd.core.transfers.checks import check_queries
 from kvtierd.core.transfers.leases import Leases
 
 
 class Lookups:
-    def __init__(self, books: Books, leases: Leases, tier: DiskTier) -> None:
-        self._books = books
-        self._blocks = books.blocks
-        self._table = books.blocks.table
+    def __init__(self, core: CoreState, leases: Leases, tier: DiskTier) -> None:
+        self._core = core
+        self._blocks = core.blocks
+        self._table = core.blocks.table
         self._leases = leases
         self._tier = tier
 
@@ -30,13 +30,13 @@ class Lookups:
         """The longest prefix that all groups can load now, or each block of an exact query by itself. What it
         needs becomes recent, or is pinned under a lease of each group. What only disks have is pending, and
         promoted."""
-        books, queries = self._books, stimulus.queries
-        instance = books.submitter(stimulus.session, stimulus.epoch)
-        check_queries(queries, books.limits.lookup_hashes_max, together=True)
-        loads = instance.live and not books.draining
+        core, queries = self._core, stimulus.queries
+        instance = core.submitter(stimulus.session, stimulus.epoch)
+        check_queries(queries, core.limits.lookup_hashes_max, together=True)
+        loads = instance.live and not core.draining
         asks = self._asks(instance, queries) if loads else ()
-        instance.alive_at_s = books.now_s
-        books.tally.lookups += 1
+        instance.alive_at_s = core.now_s
+        core.tally.lookups += 1
         if not asks:  # a hit would lead to a load, which is refused
             self._count_unanswered(queries)
             return _nothing(queries)
@@ -61,12 +61,12 @@ class Lookups:
 
     def prefetch(self, stimulus: PrefetchBlocks) -> LookupReply:
         """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
-        books, queries = self._books, stimulus.queries
-        instance = books.submitter(stimulus.session, stimulus.epoch)
-        check_queries(queries, books.limits.lookup_hashes_max, together=True)
-        loads = instance.live and not books.draining
+        core, queries = self._core, stimulus.queries
+        instance = core.submitter(stimulus.session, stimulus.epoch)
+        check_queries(queries, core.limits.lookup_hashes_max, together=True)
+        loads = instance.live and not core.draining
         asks = self._asks(instance, queries) if loads else ()
-        instance.alive_at_s = books.now_s
+        instance.alive_at_s = core.now_s
         if not asks:
             return _nothing(queries)
         tokens = self._find(asks)
@@ -75,11 +75,11 @@ class Lookups:
 
     def touch(self, stimulus: TouchBlocks) -> None:
         """Makes hits recent, or cold, group by group; says nothing."""
-        books, queries = self._books, stimulus.queries
-        instance = books.submitter(stimulus.session, stimulus.epoch)
-        check_queries(queries, books.limits.lookup_hashes_max, together=False)
+        core, queries = self._core, stimulus.queries
+        instance = core.submitter(stimulus.session, stimulus.epoch)
+        check_queries(queries, core.limits.lookup_hashes_max, together=False)
         asks = self._asks(instance, queries) if instance.live else ()
-        instance.alive_at_s = books.now_s
+        instance.alive_at_s = core.now_s
         for ask in asks:
             if ask.query.exact or ask.window_blocks:
                 ask.look_at_each(self._table)
@@ -91,15 +91,15 @@ class Lookups:
                 self._blocks.cool(ask.plan.domain, ask.run)
             else:
                 self._blocks.touch(ask.run)
-                books.retention.hold(ask.plan.domain, ask.run, stimulus.hold_ms)
+                core.retention.hold(ask.plan.domain, ask.run, stimulus.hold_ms)
 
     # --- what is there ---
 
-    def _asks(self, instance: Instance, queries: Sequence[GroupQuery]) -> list[Ask]:
+    def _asks(self, instance: Instance, queries: Sequence[BlockQuery]) -> list[Ask]:
         """Refusal UNKNOWN_GROUP."""
         asks = []
         for query in queries:
-            plan = self._books.plan(instance, query.group)
+            plan = self._core.plan(instance, query.group)
             asks.append(Ask(plan.block_tokens, query.window_blocks, len(query.hashes), plan, query))
         return asks
 
@@ -150,7 +150,7 @@ class Lookups:
         """Tokens of the longest prefix, of the `tokens` that were found, that an instance may hold now; while
         nobody holds anything, one block of each group at least, however small the pool. None: that any may
         hold while nobody holds anything."""
-        room = self._books.lease_room
+        room = self._core.lease_budget
         room_bytes = room.alone_bytes if instance is None else room.room_bytes(instance.held)
         cost = 0
         for ask in asks:
@@ -196,7 +196,7 @@ class Lookups:
     def _tell_of_cut(self, asks: Sequence[Ask], tokens: int, leased: int) -> None:
         """Where less is leased than is readable: what can be leased once others have loaded is worth waiting
         for."""
-        self._books.tally.refused_leases += 1
+        self._core.tally.refused_leases += 1
         longer = max(leased, self._fitting(asks, tokens, None))
         for ask in asks:
             hits, later, readable = (length // ask.block_tokens for length in (leased, longer, tokens))
@@ -211,18 +211,18 @@ class Lookups:
 
     # --- what is counted ---
 
-    def _count_unanswered(self, queries: Sequence[GroupQuery]) -> None:
-        tally = self._books.tally
+    def _count_unanswered(self, queries: Sequence[BlockQuery]) -> None:
+        tally = self._core.tally
         hashes = sum(len(query.hashes) for query in queries)
         tally.lookup_hashes += hashes
-        if self._books.draining:
+        if self._core.draining:
             tally.missed_draining += hashes
         else:
             tally.missed_not_ready += hashes
 
     def _recomputed(self, asks: Sequence[Ask], tokens: int) -> LookupReply:
         """Computing what was found is faster: nothing is a hit."""
-        reply, tally = _nothing([ask.query for ask in asks]), self._books.tally
+        reply, tally = _nothing([ask.query for ask in asks]), self._core.tally
         for ask, group in zip(asks, reply.groups, strict=True):
             ask.told = group.states
         before = tally.lookup_hits
@@ -234,7 +234,7 @@ class Lookups:
     def _count(self, asks: Sequence[Ask], tokens: int, leased: int) -> None:
         """Hits and misses of a lookup, by what is told of them. What a window does not need was not asked
         for."""
-        tally = self._books.tally
+        tally = self._core.tally
         for ask in asks:
             first, hits = ask.needed(leased)
             readable = tokens // ask.block_tokens
@@ -272,7 +272,7 @@ def _hit(ask: Ask, tokens: int, longer: int) -> U8:
     return states
 
 
-def _nothing(queries: Sequence[GroupQuery]) -> LookupReply:
+def _nothing(queries: Sequence[BlockQuery]) -> LookupReply:
     return LookupReply(
         tuple(GroupHits(0, np.zeros(len(query.hashes) if query.exact else 0, np.uint8)) for query in queries)
     )

@@ -8,9 +8,9 @@ from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import U8, BlockFlag, BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries, PartId, Rank, Slots, TransferNumber
-from kvtierd.core.state.books import Books
-from kvtierd.core.state.entities import GroupPlan, Instance, Part, Transfer
-from kvtierd.core.state.transitions import Event, MappingState, PartState
+from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.entities import GroupPlan, Instance, TransferPart, TransferJob
+from kvtierd.core.state.transitions import Event, MappingState, TransferPartState
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
 from kvtierd.core.transfers.checks import check_hashes
 from kvtierd.core.transfers.leases import Leases
@@ -33,19 +33,19 @@ VERIFY = int(BlockFlag.VERIFY)
 
 
 class Transfers:
-    def __init__(self, books: Books, leases: Leases) -> None:
-        self._books = books
-        self._blocks = books.blocks
+    def __init__(self, core: CoreState, leases: Leases) -> None:
+        self._core = core
+        self._blocks = core.blocks
         self._leases = leases
 
     # --- stores ---
 
     def submit_store(self, stimulus: SubmitStore) -> SubmitReply:
         """Accepts what there is room for, whole blocks only, and posts a part to every rank."""
-        books, blocks = self._books, self._blocks
+        core, blocks = self._core, self._blocks
         instance, plan = self._may_submit(stimulus)
         hashes = stimulus.hashes
-        check_hashes(hashes, books.limits.transfer_blocks_max)
+        check_hashes(hashes, core.limits.transfer_blocks_max)
         self._check_block_ids(stimulus.block_ids, plan)
         if len(hashes) != len(stimulus.block_ids):
             raise Refusal(
@@ -54,7 +54,7 @@ class Transfers:
                 field="block_ids",
                 value=len(stimulus.block_ids),
             )
-        instance.alive_at_s = books.now_s
+        instance.alive_at_s = core.now_s
 
         domain = plan.domain
         inserted = blocks.insert(plan.space, domain, hashes)
@@ -68,9 +68,9 @@ class Transfers:
                 self._make_entries(plan, hashes, entries, created)
             results = self._results(entries, created)
             new = entries[created == CREATED]
-        books.retention.wished(new, entries[created == EXISTED], stimulus.wishes)
+        core.retention.wished(new, entries[created == EXISTED], stimulus.wishes)
 
-        roomy = books.room.for_slots(domain, len(new), unhold=True)
+        roomy = core.eviction.for_slots(domain, len(new), unhold=True)
         if roomy < len(new):
             # Keys come parents first: what is kept is of use without what is not.
             throttled = new[roomy:]
@@ -90,7 +90,7 @@ class Transfers:
             transfer.existing, transfer.existing_positions = existing, existing_positions
             transfer.batch = entries[np.sort(np.concatenate((existing_positions, accepted)))]
             block_ids, new_hashes = block_ids[accepted], hashes[accepted]
-            tally = books.tally
+            tally = core.tally
             refused = results == THROTTLED
             if refused.any():
                 blocks.history.remember(plan.space, hashes[refused], Fate.REFUSED, blocks.now)
@@ -120,7 +120,7 @@ class Transfers:
         """Makes room in the table for keys that found none, and tries them again; updates entries and
         created."""
         left_out = np.flatnonzero(created == TABLE_FULL)
-        self._books.room.for_entries(plan.domain, len(left_out), unhold=True)
+        self._core.eviction.for_entries(plan.domain, len(left_out), unhold=True)
         again = self._blocks.insert(plan.space, plan.domain, np.ascontiguousarray(hashes[left_out]))
         entries[left_out], created[left_out] = again.entries, again.created
 
@@ -131,7 +131,7 @@ class Transfers:
         results[existed] = _RESULT[self._blocks.table.states(entries[existed])]
         return results
 
-    def _open_slots(self, transfer: Transfer, plan: GroupPlan, hashes: U8) -> None:
+    def _open_slots(self, transfer: TransferJob, plan: GroupPlan, hashes: U8) -> None:
         instance = transfer.instance
         assert instance.digest is not None
         for shard, data_bytes in enumerate(plan.domain.sizes):
@@ -156,7 +156,7 @@ class Transfers:
 
     def submit_load(self, stimulus: SubmitLoad) -> SubmitReply:
         """Loads a run of a lease's blocks; the transfer holds them from now on."""
-        books, blocks = self._books, self._blocks
+        core, blocks = self._core, self._blocks
         instance, plan = self._may_submit(stimulus)
         block_ids = stimulus.block_ids
         lease = self._leases.held(instance, stimulus.lease)
@@ -190,11 +190,11 @@ class Transfers:
                 blocks.table.pin(entries)
             except ValueError as error:
                 raise Refusal(Reason.QUEUE_FULL, f"too many hold these blocks at once: {error}") from error
-            books.step(lease, Event.LOAD_AND_KEEP)
+            core.step(lease, Event.LOAD_AND_KEEP)
         else:
             self._leases.consume(lease, first, end)
-        books.lease_room.add(instance.held, plan.domain, entries)
-        instance.alive_at_s = books.now_s
+        core.lease_budget.add(instance.held, plan.domain, entries)
+        instance.alive_at_s = core.now_s
 
         slots = blocks.slots_of(plan.domain, entries)
         blocks.mark_used(entries, slots)
@@ -208,9 +208,9 @@ class Transfers:
     # --- both ---
 
     def _may_submit(self, stimulus: SubmitStore | SubmitLoad) -> tuple[Instance, GroupPlan]:
-        books = self._books
-        instance = books.submitter(stimulus.session, stimulus.epoch)
-        if books.draining:
+        core = self._core
+        instance = core.submitter(stimulus.session, stimulus.epoch)
+        if core.draining:
             raise Refusal(Reason.DRAINING, "the daemon is being stopped: go on without it")
         if not instance.live:
             raise Refusal(
@@ -219,12 +219,12 @@ class Transfers:
                 field="epoch",
                 value=instance.epoch,
             )
-        plan = books.plan(instance, stimulus.group)
+        plan = core.plan(instance, stimulus.group)
         self._check_signals(instance, stimulus.signals)
-        if len(instance.transfers) >= books.limits.transfers_max:
+        if len(instance.transfers) >= core.limits.transfers_max:
             raise Refusal(
                 Reason.QUEUE_FULL,
-                f"an instance may have {books.limits.transfers_max} transfers in flight: wait for one to end",
+                f"an instance may have {core.limits.transfers_max} transfers in flight: wait for one to end",
                 field="signals.ticket",
                 value=stimulus.signals.ticket,
             )
@@ -269,10 +269,10 @@ class Transfers:
                 field="block_ids",
                 value=f"{block_ids.dtype} {block_ids.shape}",
             )
-        if len(block_ids) > self._books.limits.transfer_blocks_max:
+        if len(block_ids) > self._core.limits.transfer_blocks_max:
             raise Refusal(
                 Reason.TOO_MANY_BLOCKS,
-                f"at most {self._books.limits.transfer_blocks_max} in one call: split it",
+                f"at most {self._core.limits.transfer_blocks_max} in one call: split it",
                 field="block_ids",
                 value=len(block_ids),
             )
@@ -293,25 +293,25 @@ class Transfers:
         keys: int,
         entries: Entries,
         slots: Slots,
-    ) -> Transfer:
-        books, signals = self._books, stimulus.signals
-        transfer = Transfer(
-            transfer=TransferNumber(next(books.transfer_ids)),
+    ) -> TransferJob:
+        core, signals = self._core, stimulus.signals
+        transfer = TransferJob(
+            transfer=TransferNumber(next(core.transfer_ids)),
             direction=direction,
             instance=instance,
             submitter=stimulus.session,
             ticket=signals.ticket,
             part_word=signals.part_word,
             group=stimulus.group,
-            deadline_s=books.now_s + books.limits.transfer_deadline_s,
+            deadline_s=core.now_s + core.limits.transfer_deadline_s,
             keys=keys,
             entries=entries,
             slots=slots,
             existing=_NO_ENTRIES,
             existing_positions=_NO_POSITIONS,
         )
-        books.transfers[transfer.transfer] = transfer
-        books.deadlines[transfer.transfer] = transfer
+        core.transfers[transfer.transfer] = transfer
+        core.deadlines[transfer.transfer] = transfer
         instance.transfers[signals.ticket] = transfer
         instance.words_in_use.add(signals.part_word)
         instance.last_ticket = signals.ticket
@@ -319,13 +319,13 @@ class Transfers:
 
     def _post(
         self,
-        transfer: Transfer,
+        transfer: TransferJob,
         signals: Signals,
         block_ids: npt.NDArray[np.uint32],
         verify: U8 | None,
     ) -> None:
         """One part for every rank, empty ones too: every rank's part word has to end."""
-        books, instance = self._books, transfer.instance
+        core, instance = self._core, transfer.instance
         plan = instance.plans[transfer.group]
         parts = []
         for rank in map(Rank, range(instance.world_size)):
@@ -334,9 +334,9 @@ class Transfers:
             assert mapping is not None
             assert mapping.registration is not None
             blocks = len(transfer.entries) if transfer.storing in (None, rank) else 0
-            part = Part(part=PartId(next(books.part_ids)), transfer=transfer, mapping=mapping, blocks=blocks)
+            part = TransferPart(part=PartId(next(core.part_ids)), transfer=transfer, mapping=mapping, blocks=blocks)
             parts.append(part)
-            books.parts[part.part] = part
+            core.parts[part.part] = part
             mapping.parts[part.part] = part
             self._blocks.actions.append(
                 PostPart(
@@ -359,51 +359,51 @@ class Transfers:
 
     def cancel_tickets(self, stimulus: CancelTransfers) -> None:
         """Asks transfers to end early; unknown and ended ones are ignored."""
-        instance = self._books.submitter(stimulus.session, stimulus.epoch)
+        instance = self._core.submitter(stimulus.session, stimulus.epoch)
         for ticket in stimulus.tickets:
             transfer = instance.transfers.get(ticket)
             if transfer is not None:
                 self.cancel(transfer, Refusal(Reason.CANCELLED, "the transfer was cancelled"))
 
     def cancel_overdue(self) -> None:
-        books = self._books
-        while books.deadlines:
-            transfer = next(iter(books.deadlines.values()))
-            if transfer.deadline_s > books.now_s:
+        core = self._core
+        while core.deadlines:
+            transfer = next(iter(core.deadlines.values()))
+            if transfer.deadline_s > core.now_s:
                 return
             self.cancel(
                 transfer,
                 Refusal(
                     Reason.DEADLINE,
-                    f"the transfer had not ended after {books.limits.transfer_deadline_s:g} s",
+                    f"the transfer had not ended after {core.limits.transfer_deadline_s:g} s",
                 ),
             )
 
-    def cancel(self, transfer: Transfer, why: Refusal) -> None:
+    def cancel(self, transfer: TransferJob, why: Refusal) -> None:
         """Asks all open parts to end; how they end decides how the transfer does."""
         self.spoil(transfer, why, cancelled=True)
         self.revoke_rest(transfer)
 
-    def abandon(self, transfer: Transfer, why: Refusal) -> None:
+    def abandon(self, transfer: TransferJob, why: Refusal) -> None:
         """Its epoch is over and its sessions are released: nothing of it will be committed."""
         self.spoil(transfer, why, cancelled=True)
         transfer.abandoned = True
-        self._books.deadlines.pop(transfer.transfer, None)
+        self._core.deadlines.pop(transfer.transfer, None)
 
-    def spoil(self, transfer: Transfer, why: Refusal, *, cancelled: bool) -> None:
+    def spoil(self, transfer: TransferJob, why: Refusal, *, cancelled: bool) -> None:
         """It cannot simply be DONE any more; the first reason is the one that counts."""
-        self._books.step(transfer, Event.SPOIL)
+        self._core.step(transfer, Event.SPOIL)
         if transfer.cause is None:
             transfer.cause = why
             transfer.cancelled = cancelled
 
-    def revoke_rest(self, transfer: Transfer) -> None:
+    def revoke_rest(self, transfer: TransferJob) -> None:
         """Asks every part that may not have started to end, once; mappings being released end theirs
         anyway."""
-        self._books.deadlines.pop(transfer.transfer, None)
+        self._core.deadlines.pop(transfer.transfer, None)
         if transfer.revoked:
             return
         transfer.revoked = True
         for part in transfer.parts:
-            if part.state is PartState.POSTED and part.mapping.state is MappingState.MAPPED:
+            if part.state is TransferPartState.POSTED and part.mapping.state is MappingState.MAPPED:
                 self._blocks.actions.append(RevokePart(part.mapping.worker.worker, part.part))

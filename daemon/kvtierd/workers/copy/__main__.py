@@ -28,7 +28,7 @@ from kvtierd.workers.channel.packets import PacketError, close_fds
 from kvtierd.workers.channel.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.workers.copy.cpu import CpuDevice
 from kvtierd.workers.copy.device import Device, DeviceUnusableError
-from kvtierd.workers.copy.engine import Engine, ProtocolError
+from kvtierd.workers.copy.engine import CopyEngine, ProtocolError
 from kvtierd.workers.copy.faults import fault_in_copy
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator
@@ -65,7 +65,7 @@ def main() -> NoReturn:
         with contextlib.suppress(ChannelEndedError):
             channel.send(_unusable(error.refusal))
         _leave(0)
-    engine = Engine(device, records, channel, status)
+    engine = CopyEngine(device, records, channel, status)
     engine.start()
     populator = Populator(pool, engine.is_busy, device)
     # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
@@ -123,7 +123,7 @@ def _unusable(refusal: Refusal) -> bytes:
     return wire.ToFront(unusable=unusable).SerializeToString()
 
 
-def _serve(engine: Engine, channel: BlockingPacketChannel, status: StatusPage) -> None:
+def _serve(engine: CopyEngine, channel: BlockingPacketChannel, status: StatusPage) -> None:
     """Handles messages until the front says stop or is gone."""
     while True:
         status.enter(StatusWord.HEARTBEAT)
@@ -144,7 +144,7 @@ def _serve(engine: Engine, channel: BlockingPacketChannel, status: StatusPage) -
             close_fds(fds)
 
 
-def _finish(engine: Engine, status: StatusPage, copy_deadline_s: float) -> None:
+def _finish(engine: CopyEngine, status: StatusPage, copy_deadline_s: float) -> None:
     """Ends the lanes. If one is stuck there may be no supervisor left to see it: then the end of the process
     is the fence."""
     engine.stop()

@@ -4,10 +4,10 @@ import numpy as np
 from kvtier_kernels import PoolRecords
 
 from kvtierd.workers.copy.device import Blocks
-from kvtierd.workers.copy.parts import Part
+from kvtierd.workers.copy.parts import PartTask
 
 
-def check_before_load(records: PoolRecords, part: Part, chunk: slice) -> Blocks:
+def check_before_load(records: PoolRecords, part: PartTask, chunk: slice) -> Blocks:
     """Which blocks of a chunk may be loaded: their records say what the part says, and their data is intact
     where that is to be verified."""
     slots = part.slots[chunk]

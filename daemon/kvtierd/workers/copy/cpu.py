@@ -9,9 +9,9 @@ from kvtier_kernels import CopyPlan, PoolRecords
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.checks import check_before_load
-from kvtierd.workers.copy.device import Area, Blocks, Chunk, Flight, Memory
+from kvtierd.workers.copy.device import Area, Blocks, Chunk, Flight, MappedMemory
 from kvtierd.workers.copy.memfds import map_memfd, unmap
-from kvtierd.workers.copy.parts import Part, PartEnd
+from kvtierd.workers.copy.parts import PartTask, PartEnd
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Data of one copy call. It bounds how long a load waits for a store and a dead engine's memory for a copy,
@@ -44,7 +44,7 @@ class CpuDevice:
 
     def map_memory(
         self, message: wire.MapMemory, fds: Sequence[int], chunks: Sequence[Chunk]
-    ) -> tuple[Memory, int]:
+    ) -> tuple[MappedMemory, int]:
         if message.ranges or len(fds) != 1:
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,
@@ -86,10 +86,10 @@ class CpuCopier:
     def is_full(self) -> bool:
         return False
 
-    def prepare(self, part: Part, chunk: slice) -> bool:
+    def prepare(self, part: PartTask, chunk: slice) -> bool:
         return False
 
-    def submit(self, part: Part, chunk: slice) -> Flight:
+    def submit(self, part: PartTask, chunk: slice) -> Flight:
         assert isinstance(part.plan, CopyPlan)
         copy = self._load if part.is_load else self._store
         return Flight(part, chunk, copy(part, part.plan, chunk))
@@ -97,10 +97,10 @@ class CpuCopier:
     def land(self, flight: Flight) -> Blocks:
         return flight.good
 
-    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+    def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
         over(end)
 
-    def _store(self, part: Part, plan: CopyPlan, chunk: slice) -> Blocks:
+    def _store(self, part: PartTask, plan: CopyPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
         good = self._records.check_writing(slots, generations, plan.slot_bytes).astype(np.bool_)
@@ -114,7 +114,7 @@ class CpuCopier:
         self._records.set_data_checksums(slots, generations, checksums)
         return good
 
-    def _load(self, part: Part, plan: CopyPlan, chunk: slice) -> Blocks:
+    def _load(self, part: PartTask, plan: CopyPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
         good = check_before_load(self._records, part, chunk)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtierd.core.errors import Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.parts import Part, PartEnd
+from kvtierd.workers.copy.parts import PartTask, PartEnd
 
 Blocks = npt.NDArray[np.bool_]
 """One flag per block of a chunk."""
@@ -32,7 +32,7 @@ class DeviceUnusableError(Exception):
         self.refusal = refusal
 
 
-class Plan(Protocol):
+class FragmentPlan(Protocol):
     """Where the fragments of one group's blocks lie."""
 
     @property
@@ -41,10 +41,10 @@ class Plan(Protocol):
     def planes(self) -> int: ...
 
 
-class Memory(Protocol):
+class MappedMemory(Protocol):
     """A rank's memory, mapped into this process for one registration."""
 
-    def plan(self, group: wire.MappedGroup) -> Plan:
+    def plan(self, group: wire.MappedGroup) -> FragmentPlan:
         """Refusal if the group does not lie inside the memory."""
 
     def unmap(self) -> None:
@@ -58,14 +58,14 @@ class Chunk(Protocol):
     """A chunk of physical GPU memory that waits for the registration that it is a piece of."""
 
     def release(self) -> None:
-        """Lets go of it, after or instead of mapping it. Raises as `Memory.unmap`."""
+        """Lets go of it, after or instead of mapping it. Raises as `MappedMemory.unmap`."""
 
 
 @dataclass(slots=True)
 class Flight:
     """A chunk of a part on its way."""
 
-    part: Part
+    part: PartTask
     chunk: slice
     good: Blocks
     """Blocks that passed the checks so far."""
@@ -91,11 +91,11 @@ class Copier(Protocol):
     def is_full(self) -> bool:
         """True while it can take no chunk; the `on_room` of its device is called when that ends."""
 
-    def prepare(self, part: Part, chunk: slice) -> bool:
+    def prepare(self, part: PartTask, chunk: slice) -> bool:
         """Makes ready what a chunk needs and what may take a while, before the part starts, step by step:
         True if it is to be called again. Raises nothing: what is not ready then shows in `submit`."""
 
-    def submit(self, part: Part, chunk: slice) -> Flight:
+    def submit(self, part: PartTask, chunk: slice) -> Flight:
         """Starts a chunk of a started part.
 
         If it raises, the part has failed, and nothing of the chunk flies.
@@ -105,7 +105,7 @@ class Copier(Protocol):
         """Waits for the oldest flight and says which blocks are in place. If it raises, the part has failed,
         and nothing of the flight flies."""
 
-    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+    def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
         """Does what remains to be done of a part of which nothing flies and whose word is terminal; then
         calls `over`, at once or from another thread, with the end that is to be reported. Without blocks
         nothing remains."""
@@ -133,7 +133,7 @@ class Device(Protocol):
 
     def map_memory(
         self, message: wire.MapMemory, fds: Sequence[int], chunks: Sequence[Chunk]
-    ) -> tuple[Memory, int]:
+    ) -> tuple[MappedMemory, int]:
         """Maps what the message says, from descriptors that stay the caller's, or from the first of a
         session's chunks; says how many of them it took, which the caller then releases. Main thread.
 

@@ -17,8 +17,8 @@ from kvtierd.workers.channel.status import StatusPage
 from kvtierd.workers.copy.checking import Checker
 from kvtierd.workers.copy.device import Copier, Device
 from kvtierd.workers.copy.lanes import Lanes, PartCalls
-from kvtierd.workers.copy.parts import Part, PartEnd, PartRefusedError, PartState, read_part
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.parts import PartTask, PartEnd, PartRefusedError, PartTaskState, read_part
+from kvtierd.workers.copy.sessions import MappedSession
 from kvtierd.workers.copy.teardown import Teardown
 from kvtierd.workers.log import logger
 
@@ -41,7 +41,7 @@ class ProtocolError(Exception):
     """The front said what it never says: the two do not understand each other."""
 
 
-class Engine:
+class CopyEngine:
     """Sessions, parts and lanes of one worker. `handle` and `stop` are for the main thread only.
 
     The terminal word of a part is written before it is reported, and the reports of all of a session's parts
@@ -53,8 +53,8 @@ class Engine:
     ) -> None:
         self._device = device
         self._channel = channel
-        self._sessions: dict[int, Session] = {}
-        self._parts: dict[int, Part] = {}
+        self._sessions: dict[int, MappedSession] = {}
+        self._parts: dict[int, PartTask] = {}
         self._lanes = Lanes(device, status, PartCalls(self._start, self._landed, self._end_unstarted))
         self._lock = self._lanes.lock
         self._teardown = Teardown(device, self._unmapped)
@@ -139,7 +139,7 @@ class Engine:
             lambda session: session.add_chunks(self._device, fds, message.bytes),
         )
 
-    def _map(self, request: int, number: int, mapper: Callable[[Session], None]) -> None:
+    def _map(self, request: int, number: int, mapper: Callable[[MappedSession], None]) -> None:
         try:
             session = self._session_to_map(number)
             # Without the lock: it may take a while. Only this thread maps, and makes or releases sessions.
@@ -159,7 +159,7 @@ class Engine:
             answer = wire.ToFront(mapped=wire.Mapped(request=request))
         self._send(answer)
 
-    def _session_to_map(self, number: int) -> Session:
+    def _session_to_map(self, number: int) -> MappedSession:
         with self._lock:
             session = self._sessions.get(number)
             sessions = len(self._sessions)
@@ -187,7 +187,7 @@ class Engine:
                 field="session",
                 value=number,
             )
-        return session or Session(number)
+        return session or MappedSession(number)
 
     def _post_part(self, message: wire.PostPart) -> None:
         with self._lock:
@@ -216,7 +216,7 @@ class Engine:
     def _revoke_part(self, number: int) -> None:
         with self._lock:
             part = self._parts.get(number)
-            if part is None or part.state is not PartState.QUEUED:
+            if part is None or part.state is not PartTaskState.QUEUED:
                 return  # It is over, or will be soon: its report is under way, or follows.
             withdrawn = self._lanes.withdraw(lambda other: other is part)
         for queued in withdrawn:
@@ -244,10 +244,10 @@ class Engine:
             self._end_unstarted(part)
         self._unmap_if_fenced(session)
 
-    def _start(self, part: Part) -> bool:
+    def _start(self, part: PartTask) -> bool:
         return part.session.try_start(part)
 
-    def _landed(self, copier: Copier, part: Part, end: PartEnd) -> None:
+    def _landed(self, copier: Copier, part: PartTask, end: PartEnd) -> None:
         """Writes the word of a started part of which nothing flies; its report follows when it is settled."""
         if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
             if part.is_load:
@@ -257,7 +257,7 @@ class Engine:
                 end = PartEnd(wire.REVOKED, _WITHDRAWN, copy_ns=end.copy_ns)
         copier.settle(part, end, partial(self._over, part))
 
-    def _end_unstarted(self, part: Part) -> None:
+    def _end_unstarted(self, part: PartTask) -> None:
         """Ends a part that is in no queue and was never started."""
         outcome = wire.REVOKED
         if part.doorbell is not None and part.gate_deadline_s <= time.monotonic():
@@ -265,17 +265,17 @@ class Engine:
         as_expected = part.session.revoke(part)
         self._over(part, PartEnd(outcome, "" if as_expected else _OVERWRITTEN))
 
-    def _over(self, part: Part, end: PartEnd) -> None:
+    def _over(self, part: PartTask, end: PartEnd) -> None:
         """Reports a part whose word is terminal, and forgets it."""
         part.plan = None
         self._report(part.number, end)
         with self._lock:
-            part.state = PartState.OVER
+            part.state = PartTaskState.OVER
             del self._parts[part.number]
             part.session.unfinished.discard(part)
         self._unmap_if_fenced(part.session)
 
-    def _unmap_if_fenced(self, session: Session) -> None:
+    def _unmap_if_fenced(self, session: MappedSession) -> None:
         """Has a session that is being released unmapped, if nothing of it can still run."""
         with self._lock:
             if not session.releases or session.unfinished or session.is_fenced:
@@ -283,7 +283,7 @@ class Engine:
             session.fence()
         self._teardown.add(session)
 
-    def _unmapped(self, session: Session) -> None:
+    def _unmapped(self, session: MappedSession) -> None:
         with self._lock:
             del self._sessions[session.number]
             answers = session.releases

@@ -3,8 +3,8 @@
 import heapq
 from collections.abc import Callable
 
-from kvtierd.workers.copy.parts import Part
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.parts import PartTask
+from kvtierd.workers.copy.sessions import MappedSession
 
 POLL_S_MIN = 50e-6
 """While a gate is expected to open: a poll costs about 20 µs of one core."""
@@ -28,7 +28,7 @@ class Gates:
     """
 
     def __init__(self) -> None:
-        self._bells: dict[tuple[Session, int], list[tuple[int, int, Part]]] = {}
+        self._bells: dict[tuple[MappedSession, int], list[tuple[int, int, PartTask]]] = {}
         self._active_s = 0.0
         self._swept_s = 0.0
         self._arrivals = 0
@@ -36,7 +36,7 @@ class Gates:
     def __bool__(self) -> bool:
         return bool(self._bells)
 
-    def add(self, part: Part, now_s: float) -> None:
+    def add(self, part: PartTask, now_s: float) -> None:
         """Takes a gated part."""
         assert part.doorbell is not None
         self._arrivals += 1
@@ -44,7 +44,7 @@ class Gates:
         heapq.heappush(heap, (part.doorbell_value, self._arrivals, part))
         self._active_s = now_s
 
-    def opened(self, now_s: float) -> list[Part]:
+    def opened(self, now_s: float) -> list[PartTask]:
         """Takes out the parts whose doorbells have rung."""
         opened = []
         for (session, doorbell), heap in list(self._bells.items()):
@@ -58,7 +58,7 @@ class Gates:
             opened.sort(key=lambda entry: entry[1])
         return [part for _, _, part in opened]
 
-    def swept(self, now_s: float) -> list[Part]:
+    def swept(self, now_s: float) -> list[PartTask]:
         """Takes out the parts that need wait no longer: past their deadlines, or revoked. Empty most of the
         time."""
         if now_s - self._swept_s < SWEEP_S:
@@ -66,7 +66,7 @@ class Gates:
         self._swept_s = now_s
         return self.take(lambda part: part.gate_deadline_s <= now_s or part.session.is_revoked(part))
 
-    def take(self, wanted: Callable[[Part], bool]) -> list[Part]:
+    def take(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the parts for which `wanted` is true."""
         taken = []
         for bell, heap in list(self._bells.items()):

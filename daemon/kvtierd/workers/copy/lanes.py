@@ -17,8 +17,8 @@ import numpy as np
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Copier, Device, Flight
 from kvtierd.workers.copy.gates import Gates
-from kvtierd.workers.copy.parts import Part, PartEnd, PartState, Run
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.parts import PartTask, PartEnd, PartTaskState, PartRun
+from kvtierd.workers.copy.sessions import MappedSession
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
@@ -37,23 +37,23 @@ LANE_DIED_STATUS = 70
 class PartCalls:
     """What becomes of parts: called in a lane's thread and without the lock."""
 
-    start: Callable[[Part], bool]
+    start: Callable[[PartTask], bool]
     """May the part start? After True it has, and `landed` follows; after False it is ended by
     `end_unstarted`."""
-    landed: Callable[[Copier, Part, PartEnd], None]
+    landed: Callable[[Copier, PartTask, PartEnd], None]
     """Nothing of a started part flies, and nothing will."""
-    end_unstarted: Callable[[Part], None]
+    end_unstarted: Callable[[PartTask], None]
     """A part whose gate did not open, or that may not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EndUnstarted:
-    parts: list[Part]
+    parts: list[PartTask]
 
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    part: Part
+    part: PartTask
     chunk: slice | None
     """None if it has no chunk, or no more."""
 
@@ -69,9 +69,9 @@ class _Lane:
         self.word = word
         self.wake = threading.Condition(lock)
         self.gates = Gates()
-        self.runnable: dict[Session, deque[Part]] = {}
+        self.runnable: dict[MappedSession, deque[PartTask]] = {}
         """Parts with chunks to submit, in order of arrival; only the first of a session has started."""
-        self.turns: deque[Session] = deque()
+        self.turns: deque[MappedSession] = deque()
         """The sessions of `runnable`, the one that is due first."""
         self.active = 0
         """Parts that are runnable, or have started and not ended."""
@@ -88,39 +88,39 @@ class _Lane:
     def busy(self) -> bool:
         return self.active > 0
 
-    def add(self, part: Part) -> None:
+    def add(self, part: PartTask) -> None:
         if part.session not in self.runnable:
             self.runnable[part.session] = deque()
             self.turns.append(part.session)
         self.runnable[part.session].append(part)
         self.active += 1
 
-    def take(self, wanted: Callable[[Part], bool]) -> list[Part]:
+    def take(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the runnable parts that have not started and for which `wanted` is true."""
-        taken: list[Part] = []
+        taken: list[PartTask] = []
         for session, queue in list(self.runnable.items()):
-            kept = deque[Part]()
+            kept = deque[PartTask]()
             for part in queue:
-                (taken if part.state is PartState.QUEUED and wanted(part) else kept).append(part)
+                (taken if part.state is PartTaskState.QUEUED and wanted(part) else kept).append(part)
             self._keep(session, kept)
         self.active -= len(taken)
         return taken
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: PartTask) -> None:
         """Takes out a part that has no chunks to submit any more; it stays active."""
         queue = self.runnable.get(part.session)
         if queue and queue[0] is part:
             queue.popleft()
             self._keep(part.session, queue)
 
-    def _keep(self, session: Session, queue: deque[Part]) -> None:
+    def _keep(self, session: MappedSession, queue: deque[PartTask]) -> None:
         if queue:
             self.runnable[session] = queue
         elif session in self.runnable:
             del self.runnable[session]
             self.turns.remove(session)
 
-    def abandoned(self) -> Part | None:
+    def abandoned(self) -> PartTask | None:
         """A part that was abandoned between two chunks."""
         if self.any_abandoned:
             for session in self.turns:
@@ -134,14 +134,14 @@ class _Lane:
         """The next chunk of the session that is due."""
         part = self.runnable[self.turns[0]][0]
         self.turns.rotate(-1)
-        part.state = PartState.RUNNING
+        part.state = PartTaskState.RUNNING
         first = 0 if part.run is None else part.run.submitted
         last = min(first + self._blocks(part), len(part.block_ids))
         if last == len(part.block_ids):
             self.drop(part)
         return _Submit(part, slice(first, last) if last > first else None)
 
-    def _blocks(self, part: Part) -> int:
+    def _blocks(self, part: PartTask) -> int:
         """Blocks of one chunk."""
         if part.plan is None:
             return 0
@@ -178,7 +178,7 @@ class Lanes:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: PartTask) -> None:
         """Queues a part, behind its doorbell if it has one. With the lock held."""
         lane = self._load if part.is_load else self._store
         if part.doorbell is None:
@@ -187,7 +187,7 @@ class Lanes:
             lane.gates.add(part, time.monotonic())
         lane.wake.notify_all()
 
-    def withdraw(self, wanted: Callable[[Part], bool]) -> list[Part]:
+    def withdraw(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the queued parts for which `wanted` is true; they are the caller's to end. With the lock
         held."""
         taken = []
@@ -195,10 +195,10 @@ class Lanes:
             taken += lane.gates.take(wanted)
             taken += lane.take(wanted)
         for part in taken:
-            part.state = PartState.OVER
+            part.state = PartTaskState.OVER
         return taken
 
-    def abandon(self, parts: Iterable[Part]) -> None:
+    def abandon(self, parts: Iterable[PartTask]) -> None:
         """Has those of the parts that run end with what flies. With the lock held."""
         for part in parts:
             part.abandoned = True
@@ -255,7 +255,7 @@ class Lanes:
                 unstarted = lane.gates.swept(now_s)
                 if unstarted:
                     for part in unstarted:
-                        part.state = PartState.OVER
+                        part.state = PartTaskState.OVER
                     return _EndUnstarted(unstarted)
                 wait_s = lane.gates.wait_s(now_s)
                 if lane.turns and len(lane.flights) < lane.copier.depth:
@@ -285,7 +285,7 @@ class Lanes:
             lane.yields_until_s = now_s + STORE_YIELD_S_MAX
         return lane.yields_until_s - now_s
 
-    def _submit(self, lane: _Lane, part: Part, chunk: slice | None) -> None:
+    def _submit(self, lane: _Lane, part: PartTask, chunk: slice | None) -> None:
         self._watch(lane)
         if chunk is not None:
             # Before the start, so that a client can still revoke a part that waits for this.
@@ -299,7 +299,7 @@ class Lanes:
                 self._calls.end_unstarted(part)
                 self._ended(lane)
                 return
-            part.run = Run(np.zeros(len(part.block_ids), np.bool_))
+            part.run = PartRun(np.zeros(len(part.block_ids), np.bool_))
         elif not part.is_load and part.session.is_revoked(part):
             # Its client has withdrawn it: what it would still read may be somebody else's by now.
             chunk = None
@@ -349,7 +349,7 @@ class Lanes:
         if not lane.flights:
             self._status.leave(lane.word)
 
-    def _failed(self, lane: _Lane, part: Part, error: Exception) -> None:
+    def _failed(self, lane: _Lane, part: PartTask, error: Exception) -> None:
         """The part submits nothing any more, and fails when nothing of it flies."""
         _log.error("a part failed", part=part.number, exc_info=error)
         assert part.run is not None
@@ -357,7 +357,7 @@ class Lanes:
         with self.lock:
             lane.drop(part)
 
-    def _end_if_landed(self, lane: _Lane, part: Part) -> None:
+    def _end_if_landed(self, lane: _Lane, part: PartTask) -> None:
         run = part.run
         assert run is not None
         if run.flying:

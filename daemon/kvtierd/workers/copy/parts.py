@@ -13,14 +13,14 @@ from kvtier_kernels import TICKET_MAX
 from kvtierd.wire import worker_pb2 as wire
 
 if TYPE_CHECKING:
-    from kvtierd.workers.copy.device import Plan
-    from kvtierd.workers.copy.sessions import Session
+    from kvtierd.workers.copy.device import FragmentPlan
+    from kvtierd.workers.copy.sessions import MappedSession
 
 
 _Item = TypeVar("_Item", np.uint8, np.uint32, np.uint64)
 
 
-class PartState(Enum):
+class PartTaskState(Enum):
     QUEUED = "queued"
     """Waits for its doorbell or for its lane."""
     RUNNING = "running"
@@ -33,11 +33,11 @@ class PartRefusedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PartTask:
     number: int
     is_load: bool
-    session: Session
-    plan: Plan | None
+    session: MappedSession
+    plan: FragmentPlan | None
     """None for a part without blocks, and once the part is over: a session's memory can only be unmapped
     then."""
     ticket: int
@@ -52,10 +52,10 @@ class Part:
     slots: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint64]
     verify: npt.NDArray[np.bool_] | None
-    state: PartState = PartState.QUEUED
+    state: PartTaskState = PartTaskState.QUEUED
     abandoned: bool = False
     """Set while it runs: no chunk of it is submitted any more, and it ends as failed."""
-    run: Run | None = None
+    run: PartRun | None = None
     """From its start on."""
 
     @property
@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Run:
+class PartRun:
     """How far a started part is. Its lane's thread's own."""
 
     good: npt.NDArray[np.bool_]
@@ -77,7 +77,7 @@ class Run:
     """Why no chunk is submitted any more."""
     copy_ns: int = 0
 
-    def end(self, part: Part) -> PartEnd:
+    def end(self, part: PartTask) -> PartEnd:
         """How the part ended, once nothing of it flies."""
         if self.error:
             return PartEnd(wire.FAILED, self.error, copy_ns=self.copy_ns)
@@ -109,7 +109,7 @@ class PartEnd:
     copy_ns: int = 0
 
 
-def read_part(message: wire.PostPart, session: Session, now_s: float) -> Part:
+def read_part(message: wire.PostPart, session: MappedSession, now_s: float) -> PartTask:
     """Checks everything about a part that can be known before it runs. PartRefusedError if something is
     wrong."""
     if message.direction not in (wire.STORE, wire.LOAD):
@@ -137,7 +137,7 @@ def read_part(message: wire.PostPart, session: Session, now_s: float) -> Part:
             raise PartRefusedError(
                 f"registration={message.registration}, group={message.group}: no such memory is mapped"
             )
-    return Part(
+    return PartTask(
         number=message.part,
         is_load=message.direction == wire.LOAD,
         session=session,

@@ -8,9 +8,9 @@ from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, SharedWords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.device import Chunk, Device, Memory, Plan
+from kvtierd.workers.copy.device import Chunk, Device, MappedMemory, FragmentPlan
 from kvtierd.workers.copy.memfds import map_memfd, unmap
-from kvtierd.workers.copy.parts import Part
+from kvtierd.workers.copy.parts import PartTask
 
 SEALED = TICKET_MAX << 8 | PART_REVOKED
 """What a client raises its words to when nothing may start on their page any more."""
@@ -26,7 +26,7 @@ CHUNKS_MAX = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class MappedSession:
     """Everything that is mapped for one session, and its unfinished parts.
 
     The main thread maps; the thread that unmaps comes when nothing else uses the session. Between them the
@@ -42,13 +42,13 @@ class Session:
     """Number of part words."""
     words: SharedWords | None = None
     words_mapping: mmap.mmap | None = None
-    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    plans: dict[tuple[int, int], FragmentPlan] = field(default_factory=dict)
     """By registration and group."""
-    memories: dict[int, Memory] = field(default_factory=dict)
+    memories: dict[int, MappedMemory] = field(default_factory=dict)
     """By registration."""
     chunks: list[Chunk] = field(default_factory=list)
     """Added, and not used up by a registration yet."""
-    unfinished: set[Part] = field(default_factory=set)
+    unfinished: set[PartTask] = field(default_factory=set)
     releases: int = 0
     """Times its release was asked for; from the first on it takes no more."""
     is_fenced: bool = False
@@ -59,11 +59,11 @@ class Session:
     def load_word(self, index: int) -> int:
         return 0 if self.words is None else self.words.load(index)
 
-    def try_start(self, part: Part) -> bool:
+    def try_start(self, part: PartTask) -> bool:
         """The part's word from armed to STARTED; False if the part must not run."""
         return self.words is not None and self.words.try_start(part.word, part.ticket)
 
-    def is_revoked(self, part: Part) -> bool:
+    def is_revoked(self, part: PartTask) -> bool:
         """True if the part's word says that its client has revoked it."""
         try:
             return self.words is None or self.words.part_state(part.word, part.ticket) == PART_REVOKED
@@ -71,7 +71,7 @@ class Session:
             # No value that anybody may have written. The part shows it when it tries to start.
             return False
 
-    def revoke(self, part: Part) -> bool:
+    def revoke(self, part: PartTask) -> bool:
         """Writes REVOKED for a part that has not been started; False if its word had been overwritten. A
         sealed word says REVOKED already."""
         return self._try_revoke(part.word, part.ticket)
@@ -81,7 +81,7 @@ class Session:
         if part_word < self.parts and 0 < ticket <= TICKET_MAX:
             self._try_revoke(self.doorbells + part_word, ticket)
 
-    def finish(self, part: Part, state: int = PART_FAILED) -> bool:
+    def finish(self, part: PartTask, state: int = PART_FAILED) -> bool:
         """Writes the terminal word of a started part; False if its word had been overwritten, and is left so:
         by the client, which may withdraw a store that runs, or by somebody else."""
         try:
@@ -166,7 +166,7 @@ class Session:
                 value=message.registration,
             )
         memory, chunks_used = device.map_memory(message, fds, self.chunks)
-        plans: dict[tuple[int, int], Plan] = {}
+        plans: dict[tuple[int, int], FragmentPlan] = {}
         try:
             for group in message.groups:
                 plans[message.registration, group.group] = memory.plan(group)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from kvtierd.workers.copy.device import Device
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.sessions import MappedSession
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
@@ -23,17 +23,17 @@ class Teardown:
     No session comes twice, so what waits here is bounded by the sessions there are.
     """
 
-    def __init__(self, device: Device, unmapped: Callable[[Session], None]) -> None:
+    def __init__(self, device: Device, unmapped: Callable[[MappedSession], None]) -> None:
         """`unmapped(session)` is called from the thread when nothing of a session is mapped any more."""
         self._device = device
         self._unmapped = unmapped
-        self._sessions: queue.SimpleQueue[Session] = queue.SimpleQueue()
+        self._sessions: queue.SimpleQueue[MappedSession] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="teardown", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, session: Session) -> None:
+    def add(self, session: MappedSession) -> None:
         """A session of which nothing can run any more. From any thread."""
         self._sessions.put(session)
 

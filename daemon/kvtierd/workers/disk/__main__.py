@@ -35,8 +35,8 @@ from kvtierd.workers.channel.status import (
 )
 from kvtierd.workers.disk.disk import OpenDisk
 from kvtierd.workers.disk.faults import Faults
-from kvtierd.workers.disk.jobs import Everything, JobQueue, ProtocolError, read_job
-from kvtierd.workers.disk.threads import Threads
+from kvtierd.workers.disk.jobs import PersistAll, JobQueue, ProtocolError, read_job
+from kvtierd.workers.disk.threads import DiskThreads
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator
 
@@ -90,7 +90,7 @@ def main() -> NoReturn:
             channel.send(_unusable(refusal))
         _leave(0)
     queue = JobQueue()
-    threads = Threads(movers, queue, channel)
+    threads = DiskThreads(movers, queue, channel)
     threads.start()
     populator = Populator(pool, lambda: queue.busy)
     # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
@@ -142,7 +142,7 @@ def _unusable(refusal: Refusal) -> bytes:
     return wire.ToFront(unusable=unusable).SerializeToString()
 
 
-def _serve(queue: JobQueue, threads: Threads, channel: BlockingPacketChannel, status: StatusPage) -> None:
+def _serve(queue: JobQueue, threads: DiskThreads, channel: BlockingPacketChannel, status: StatusPage) -> None:
     """Handles messages until the front says stop, or a thread has broken. ChannelEndedError: it is gone."""
     while not threads.broken.is_set():
         status.enter(StatusWord.HEARTBEAT)
@@ -166,7 +166,7 @@ def _serve(queue: JobQueue, threads: Threads, channel: BlockingPacketChannel, st
             case "persist_records":
                 queue.put_records(np.frombuffer(message.persist_records.slots, np.uint32))
             case "persist_all":
-                task = Everything(message.persist_all.request)
+                task = PersistAll(message.persist_all.request)
                 if not queue.put_everything(task):
                     threads.persisted(task, "too many wait for it already")
             case "stop":
@@ -175,7 +175,7 @@ def _serve(queue: JobQueue, threads: Threads, channel: BlockingPacketChannel, st
                 raise ProtocolError(f"a message of kind {kind}")
 
 
-def _finish(queue: JobQueue, threads: Threads, status: StatusPage, deadline_s: float) -> None:
+def _finish(queue: JobQueue, threads: DiskThreads, status: StatusPage, deadline_s: float) -> None:
     """Ends the threads. If the disk hangs there may be no supervisor left to see it: then the end of the
     process is the fence."""
     queue.stop()

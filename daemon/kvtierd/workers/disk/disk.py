@@ -12,7 +12,7 @@ from kvtierd.tiers.disk.slab import HEADER_BYTES, NAMING, ExtentHeaders, Slab, i
 from kvtierd.workers.channel.status import StatusPage, io_word
 from kvtierd.workers.disk.faults import Faults
 from kvtierd.workers.disk.moving import Mover
-from kvtierd.workers.disk.persistence import Records
+from kvtierd.workers.disk.persistence import DiskRecords
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
@@ -57,7 +57,7 @@ class OpenDisk:
                 "no direct input and output there: data goes through the kernel's cache", path=directory
             )
         self._disk = PoolRecords(image)
-        self._records = Records(self.slab, image, self._disk, headers, status, faults)
+        self._records = DiskRecords(self.slab, image, self._disk, headers, status, faults)
 
     def movers(self, pool: npt.NDArray[np.uint8], threads: int, depth: int) -> list[Mover]:
         """One for each thread. Refusal if the kernel has no room for so many operations."""

@@ -26,7 +26,7 @@ class ProtocolError(Exception):
     """The front said what it never says: the two do not understand each other."""
 
 
-class Kind(IntEnum):
+class SlotJobKind(IntEnum):
     """In the order in which threads take them."""
 
     READ = 0
@@ -34,22 +34,22 @@ class Kind(IntEnum):
     CHECK = 2
 
 
-_KINDS = {wire.DISK_READ: Kind.READ, wire.DISK_WRITE: Kind.WRITE, wire.DISK_CHECK: Kind.CHECK}
+_KINDS = {wire.DISK_READ: SlotJobKind.READ, wire.DISK_WRITE: SlotJobKind.WRITE, wire.DISK_CHECK: SlotJobKind.CHECK}
 
 
 @dataclass(frozen=True, slots=True)
-class Everything:
+class PersistAll:
     """All records are to be persisted, and that is to be reported."""
 
     request: int
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class SlotJob:
     """A batch of slots; the arrays are parallel. One thread at a time works at it."""
 
     number: int
-    kind: Kind
+    kind: SlotJobKind
     disk_slots: U32
     disk_generations: U64
     host_slots: U32
@@ -95,14 +95,14 @@ def _positions(rows: list[Rows]) -> Rows:
     return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int64)
 
 
-def read_job(message: wire.DiskJob) -> Job:
+def read_job(message: wire.DiskJob) -> SlotJob:
     """ProtocolError for one that makes no sense."""
     kind = _KINDS.get(message.kind)
     if kind is None:
         raise ProtocolError(f"job {message.job}: there is no kind {message.kind}")
     count = len(message.disk_slots) // 4
-    on_host = 0 if kind is Kind.CHECK else count
-    clocks = count if kind is Kind.WRITE else 0
+    on_host = 0 if kind is SlotJobKind.CHECK else count
+    clocks = count if kind is SlotJobKind.WRITE else 0
     wanted = (4 * count, 8 * count, 4 * on_host, 8 * on_host, 8 * clocks)
     arrays = (
         message.disk_slots,
@@ -113,7 +113,7 @@ def read_job(message: wire.DiskJob) -> Job:
     )
     if tuple(map(len, arrays)) != wanted:
         raise ProtocolError(f"job {message.job}: arrays of {[len(a) for a in arrays]} bytes, not {wanted}")
-    job = Job(
+    job = SlotJob(
         message.job,
         kind,
         np.frombuffer(message.disk_slots, np.uint32),
@@ -132,9 +132,9 @@ class JobQueue:
     """Reads before records to persist, before writes, before checks. For any thread."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
+        self._waiting: dict[SlotJobKind, deque[SlotJob]] = {kind: deque() for kind in SlotJobKind}
         self._records: list[U32] = []
-        self._everything: deque[Everything] = deque()
+        self._everything: deque[PersistAll] = deque()
         self._changed = threading.Condition()
         self._running = 0
         self._checking = False
@@ -145,7 +145,7 @@ class JobQueue:
         """Whether a job waits or is being worked at."""
         return self._running > 0 or any(self._waiting.values())
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: SlotJob) -> bool:
         """Before `stop`. False, and nothing queued, if too many wait already."""
         with self._changed:
             if sum(map(len, self._waiting.values())) >= JOBS_MAX:
@@ -162,7 +162,7 @@ class JobQueue:
                 self._records = [np.unique(np.concatenate(self._records))]
             self._changed.notify()
 
-    def put_everything(self, task: Everything) -> bool:
+    def put_everything(self, task: PersistAll) -> bool:
         """False, and nothing queued, if too many wait already."""
         with self._changed:
             if len(self._everything) >= EVERYTHING_MAX:
@@ -171,7 +171,7 @@ class JobQueue:
             self._changed.notify()
             return True
 
-    def take(self) -> Job | Everything | U32 | None:
+    def take(self) -> SlotJob | PersistAll | U32 | None:
         """A job, or what records are to be persisted; waits for one. None once stopped, and no records
         are left.
 
@@ -185,41 +185,41 @@ class JobQueue:
             self._running += 1
             return found
 
-    def _next(self) -> Job | Everything | U32 | None:
-        if self._waiting[Kind.READ]:
-            return self._waiting[Kind.READ].popleft()
+    def _next(self) -> SlotJob | PersistAll | U32 | None:
+        if self._waiting[SlotJobKind.READ]:
+            return self._waiting[SlotJobKind.READ].popleft()
         if self._records:
             slots, self._records = np.unique(np.concatenate(self._records)), []
             return slots
         if self._everything:
             return self._everything.popleft()
-        if self._waiting[Kind.WRITE]:
-            return self._waiting[Kind.WRITE].popleft()
+        if self._waiting[SlotJobKind.WRITE]:
+            return self._waiting[SlotJobKind.WRITE].popleft()
         # One at a time: a check needs memory of its own, and reads want a thread.
-        if self._waiting[Kind.CHECK] and not self._checking:
+        if self._waiting[SlotJobKind.CHECK] and not self._checking:
             self._checking = True
-            return self._waiting[Kind.CHECK].popleft()
+            return self._waiting[SlotJobKind.CHECK].popleft()
         return None
 
-    def should_yield(self, kind: Kind) -> bool:
+    def should_yield(self, kind: SlotJobKind) -> bool:
         """Whether something waits that goes before jobs of this kind, and it is not too late for that."""
         with self._changed:
-            return not self._stopped and any(self._waiting[first] for first in Kind if first < kind)
+            return not self._stopped and any(self._waiting[first] for first in SlotJobKind if first < kind)
 
-    def put_back(self, job: Job) -> None:
+    def put_back(self, job: SlotJob) -> None:
         """A job that was begun, to be taken first of its kind."""
         with self._changed:
             if not self._stopped:
                 self._waiting[job.kind].appendleft(job)
             self._end(job)
 
-    def finished(self, task: Job | Everything | U32) -> None:
+    def finished(self, task: SlotJob | PersistAll | U32) -> None:
         with self._changed:
             self._end(task)
 
-    def _end(self, task: Job | Everything | U32) -> None:
+    def _end(self, task: SlotJob | PersistAll | U32) -> None:
         self._running -= 1
-        if isinstance(task, Job) and task.kind is Kind.CHECK:
+        if isinstance(task, SlotJob) and task.kind is SlotJobKind.CHECK:
             self._checking = False
         self._changed.notify()
 

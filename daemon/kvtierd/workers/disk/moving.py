@@ -20,8 +20,8 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.disk.faults import Faults
-from kvtierd.workers.disk.jobs import U32, U64, Job, Kind, Rows
-from kvtierd.workers.disk.persistence import Records, waiting
+from kvtierd.workers.disk.jobs import U32, U64, SlotJob, SlotJobKind, Rows
+from kvtierd.workers.disk.persistence import DiskRecords, waiting
 
 WRITE_BYTES = 16 << 20
 """A batch of a write is as many slots as the disk is given at once, or so much if that is more: reads wait no
@@ -48,7 +48,7 @@ class Mover:
         pool: Bytes,
         host: PoolRecords,
         disk: PoolRecords,
-        records: Records,
+        records: DiskRecords,
         status: StatusPage,
         word: StatusWord,
         faults: Faults,
@@ -69,15 +69,15 @@ class Mover:
         self._faults = faults
         self._buffer: Bytes | None = None
 
-    def advance(self, job: Job) -> None:
+    def advance(self, job: SlotJob) -> None:
         """Deals with the job's next batch."""
         rows = np.arange(job.done, min(len(job), job.done + self._batch_slots(job)))
         match job.kind:
-            case Kind.READ:
+            case SlotJobKind.READ:
                 self._read(job, rows)
-            case Kind.WRITE:
+            case SlotJobKind.WRITE:
                 self._write(job, rows)
-            case Kind.CHECK:
+            case SlotJobKind.CHECK:
                 self._check(job, rows)
         job.done += len(rows)
 
@@ -94,22 +94,22 @@ class Mover:
         """Has the file say what the image says of everything. OSError."""
         self._records.persist_all(self._word)
 
-    def _batch_slots(self, job: Job) -> int:
+    def _batch_slots(self, job: SlotJob) -> int:
         """How many of the rest of a job the next batch is, one at least."""
-        if job.kind is Kind.READ:
+        if job.kind is SlotJobKind.READ:
             return len(job)
-        limit = WRITE_BYTES if job.kind is Kind.WRITE else CHECK_BYTES
+        limit = WRITE_BYTES if job.kind is SlotJobKind.WRITE else CHECK_BYTES
         extents = self._geometry.extent_of(job.disk_slots[job.done :])
         strides = np.zeros(len(extents), np.int64)
         for extent in np.unique(extents).tolist():
             if extent < self._geometry.extents and (info := self._disk.extent_info(extent)):
                 strides[extents == extent] = info[1]
         fitting = int(np.searchsorted(np.cumsum(strides), limit, "right"))
-        return max(self._depth if job.kind is Kind.WRITE else 1, fitting)
+        return max(self._depth if job.kind is SlotJobKind.WRITE else 1, fitting)
 
     # --- the three kinds ---
 
-    def _write(self, job: Job, rows: Rows) -> None:
+    def _write(self, job: SlotJob, rows: Rows) -> None:
         rows = self._keep(job, rows, self._disk.match(*_pair(job, rows, self._host)))
         rows = self._persist(job, rows)
         rows = self._write_data(job, rows)
@@ -119,7 +119,7 @@ class Mover:
         self._disk.commit(job.disk_slots[rows], job.clocks[rows])
         self._persist(job, rows)
 
-    def _read(self, job: Job, rows: Rows) -> None:
+    def _read(self, job: SlotJob, rows: Rows) -> None:
         matching = self._host.match(*_pair(job, rows, self._disk)) == 1
         self._blame(job, rows[~matching])
         rows = rows[matching]
@@ -128,7 +128,7 @@ class Mover:
         job.corrupt.append(rows[verdicts == 2])
         self._blame(job, rows[verdicts == 0])
 
-    def _check(self, job: Job, rows: Rows) -> None:
+    def _check(self, job: SlotJob, rows: Rows) -> None:
         expected, good = self._disk.data_sums(job.disk_slots[rows], job.disk_generations[rows])
         self._blame(job, rows[good == 0])
         rows, expected = rows[good == 1], expected[good == 1]
@@ -143,13 +143,13 @@ class Mover:
 
     # --- their steps ---
 
-    def _keep(self, job: Job, rows: Rows, verdicts: npt.NDArray[np.uint8]) -> Rows:
+    def _keep(self, job: SlotJob, rows: Rows, verdicts: npt.NDArray[np.uint8]) -> Rows:
         """The rows that may go on; the blocks of the others had gone."""
         kept: Rows = rows[verdicts == 1]
         job.fail(rows[verdicts != 1])
         return kept
 
-    def _blame(self, job: Job, rows: Rows) -> None:
+    def _blame(self, job: SlotJob, rows: Rows) -> None:
         """Rows that did not match their records: corrupt if it is the disk's that cannot be believed although
         it still has its generation, else their blocks had gone."""
         for row in rows.tolist():
@@ -162,14 +162,14 @@ class Mover:
             believed = bool(self._disk.check(slots, generations).all())
             (job.corrupt if same and not believed else job.failed).append(np.array([row]))
 
-    def _persist(self, job: Job, rows: Rows) -> Rows:
+    def _persist(self, job: SlotJob, rows: Rows) -> Rows:
         """The rows whose records are in the file as they are in the image."""
         began_ns = time.monotonic_ns()
         errors = self._records.persist(job.disk_slots[rows], self._word)
         job.busy_ns += time.monotonic_ns() - began_ns
         return self._without(job, rows, errors, "writing the records of")
 
-    def _write_data(self, job: Job, rows: Rows) -> Rows:
+    def _write_data(self, job: SlotJob, rows: Rows) -> Rows:
         """Has the disk take the rows' data from the pool. The rows that it did."""
         if not len(rows):
             return rows
@@ -185,7 +185,7 @@ class Mover:
         return self._without(job, rows, errors, "writing to")
 
     def _read_data(
-        self, job: Job, rows: Rows, memory: Bytes, pages: npt.NDArray[np.unsignedinteger]
+        self, job: SlotJob, rows: Rows, memory: Bytes, pages: npt.NDArray[np.unsignedinteger]
     ) -> tuple[Rows, U64]:
         """Has the disk put the rows' data into these pages of `memory`. The rows that it did, and their
         sums."""
@@ -202,13 +202,13 @@ class Mover:
         job.moved_bytes += int(_in_pages(data_bytes)[errors == 0].sum())
         return self._without(job, rows, errors, "reading from"), sums[errors == 0]
 
-    def _on_disk(self, job: Job, rows: Rows) -> tuple[U64, U64]:
+    def _on_disk(self, job: SlotJob, rows: Rows) -> tuple[U64, U64]:
         """Where the rows' slots begin in the slab, and how many bytes of data are in them."""
         slots = job.disk_slots[rows]
         return slots.astype(np.uint64) * PAGE_BYTES, self._disk.data_bytes(slots)
 
     @contextlib.contextmanager
-    def _moving(self, job: Job, offsets: U64, data_bytes: U64) -> Iterator[None]:
+    def _moving(self, job: SlotJob, offsets: U64, data_bytes: U64) -> Iterator[None]:
         """While the disk has something to do for this job."""
         began_ns = time.monotonic_ns()
         with waiting(self._status, self._word):
@@ -216,7 +216,7 @@ class Mover:
             self._drop_cached(offsets, _in_pages(data_bytes))
         job.busy_ns += time.monotonic_ns() - began_ns
 
-    def _without(self, job: Job, rows: Rows, errors: npt.NDArray[np.int32], doing: str) -> Rows:
+    def _without(self, job: SlotJob, rows: Rows, errors: npt.NDArray[np.int32], doing: str) -> Rows:
         wrong = errors != 0
         if wrong.any():
             code = int(errors[wrong][0])
@@ -240,12 +240,12 @@ class Mover:
         return self._buffer
 
 
-def _pair(job: Job, rows: Rows, source: PoolRecords) -> tuple[U32, U64, PoolRecords, U32, U64]:
+def _pair(job: SlotJob, rows: Rows, source: PoolRecords) -> tuple[U32, U64, PoolRecords, U32, U64]:
     """What `match`, `adopt` and `accept` of the other side's records take."""
     disk = job.disk_slots[rows], job.disk_generations[rows]
     host = job.host_slots[rows], job.host_generations[rows]
     # A write's records are the disk's and its source the host's; a read's the other way round.
-    return (*disk, source, *host) if job.kind is Kind.WRITE else (*host, source, *disk)
+    return (*disk, source, *host) if job.kind is SlotJobKind.WRITE else (*host, source, *disk)
 
 
 def _in_pages(sizes: U64) -> U64:

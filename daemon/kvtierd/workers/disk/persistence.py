@@ -25,7 +25,7 @@ GAP_BYTES = 16 * PAGE_BYTES
 the next one is most of an extent away. Some pages more cost less than another call."""
 
 
-class Records:
+class DiskRecords:
     """Writes what the image says into the file. For any thread; one writes at a time, so that no older copy
     of a page lands on a younger one."""
 

@@ -6,14 +6,14 @@ from functools import partial
 
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.disk.jobs import Everything, Job, JobQueue
+from kvtierd.workers.disk.jobs import PersistAll, SlotJob, JobQueue
 from kvtierd.workers.disk.moving import Mover
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
 
 
-class Threads:
+class DiskThreads:
     """One thread for each mover. A job is reported when nothing of it is in flight any more."""
 
     def __init__(self, movers: Sequence[Mover], queue: JobQueue, channel: BlockingPacketChannel) -> None:
@@ -36,14 +36,14 @@ class Threads:
             thread.join(timeout_s / len(self._threads))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def report(self, job: Job) -> None:
+    def report(self, job: SlotJob) -> None:
         """From any thread. Nothing once the front is gone."""
         try:
             self._channel.send(wire.ToFront(disk_job_finished=job.report()).SerializeToString())
         except ChannelEndedError:
             pass
 
-    def persisted(self, task: Everything, why: str) -> None:
+    def persisted(self, task: PersistAll, why: str) -> None:
         """Reports it, or why it was not done. From any thread. Nothing once the front is gone."""
         done = wire.RecordsPersisted(request=task.request, error=why)
         try:
@@ -54,9 +54,9 @@ class Threads:
     def _run(self, mover: Mover) -> None:
         try:
             while (task := self._queue.take()) is not None:
-                if isinstance(task, Job):
+                if isinstance(task, SlotJob):
                     self._work(mover, task)
-                elif isinstance(task, Everything):
+                elif isinstance(task, PersistAll):
                     self._persist_all(mover, task)
                 else:
                     _guarded(partial(mover.persist, task))
@@ -65,12 +65,12 @@ class Threads:
             _log.critical("a thread of a disk's worker ends", exc_info=True)
             self.broken.set()
 
-    def _persist_all(self, mover: Mover, task: Everything) -> None:
+    def _persist_all(self, mover: Mover, task: PersistAll) -> None:
         why = _guarded(mover.persist_all)
         self._queue.finished(task)
         self.persisted(task, why)
 
-    def _work(self, mover: Mover, job: Job) -> None:
+    def _work(self, mover: Mover, job: SlotJob) -> None:
         while job.done < len(job):
             if why := _guarded(lambda: mover.advance(job)):
                 job.fail_rest(why)

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerState
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState
 
 
 @dataclass(slots=True, eq=False)
-class Device:
-    """One device that has, or had, a worker. Read-only for everybody but `Devices`."""
+class SupervisedDevice:
+    """One device that has, or had, a worker. Read-only for everybody but `SupervisedDevices`."""
 
     name: str
     permanent: bool
@@ -43,11 +43,11 @@ class Device:
     @property
     def idle(self) -> bool:
         """It has no worker, or soon has none, because no session needs one."""
-        ending = self.worker is None or self.worker.state is WorkerState.ENDING
+        ending = self.worker is None or self.worker.state is WorkerProcessState.ENDING
         return ending and not self.permanent and not self.broken
 
 
-class Devices:
+class SupervisedDevices:
     """All devices. `now_s` is the event loop's time, except where it is said otherwise."""
 
     def __init__(self, permanent: Sequence[str], limits: SupervisorLimits, disks: Sequence[str] = ()) -> None:
@@ -57,11 +57,11 @@ class Devices:
         for name in disks:
             self._known[name] = self._new(name, permanent=True, delay_max_s=limits.disk_respawn_delay_max_s)
 
-    def _new(self, name: str, *, permanent: bool = False, delay_max_s: float | None = None) -> Device:
+    def _new(self, name: str, *, permanent: bool = False, delay_max_s: float | None = None) -> SupervisedDevice:
         limits = self._limits
-        return Device(name, permanent, limits.respawn_delay_min_s, delay_max_s or limits.respawn_delay_max_s)
+        return SupervisedDevice(name, permanent, limits.respawn_delay_min_s, delay_max_s or limits.respawn_delay_max_s)
 
-    def __iter__(self) -> Iterator[Device]:
+    def __iter__(self) -> Iterator[SupervisedDevice]:
         """Those that are, or should be, served, and those that once were."""
         return iter(self._known.values())
 
@@ -69,7 +69,7 @@ class Devices:
     def permanent(self) -> list[str]:
         return [device.name for device in self if device.permanent]
 
-    def __getitem__(self, name: str) -> Device:
+    def __getitem__(self, name: str) -> SupervisedDevice:
         """A device that is known."""
         return self._known[name]
 
@@ -106,7 +106,7 @@ class Devices:
                 field="device",
                 value=name,
             )
-        if sum(worker.state is WorkerState.STARTING for worker in workers) >= self._limits.starts_max:
+        if sum(worker.state is WorkerProcessState.STARTING for worker in workers) >= self._limits.starts_max:
             raise Refusal(
                 Reason.WORKER_UNAVAILABLE,
                 f"{self._limits.starts_max} copy workers are being started already: try again in a second",
@@ -186,7 +186,7 @@ class Devices:
         found = []
         for device in self:
             worker = device.worker
-            if device.permanent or worker is None or worker.state is not WorkerState.LIVE:
+            if device.permanent or worker is None or worker.state is not WorkerProcessState.LIVE:
                 continue
             if worker.sessions or worker.requests or worker.idle_since_s is None:
                 worker.idle_since_s = now_s

@@ -55,7 +55,7 @@ class SupervisorLimits:
     """A worker that lived this long starts the delays from the beginning."""
 
 
-class WorkerState(Enum):
+class WorkerProcessState(Enum):
     STARTING = "starting"
     LIVE = "live"
     ENDING = "ending"
@@ -110,7 +110,7 @@ class WorkerHandle:
     respawns: int
     """Workers this device had before."""
     kind: WorkerKind
-    state: WorkerState = WorkerState.STARTING
+    state: WorkerProcessState = WorkerProcessState.STARTING
     why: str = ""
     """Why it was lost, or ends."""
     refusal: Refusal | None = None
@@ -154,7 +154,7 @@ class WorkerHandle:
 
 def unavailable(handle: WorkerHandle) -> Refusal:
     """For whoever wanted something of a worker that is not live any more."""
-    how = "is ending" if handle.state is WorkerState.ENDING else "was lost"
+    how = "is ending" if handle.state is WorkerProcessState.ENDING else "was lost"
     return Refusal(
         Reason.WORKER_UNAVAILABLE,
         f"the {handle.kind.title} for {handle.device} {how} ({handle.why or 'its queue is full'}); "

@@ -12,14 +12,14 @@ from kvtierd.logs import logger
 from kvtierd.workers.channel.channel import PEER_CLOSED
 from kvtierd.workers.channel.packets import close_fds
 from kvtierd.workers.supervisor import messages
-from kvtierd.workers.supervisor.devices import Devices
+from kvtierd.workers.supervisor.devices import SupervisedDevices
 from kvtierd.workers.supervisor.handles import (
     CPU,
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
     WorkerStartError,
-    WorkerState,
+    WorkerProcessState,
     unavailable,
 )
 from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker
@@ -58,7 +58,7 @@ class Lifecycle:
         self.processes: dict[WorkerId, WorkerProcess] = {}
         self._required = tuple(devices)
         self._disks = {disk.device: disk for disk in disks}
-        self.devices = Devices(devices, limits, tuple(self._disks))
+        self.devices = SupervisedDevices(devices, limits, tuple(self._disks))
         self.watch = Watch(limits)
         self._limits = limits
         self._pool_fd = pool_fd
@@ -91,7 +91,7 @@ class Lifecycle:
             self._start_again(device)
         for handle in first:
             await handle.settled.wait()
-            if handle.state is not WorkerState.LIVE:
+            if handle.state is not WorkerProcessState.LIVE:
                 await self.stop(0)
                 raise WorkerStartError(
                     f"the copy worker for {handle.device!r} did not come up: {handle.why}; "
@@ -116,7 +116,7 @@ class Lifecycle:
             timer.cancel()
         self._respawn_timers.clear()
         for handle in list(self.workers.values()):
-            if handle.state is WorkerState.STARTING:
+            if handle.state is WorkerProcessState.STARTING:
                 self.lose(handle, "the daemon stops")
             self.send(handle, messages.stop_packet())
         if grace_s > 0:
@@ -146,7 +146,7 @@ class Lifecycle:
         handle = self.devices.worker(device) or self._start_for(device)
         # Ends with the handshake deadline, whatever happens.
         await handle.settled.wait()
-        if handle.state is not WorkerState.LIVE:
+        if handle.state is not WorkerProcessState.LIVE:
             raise handle.refusal or unavailable(handle)
         handle.idle_since_s = None
         return handle
@@ -167,7 +167,7 @@ class Lifecycle:
     def send(self, handle: WorkerHandle, packet: bytes, fds: Sequence[int] = ()) -> bool:
         """False if the worker is not live, or its queue is full, which loses it. OSError if the descriptors
         would have to wait and there is none left for them."""
-        if handle.state is not WorkerState.LIVE:
+        if handle.state is not WorkerProcessState.LIVE:
             return False
         return self.processes[handle.worker].channel.send(packet, fds)
 
@@ -223,7 +223,7 @@ class Lifecycle:
         self._on_packet(handle, packet)
 
     def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
-        if handle.state is WorkerState.ENDING:
+        if handle.state is WorkerProcessState.ENDING:
             return  # as it was to; it may take a while yet
         if reason == PEER_CLOSED:
             # Its process is about to end, most likely, and then says better why.
@@ -235,7 +235,7 @@ class Lifecycle:
 
     def live(self, handle: WorkerHandle) -> None:
         """It is ready: the caller announces it, and then has `settled` set."""
-        handle.state = WorkerState.LIVE
+        handle.state = WorkerProcessState.LIVE
         handle.announced = True
         self.devices.live(handle)
         self._told = {told: None for told in self._told if told[0] != handle.device}
@@ -272,7 +272,7 @@ class Lifecycle:
 
     def _end(self, handle: WorkerHandle, why: str) -> None:
         """The worker is given nothing more, and is to exit by itself."""
-        handle.state = WorkerState.ENDING
+        handle.state = WorkerProcessState.ENDING
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.end_deadline_s
         handle.settled.set()
@@ -280,11 +280,11 @@ class Lifecycle:
 
     def lose(self, handle: WorkerHandle, why: str) -> None:
         """From now on the worker is only waited for. Nothing if it is lost already."""
-        if handle.state in (WorkerState.LOST, WorkerState.EXITED):
+        if handle.state in (WorkerProcessState.LOST, WorkerProcessState.EXITED):
             return
         # One that does not come up is tried again and again.
-        is_new = handle.state is not WorkerState.STARTING or self._is_new(handle, why)
-        handle.state = WorkerState.LOST
+        is_new = handle.state is not WorkerProcessState.STARTING or self._is_new(handle, why)
+        handle.state = WorkerProcessState.LOST
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.kill_deadline_s
         process = self.processes[handle.worker]
@@ -310,7 +310,7 @@ class Lifecycle:
         # What it said before it ended still counts.
         process.channel.drain()
         how = process.ended() or "its process is gone"
-        as_told = handle.state is WorkerState.ENDING and how == EXITED_WELL
+        as_told = handle.state is WorkerProcessState.ENDING and how == EXITED_WELL
         if as_told:
             process.channel.close()
             for told in handle.persisting.values():
@@ -323,7 +323,7 @@ class Lifecycle:
                 self._emit(WorkerLost(handle.worker, handle.why))
         else:
             self.lose(handle, how)
-        handle.state = WorkerState.EXITED
+        handle.state = WorkerProcessState.EXITED
         del self.processes[handle.worker]
         process.close()
         if handle.announced:
@@ -365,7 +365,7 @@ class Lifecycle:
         dead = {
             worker
             for worker, process in self.processes.items()
-            if self.workers[worker].state is not WorkerState.EXITED and process.ended() is not None
+            if self.workers[worker].state is not WorkerProcessState.EXITED and process.ended() is not None
         }
         # One that has just ended will be noticed in a moment.
         for worker in sorted(dead & self._seen_dead):
@@ -381,7 +381,7 @@ class Lifecycle:
         self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)
         self.watch.advance(self._loop.time())
         for handle in list(self.workers.values()):
-            if handle.state is not WorkerState.EXITED:
+            if handle.state is not WorkerProcessState.EXITED:
                 why = self.watch.overdue(handle, self.processes[handle.worker].status.read())
                 if why is not None:
                     self.lose(handle, why)

@@ -34,7 +34,7 @@ from kvtierd.workers.supervisor.handles import (
     WorkerHandle,
     WorkerOptions,
     WorkerStartError,
-    WorkerState,
+    WorkerProcessState,
     unavailable,
 )
 from kvtierd.workers.supervisor.kinds import DiskOptions, disk_device
@@ -52,7 +52,7 @@ __all__ = [
     "WorkerHandle",
     "WorkerOptions",
     "WorkerStartError",
-    "WorkerState",
+    "WorkerProcessState",
     "WorkerStimulus",
     "disk_device",
 ]
@@ -153,7 +153,7 @@ class Supervisor:
     def current(self, device: str) -> WorkerId | None:
         """The live worker of a device."""
         handle = self.devices.worker(device)
-        return handle.worker if handle is not None and handle.state is WorkerState.LIVE else None
+        return handle.worker if handle is not None and handle.state is WorkerProcessState.LIVE else None
 
     def unattended(self) -> list[str]:
         """Workers that nobody looks after, each in a sentence: it should never be, and no worker's own doing.
@@ -339,7 +339,7 @@ class Supervisor:
         except asyncio.CancelledError:
             # Nobody will tell the core of this mapping, so nobody else would have it released. The answer
             # may have come already, and not been heard.
-            if handle.state is WorkerState.LIVE and not _is_refused(answer):
+            if handle.state is WorkerProcessState.LIVE and not _is_refused(answer):
                 self.release_session(worker, session)
                 handle.own_releases[session] += 1
             raise
@@ -358,7 +358,7 @@ class Supervisor:
 
     def _live(self, worker: WorkerId) -> WorkerHandle:
         handle = self.workers.get(worker)
-        if handle is None or handle.state is not WorkerState.LIVE:
+        if handle is None or handle.state is not WorkerProcessState.LIVE:
             raise Refusal(
                 Reason.WORKER_UNAVAILABLE,
                 "the copy worker is gone; a new one is being started, try again in a second",
@@ -385,7 +385,7 @@ class Supervisor:
     ) -> WorkerStimulus | None:
         """Takes one message; the stimulus it is, if it is one. ValueError or KeyError if it makes no sense
         now."""
-        if (handle.state is WorkerState.STARTING) != (kind in ("ready", "unusable")):
+        if (handle.state is WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
             raise ValueError(f"a {kind} message in state {handle.state.value}")
         if kind == "ready":
             return self._ready(handle, message.ready)

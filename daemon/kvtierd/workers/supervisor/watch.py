@@ -2,7 +2,7 @@
 
 from kvtierd.logs import logger
 from kvtierd.workers.channel.status import StallDetector
-from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerState
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState
 
 _log = logger(__name__)
 
@@ -39,15 +39,15 @@ class Watch:
     def overdue(self, handle: WorkerHandle, status: tuple[int, ...]) -> str | None:
         """Why a worker has to be killed now, if it has. `status`: what its page says, read once a round."""
         match handle.state:
-            case WorkerState.STARTING:
+            case WorkerProcessState.STARTING:
                 late = self.now_s >= handle.deadline_s
                 return f"not ready after {handle.kind.handshake_deadline_s:g} s" if late else None
-            case WorkerState.ENDING:
+            case WorkerProcessState.ENDING:
                 late = self.now_s >= handle.deadline_s
                 return f"still there {self._limits.end_deadline_s:g} s after it was to end" if late else None
-            case WorkerState.LIVE:
+            case WorkerProcessState.LIVE:
                 return self._live(handle, status)
-            case WorkerState.LOST if self.now_s >= handle.deadline_s:
+            case WorkerProcessState.LOST if self.now_s >= handle.deadline_s:
                 handle.deadline_s = float("inf")
                 _log.error(
                     f"a {handle.kind.title} is still there after SIGKILL: its blocks stay held until it is "

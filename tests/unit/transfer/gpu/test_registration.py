@@ -15,7 +15,7 @@ from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
 from kvtierd.workers.channel.status import StatusPage, create_status_fd
 from kvtierd.workers.copy.gpu import numa, registration
-from kvtierd.workers.copy.gpu.registration import NotRegisteredError, PoolRegistration
+from kvtierd.workers.copy.gpu.registration import PoolNotRegisteredError, PoolRegistration
 
 from tests.unit.transfer.gpu.conftest import Gpu
 
@@ -68,7 +68,7 @@ def test_an_area_has_one_extent_at_least(gpu: Gpu) -> None:
 
 def test_what_a_lane_needs_is_registered_once(bench: Bench, gpu: Gpu) -> None:
     one, far = bench.slot_of(1), bench.slot_of(EXTENTS - 1)
-    with pytest.raises(NotRegisteredError):
+    with pytest.raises(PoolNotRegisteredError):
         bench.registration.require(one)
     bench.ensure(np.concatenate([one, far, one]))
     bench.registration.require(np.concatenate([far, one]))
@@ -77,7 +77,7 @@ def test_what_a_lane_needs_is_registered_once(bench: Bench, gpu: Gpu) -> None:
     bench.ensure(one)
     bench.registration.register(bench.registration.areas[0])
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 2
-    with pytest.raises(NotRegisteredError):
+    with pytest.raises(PoolNotRegisteredError):
         bench.registration.require(bench.slot_of(2))
 
 
@@ -114,14 +114,14 @@ def test_what_cannot_be_registered_is_named_and_tried_again(
     bad, good = bench.slot_of(2), bench.slot_of(0)
     for _ in range(3):
         bench.ensure(bad)
-        with pytest.raises(NotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):
+        with pytest.raises(PoolNotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):
             bench.registration.require(bad)
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 3
     assert caplog.text.count("cannot be registered") == 1  # not for each part that needs it
     assert bench.status.registered_bytes() == 0
     gpu.fake.lift(os.getpid())
     bench.ensure(good)
-    with pytest.raises(NotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):
+    with pytest.raises(PoolNotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):
         bench.registration.require(np.concatenate([good, bad]))
     bench.ensure(bad)
     bench.registration.require(np.concatenate([good, bad]))
@@ -140,7 +140,7 @@ def test_another_process_that_registers_is_waited_for_but_not_for_ever(gpu: Gpu)
         assert other.stdout is not None
         assert other.stdout.readline()
         bench.ensure(bench.slot_of(0))
-        with pytest.raises(NotRegisteredError, match="another GPU's worker"):
+        with pytest.raises(PoolNotRegisteredError, match="another GPU's worker"):
             bench.registration.require(bench.slot_of(0))
         assert not bench.registration.register(bench.registration.areas[0])
         other.kill()

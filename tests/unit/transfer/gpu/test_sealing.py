@@ -11,8 +11,8 @@ from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.gpu.sealing import Sealer
-from kvtierd.workers.copy.parts import Part, PartEnd
-from kvtierd.workers.copy.sessions import Session
+from kvtierd.workers.copy.parts import PartTask, PartEnd
+from kvtierd.workers.copy.sessions import MappedSession
 
 SLACK_S = 30.0
 SLOT_BYTES = 10_000
@@ -46,7 +46,7 @@ class Store:
             )
         return slots, generations
 
-    def settle(self, part: Part, end: PartEnd = DONE) -> "Future[PartEnd]":
+    def settle(self, part: PartTask, end: PartEnd = DONE) -> "Future[PartEnd]":
         over: Future[PartEnd] = Future()
         self.sealer.settle(part, end, over.set_result)
         return over
@@ -64,9 +64,9 @@ def store() -> Iterator[Store]:
     store.close()
 
 
-def part() -> Part:
+def part() -> PartTask:
     empty = np.empty(0, np.uint32)
-    return Part(1, False, Session(1), None, 1, 0, None, 0, 0.0, empty, empty, np.empty(0, np.uint64), None)
+    return PartTask(1, False, MappedSession(1), None, 1, 0, None, 0, 0.0, empty, empty, np.empty(0, np.uint64), None)
 
 
 def test_a_part_is_over_when_all_its_chunks_are_sealed(store: Store) -> None:

@@ -17,7 +17,7 @@ from kvtierd.workers.copy.device import Blocks, Flight
 from kvtierd.workers.copy.gpu.fatal import context_guard, must_succeed
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
-from kvtierd.workers.copy.parts import Part, PartEnd
+from kvtierd.workers.copy.parts import PartTask, PartEnd
 
 LOAD_CHUNK_BYTES = 32 << 20
 """Above what a link needs to be busy, and 0.6 ms at 50 GB/s, which a dead engine's memory waits for."""
@@ -120,10 +120,10 @@ class GpuCopier:
     def is_full(self) -> bool:
         return self._sealer is not None and self._sealer.is_full()
 
-    def prepare(self, part: Part, chunk: slice) -> bool:
+    def prepare(self, part: PartTask, chunk: slice) -> bool:
         return self._pool.ensure_next(part.slots[chunk])
 
-    def submit(self, part: Part, chunk: slice) -> Flight:
+    def submit(self, part: PartTask, chunk: slice) -> Flight:
         assert isinstance(part.plan, DevicePlan)
         block_ids, slots = part.block_ids[chunk], part.slots[chunk]
         if part.is_load:
@@ -167,7 +167,7 @@ class GpuCopier:
             self._sealer.put(part, slots, generations, part.slot_bytes)
         return good
 
-    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+    def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
         if self._sealer is None:
             over(end)
         else:

@@ -22,7 +22,7 @@ from kvtier_kernels.cuda import (
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusPage, StatusWord
-from kvtierd.workers.copy.device import Area, Chunk, DeviceUnusableError, Memory
+from kvtierd.workers.copy.device import Area, Chunk, DeviceUnusableError, MappedMemory
 from kvtierd.workers.copy.gpu import numa
 from kvtierd.workers.copy.gpu.copying import Batches, Descriptors, GpuCopier, Rows
 from kvtierd.workers.copy.gpu.fatal import context_guard
@@ -122,7 +122,7 @@ class GpuDevice:
 
     def map_memory(
         self, message: wire.MapMemory, fds: Sequence[int], chunks: Sequence[Chunk]
-    ) -> tuple[Memory, int]:
+    ) -> tuple[MappedMemory, int]:
         if fds:
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,

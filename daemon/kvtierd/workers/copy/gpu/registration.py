@@ -35,11 +35,11 @@ SAMPLES = 4
 LOCK_POLL_S = 0.002
 
 
-class NotRegisteredError(Exception):
+class PoolNotRegisteredError(Exception):
     """A part of the pool that the GPU cannot reach."""
 
 
-class _BusyError(NotRegisteredError):
+class _BusyError(PoolNotRegisteredError):
     """Somebody else has been registering all the time."""
 
 
@@ -106,7 +106,7 @@ class PoolRegistration:
             if self._populate_next(index):
                 return True
             self._register(index, self._lock_deadline_s)
-        except (CudaError, NotRegisteredError, OSError) as error:
+        except (CudaError, PoolNotRegisteredError, OSError) as error:
             # It is tried again for every copy that needs it, perhaps for ever: said once for each reason.
             if self._why.get(index) != str(error):
                 _log.error("a part of the pool cannot be registered", area=index, why=str(error))
@@ -121,7 +121,7 @@ class PoolRegistration:
         if len(missing):
             area = int(missing[0])
             why = self._why.get(area, "nobody asked for it")
-            raise NotRegisteredError(f"area {area} of the pool could not be registered with the GPU: {why}")
+            raise PoolNotRegisteredError(f"area {area} of the pool could not be registered with the GPU: {why}")
 
     def register(self, area: Area) -> bool:
         """Registers one of the areas, whose pages are mapped, if it is not. Waits for nobody: False if

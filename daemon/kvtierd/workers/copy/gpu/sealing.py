@@ -15,7 +15,7 @@ from kvtier_kernels import CopyPlan, PoolRecords
 
 from kvtierd.core.ids import Slots
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.parts import Part, PartEnd
+from kvtierd.workers.copy.parts import PartTask, PartEnd
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
@@ -28,7 +28,7 @@ SEAL_DIED_STATUS = 72
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    part: Part
+    part: PartTask
     slots: Slots
     generations: npt.NDArray[np.uint64]
     slot_bytes: int
@@ -74,7 +74,7 @@ class Sealer:
         self._enter_thread = enter_thread
         self._unsealed_bytes_max = unsealed_bytes_max
         self._jobs: deque[_Job] = deque()
-        self._parts: dict[Part, _Unsealed] = {}
+        self._parts: dict[PartTask, _Unsealed] = {}
         self._unsealed_bytes = 0
         self._stopping = False
         self._on_room: Callable[[], None] = lambda: None
@@ -106,7 +106,7 @@ class Sealer:
         """From any thread."""
         return self._unsealed_bytes >= self._unsealed_bytes_max
 
-    def put(self, part: Part, slots: Slots, generations: npt.NDArray[np.uint64], slot_bytes: int) -> None:
+    def put(self, part: PartTask, slots: Slots, generations: npt.NDArray[np.uint64], slot_bytes: int) -> None:
         """Takes the landed slots of a part, all WRITING with these generations a moment ago."""
         with self._wake:
             self._parts.setdefault(part, _Unsealed()).jobs += 1
@@ -114,7 +114,7 @@ class Sealer:
             self._jobs.append(_Job(part, slots, generations, slot_bytes))
             self._wake.notify()
 
-    def settle(self, part: Part, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
+    def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
         """Calls `over` when all of the part is sealed: now, or from a thread of the sealer. A part that is
         DONE otherwise fails if one of its slots was taken back meanwhile."""
         with self._wake:

@@ -30,7 +30,7 @@ RECLAIM_PAUSE_S = 1.0
 """An extent that could not be taken is not looked at again for this long."""
 
 
-class Room:
+class Eviction:
     """Finds room in the slots and in the block table of one tier."""
 
     def __init__(self, blocks: Blocks, tally: Tally | DiskTally) -> None:

@@ -28,7 +28,7 @@ KNOWN_MAX = 1_024
 """Layouts whose blocks' size is remembered."""
 
 
-class Plan(Protocol):
+class LeasablePlan(Protocol):
     """Of a group's plan, what matters here."""
 
     @property
@@ -37,7 +37,7 @@ class Plan(Protocol):
     def block_tokens(self) -> int: ...
 
 
-class Held:
+class HeldBlocks:
     """Blocks that are held for loads, each counted once."""
 
     def __init__(self, counts: HoldCounts) -> None:
@@ -55,7 +55,7 @@ class Held:
         self.bytes -= self.counts.remove(entries) * block_bytes
 
 
-class LeaseRoom:
+class LeaseBudget:
     """Of one pool."""
 
     def __init__(self, table: BlockTable, geometry: PoolGeometry, fraction: float) -> None:
@@ -67,9 +67,9 @@ class LeaseRoom:
         self.leasable_bytes = int(fraction * geometry.capacity_bytes)
         self.all = self.new_holder()
 
-    def new_holder(self) -> Held:
+    def new_holder(self) -> HeldBlocks:
         """For one instance."""
-        return Held(self._table.hold_counts())
+        return HeldBlocks(self._table.hold_counts())
 
     def block_bytes(self, domain: Domain) -> int:
         """What one block takes of the pool, with what is lost where slots do not fill their extents."""
@@ -83,7 +83,7 @@ class LeaseRoom:
             )
         return known[domain.sizes]
 
-    def prefix_tokens(self, plans: Sequence[Plan]) -> int:
+    def prefix_tokens(self, plans: Sequence[LeasablePlan]) -> int:
         """Of the longest prefix whose blocks of all these groups may be in the pool at once; 0 for none."""
         extents_per_token = sum(
             per_block / self._geometry.slots_per_extent(slot_bytes) / plan.block_tokens
@@ -101,7 +101,7 @@ class LeaseRoom:
         """The same in blocks: one at least, however small the pool."""
         return max(1, self.alone_bytes // self.block_bytes(domain))
 
-    def room_bytes(self, own: Held) -> int:
+    def room_bytes(self, own: HeldBlocks) -> int:
         """That an instance may hold besides what is held already, by whomever."""
         free = self.leasable_bytes - self.all.bytes
         return max(0, min(free, (SHARE * free - own.bytes) // (1 + SHARE)))
@@ -111,13 +111,13 @@ class LeaseRoom:
         costs: npt.NDArray[np.bool_] = self.all.counts.of(entries) == 0
         return costs
 
-    def add(self, own: Held, domain: Domain, entries: Entries) -> None:
+    def add(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """A lease or load of an instance holds these blocks from now on."""
         block_bytes = self.block_bytes(domain)
         own.add(entries, block_bytes)
         self.all.add(entries, block_bytes)
 
-    def remove(self, own: Held, domain: Domain, entries: Entries) -> None:
+    def remove(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """Undoes an `add` of the same entries."""
         block_bytes = self.block_bytes(domain)
         own.remove(entries, block_bytes)

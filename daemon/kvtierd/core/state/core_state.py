@@ -1,4 +1,4 @@
-"""Everything the core knows besides blocks, in one place; its rooms share it."""
+"""Everything the core knows besides blocks, in one place; the packages of the core share it."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,17 +6,17 @@ from dataclasses import InitVar, dataclass, field
 
 from kvtierd.core.actions import InstanceView, Notify, SessionEnded, TransferEnded
 from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
-from kvtierd.core.blocks.lease_room import LeaseRoom
-from kvtierd.core.blocks.retention import Retention
-from kvtierd.core.blocks.room import Room
+from kvtierd.core.blocks.lease_budget import LeaseBudget
+from kvtierd.core.blocks.retention import BlockRetention
+from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.state.audits import Mismatches
 from kvtierd.core.state.disks import Disks
-from kvtierd.core.state.entities import Check, GroupPlan, Instance, Lease, Part, Session, Transfer, Worker
-from kvtierd.core.state.pages import Pages
+from kvtierd.core.state.entities import Check, GroupPlan, Instance, LeaseGrant, TransferPart, Session, TransferJob, WorkerRecord
+from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.transitions import Entity, Event, Transitions
 from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreDisks, CoreLimits
@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(slots=True, eq=False)
-class Books:
+class CoreState:
     blocks: Blocks
     """Of the host."""
     limits: CoreLimits
@@ -34,29 +34,29 @@ class Books:
     disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
     """Of each disk: an empty table of its own, and where its slots lie."""
     disks: Disks = field(init=False)
-    pages: Pages = field(init=False)
+    pages: IndexPages = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
-    room: Room = field(init=False)
-    retention: Retention = field(init=False)
-    lease_room: LeaseRoom = field(init=False)
+    eviction: Eviction = field(init=False)
+    retention: BlockRetention = field(init=False)
+    lease_budget: LeaseBudget = field(init=False)
     now_s: float = 0.0
     """Of the stimulus being handled."""
     draining: bool = False
     recovered: bool = False
-    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    workers: dict[WorkerId, WorkerRecord] = field(default_factory=dict)
     sessions: dict[SessionId, Session] = field(default_factory=dict)
     """Until their instance is GONE."""
     instances: dict[Epoch, Instance] = field(default_factory=dict)
     """All that are not GONE."""
     names: dict[str, Instance] = field(default_factory=dict)
     """Those that have not ended."""
-    leases: dict[LeaseId, Lease] = field(default_factory=dict)
-    transfers: dict[TransferNumber, Transfer] = field(default_factory=dict)
+    leases: dict[LeaseId, LeaseGrant] = field(default_factory=dict)
+    transfers: dict[TransferNumber, TransferJob] = field(default_factory=dict)
     """Active and closing ones."""
-    deadlines: dict[TransferNumber, Transfer] = field(default_factory=dict)
+    deadlines: dict[TransferNumber, TransferJob] = field(default_factory=dict)
     """Those of them that have not been asked to end, oldest first."""
-    parts: dict[PartId, Part] = field(default_factory=dict)
+    parts: dict[PartId, TransferPart] = field(default_factory=dict)
     """Open ones."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     check: Check | None = None
@@ -67,11 +67,11 @@ class Books:
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
-        self.retention = self.blocks.retention = Retention(self.blocks, self.tally, self.limits)
-        self.room = Room(self.blocks, self.tally)
-        self.lease_room = LeaseRoom(self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max)
+        self.retention = self.blocks.retention = BlockRetention(self.blocks, self.tally, self.limits)
+        self.eviction = Eviction(self.blocks, self.tally)
+        self.lease_budget = LeaseBudget(self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max)
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
-        self.pages = Pages(self.blocks, self.disks)
+        self.pages = IndexPages(self.blocks, self.disks)
 
     def begin(self, now_s: float) -> None:
         """Starts a stimulus: time, and an empty list of actions."""
@@ -144,7 +144,7 @@ class Books:
         return next(number for number in itertools.count(1) if number not in taken)
 
     def may_be_over(self, instance: Instance) -> None:
-        """Closes the books of an ended instance once no worker holds anything of it."""
+        """Forgets an ended instance once no worker holds anything of it."""
         if not instance.over or instance.mappings:
             return
         assert not instance.transfers, "a transfer outlived all mappings"

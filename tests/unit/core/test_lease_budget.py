@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import BlockTable as NativeTable
-from kvtierd.core.blocks.lease_room import Held
+from kvtierd.core.blocks.lease_budget import HeldBlocks
 
 from tests.oracles.block_table import BlockTable as OracleTable
 
@@ -26,7 +26,7 @@ def entries(*numbers: int) -> np.ndarray:
 def test_blocks_are_counted_once_however_often_they_are_held(
     table: Any, steps: list[tuple[list[int], bool]]
 ) -> None:
-    held = Held(table(ENTRIES, 100).hold_counts())
+    held = HeldBlocks(table(ENTRIES, 100).hold_counts())
     holders: list[list[int]] = []
     for run, let_go in steps:
         if let_go and holders:
