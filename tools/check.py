@@ -87,6 +87,11 @@ LINT = [
     Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff)."),
     Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages)."),
     Stage(
+        "class-names",
+        [sys.executable, "tools/class_names.py"],
+        "No two classes of the product share a name.",
+    ),
+    Stage(
         "imports",
         ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
         "Packages import only what the architecture allows.",

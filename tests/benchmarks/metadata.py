@@ -27,6 +27,7 @@ from kvtierd.core.stimuli import (
     LookupBlocks,
     PartOutcome,
     PartFinished,
+    PartOutcome,
     RegisterMemory,
     RegisterWords,
     SessionRole,

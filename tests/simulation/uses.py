@@ -18,6 +18,7 @@ from kvtierd.core.stimuli import (
     PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
+    RetentionRequest,
     Signals,
     SubmitLoad,
     SubmitStore,

@@ -22,6 +22,7 @@ from kvtierd.core.ids import HASH_BYTES_MAX, LeaseId, SessionId, Ticket, Transfe
 from kvtierd.core.stimuli import (
     NO_RETENTION,
     AuditReport,
+    BlockQuery,
     CancelTransfers,
     CoreLimits,
     BlockQuery,
@@ -29,6 +30,7 @@ from kvtierd.core.stimuli import (
     PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
+    RetentionRequest,
     Signals,
     SubmitLoad,
     SubmitStore,

@@ -9,6 +9,7 @@ import numpy as np
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, LeaseId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CancelTransfers,
     BlockQuery,
     LookupBlocks,

@@ -35,6 +35,7 @@ from kvtierd.core.ids import (
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
     AttachSession,
+    BlockQuery,
     CoreDisks,
     CoreIntegrity,
     CoreLimits,
@@ -43,10 +44,12 @@ from kvtierd.core.stimuli import (
     LookupBlocks,
     PartOutcome,
     PartFinished,
+    PartOutcome,
     RegisterMemory,
     RegisterWords,
     SessionRole,
     SessionReleased,
+    SessionRole,
     Signals,
     Stimulus,
     SubmitLoad,

@@ -12,6 +12,7 @@ from kvtierd.core.actions import LookupReply
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import LeaseId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CoreLimits,
     Drain,
     BlockQuery,

@@ -27,6 +27,7 @@ from kvtierd.core.actions import (
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import DiskId, LeaseId, PartId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CancelTransfers,
     ClearBlocks,
     CoreLimits,
@@ -37,6 +38,7 @@ from kvtierd.core.stimuli import (
     PartOutcome,
     PrefetchBlocks,
     ReleaseLeases,
+    RetentionRequest,
     SessionReleased,
     StartScrub,
     Stimulus,

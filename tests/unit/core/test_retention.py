@@ -9,6 +9,7 @@ import pytest
 from kvtierd.core.blocks.retention import DUE_MAX, LOOKED_AT_LEAST, Round
 from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
+    BlockQuery,
     ClearBlocks,
     CoreLimits,
     EndSession,

@@ -20,9 +20,11 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, NamespaceDigest, Rank, SessionId, Ticket, TransferNumber
 from kvtierd.core.stimuli import (
     AuditReport,
+    BlockQuery,
     CoreLimits,
     BlockQuery,
     RenewSession,
+    RetentionRequest,
     Signals,
     RetentionRequest,
 )

@@ -23,6 +23,7 @@ from kvtierd.core.stimuli import (
     RenewSession,
     SessionRole,
     SessionReleased,
+    SessionRole,
     UnregisterMemory,
     WorkerExited,
     WorkerLive,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.blocks import READY, Blocks, BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.recovery import recover
 from kvtierd.core.blocks.eviction import Eviction

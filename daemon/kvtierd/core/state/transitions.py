@@ -3,6 +3,7 @@
 A pair that is not in the table cannot happen: if it does, the core has a bug, and says what led to it.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
@@ -204,7 +205,8 @@ class Entity:
     def describe(self) -> str:
         """One line for whoever looks for the bug; no keys of blocks in it."""
         events = " → ".join(event.value for event in self.story) or "nothing yet"
-        return f"{type(self).__name__.lower()} in state {self.state.name}, after: {events}"
+        kind = " ".join(re.findall("[A-Z][a-z]+", type(self).__name__)).lower()
+        return f"{kind} in state {self.state.name}, after: {events}"
 
 
 class InvalidTransition(AssertionError):

@@ -31,6 +31,10 @@ class PacketError(Exception):
     """What arrived is no packet of ours; the connection cannot be used any longer."""
 
 
+class ProtocolError(Exception):
+    """The front sent a packet that no version of it sends: a worker ends instead of guessing its meaning."""
+
+
 def packet_socketpair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends, not inheritable, with room for the largest packet. The caller closes both."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

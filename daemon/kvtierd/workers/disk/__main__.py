@@ -25,7 +25,7 @@ from kvtierd.core.errors import Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers import signals
 from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.packets import close_fds
+from kvtierd.workers.channel.packets import ProtocolError, close_fds
 from kvtierd.workers.channel.status import (
     HEARTBEAT_PERIOD_S,
     IO_THREADS_MAX,

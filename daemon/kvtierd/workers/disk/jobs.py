@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.packets import ProtocolError
 
 JOBS_MAX = 4_096
 """Waiting. The core's own limits keep far below it; what comes beyond fails instead of eating memory."""

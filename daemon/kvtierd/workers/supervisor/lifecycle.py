@@ -18,6 +18,7 @@ from kvtierd.workers.supervisor.handles import (
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
+    WorkerProcessState,
     WorkerStartError,
     WorkerProcessState,
     unavailable,
