@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 from kvtierd.core.actions import CheckSlots, Direction, PostPart, ReleaseSession, RevokePart
 from kvtierd.core.ids import PartId, SessionId, WorkerId
-from kvtierd.core.stimuli import PartOutcome, PartFinished, SessionReleased, SlotsChecked
+from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased, SlotsChecked
 
 from tests.simulation.engine import DONE, FAILED, REVOKED, STARTED, Engine
 from tests.simulation.pool import READY, TORN, WRITING, FakePool

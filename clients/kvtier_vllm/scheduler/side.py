@@ -37,7 +37,7 @@ from kvtier_vllm.scheduler.control import Control, Controls
 from kvtier_vllm.scheduler.generations import Generations
 from kvtier_vllm.scheduler.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.scheduler.leaving import Leaving
-from kvtier_vllm.scheduler.loading import PromisedLoad, Loader
+from kvtier_vllm.scheduler.loading import Loader, PromisedLoad
 from kvtier_vllm.scheduler.matching import Grant, Matcher, OneGroup, SeveralGroups
 from kvtier_vllm.scheduler.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.scheduler.retaining import Granting

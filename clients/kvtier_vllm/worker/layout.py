@@ -100,7 +100,9 @@ def _content(spec: Any, layer: str) -> str:
     )
 
 
-def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> PlaneLayout:
+def _plane_of(
+    name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str
+) -> PlaneLayout:
     if not hasattr(tensor, "stride"):
         raise UnsupportedLayout(f"{name} is registered as a {type(tensor).__name__}, not as one tensor")
     shape, item = tuple(tensor.shape), tensor.element_size()

@@ -21,8 +21,8 @@ from kvtierd.core.state.transitions import (
     InstanceState,
     LeaseState,
     MappingState,
-    TransferPartState,
     TransferJobState,
+    TransferPartState,
     WorkerState,
 )
 from kvtierd.core.status import Tally
@@ -216,7 +216,9 @@ def _check_workers(core: CoreState) -> None:
             for number, part in mapping.parts.items():
                 assert core.parts.get(number) is part, "a mapping holds a part that is over"
                 assert part.mapping is mapping
-                assert part.state is (TransferPartState.LOST if lost else TransferPartState.POSTED), part.describe()
+                assert part.state is (TransferPartState.LOST if lost else TransferPartState.POSTED), (
+                    part.describe()
+                )
     mappings = [mapping for worker in core.workers.values() for mapping in worker.mappings.values()]
     parts = sum(len(mapping.parts) for mapping in mappings)
     assert parts == len(core.parts), f"{len(core.parts)} parts are open, workers hold {parts}"
@@ -311,7 +313,9 @@ def _check_leases(core: CoreState) -> None:
 
 def _check_transfer(core: CoreState, transfer: TransferJob) -> None:
     instance = transfer.instance
-    assert transfer.state in (TransferJobState.ACTIVE, TransferJobState.CLOSING), f"kept: {transfer.describe()}"
+    assert transfer.state in (TransferJobState.ACTIVE, TransferJobState.CLOSING), (
+        f"kept: {transfer.describe()}"
+    )
     assert instance.transfers.get(transfer.ticket) is transfer
     assert len(transfer.parts) == instance.world_size, "a rank has no part"
     open_parts = [part for part in transfer.parts if part.state in OPEN_PARTS]
@@ -321,7 +325,9 @@ def _check_transfer(core: CoreState, transfer: TransferJob) -> None:
         assert core.parts.get(part.part) is part, "an open part was forgotten"
     spoiled = transfer.cause is not None
     assert spoiled == (transfer.state is TransferJobState.CLOSING), transfer.describe()
-    bad = [part for part in transfer.parts if part.state in (TransferPartState.FAILED, TransferPartState.REVOKED)]
+    bad = [
+        part for part in transfer.parts if part.state in (TransferPartState.FAILED, TransferPartState.REVOKED)
+    ]
     assert spoiled or not bad, "a part has failed and the transfer does not know"
     assert (transfer.failed is not None) == bool(bad), "which blocks have failed is not known, or made up"
     assert transfer.abandoned == instance.over, "abandoned exactly with its epoch"

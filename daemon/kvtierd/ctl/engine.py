@@ -13,7 +13,7 @@ from pathlib import Path
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd.config.settings import human_size
-from kvtierd.ctl.engine_http import HttpAnswer, HttpError, ServedModel, EngineServer
+from kvtierd.ctl.engine_http import EngineServer, HttpAnswer, HttpError, ServedModel
 from kvtierd.ctl.text import count
 
 CALL_S = 5.0

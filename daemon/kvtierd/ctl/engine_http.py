@@ -78,7 +78,9 @@ class EngineServer:
         for model in models:
             name, root = str(model.get("id")), str(model.get("root"))
             if name == wanted or (wanted is None and model.get("parent") is None):
-                return ServedModel(name, (name, root, PurePath(root).name), int(model.get("max_model_len") or 0))
+                return ServedModel(
+                    name, (name, root, PurePath(root).name), int(model.get("max_model_len") or 0)
+                )
         raise HttpError(f"it serves no model {wanted!r}, but {', '.join(names) or 'none'}")
 
     def version(self) -> str:

@@ -666,7 +666,11 @@ def as_markdown() -> str:
     """The list as a table."""
     lines = ["| metric | labels | says | look at it for |", "|---|---|---|---|"]
     for each in DECLARED:
-        suffix = {MetricKind.COUNTER: "_total", MetricKind.SUMMARY: "_sum, _count", MetricKind.HISTOGRAM: "_bucket, …"}
+        suffix = {
+            MetricKind.COUNTER: "_total",
+            MetricKind.SUMMARY: "_sum, _count",
+            MetricKind.HISTOGRAM: "_bucket, …",
+        }
         name = f"`{each.name}`" + (f" {suffix[each.kind]}" if each.kind in suffix else "")
         lines.append(f"| {name} | {', '.join(each.labels)} | {each.text} | {each.use} |")
     return "\n".join(lines) + "\n"

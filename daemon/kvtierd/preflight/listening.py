@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtierd.preflight.findings import RunningDaemon, Finding, Situation, Verdict, in_use_by
+from kvtierd.preflight.findings import Finding, RunningDaemon, Situation, Verdict, in_use_by
 from kvtierd.preflight.places import private_folder, usable
 from kvtierd.preflight.processes import described, listener, port_owners
 

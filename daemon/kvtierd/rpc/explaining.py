@@ -7,7 +7,7 @@ from kvtier.v1 import admin_pb2, types_pb2
 
 from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.errors import Reason
-from kvtierd.core.maintenance.explain import Explained, Explanation, Place, BlockVerdict
+from kvtierd.core.maintenance.explain import BlockVerdict, Explained, Explanation, Place
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 

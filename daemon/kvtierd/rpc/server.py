@@ -222,7 +222,9 @@ class RpcServer:
 
     async def _attach(self, _: Any, context: Any) -> None:
         renew = self._cache.handle
-        await AttachStream(self._sessions, self._calls, renew, self._stream_settings, self._observe, context).run()
+        await AttachStream(
+            self._sessions, self._calls, renew, self._stream_settings, self._observe, context
+        ).run()
 
     async def _status(self, request: Any, context: Any) -> admin_pb2.StatusResponse:
         if isinstance(request, Undecodable):

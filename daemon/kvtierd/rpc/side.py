@@ -21,7 +21,7 @@ from kvtierd.rpc.convert import places_of, ranges_of
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
 from kvtierd.rpc.memory_check import GroupPlace
-from kvtierd.rpc.sessions import PeerProcess, Connection, Connections
+from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 
 SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59

@@ -284,7 +284,9 @@ class AttachStream:
         elif self._unhurried:
             self._write_within(REPLY_DELAY_S)
 
-    def _reply(self, session: Connection, request: cache_pb2.AttachRequest) -> cache_pb2.AttachResponse | None:
+    def _reply(
+        self, session: Connection, request: cache_pb2.AttachRequest
+    ) -> cache_pb2.AttachResponse | None:
         started_s = time.perf_counter()
         body = request.WhichOneof("body")
         try:

@@ -23,7 +23,7 @@ from kvtierd.memory import HostPool
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.guard import Undecodable, decoder
 from kvtierd.rpc.hello import greeting_of
-from kvtierd.rpc.sessions import PeerProcess, Connection, Connections
+from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.simulation.world import snapshot
@@ -111,7 +111,9 @@ class Front:
 
     def open(self) -> Connection:
         """A session of this process, as the side socket makes one."""
-        return self.sessions.open(PeerProcess(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid())))
+        return self.sessions.open(
+            PeerProcess(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid()))
+        )
 
     def hello(self, hello: cache_pb2.Hello, listener: Callable[[Event], None]) -> Connection:
         """What the session stream does with its first message. Raises Refusal."""

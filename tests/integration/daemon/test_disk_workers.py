@@ -15,7 +15,12 @@ from kvtierd.memory import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
 from kvtierd.workers.supervisor.handles import WorkerHandle
-from kvtierd.workers.supervisor.supervisor import DiskOptions, Supervisor, SupervisorLimits, WorkerProcessState
+from kvtierd.workers.supervisor.supervisor import (
+    DiskOptions,
+    Supervisor,
+    SupervisorLimits,
+    WorkerProcessState,
+)
 
 from tests.integration.worker.rig import SLACK_S, until
 

@@ -7,7 +7,7 @@ import pytest
 from kvtier_kernels import PART_ARMED, PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import RegistrationId, SessionId
-from kvtierd.core.stimuli import PartOutcome, PartFinished, Signals
+from kvtierd.core.stimuli import PartFinished, PartOutcome, Signals
 from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 
 from tests.integration.worker.conftest import StartRig

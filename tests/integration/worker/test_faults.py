@@ -18,7 +18,7 @@ from kvtier_kernels import PART_DONE, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import SessionId
-from kvtierd.core.stimuli import PartOutcome, PartFinished, WorkerExited, WorkerLive, WorkerLost
+from kvtierd.core.stimuli import PartFinished, PartOutcome, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool, PoolLocked
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel import blocking

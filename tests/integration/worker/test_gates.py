@@ -10,7 +10,7 @@ import numpy as np
 from kvtier_kernels import PART_ARMED, PART_DONE, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import PartId, Slots
-from kvtierd.core.stimuli import PartOutcome, PartFinished
+from kvtierd.core.stimuli import PartFinished, PartOutcome
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ALL, on
@@ -243,7 +243,9 @@ async def test_gates_survive_random_traffic(rig: Rig) -> None:
                 outcome = (await rig.finished(done)).outcome
                 assert (
                     outcome
-                    == {PART_DONE: PartOutcome.DONE, PART_REVOKED: PartOutcome.REVOKED}[owner.part_state(its_ticket)]
+                    == {PART_DONE: PartOutcome.DONE, PART_REVOKED: PartOutcome.REVOKED}[
+                        owner.part_state(its_ticket)
+                    ]
                 )
                 if outcome == PartOutcome.DONE:
                     assert owner.block(its_target) == source.block(source_block)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
-from kvtierd.core.stimuli import PartOutcome, PartFinished, SessionReleased
+from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased
 from kvtierd.workers.supervisor.supervisor import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig

@@ -10,7 +10,7 @@ from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED, T
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.core.stimuli import PartOutcome, PartFinished, SessionReleased
+from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased
 from kvtierd.workers.supervisor.supervisor import GroupMapping
 
 from tests.integration.worker.conftest import StartRig

@@ -35,7 +35,11 @@ class Call:
     """As kvtier.LookupCall, on a clock that does not move while somebody waits."""
 
     def __init__(
-        self, session: ProtocolState, record: LookupRecord, serve: Callable[[], None], given_up: Callable[[], None]
+        self,
+        session: ProtocolState,
+        record: LookupRecord,
+        serve: Callable[[], None],
+        given_up: Callable[[], None],
     ) -> None:
         self._session, self._record, self._serve, self._given_up = session, record, serve, given_up
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.maintenance.explain import Explanation, BlockVerdict
+from kvtierd.core.maintenance.explain import BlockVerdict, Explanation
 from kvtierd.core.stimuli import EndSession, PartOutcome, SlotsChecked, Tick
 
 from tests.unit.core.host import Host, Instance, keys
@@ -76,7 +76,10 @@ def test_a_store_that_was_late_or_whose_engine_died(host: Host, one: Instance) -
     dying = one.store(2)
     host.do(EndSession(one.scheduler, "killed"))
     dying.part(0, PartOutcome.REVOKED)
-    assert (explain(host, 2).verdict, explain(host, 2).reason) == (BlockVerdict.STORE_ENDED, Reason.EPOCH_ENDED)
+    assert (explain(host, 2).verdict, explain(host, 2).reason) == (
+        BlockVerdict.STORE_ENDED,
+        Reason.EPOCH_ENDED,
+    )
 
 
 def test_refused_for_want_of_room(host: Host, one: Instance) -> None:

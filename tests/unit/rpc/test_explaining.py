@@ -8,7 +8,7 @@ from kvtier.v1 import admin_pb2, types_pb2
 from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import NamespaceDigest
-from kvtierd.core.maintenance.explain import Explained, Explanation, Place, BlockVerdict
+from kvtierd.core.maintenance.explain import BlockVerdict, Explained, Explanation, Place
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.explaining import DIFFERENCES_MAX, differences, explain_response
 from kvtierd.rpc.hello import namespace_fields

@@ -17,7 +17,9 @@ def session(number: int = 1) -> MappedSession:
     return MappedSession(number, DOORBELLS, PARTS, words)
 
 
-def part(owner: MappedSession, ticket: int, doorbell: int = 0, value: int = 1, deadline_s: float = 1e9) -> PartTask:
+def part(
+    owner: MappedSession, ticket: int, doorbell: int = 0, value: int = 1, deadline_s: float = 1e9
+) -> PartTask:
     nothing = np.empty(0, np.uint32)
     return PartTask(
         number=ticket,

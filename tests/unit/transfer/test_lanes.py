@@ -15,7 +15,7 @@ from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status
 from kvtierd.workers.copy.cpu import CpuDevice
 from kvtierd.workers.copy.device import Blocks, Copier, Flight
 from kvtierd.workers.copy.lanes import Lanes, PartCalls
-from kvtierd.workers.copy.parts import PartTask, PartEnd, PartTaskState
+from kvtierd.workers.copy.parts import PartEnd, PartTask, PartTaskState
 from kvtierd.workers.copy.sessions import MappedSession
 
 SLACK_S = 30.0

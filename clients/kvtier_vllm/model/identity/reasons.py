@@ -27,9 +27,12 @@ class Classification:
     """A sentence about the settings."""
 
 
-IDENTITY = Classification(SettingKind.IDENTITY, "They may change what is computed, or they are not understood well enough.")
+IDENTITY = Classification(
+    SettingKind.IDENTITY, "They may change what is computed, or they are not understood well enough."
+)
 DRAFT = Classification(
-    SettingKind.IDENTITY, "They may change the KV of a draft model, where it lies in the same blocks as the model's."
+    SettingKind.IDENTITY,
+    "They may change the KV of a draft model, where it lies in the same blocks as the model's.",
 )
 PART = Classification(SettingKind.ELSEWHERE, "They are made of fields that are classed one by one.")
 ELSEWHERE = Classification(
@@ -48,13 +51,16 @@ LAYOUT = Classification(
     "say.",
 )
 ROUNDING = Classification(
-    SettingKind.ROUNDING, "They select kernels, graphs, and how work is split and joined: sums in another order."
+    SettingKind.ROUNDING,
+    "They select kernels, graphs, and how work is split and joined: sums in another order.",
 )
 PLACEMENT = Classification(
     SettingKind.HARMLESS,
     "They decide where and when something is kept, moved or computed, and how much at once, not what.",
 )
-PROCESSES = Classification(SettingKind.HARMLESS, "They are about processes, hosts, ports and what passes between them.")
+PROCESSES = Classification(
+    SettingKind.HARMLESS, "They are about processes, hosts, ports and what passes between them."
+)
 FILES = Classification(
     SettingKind.HARMLESS,
     "They are about where files are found, built or cached, and how they are read; what is in those that "
@@ -64,7 +70,9 @@ FRONT_END = Classification(
     SettingKind.HARMLESS,
     "They are about how requests become tokens and media, which the block hashes cover once they have.",
 )
-OUTPUT = Classification(SettingKind.HARMLESS, "They are about what is made of the last hidden states: no KV depends on it.")
+OUTPUT = Classification(
+    SettingKind.HARMLESS, "They are about what is made of the last hidden states: no KV depends on it."
+)
 WATCHING = Classification(SettingKind.HARMLESS, "They are about logs, metrics, events and debugging.")
 OWN_CODE = Classification(
     SettingKind.ROUNDING,

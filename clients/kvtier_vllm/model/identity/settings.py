@@ -64,7 +64,9 @@ def _settings(config: Any, reasons: tuple[Classification, ...]) -> Iterator[tupl
     yield from _below("", config, reasons, 0)
 
 
-def _below(at: str, config: Any, reasons: tuple[Classification, ...], depth: int) -> Iterator[tuple[str, Any]]:
+def _below(
+    at: str, config: Any, reasons: tuple[Classification, ...], depth: int
+) -> Iterator[tuple[str, Any]]:
     table = classed(CLASSES.get(type(config).__name__, {}))
     for field in dataclasses.fields(config):
         if not hasattr(config, field.name):

@@ -12,7 +12,7 @@ from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
 from kvtierd.core.maintenance.sampling import Sampler
 from kvtierd.core.state.audits import Mismatch
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.entities import GroupPlan, Instance, WorkerMapping, Session, WorkerRecord
+from kvtierd.core.state.entities import GroupPlan, Instance, Session, WorkerMapping, WorkerRecord
 from kvtierd.core.state.transitions import Event, MappingState, WorkerState
 from kvtierd.core.stimuli import (
     AttachSession,
@@ -21,7 +21,6 @@ from kvtierd.core.stimuli import (
     RegisterMemory,
     RegisterWords,
     RenewSession,
-    SessionRole,
     SessionReleased,
     SessionRole,
     UnregisterMemory,

@@ -6,16 +6,25 @@ from dataclasses import InitVar, dataclass, field
 
 from kvtierd.core.actions import InstanceView, Notify, SessionEnded, TransferEnded
 from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
+from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.lease_budget import LeaseBudget
 from kvtierd.core.blocks.retention import BlockRetention
-from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.state.audits import Mismatches
 from kvtierd.core.state.disks import Disks
-from kvtierd.core.state.entities import Check, GroupPlan, Instance, LeaseGrant, TransferPart, Session, TransferJob, WorkerRecord
+from kvtierd.core.state.entities import (
+    Check,
+    GroupPlan,
+    Instance,
+    LeaseGrant,
+    Session,
+    TransferJob,
+    TransferPart,
+    WorkerRecord,
+)
 from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.transitions import Entity, Event, Transitions
 from kvtierd.core.status import Tally
@@ -69,7 +78,9 @@ class CoreState:
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
         self.retention = self.blocks.retention = BlockRetention(self.blocks, self.tally, self.limits)
         self.eviction = Eviction(self.blocks, self.tally)
-        self.lease_budget = LeaseBudget(self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max)
+        self.lease_budget = LeaseBudget(
+            self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max
+        )
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
         self.pages = IndexPages(self.blocks, self.disks)
 

@@ -37,9 +37,9 @@ from kvtierd.core.state.transitions import (
     InstanceState,
     LeaseState,
     MappingState,
-    TransferPartState,
     State,
     TransferJobState,
+    TransferPartState,
     WorkerState,
 )
 from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, RetentionRequest

@@ -9,9 +9,9 @@ from kvtierd.core.blocks.table import U8, U32, BlockState
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.entities import Instance, WorkerMapping, TransferPart, TransferJob
+from kvtierd.core.state.entities import Instance, TransferJob, TransferPart, WorkerMapping
 from kvtierd.core.state.transitions import Event, TransferPartState
-from kvtierd.core.stimuli import PartOutcome, PartFinished
+from kvtierd.core.stimuli import PartFinished, PartOutcome
 from kvtierd.core.transfers.transfers import Transfers
 
 READY = int(BlockState.READY)
@@ -101,7 +101,9 @@ class Fencing:
         instance = transfer.instance
         if transfer.abandoned:
             transfer.failed = np.ones(len(transfer.entries), np.bool_)
-        whole = not transfer.abandoned and all(part.state is TransferPartState.DONE for part in transfer.parts)
+        whole = not transfer.abandoned and all(
+            part.state is TransferPartState.DONE for part in transfer.parts
+        )
         succeeded = (
             self._store_ended(transfer)
             if transfer.direction is Direction.STORE

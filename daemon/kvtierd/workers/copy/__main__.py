@@ -28,7 +28,7 @@ from kvtierd.workers.channel.packets import PacketError, ProtocolError, close_fd
 from kvtierd.workers.channel.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.workers.copy.cpu import CpuDevice
 from kvtierd.workers.copy.device import Device, DeviceUnusableError
-from kvtierd.workers.copy.engine import CopyEngine, ProtocolError
+from kvtierd.workers.copy.engine import CopyEngine
 from kvtierd.workers.copy.faults import fault_in_copy
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator

@@ -11,7 +11,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.checks import check_before_load
 from kvtierd.workers.copy.device import Area, Blocks, Chunk, Flight, MappedMemory
 from kvtierd.workers.copy.memfds import map_memfd, unmap
-from kvtierd.workers.copy.parts import PartTask, PartEnd
+from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Data of one copy call. It bounds how long a load waits for a store and a dead engine's memory for a copy,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtierd.core.errors import Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.parts import PartTask, PartEnd
+from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 Blocks = npt.NDArray[np.bool_]
 """One flag per block of a chunk."""

@@ -17,7 +17,7 @@ from kvtierd.workers.channel.status import StatusPage
 from kvtierd.workers.copy.checking import Checker
 from kvtierd.workers.copy.device import Copier, Device
 from kvtierd.workers.copy.lanes import Lanes, PartCalls
-from kvtierd.workers.copy.parts import PartTask, PartEnd, PartRefusedError, PartTaskState, read_part
+from kvtierd.workers.copy.parts import PartEnd, PartRefusedError, PartTask, PartTaskState, read_part
 from kvtierd.workers.copy.sessions import MappedSession
 from kvtierd.workers.copy.teardown import Teardown
 from kvtierd.workers.log import logger
@@ -35,10 +35,6 @@ FDS_SPARE = FDS_MAX + 16
 
 _OVERWRITTEN = "its part word was overwritten by somebody else"
 _WITHDRAWN = "its client withdrew it while it ran"
-
-
-class ProtocolError(Exception):
-    """The front said what it never says: the two do not understand each other."""
 
 
 class CopyEngine:

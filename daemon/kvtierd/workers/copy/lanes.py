@@ -17,7 +17,7 @@ import numpy as np
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Copier, Device, Flight
 from kvtierd.workers.copy.gates import Gates
-from kvtierd.workers.copy.parts import PartTask, PartEnd, PartTaskState, PartRun
+from kvtierd.workers.copy.parts import PartEnd, PartRun, PartTask, PartTaskState
 from kvtierd.workers.copy.sessions import MappedSession
 from kvtierd.workers.log import logger
 

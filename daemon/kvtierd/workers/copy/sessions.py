@@ -8,7 +8,7 @@ from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, SharedWords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.device import Chunk, Device, MappedMemory, FragmentPlan
+from kvtierd.workers.copy.device import Chunk, Device, FragmentPlan, MappedMemory
 from kvtierd.workers.copy.memfds import map_memfd, unmap
 from kvtierd.workers.copy.parts import PartTask
 

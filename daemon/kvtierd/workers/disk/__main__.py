@@ -35,7 +35,7 @@ from kvtierd.workers.channel.status import (
 )
 from kvtierd.workers.disk.disk import OpenDisk
 from kvtierd.workers.disk.faults import Faults
-from kvtierd.workers.disk.jobs import PersistAll, JobQueue, ProtocolError, read_job
+from kvtierd.workers.disk.jobs import JobQueue, PersistAll, read_job
 from kvtierd.workers.disk.threads import DiskThreads
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator

@@ -23,10 +23,6 @@ Rows = npt.NDArray[np.int64]
 """Positions in a job."""
 
 
-class ProtocolError(Exception):
-    """The front said what it never says: the two do not understand each other."""
-
-
 class SlotJobKind(IntEnum):
     """In the order in which threads take them."""
 
@@ -35,7 +31,11 @@ class SlotJobKind(IntEnum):
     CHECK = 2
 
 
-_KINDS = {wire.DISK_READ: SlotJobKind.READ, wire.DISK_WRITE: SlotJobKind.WRITE, wire.DISK_CHECK: SlotJobKind.CHECK}
+_KINDS = {
+    wire.DISK_READ: SlotJobKind.READ,
+    wire.DISK_WRITE: SlotJobKind.WRITE,
+    wire.DISK_CHECK: SlotJobKind.CHECK,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.disk.faults import Faults
-from kvtierd.workers.disk.jobs import U32, U64, SlotJob, SlotJobKind, Rows
+from kvtierd.workers.disk.jobs import U32, U64, Rows, SlotJob, SlotJobKind
 from kvtierd.workers.disk.persistence import DiskRecords, waiting
 
 WRITE_BYTES = 16 << 20

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.disk.jobs import PersistAll, SlotJob, JobQueue
+from kvtierd.workers.disk.jobs import JobQueue, PersistAll, SlotJob
 from kvtierd.workers.disk.moving import Mover
 from kvtierd.workers.log import logger
 

@@ -57,9 +57,13 @@ class SupervisedDevices:
         for name in disks:
             self._known[name] = self._new(name, permanent=True, delay_max_s=limits.disk_respawn_delay_max_s)
 
-    def _new(self, name: str, *, permanent: bool = False, delay_max_s: float | None = None) -> SupervisedDevice:
+    def _new(
+        self, name: str, *, permanent: bool = False, delay_max_s: float | None = None
+    ) -> SupervisedDevice:
         limits = self._limits
-        return SupervisedDevice(name, permanent, limits.respawn_delay_min_s, delay_max_s or limits.respawn_delay_max_s)
+        return SupervisedDevice(
+            name, permanent, limits.respawn_delay_min_s, delay_max_s or limits.respawn_delay_max_s
+        )
 
     def __iter__(self) -> Iterator[SupervisedDevice]:
         """Those that are, or should be, served, and those that once were."""

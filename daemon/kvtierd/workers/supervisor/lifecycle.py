@@ -20,7 +20,6 @@ from kvtierd.workers.supervisor.handles import (
     WorkerOptions,
     WorkerProcessState,
     WorkerStartError,
-    WorkerProcessState,
     unavailable,
 )
 from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker

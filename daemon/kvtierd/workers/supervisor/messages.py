@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvtierd.core.actions import CheckSlots, Direction, DiskJobKind, PostDiskJob, PostPart
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import CheckId, DiskJobId, PartId, RegistrationId, SessionId, Slots, WorkerId
-from kvtierd.core.stimuli import DiskJobFinished, PartOutcome, PartFinished, SlotsChecked
+from kvtierd.core.stimuli import DiskJobFinished, PartFinished, PartOutcome, SlotsChecked
 from kvtierd.wire import worker_pb2 as wire
 
 GATE_DEADLINE_MS_MAX = 0xFFFF_FFFF

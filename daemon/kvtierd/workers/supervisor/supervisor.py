@@ -35,7 +35,6 @@ from kvtierd.workers.supervisor.handles import (
     WorkerOptions,
     WorkerProcessState,
     WorkerStartError,
-    WorkerProcessState,
     unavailable,
 )
 from kvtierd.workers.supervisor.kinds import DiskOptions, disk_device
@@ -54,7 +53,6 @@ __all__ = [
     "WorkerOptions",
     "WorkerProcessState",
     "WorkerStartError",
-    "WorkerProcessState",
     "WorkerStimulus",
     "disk_device",
 ]

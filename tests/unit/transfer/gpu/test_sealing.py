@@ -11,7 +11,7 @@ from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.gpu.sealing import Sealer
-from kvtierd.workers.copy.parts import PartTask, PartEnd
+from kvtierd.workers.copy.parts import PartEnd, PartTask
 from kvtierd.workers.copy.sessions import MappedSession
 
 SLACK_S = 30.0
@@ -66,7 +66,9 @@ def store() -> Iterator[Store]:
 
 def part() -> PartTask:
     empty = np.empty(0, np.uint32)
-    return PartTask(1, False, MappedSession(1), None, 1, 0, None, 0, 0.0, empty, empty, np.empty(0, np.uint64), None)
+    return PartTask(
+        1, False, MappedSession(1), None, 1, 0, None, 0, 0.0, empty, empty, np.empty(0, np.uint64), None
+    )
 
 
 def test_a_part_is_over_when_all_its_chunks_are_sealed(store: Store) -> None:

@@ -17,7 +17,7 @@ from kvtierd.workers.copy.device import Blocks, Flight
 from kvtierd.workers.copy.gpu.fatal import context_guard, must_succeed
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
-from kvtierd.workers.copy.parts import PartTask, PartEnd
+from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 LOAD_CHUNK_BYTES = 32 << 20
 """Above what a link needs to be busy, and 0.6 ms at 50 GB/s, which a dead engine's memory waits for."""

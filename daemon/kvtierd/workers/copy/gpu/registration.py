@@ -121,7 +121,9 @@ class PoolRegistration:
         if len(missing):
             area = int(missing[0])
             why = self._why.get(area, "nobody asked for it")
-            raise PoolNotRegisteredError(f"area {area} of the pool could not be registered with the GPU: {why}")
+            raise PoolNotRegisteredError(
+                f"area {area} of the pool could not be registered with the GPU: {why}"
+            )
 
     def register(self, area: Area) -> bool:
         """Registers one of the areas, whose pages are mapped, if it is not. Waits for nobody: False if

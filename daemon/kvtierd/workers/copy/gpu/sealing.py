@@ -15,7 +15,7 @@ from kvtier_kernels import CopyPlan, PoolRecords
 
 from kvtierd.core.ids import Slots
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.parts import PartTask, PartEnd
+from kvtierd.workers.copy.parts import PartEnd, PartTask
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
