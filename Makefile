@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint test test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -30,8 +30,14 @@ check-generated: setup-light ## fail if committed generated code is out of date
 lint: ## ruff, mypy --strict, import contracts; needs no built module
 	@tools/setup.sh tools && $(PY) -m tools.check lint
 
-test: setup ## everything that must hold before a change is merged
-	@$(PY) -m tools.check all
+check: setup-light ## lint, unit tests, a short simulation: two minutes, for every change while it grows
+	@$(PY) -m tools.check check
+
+test: setup ## everything that must hold before a change is merged: a quarter of an hour on two cores
+	@$(PY) -m tools.check test
+
+test-full: setup ## all of that, and the long form of what has one: before a release (an hour and a half, 12 GB)
+	@$(PY) -m tools.check full
 
 test-light: setup-light ## the tests that need no engine: on every Python from 3.11 to 3.13, and on aarch64
 	@$(PY) -m tools.check light
@@ -55,16 +61,16 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 	@$(PY) -m tools.check vllm
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)
-	@KVTIER_WORKLOAD=long $(PY) -m tools.check workload
+	@$(PY) -m tools.check workload
 
 test-audits: setup ## 3,000 audits of real engines of every family that runs here: no false alarm (15 minutes)
-	@KVTIER_AUDITS_LONG=1 $(PY) -m tools.check audits
+	@$(PY) -m tools.check audits
 
 test-vllm-all: setup-light ## the connector under the scheduler of every vLLM that it supports, 0.29 to 0.33 (12 GB, half an hour)
 	@$(PY) -m tools.vllm_versions
 
 test-autostart: setup ## servers that started a daemon end in every way there is, and it goes on (ten minutes)
-	@KVTIER_AUTOSTART_WAYS=all $(PY) -m tools.check autostart
+	@$(PY) -m tools.check autostart
 
 test-vllm-suites: setup ## vLLM's own tests of connectors, fetched and pointed to ours
 	@$(PY) -m tools.vllm_suites

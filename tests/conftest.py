@@ -9,21 +9,31 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support import sharing
 from tests.support.fake_cuda import fake_cuda as fake_cuda
 from tests.support.fake_cuda import make_fake_cuda as make_fake_cuda
-from tests.support.leaks import SHM, SHM_PREFIX, LeakCheck
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX, LeakCheck
 
 # Set by `make test`: there a missing engine is a failure, because a skipped proof is no proof.
 REQUIRE_VLLM = os.environ.get("KVTIER_REQUIRE_VLLM") == "1"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> sharing.Sharing:
+    """Shares the tests among several processes, if there are several."""
+    config.option.loadscopereorder = False  # the order is that of `sharing.rank`
+    return sharing.Sharing(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run, and says why."""
     no_vllm = importlib.util.find_spec("vllm") is None and not REQUIRE_VLLM
     no_gpu = not Path("/dev/nvidiactl").exists()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: sharing.rank(item.nodeid))
     for item in items:
         if no_vllm and item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; run `make setup`"))
@@ -50,7 +60,15 @@ def leak_check() -> Iterator[LeakCheck]:
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
     """A private folder whose path is short enough for a Unix socket (108 bytes in all), unlike `tmp_path`."""
-    folder = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def disk_dir() -> Iterator[Path]:
+    """A private folder on a file system that is one, not memory, which `tmp_path` may be on."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-disk-", dir="/var/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

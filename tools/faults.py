@@ -13,10 +13,9 @@ import os
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from tools import check, fault_counts
+from tools import fault_counts
+from tools.stages import LOGS, Outcome, Stage, pytest_stage, read_junit, run_beside, summary, to_the_end
 
 DEADLINES_S = {"short": 1_800, "long": 4 * 3_600}
 LEAST = {"short": fault_counts.SHORT, "long": fault_counts.LONG}
@@ -46,7 +45,7 @@ def table(counts: Counter[str], least: dict[str, int]) -> None:
         print(f"  {name.replace('_', ' '):<20} {counts[name]:>12,}{wanted}")
 
 
-def durations(stage: check.Stage) -> None:
+def durations(stage: Stage) -> None:
     """Which campaign took how long."""
     if not stage.junit.exists():
         return
@@ -60,10 +59,10 @@ def durations(stage: check.Stage) -> None:
             print(f"  {campaign:<60} {taken:>6,} s")
 
 
-def last_run(stage: check.Stage) -> check.Outcome:
+def last_run(stage: Stage) -> Outcome:
     """What a stage did when it last came to its end."""
-    outcome = check.Outcome(stage, True, 0.0)
-    check.read_junit(outcome)
+    outcome = Outcome(stage, True, 0.0)
+    read_junit(outcome)
     if outcome.passed:
         suites = list(ElementTree.parse(stage.junit).iter("testsuite"))
         outcome.passed = not any(
@@ -73,29 +72,13 @@ def last_run(stage: check.Stage) -> check.Outcome:
     return outcome
 
 
-def run_side_by_side(stages: Sequence[check.Stage]) -> list[check.Outcome]:
-    """Runs all of them; what the first says is shown as it says it. Raises KeyboardInterrupt with nothing
-    left running."""
-    if not stages:
-        return []
-    first, *others = stages
-    with ThreadPoolExecutor(len(stages)) as threads:
-        beside = [threads.submit(check.run, stage, quiet=True) for stage in others]
-        try:
-            return [check.run(first), *(future.result() for future in beside)]
-        except KeyboardInterrupt:
-            for stage in others:
-                check.end(stage)
-            raise
-
-
-def report(form: str, outcomes: list[check.Outcome]) -> bool:
+def report(form: str, outcomes: list[Outcome]) -> bool:
     """Prints what was counted, as a table and as JSON. Whether it proves what it is to prove."""
     counts = fault_counts.total(outcome.counts for outcome in outcomes)
     for missing in fault_counts.shortfalls(counts, LEAST[form]):
         outcomes[0].passed = False
         outcomes[0].remarks.append(f"not enough: {missing}")
-    check.summary(outcomes)
+    summary(outcomes, max(one.seconds for one in outcomes))
     for outcome in outcomes:
         durations(outcome.stage)
     table(counts, LEAST[form])
@@ -112,22 +95,18 @@ def main() -> int:
     if form not in LEAST or only not in ("", "results", *halves) or len(sys.argv) > 3:
         print(f"usage: faults.py short|long [results|{'|'.join(halves)}]", file=sys.stderr)
         return 2
-    check.LOGS.mkdir(parents=True, exist_ok=True)
+    LOGS.mkdir(parents=True, exist_ok=True)
     stages = {
-        half: check.pytest_stage(f"faults-{form}-{half}", marks, proves, DEADLINES_S[form])
+        half: pytest_stage(f"faults-{form}-{half}", marks, proves, DEADLINES_S[form])
         for half, marks, proves in STAGES
     }
     for stage in stages.values():
         stage.command.insert(1, f"--timeout={TEST_TIMEOUT_S}")
-    os.environ["KVTIER_FAULTS_LONG"] = "1" if form == "long" else "0"
-    try:
-        ran = run_side_by_side([stage for half, stage in stages.items() if only in ("", half)])
-    except KeyboardInterrupt:
-        print("\nInterrupted; nothing was left running.", file=sys.stderr)
-        return 130
+    os.environ["KVTIER_LENGTH"] = form
+    ran = run_beside([[stage] for half, stage in stages.items() if only in ("", half)])
     outcomes = ran + [last_run(stage) for half, stage in stages.items() if only not in ("", half)]
     return 0 if report(form, outcomes) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_the_end(main))

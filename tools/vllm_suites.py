@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.support.daemon import DaemonHost
 from tools import tiny_llama
-from tools.check import REPO
+from tools.stages import REPO
 
 SUITES = (
     "test_kv_connector_lifecycle.py",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tools import check
+from tools.stages import LOGS, REPO, Stage, run_all, to_the_end
 
 VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = (
@@ -38,19 +38,21 @@ TESTS = (
 SETUP_DEADLINE_S, TESTS_DEADLINE_S = 1_800, 1_200
 
 
-def stages(version: str) -> list[check.Stage]:
+def stages(version: str) -> list[Stage]:
     """What is done for one version, in order."""
     venv = f"build/vllm/{version}"
     setup = ["env", f"KVTIER_VENV={venv}", f"KVTIER_VLLM_VERSION={version}", "tools/setup.sh", "full"]
     name = f"vllm-{version}"
     pytest = [
-        str(check.REPO / venv / "bin" / "pytest"),
-        f"--junit-xml={check.LOGS / name}.xml",
+        str(REPO / venv / "bin" / "pytest"),
+        f"--junit-xml={LOGS / name}.xml",
         "--color=yes",
+        "--numprocesses=3",
+        "--dist=loadfile",
     ]
     return [
-        check.Stage(f"setup-{name}", setup, f"vLLM {version} can be installed.", SETUP_DEADLINE_S),
-        check.Stage(
+        Stage(f"setup-{name}", setup, f"vLLM {version} can be installed.", SETUP_DEADLINE_S),
+        Stage(
             name,
             [*pytest, "-m", "not gpu and not fake_gpu", *TESTS],
             f"The scheduler of vLLM {version} stores, loads, preempts and aborts through the connector.",
@@ -69,17 +71,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.versions) - set(VERSIONS):
         parser.error(f"unknown version {', '.join(sorted(unknown))}; there are {', '.join(VERSIONS)}")
-    check.LOGS.mkdir(parents=True, exist_ok=True)
-    try:
-        outcomes = [
-            check.run(stage) for version in arguments.versions or VERSIONS for stage in stages(version)
-        ]
-    except KeyboardInterrupt:
-        print("\nInterrupted; nothing was left running.", file=sys.stderr)
-        return 130
-    check.summary(outcomes)
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    return run_all([stage for version in arguments.versions or VERSIONS for stage in stages(version)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(to_the_end(main))

@@ -8,6 +8,7 @@ engine serves on without.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.metadata
 import secrets
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from kvtier import ClientOptions, ClientStatus, Group, Namespace, Role
-from kvtier.address import resolve
-from kvtier.joint import JOINT_LOOKUP
+from kvtier.connection.address import resolve
 from kvtier.memory import Memory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,7 +37,7 @@ from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, arou
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights, WeightsChange
-from kvtier_vllm.model import adapter_loads
+from kvtier_vllm.model import adapter_loads, weight_calls
 from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad
 from kvtier_vllm.model.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
 from kvtier_vllm.scheduler.auditing import Audits, threshold_of
@@ -96,7 +96,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._identity = _Identity(vllm_config, self._config)
             _refuse_hybrid_models(kv_cache_config, version_of(vllm.__version__))
             groups = groups_of(kv_cache_config, vllm_config)
-            self._plain = groups.plain
             if role is KVConnectorRole.SCHEDULER:
                 if self._config.autostart:
                     _autostart(self._config.socket)
@@ -119,6 +118,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                     self._config, self._connect_rank, log, gpu, unnamed=_transfers_weights(vllm_config)
                 )
             updates.listen(self)
+            weight_calls.notice(updates.weights_change)
             if vllm_config.lora_config is not None:
                 adapter_loads.listen(self)
         except Exception as error:
@@ -159,7 +159,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             around_reset(
                 gpu_block_pool,
                 lambda: self._guard(side.settle, None),
-                lambda done: None if self._is_off else self._guard(lambda: side.was_reset(done), None),
+                lambda done: self._guard(lambda: side.was_reset(done), None),
             )
 
     def has_pending_block_frees(self) -> bool:
@@ -257,7 +257,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         side = self._scheduler
-        return side is not None and self._guard(lambda: side.finished(request.request_id), False), None
+        if side is None:
+            return False, None
+        return self._guard(lambda: side.finished(request.request_id, block_ids), False), None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -276,6 +278,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def engine(self) -> str:
         """See updates.Listener."""
         return str(self._vllm_config.kv_transfer_config.engine_id)
+
+    @property
+    def parallel_config(self) -> Any:
+        """See updates.Listener."""
+        return self._vllm_config.parallel_config
 
     def weights_changed(self, revision: str) -> WeightsChange | None:
         """See updates.Listener."""
@@ -454,11 +461,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return Link(find_options, self._disable)
 
     def _say_attached(self, status: ClientStatus) -> None:
-        """Success is told aloud, as failure is. The scheduler's part warns of a daemon that is too old."""
+        """Success is told aloud, as failure is."""
         again, self._attachments = self._attachments > 0, self._attachments + 1
-        if self._plain or JOINT_LOOKUP in status.features:
-            socket = str(resolve(self._config.socket or None).socket)
-            log.info("%s", attached(status, socket, self._config, again=again))
+        socket = str(resolve(self._config.socket or None).socket)
+        log.info("%s", attached(status, socket, self._config, again=again))
 
 
 def _register() -> None:
@@ -476,7 +482,9 @@ class _Identity:
     """Who this engine is for the daemon."""
 
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
-        self._vllm_config = vllm_config
+        # As it is now: vLLM writes into it when it reloads weights from another folder, in workers only.
+        self._vllm_config = copy.copy(vllm_config)
+        self._vllm_config.model_config = copy.copy(vllm_config.model_config)
         self._config = config
         self._derived: dict[bool, EngineNamespace] = {}
         """By whether somebody has named the weights: the rest is the same whatever they are called, and

@@ -112,6 +112,12 @@ HOOKS = (
         "which files the workers have read an adapter from",
         "kvtier is off for engines with LoRA",
     ),
+    Hook(
+        "WorkerBase and the model runners: calls that change weights, and load_weights of models, wrapped",
+        ALL,
+        "weights that change without a reset",
+        "kvtier is off for the engine",
+    ),
     Hook("vllm.v1.core.kv_cache_utils: block hashes", ALL, "the keys; NONE_HASH from a fixed seed"),
 )
 

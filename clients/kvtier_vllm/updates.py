@@ -19,7 +19,8 @@ to be named again.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from kvtier_vllm.meta import WeightsChange
@@ -31,6 +32,10 @@ class UpdateListener(Protocol):
     @property
     def engine(self) -> str:
         """The same for all halves of one engine."""
+
+    @property
+    def parallel_config(self) -> Any:
+        """vLLM's, of this engine and no other."""
 
     def weights_changed(self, revision: str) -> WeightsChange | None:
         """A worker's half has something to tell the scheduler's."""
@@ -51,13 +56,23 @@ def listen(listener: UpdateListener) -> None:
 def weights_changed(revision: str | None = None) -> bool:
     """The weights of this process's engine are others now; see the module. `revision`: their name, which no
     other weights ever have. False: no worker with kvtier lives in this process, and nobody has been told."""
-    listeners = list(_listeners)
+    return _tell(list(_listeners), revision or "")
+
+
+def weights_change(vllm_config: Any) -> None:
+    """A call of vLLM's changes the weights of the engine that this VllmConfig is of, if it is one that uses
+    kvtier. What they are then nobody has said."""
+    of_engine = vllm_config.parallel_config
+    _tell([listener for listener in _listeners if listener.parallel_config is of_engine], "")
+
+
+def _tell(listeners: Collection[UpdateListener], revision: str) -> bool:
     changes = {
         listener.engine: change
         for listener in listeners
-        if (change := listener.weights_changed(revision or "")) is not None
+        if (change := listener.weights_changed(revision)) is not None
     }
-    for listener in listeners:
+    for listener in list(_listeners):
         if (change := changes.get(listener.engine)) is not None:
             listener.weights_told(change)
     return bool(changes)

@@ -17,9 +17,10 @@ from kvtierd.core.ids import PAGE_BYTES
 
 from tests.faults.campaigns.content import BLOCK_BYTES, compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.support.length import rounds
 from tests.support.process import Daemon, until
 
-ROUNDS = 18 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2
+ROUNDS = rounds(2, 18)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0
 BATCH = 128

@@ -13,9 +13,10 @@ import pytest
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.support.length import rounds
 from tests.support.process import Daemon, readable
 
-KILLS = 220 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 12
+KILLS = rounds(12, 220)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 RELEASE_S = 1.0
 """The promise: session, leases and mapping of a dead client are gone within a second."""

@@ -19,9 +19,10 @@ from kvtier.v1 import admin_pb2
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
 from tests.faults.campaigns.sleeper import BATCH, GATED
+from tests.support.length import rounds
 from tests.support.process import Daemon
 
-ROUNDS = 12 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
+ROUNDS = rounds(1, 12)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0
 LEASE_TTL_S = 3.0

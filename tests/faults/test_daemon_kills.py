@@ -14,11 +14,11 @@ from kvtier import Transfer
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
 from tests.faults.campaigns.place import Place, side_by_side
+from tests.support.length import rounds
 from tests.support.process import Daemon, until
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-KILLS = 85 if LONG else 5
-CHAPTERS = 12 if LONG else 2
+KILLS = rounds(5, 85)
+CHAPTERS = rounds(2, 12)
 """Each with a pool of its own, which has room for all that its kills leave."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0

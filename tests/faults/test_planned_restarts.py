@@ -10,11 +10,11 @@ import pytest
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.faults.campaigns import rolling
+from tests.support.length import rounds
 from tests.support.process import DEADLINE_S, Daemon
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-RESTARTS = 100 if LONG else 6
-ROLLING = 20 if LONG else 2
+RESTARTS = rounds(6, 100)
+ROLLING = rounds(2, 20)
 """Of each kind."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 KILLED = 0.3

@@ -14,12 +14,12 @@ from kvtier import Transfer
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
 from tests.faults.campaigns.place import Place, side_by_side
+from tests.support.length import rounds
 from tests.support.process import Daemon
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 10 if LONG else 3
+ROUNDS = rounds(3, 10)
 """Of one daemon. Each takes longer than the one before: who does not last is replaced ever later."""
-CHAPTERS = 6 if LONG else 2
+CHAPTERS = rounds(2, 6)
 COPY_DEADLINE_S = 4.0
 """Not less: a worker that is kept from the processor for a second or two is not to be killed for it."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)

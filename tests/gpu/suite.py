@@ -77,13 +77,13 @@ def _shard(
     """One pytest: a row of its own, and one for each test that did not pass."""
     junit = log.with_suffix(".xml")
     # Names what the run makes in /dev/shm, so that shards do not take each other's for leaks.
-    run_id = os.urandom(16).hex()
+    run_id = os.urandom(4).hex()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--no-header", f"--junit-xml={junit}"]
     command += ["-p", "no:cacheprovider", *what]
     begin = time.monotonic()
     status, tail = run_group(command, {**environment, "KVTIER_TEST_RUN": run_id}, deadline_s, log)
     if status is None:
-        for left in Path("/dev/shm").glob(f"kvtier-test-{run_id[:12]}-*"):
+        for left in Path("/dev/shm").glob(f"kvtier-test-{run_id}-*"):
             shutil.rmtree(left, ignore_errors=True)
     found, passed = _read(junit) if junit.exists() else ([], 0)
     skipped = sum(row["result"] == "skipped" for row in found)

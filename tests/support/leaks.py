@@ -11,15 +11,27 @@ import time
 import uuid
 from pathlib import Path
 
-RUN_VARIABLE = "KVTIER_TEST_RUN"
-if "PYTEST_XDIST_WORKER" in os.environ:  # several run side by side, and each looks after what it started
-    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
-RUN_ID = os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+from tools.leftovers import RUN_VARIABLE, SHM, shm_prefix, socket_prefix
+
+__all__ = ["SHM", "SHM_PREFIX", "SOCKET_PREFIX", "LeakCheck", "live_processes", "shm_files"]
+
+
+def _run_id() -> str:
+    """The name of this run: given by `tools.stages`, which ends what carries it in its environment when a
+    stage ends, or made up. Workers of pytest-xdist run side by side, and each looks only after what it has
+    started, so the worker's name is part of it. Processes that a worker has started keep that name."""
+    given = os.environ.get(RUN_VARIABLE) or uuid.uuid4().hex[:8]
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    return given if worker is None or given.endswith(f"-{worker}") else f"{given}-{worker}"
+
+
+RUN_ID = os.environ[RUN_VARIABLE] = _run_id()
 # Engine processes retitle themselves; without this they overwrite the environment that /proc shows.
 os.environ.setdefault("SPT_NOENV", "1")
 
-SHM = Path("/dev/shm")
-SHM_PREFIX = f"kvtier-test-{RUN_ID[:12]}-"
+SHM_PREFIX = shm_prefix(RUN_ID)
+SOCKET_PREFIX = socket_prefix(RUN_ID)
+"""Of the folders that the run makes for Unix sockets, in `/tmp`: their paths must be short."""
 # Python's own helper; it lives as long as the process that first used shared memory, on purpose.
 TOLERATED_COMMANDS = ("multiprocessing.resource_tracker",)
 SETTLE_S = 10.0

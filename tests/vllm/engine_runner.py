@@ -7,6 +7,7 @@ stdin means that the controller is gone: the process group is killed at once, wh
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -55,12 +56,26 @@ def _scale_weights(worker: Any, factor: float) -> int:
     """Runs in each worker of an engine: an update of weights in place, as reinforcement learning does; of the
     norms, because vLLM's CPU backend keeps packed copies of others. Powers of two leave nothing behind when
     they are taken back. Returns the number of parameters."""
-    count = 0
-    for name, parameter in worker.model_runner.model.named_parameters():
-        if "norm" in name:
-            parameter.data.mul_(factor)
-            count += 1
-    return count
+    return _scale_norms(worker.model_runner.model, factor)
+
+
+def _scale_norms(model: Any, factor: float) -> int:
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    for parameter in norms:
+        parameter.data.mul_(factor)
+    return len(norms)
+
+
+def _reload_weights(worker: Any, folder: str) -> None:
+    """Runs in each worker of an engine."""
+    worker.model_runner.reload_weights(weights_path=folder)
+
+
+def _load_weights(worker: Any, folder: str) -> int:
+    """Runs in each worker of an engine: as most programs that train give weights to an engine."""
+    from safetensors.torch import load_file
+
+    return len(worker.model_runner.model.load_weights(iter(load_file(f"{folder}/model.safetensors").items())))
 
 
 def _tell_weights(worker: Any, revision: str | None) -> bool:
@@ -74,11 +89,11 @@ def _set_patience(worker: Any, answer_s: float, silence_s: float, start_s: float
     """Runs in each worker of an engine: what its client and its half of the connector wait for a daemon."""
     import dataclasses
 
-    from kvtier import session
+    from kvtier.session import state
     from kvtier_vllm.scheduler import matching
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    matching.ANSWER_DEADLINE_S, session.SILENCE_S = answer_s, silence_s
+    matching.ANSWER_DEADLINE_S, state.SILENCE_S = answer_s, silence_s
     side: Any = get_kv_transfer_group()
     if side._worker is not None:
         side._worker._config = dataclasses.replace(side._worker._config, load_start_deadline_s=start_s)
@@ -206,6 +221,24 @@ class Runner:
         self._llm.collective_rpc("finish_weight_update")
         return {}
 
+    def do_change_weights(self, way: str, folder: str, factor: float) -> Answer:
+        """Changes the weights by a call of vLLM's: to those in a folder, which are the engine's with norms
+        times a factor, or (`sleep`) to none at all, as far as vLLM does that on this processor."""
+        if way == "reload_weights":
+            self._llm.collective_rpc(way, kwargs={"weights_path": folder})
+        elif way == "runner":
+            self._llm.collective_rpc(_reload_weights, args=(folder,))
+        elif way == "load_weights":
+            self._llm.collective_rpc(_load_weights, args=(folder,))
+        elif way == "apply_model":
+            self._llm.apply_model(functools.partial(_scale_norms, factor=factor))
+        elif way == "look":
+            self._llm.apply_model(lambda model: len(list(model.parameters())))
+        else:
+            self._llm.sleep(level={"sleep 1": 1, "sleep 2": 2}[way])
+            self._llm.wake_up()
+        return {}
+
     def do_tell_weights(self, revision: str | None) -> Answer:
         """Tells kvtier that they were changed."""
         return {"told": self._llm.collective_rpc(_tell_weights, args=(revision,))}
@@ -230,15 +263,15 @@ class Runner:
     def do_patience(self, seconds: float | None) -> Answer:
         """How long the engine waits for its daemon's answers, and for copies to start; None: as long as it
         does by itself. The scheduler has to be in this process."""
-        from kvtier import session
+        from kvtier.session import state
         from kvtier_vllm.scheduler import matching
 
         side = self._core.scheduler.connector._scheduler
         if self._own_patience is None:
-            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._config.load_start_deadline_s
+            own = matching.ANSWER_DEADLINE_S, state.SILENCE_S, side._config.load_start_deadline_s
             self._own_patience = own
         patience = self._own_patience if seconds is None else (seconds, seconds, seconds)
-        matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._storer.holds._hold_s = patience
+        matching.ANSWER_DEADLINE_S, state.SILENCE_S, side._storer.holds._hold_s = patience
         self._llm.collective_rpc(_set_patience, args=patience)
         return {}
 

@@ -54,7 +54,10 @@ EVERY_WAY = [
         ],
     )
 ]
-USUAL_WAYS = [("vllm serve", signal.SIGTERM, "server"), ("python -m", signal.SIGINT, "server")]
+USUAL_WAYS = [
+    ("vllm serve", signal.SIGTERM, "server"),
+    pytest.param("python -m", signal.SIGINT, "server", marks=pytest.mark.long),
+]
 WAYS = EVERY_WAY if os.environ.get("KVTIER_AUTOSTART_WAYS") == "all" else USUAL_WAYS
 
 

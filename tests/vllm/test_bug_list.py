@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tools.check import REPO
+from tools.stages import REPO
 
 PAGE = REPO / "docs" / "known-bugs.md"
 BUGS = {

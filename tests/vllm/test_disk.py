@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from kvtier.v1 import admin_pb2
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
@@ -36,7 +36,7 @@ STORY = prompt(30 * TOKENS + 1, seed=77)
 STORY_BLOCKS = 30
 HOST_BLOCKS = 4 * 1024 // 12
 """Of 12 KiB, that the host has room for at most."""
-SEEDS = range(10 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 10))
 UNHURRIED = {"pending_wait_s": 120, "prefill_tokens_per_s": 1, "load_start_deadline_s": 60}
 """However slow this machine is, it waits for the disk and for copies, and the daemon does not think computing
 quicker."""
@@ -230,7 +230,7 @@ def test_the_engine_learns_how_fast_it_computes(make: Callable[..., MiniEngine])
     all_came_back(engine)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 def test_disorder_with_a_disk_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine], disks: Disks, seed: int
 ) -> None:

@@ -18,6 +18,7 @@ from kvtier import PartState
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
 from tests.vllm.fake_gpu import FakeEngineGpu, Gate, LaggingEngine
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
 BLOCKS = 48
 LAG_S = 0.01
-SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 20))
 WAYS = {
     "exported": ("FakeGpuConnector", "export"),
     "exported in chunks": ("ChunkedGpuConnector", "export"),
@@ -151,7 +152,7 @@ def test_what_a_gpu_forgot_is_loaded(machine: Machine, way: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("machine", [{"bandwidth": 8_000_000}], indirect=True, ids=["slow link"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @every_way
 def test_disorder_costs_no_byte_no_block_and_no_request(machine: Machine, way: str, seed: int) -> None:
     engine = machine.engine(way, lag_s=0.001, salt="disorder", load_start_deadline_s=0.3)

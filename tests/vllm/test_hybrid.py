@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvtier.spec
 import pytest
 import vllm
 from kvtier_vllm.connector import KvtierConnector
@@ -22,6 +21,7 @@ from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
@@ -39,7 +39,7 @@ pytestmark = [
 
 BLOCKS = 80
 """vLLM itself comes to a standstill with fewer than its longest request needs in all groups."""
-SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 20))
 Make = Callable[..., HybridEngine]
 
 MODELS: dict[str, Sequence[Kind]] = {
@@ -450,7 +450,7 @@ def test_a_connector_that_breaks_holds_no_block_any_more(make: Make, monkeypatch
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @pytest.mark.parametrize("name", ["full and two windows", "windows of larger blocks", "states"])
 @pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
 def test_disorder_costs_no_byte_no_block_and_no_request(
@@ -489,19 +489,3 @@ def test_a_vllm_that_zeroes_blocks_and_lets_nobody_hold_them_is_refused(
     assert "lets connectors hold none" in caplog.text
     assert not storer(engine).counters.transfers
     assert engine.finished["first"] == output_of(prompt(100), 8)
-
-
-def test_a_daemon_that_is_too_old_is_named_and_not_used(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kvtier.spec, "FEATURES", ())  # as if it had not offered any
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine = make((FULL, WINDOW))
-    for index in range(3):
-        engine.add(f"r{index}", prompt(100))
-        engine.run()
-    told = [record.getMessage() for record in caplog.records if "cannot look them up" in record.getMessage()]
-    assert len(set(told)) == 1
-    assert not storer(engine).counters.transfers
-    assert engine.finished["r2"] == output_of(prompt(100), 8)
-    until(lambda: engine.free_blocks == BLOCKS - 1, "nothing is held")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost, until
+from tests.support.length import rounds
 from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import Rig, kv_transfer_config, prompt, same
 
-KILLS = 10 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 1
+KILLS = rounds(1, 10)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 RELEASE_S = 1.0
 SLACK = 10

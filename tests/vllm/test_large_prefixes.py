@@ -3,7 +3,6 @@ need be; and what cannot be loaded in the end is computed. Every KV byte that a 
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
@@ -25,7 +25,7 @@ POOL_BLOCKS = 168
 """Of 12 KiB, in two extents. Leases may hold 159 of them, those of one engine alone 149."""
 TRANSFER_BLOCKS = 60
 ENGINE_BLOCKS = 400
-SEEDS = range(20 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 2)
+SEEDS = range(rounds(2, 20))
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ class LargePrompts(Chaos):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 def test_disorder_in_a_pool_of_a_few_prefixes_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

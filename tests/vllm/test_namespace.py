@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,7 @@ def plain(model: Path) -> Any:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(weights, "SETTLED_S", 0.0)  # tests have just written what they look at
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
 
@@ -58,7 +61,9 @@ def test_a_plain_engine(plain: Any, model: Path) -> None:
     namespace = derive(plain, VERSION, tenant="team-a", salt="s")
     assert namespace.model == model.name
     assert namespace.weights_revision == weights.local_revision(model)
-    assert namespace.identity == ()
+    [(name, value)] = namespace.identity
+    assert name == "platform"
+    assert value.split()[:2] == ["cpu", platform.machine()]
     assert (namespace.kv_dtype, namespace.kv_scales) == ("bfloat16/bfloat16", "")
     assert namespace.hash_bytes == 32
     assert (namespace.tenant, namespace.salt) == ("team-a", "s")
@@ -165,6 +170,15 @@ def test_a_name_for_the_weights_is_none_for_their_configuration(
     assert named() != named(rope_theta=12345.0)
 
 
+@pytest.mark.parametrize("name", ["params.json", "hf_quant_config.json", "preprocessor_config.json"])
+def test_nor_is_it_for_other_files_beside_them(plain: Any, model: Path, tmp_path: Path, name: str) -> None:
+    folder, seen = copied(model, tmp_path), set()
+    for content in ("{}", '{"a": 1}'):
+        (folder / name).write_text(content)
+        seen.add(derive(changed(plain, "model_config", model=str(folder)), VERSION, revision="mine").identity)
+    assert len(seen) == 2
+
+
 def test_what_may_hold_keys_is_not_shown(plain: Any) -> None:
     def told_of(key: str) -> tuple[tuple[str, str], ...]:
         extra = {"s3_secret_access_key": key}
@@ -252,6 +266,181 @@ def test_a_hub_model_is_its_commit(plain: Any) -> None:
 
 def _without_prefix_caching(config: Any) -> Any:
     return changed(config, "cache_config", enable_prefix_caching=False)
+
+
+def copied(model: Path, folder: Path, **changes: Any) -> Path:
+    """The model, of the same name in another folder, with other values in its configuration."""
+    shutil.copytree(model, folder / model.name)
+    given = json.loads((model / "config.json").read_text())
+    (folder / model.name / "config.json").write_text(json.dumps(given | changes))
+    return folder / model.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors.index.json",
+        "consolidated.safetensors.index.json",
+        "quant_config.json",
+        "quantization_config.json",
+        "tekken.json",
+        "adapters/retrieval/adapter_config.json",
+        "whisper-large-v3/model.safetensors",
+    ],
+)
+def test_a_file_that_decides_values_is_part_of_the_weights(model: Path, tmp_path: Path, name: str) -> None:
+    folder, seen = copied(model, tmp_path), set()
+    for content in (None, "{}", "[]"):
+        if content is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)
+            if name.startswith("adapters"):
+                shutil.copy(folder / "model.safetensors", folder / "adapters/retrieval")
+        seen.add(weights.local_revision(folder))
+    assert len(seen) == 3
+
+
+def test_every_file_that_a_quantisation_of_vllm_reads_is_part_of_the_weights() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    read = set()
+    for method in QUANTIZATION_METHODS:
+        try:
+            read |= set(get_quantization_config(method).get_config_filenames())
+        except Exception:  # not on this machine
+            continue
+    assert "quantize_config.json" in read
+    assert read <= set(weights.CONFIG_NAMES)
+
+
+def test_every_model_of_vllm_that_reads_other_weights_has_been_looked_at() -> None:
+    """From other folders and repositories than the model's: `SUBFOLDERS`, and what is refused. RoBERTa and
+    some others read heads for what is made of the last hidden states."""
+    import vllm.model_executor.models as models
+
+    known = {"roberta.py", "clef_omni.py", "ultravox.py", "kimi_audio.py", "jina.py"}
+    known |= {
+        "adapters.py",
+        "clef_flash.py",
+        "d3.py",
+        "qwen3_dflash.py",
+    }  # heads, and drafts that are refused
+    found = {
+        path.name
+        for path in Path(models.__path__[0]).rglob("*.py")
+        if re.search(r"DefaultModelLoader\.Source\(|get_hf_file_bytes\(", path.read_text())
+    }
+    assert "ultravox.py" in found
+    assert found <= known
+
+
+def test_weights_from_another_repository_need_a_name(plain: Any, model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path, model_type="ultravox", text_model_id="org/text", audio_model_id=None)
+    config = changed(plain, "model_config", model=str(folder))
+    with pytest.raises(UnsupportedConfiguration, match=r"org/text.*weights_revision"):
+        derive(config, VERSION)
+    assert derive(config, VERSION, revision="mine").weights_revision == "mine"
+
+
+@pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer", "ipc_cache", "somebodys"])
+def test_weights_that_are_not_the_ones_that_are_digested_need_a_name(plain: Any, load_format: str) -> None:
+    config = changed(plain, "load_config", load_format=load_format)
+    with pytest.raises(UnsupportedConfiguration, match=rf"{load_format}.*weights_revision"):
+        derive(config, VERSION)
+    assert derive(config, VERSION, revision="mine").weights_revision == "mine"
+
+
+def test_two_sets_of_weights_in_one_folder_are_told_apart(plain: Any, model: Path, tmp_path: Path) -> None:
+    """`auto` reads Mistral's, if there are any; `safetensors` never does."""
+    folder = copied(model, tmp_path)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    config = changed(plain, "model_config", model=str(folder))
+    assert derive(config, VERSION) != derive(
+        changed(config, "load_config", load_format="safetensors"), VERSION
+    )
+
+
+def test_the_commit_of_a_configuration_is_not_that_of_the_weights(plain: Any) -> None:
+    hub = copy.deepcopy(plain.model_config.hf_config)
+    hub._commit_hash = "0123abcd"
+    config = changed(
+        plain, "model_config", model="org/model", hf_config=hub, hf_config_path="org/configuration"
+    )
+    with pytest.raises(UnsupportedConfiguration, match=r"the commit of 'org/model' is unknown"):
+        derive(config, VERSION)
+
+
+def test_a_class_that_the_files_bring_along_is_told_from_vllms(
+    plain: Any, model: Path, tmp_path: Path
+) -> None:
+    """Their code may read the same configuration otherwise."""
+    folder = copied(model, tmp_path, auto_map={"AutoConfig": "configuration.Config"})
+    config = changed(plain, "model_config", model=str(folder))
+    trusting = changed(config, "model_config", trust_remote_code=True)
+    assert derive(config, VERSION) != derive(trusting, VERSION)
+    assert derive(plain, VERSION) == derive(
+        changed(plain, "model_config", trust_remote_code=True), VERSION
+    ), "where there is no such class, nothing is different"
+
+
+def test_models_of_the_transformers_library_are_told_apart_by_its_version(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.metadata
+
+    config = changed(plain, "model_config", model_impl="transformers")
+    one, own = derive(config, VERSION), derive(plain, VERSION)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
+    assert derive(config, VERSION) != one
+    assert derive(plain, VERSION) == own
+
+
+def test_a_length_that_is_fitted_to_the_memory_is_not_that_of_the_model(plain: Any) -> None:
+    """It is built before, for longer prompts; Llama 4, for one, chooses values by that."""
+    config = changed(plain, "model_config", model_impl="transformers", max_model_len=512)
+    fitted = changed(config, "model_config", original_max_model_len=-1)
+    assert derive(config, VERSION) != derive(fitted, VERSION)
+    assert derive(fitted, VERSION) == derive(changed(fitted, "model_config", max_model_len=99), VERSION)
+
+
+def test_a_file_that_a_setting_names_counts_by_its_content(plain: Any, tmp_path: Path) -> None:
+    file = tmp_path / "quantization.json"
+    seen = set()
+    for content in ("{}", "[]"):
+        file.write_text(content)
+        overrides = {"quantization_config_file": str(file)}
+        seen.add(derive(changed(plain, "model_config", hf_overrides=overrides), VERSION).identity)
+        extra = changed(plain, "load_config", model_loader_extra_config={"a": str(file)})
+        seen.add(derive(extra, VERSION).identity)
+    assert len(seen) == 4
+
+
+def test_attention_on_eight_bits_is_told_apart_by_its_kernels(plain: Any) -> None:
+    """Some quantise the queries as well. With a wider cache they only add up in another order."""
+    flash = changed(plain, "attention_config", backend="FLASHINFER")
+    assert derive(plain, VERSION) == derive(flash, VERSION)
+    plain8, flash8 = (changed(each, "cache_config", cache_dtype="fp8_e4m3") for each in (plain, flash))
+    assert derive(plain8, VERSION) != derive(flash8, VERSION)
+
+
+def test_processors_that_order_keys_otherwise_share_nothing(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    here = torch.cpu._is_amx_tile_supported()
+    before = derive(plain, VERSION)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not here)
+    assert derive(plain, VERSION) != before
+
+
+def test_the_digest_of_files_that_have_just_changed_is_not_remembered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may change again without another change time."""
+    monkeypatch.setattr(weights, "SETTLED_S", 60.0)
+    weights.local_revision(copied(model, tmp_path))
+    assert not list((tmp_path / "cache").rglob("*.json"))
 
 
 @pytest.mark.parametrize(

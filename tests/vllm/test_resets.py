@@ -3,6 +3,7 @@ stores still read is in nobody's way, and what is stored then is right."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from tests.vllm.rig import BLOCK, Rig, full_blocks, prompt, same
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 HELD = "len(side._storer.holds)"
+FREE = "scheduler.kv_cache_manager.block_pool.get_num_free_blocks()"
 RESET = f"[{HELD}, llm.reset_prefix_cache(), {HELD}]"
 """Whether it succeeds, and how many stores held blocks before and after."""
 
@@ -77,6 +79,39 @@ def test_a_pause_that_aborts_running_requests_succeeds(rig: Rig, with_fault: Cal
         assert rig.look(HELD) == 0
         rig.engine.drain()
         rig.wait_ready()
+
+
+@pytest.mark.parametrize(
+    "way", ["llm.reset_prefix_cache()", "core.pause_scheduler('abort')", "core.sleep(1)"]
+)
+def test_a_request_that_is_aborted_while_it_loads_is_in_nobodys_way(
+    rig: Rig, with_fault: Callable[[str], None], way: str
+) -> None:
+    """Its load may still write to its blocks, so nobody else has them before the workers have said that it
+    does not."""
+    tokens = prompt(6 * BLOCK + 1, seed=650 + len(way))
+    cold, _ = rig.both(tokens)
+    with_fault("slow-copy:300")
+    free = rig.look(FREE)
+    rig.generate(tokens[: 2 * BLOCK + 1], max_tokens=1)  # stored before the fault, and loaded
+    rig.forget()
+    request = rig.engine.call("add", prompt=tokens, max_tokens=2, logprobs=1)["request"]
+    deadline_s = time.monotonic() + 30
+    while "WAITING_FOR_REMOTE_KVS" not in rig.engine.call("step")["requests"].values():
+        assert time.monotonic() < deadline_s
+    rig.engine.call("abort", requests=[request])
+    try:
+        assert rig.look(f"str({way})") in ("True", "None")
+        assert rig.look(FREE) < free, "the load was over before"
+    finally:
+        rig.look("str(core.wake_up())")
+        rig.look("str(core.resume_scheduler())")
+    rig.engine.drain()
+    assert rig.look(FREE) == free
+    rig.wait_stored()
+    rig.engine.reset_prefix_cache()
+    again = rig.generate(tokens)
+    assert again.tokens == cold.tokens
 
 
 def test_a_reset_while_requests_run_is_refused_and_withdraws_nothing(rig: Rig) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost
+from tests.support.length import rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import BLOCK, Rig, kv_transfer_config, prompt, start_rig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = 400 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 120
+ROUNDS = rounds(120, 400)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 BLOCKS = 40
 OUTPUT_TOKENS = 48

@@ -20,6 +20,7 @@ from kvtier_vllm.scheduler.auditing import AuditVerdict
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
 from tests.vllm.rig import kv_transfer_config, prompt
@@ -27,7 +28,7 @@ from tests.vllm.rig import kv_transfer_config, prompt
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 BLOCKS = 48
-SEEDS = range(40 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 4)
+SEEDS = range(rounds(4, 40))
 MORE_ACTS = 5
 """So many times as long may a world go on that has loaded nothing yet."""
 
@@ -258,7 +259,7 @@ class Chaos:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead"])
 def test_disorder_costs_no_byte_no_block_and_no_request(

@@ -19,7 +19,6 @@ from tests.support.daemon import DaemonHost, until
 from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt, same
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 ROUNDS = 2
 REQUESTS = 4
 PROMPT_TOKENS = 600
@@ -32,7 +31,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not LONG, reason="only at full length: a session's silence has to pass each time"),
+    pytest.mark.long,  # a session's silence has to pass each time
 ]
 
 

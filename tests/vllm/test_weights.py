@@ -3,6 +3,7 @@ theirs."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,6 +203,91 @@ def test_an_engine_that_only_flushes_its_cache_may_say_so(start: Start) -> None:
         rig.engine.reset_prefix_cache()
         assert rig.generate(TOKENS).num_cached_tokens == HIT
         assert "shares blocks with no other" not in rig.engine.log.read_text()
+
+
+WAYS = ("reload_weights", "runner", "load_weights", "apply_model")
+"""Calls of vLLM's that change weights: of a worker, of its model runner, of its model."""
+
+
+@pytest.fixture(scope="module")
+def scaled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with other norms."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("scaled") / "other"
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: each * FACTOR if "norm" in name else each for name, each in tensors.items()}
+    save_file(
+        {name: each.astype(tensors[name].dtype) for name, each in changed.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def change(rig: Rig, way: str, folder: Path) -> None:
+    rig.engine.drain()
+    rig.engine.call("change_weights", way=way, folder=str(folder), factor=FACTOR)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_that_changes_weights_is_noticed_whatever_follows(
+    start: Start, model: Path, scaled: Path, tmp_path: Path, way: str
+) -> None:
+    """Without a reset at first, and then with one that means nothing."""
+    new = right_answer(model, FACTOR, tmp_path / "plain")
+    more = prompt(6 * BLOCK + 3, seed=22)
+    with start(on_reset="keep") as rig:
+        old = rig.generate(TOKENS)
+        rig.wait_stored()
+        change(rig, way, scaled)
+        settled(rig)
+        rig.generate(more)  # by new weights, and nothing else
+        rig.wait_stored()
+        rig.engine.drain()
+        rig.engine.reset_prefix_cache()
+        got = rig.generate(TOKENS)
+        assert (got.num_cached_tokens, got.tokens) == (0, new)
+        assert old.tokens != new
+        tell(rig, f"by {way}")
+        rig.engine.reset_prefix_cache()
+        settled(rig)
+        rig.generate(TOKENS)
+        rig.wait_stored()
+    with start(on_reset="keep") as fresh:
+        assert fresh.generate(more).num_cached_tokens == 0
+        found = fresh.generate(TOKENS)
+        assert (found.num_cached_tokens, found.tokens) == (HIT, old.tokens)
+        change(fresh, way, scaled)
+        tell(fresh, f"by {way}")
+        fresh.engine.reset_prefix_cache()
+        settled(fresh)
+        found = fresh.generate(TOKENS)
+        assert (found.num_cached_tokens, found.tokens) == (HIT, new)
+
+
+def test_weights_that_were_discarded_in_sleep_are_others_afterwards(start: Start, model: Path) -> None:
+    """Whatever resets mean. A processor's engine keeps its weights in fact, so what it computes is known."""
+    with start(on_reset="keep") as rig:
+        rig.generate(TOKENS)
+        rig.wait_stored()
+        change(rig, "sleep 1", model)
+        change(rig, "look", model)
+        assert rig.generate(TOKENS).num_cached_tokens == HIT
+        change(rig, "sleep 2", model)
+        settled(rig)
+        assert rig.generate(TOKENS).num_cached_tokens == 0
+        change(rig, "sleep 2", model)
+        tell(rig, "after sleep")  # sleeping has reset the cache
+        settled(rig)
+        assert rig.generate(TOKENS).num_cached_tokens == 0
+        rig.wait_stored()
+        rig.engine.drain()
+        rig.engine.reset_prefix_cache()
+        assert rig.generate(TOKENS).num_cached_tokens == HIT
+    with start(weights_revision="after sleep") as other:
+        assert other.generate(TOKENS).num_cached_tokens == HIT
 
 
 def test_an_audit_finds_weights_that_nobody_has_told_of(start: Start, proved: Callable[[str], None]) -> None:

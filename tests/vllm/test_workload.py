@@ -74,7 +74,12 @@ def model_of(family: str, folder: Path) -> Path:
     return write(folder / family, FAMILIES[family])
 
 
-@pytest.fixture(scope="module", params=LONG_FORMS if LONG else SHORT_FORMS, ids=lambda form: form.name)
+FORMS = LONG_FORMS if LONG else SHORT_FORMS
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(form, marks=pytest.mark.long, id=form.name) for form in FORMS]
+)
 def form(request: pytest.FixtureRequest) -> Form:
     """One of them."""
     chosen: Form = request.param

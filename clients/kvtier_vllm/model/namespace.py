@@ -9,7 +9,9 @@ is refused: a namespace too narrow costs a miss, one too wide serves wrong bytes
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
+import platform
 import re
 import sys
 from dataclasses import dataclass
@@ -38,6 +40,25 @@ _STATIC_SCALE_KV_DTYPES = {"fp8", "fp8_e4m3", "fp8_e5m2"}
 _DRAFTLESS_METHODS = {"ngram", "ngram_gpu", "suffix"}
 # Those whose draft's KV lies beside the model's, and follows from a block's tokens and the one behind it.
 _DRAFTING_METHODS = {"eagle", "eagle3", "mtp"}
+# Weights are read from the safetensors files in the model's folder, which are what is digested.
+_SAFETENSORS_FORMATS = {
+    "auto",
+    "bitsandbytes",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+}
+# From the files of a repository, whose commit is known.
+_REPOSITORY_FORMATS = _SAFETENSORS_FORMATS | {"gguf", "npcache", "pt"}
+# What models of these kinds read from other repositories, by the names in their configuration.
+_OTHER_REPOSITORIES = {"ultravox": ("audio_model_id", "text_model_id")}
+# vLLM finds out how long prompts may be.
+_FITTED = -1
 # What a client may tell of an engine.
 _CONFIGURATION_MAX, _CONFIGURATION_BYTES_MAX = 256, 32 << 10
 
@@ -92,7 +113,7 @@ def derive(
     kv_dtype, kv_scales = _kv_dtype(vllm_config)
     return EngineNamespace(
         model=_model_name(vllm_config.model_config),
-        weights_revision=revision or _found_revision(vllm_config.model_config),
+        weights_revision=revision or _found_revision(vllm_config.model_config, _load_format(vllm_config)),
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         parallelism=_parallelism(vllm_config.parallel_config),
@@ -153,9 +174,16 @@ def _refuse_what_the_hash_omits(vllm_config: Any, adapters_by_files: bool) -> No
             f"use one of {', '.join(sorted(_DRAFTLESS_METHODS | _DRAFTING_METHODS))}"
         )
     _refuse_unsettled_contexts(vllm_config.parallel_config)
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    if load_format.rsplit(".", 1)[-1].lower() == "dummy":
+    if _load_format(vllm_config) == "dummy":
         raise UnsupportedConfiguration("the weights are dummies (--load-format dummy): they have no identity")
+
+
+def _load_format(vllm_config: Any) -> str:
+    return _load_format_of(vllm_config.load_config)
+
+
+def _load_format_of(load_config: Any) -> str:
+    return str(getattr(load_config, "load_format", "auto")).rsplit(".", 1)[-1].lower()
 
 
 def _refuse_unsettled_contexts(parallel: Any) -> None:
@@ -241,19 +269,40 @@ def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
     if model.quantization is not None:
         found["model_config.quantization"] = text_of(model.quantization)
         found["platform"] = _platform()
+    if packing := _packing():
+        found["platform"] = packing
+    if str(vllm_config.cache_config.cache_dtype) in _STATIC_SCALE_KV_DTYPES:
+        # Some attention kernels compute with such a cache in eight bits, and others widen it first.
+        found["platform"] = _packing() or _platform()
+        backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+        found["attention_config.backend"] = text_of(backend)
+    if _has_two_sets_of_weights(model):
+        found["load_config.load_format"] = _load_format(vllm_config)
+    if positions.is_others_code(model):
+        found["transformers"] = importlib.metadata.version("transformers")
     found |= _overrides(model, revision)
     if revision and (given := positions.given_digest(model)):  # else it is in what was found of the weights
         found["model_config.hf_config"] = given
     if positions.matters(model):
-        found["model_config.max_model_len"] = str(model.max_model_len)
+        # What is fitted to the memory is fitted when the model has been built already.
+        fitted = getattr(model, "original_max_model_len", None) == _FITTED
+        found["model_config.max_model_len"] = "auto" if fitted else str(model.max_model_len)
     if drafts:
         speculative = vllm_config.speculative_config
         draft = speculative.draft_model_config
         found["speculative_config.method"] = str(speculative.method)
-        found["speculative_config.weights"] = _found_revision(draft)
+        found["speculative_config.weights"] = _found_revision(
+            draft, _load_format_of(getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
+        )
         if positions.matters(draft):
             found["speculative_config.positions"] = str(draft.max_model_len)
     return tuple(sorted(found.items()))
+
+
+def _has_two_sets_of_weights(model: Any) -> bool:
+    """In Mistral's format and in another one: which of them is read depends on how the engine was started."""
+    folder = positions.folder_of(model)
+    return folder is not None and any(folder.glob("consolidated*.safetensors"))
 
 
 def _drafts(vllm_config: Any) -> bool:
@@ -268,6 +317,19 @@ def _platform() -> str:
 
     capability = current_platform.get_device_capability()
     return str(current_platform.device_name) + (f" {capability.as_version_str()}" if capability else "")
+
+
+def _packing() -> str:
+    """On a processor, its instructions, by which vLLM's kernels order the keys within a block; else empty. A
+    pool on a disk may outlive the machine."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    asked = {"AMX": "_is_amx_tile_supported", "AVX-512": "_is_avx512_supported", "AVX2": "_is_avx2_supported"}
+    known = (name for name, ask in asked.items() if getattr(torch.cpu, ask, bool)())
+    return " ".join(("cpu", platform.machine(), *known))
 
 
 def _overrides(model: Any, revision: str) -> dict[str, str]:
@@ -287,6 +349,15 @@ def _overrides(model: Any, revision: str) -> dict[str, str]:
             f"the model runs code of another repository ({code}), which may change: set weights_revision in "
             "kv_connector_extra_config to a name for the model with this code"
         )
+    given = positions.given_config(model)
+    if getattr(model, "trust_remote_code", False) and given.get("auto_map"):
+        found["model_config.trust_remote_code"] = text_of(True)  # without it another class reads the files
+    for key in _OTHER_REPOSITORIES.get(str(given.get("model_type")), ()):
+        if (other := given.get(key)) and not revision:
+            raise UnsupportedConfiguration(
+                f"the model takes weights from {other!r} ({key}), which may change: set weights_revision in "
+                "kv_connector_extra_config to a name for all of its weights"
+            )
     if elsewhere := getattr(model, "hf_config_path", None):
         file = Path(elsewhere) / "config.json"
         if file.is_file():
@@ -296,14 +367,21 @@ def _overrides(model: Any, revision: str) -> dict[str, str]:
     return found
 
 
-def _found_revision(model: Any) -> str:
+def _found_revision(model: Any, load_format: str = "auto") -> str:
     path = Path(getattr(model, "model_weights", "") or model.model)
+    if load_format not in (_SAFETENSORS_FORMATS if path.is_dir() else _REPOSITORY_FORMATS):
+        raise UnsupportedConfiguration(
+            f"nobody can say which weights --load-format {load_format} reads: set weights_revision in "
+            "kv_connector_extra_config to a name that changes whenever they do"
+        )
     if path.is_dir():
         try:
             return local_revision(path)
         except UnknownWeights as error:
             raise UnsupportedConfiguration(str(error)) from error
     commit = getattr(model.hf_config, "_commit_hash", None)
+    if (getattr(model, "hf_config_path", None) or model.model) != str(path):
+        commit = None  # that of another repository, which has no weights
     if not commit:
         raise UnsupportedConfiguration(
             f"the commit of {model.model!r} is unknown; set weights_revision in kv_connector_extra_config"

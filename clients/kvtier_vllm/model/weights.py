@@ -19,10 +19,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+# Which of the weight files are read.
+INDEX_NAMES = ("consolidated.safetensors.index.json", "model.safetensors.index.json")
 # Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
 CONFIG_NAMES = (
     "config.json",
     "hf_quant_config.json",
+    "quant_config.json",
+    "quantization_config.json",
     "quantize_config.json",
     "adapter_config.json",
     "params.json",
@@ -30,13 +34,21 @@ CONFIG_NAMES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
+    "tekken.json",
+    *INDEX_NAMES,
 )
 CODE_PATTERN = "*.py"
 WEIGHT_PATTERN = "*.safetensors"
+# Folders in a model's folder from which some architectures read weights.
+SUBFOLDERS = ("adapters/*", "whisper-large-v3")
 
 _CHUNK_BYTES = 8 << 20
 # Longer than hashing the largest models takes; after it a process computes the digest itself.
 _LOCK_TIMEOUT_S = 600.0
+
+SETTLED_S = 2.0
+"""Files that have changed more lately may change again without another change time: many file systems take it
+from a clock that stands still for milliseconds. Their digest is not remembered."""
 
 
 Stamp = list[list[int | str]]
@@ -56,23 +68,24 @@ def local_revision(directory: Path) -> str:
     """
     files = _files_of(directory)
     key = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]
-    stamp = _stamp_of(files)
+    stamp = _stamp_of(directory, files)
     with _cache_entry(key) as entry:
         if entry is not None:
             remembered = _read_entry(entry, stamp)
             if remembered is not None:
                 return remembered
-        revision = _digest(files)
-        if _stamp_of(files) != stamp:
+        settled = _last_change_ns(stamp) < time.time_ns() - SETTLED_S * 1e9
+        revision = _digest(directory, files)
+        if _stamp_of(directory, files) != stamp:
             raise UnknownWeights(f"files in {directory} changed while they were read")
-        if entry is not None:
+        if entry is not None and settled:
             _write_entry(entry, stamp, revision)
     return revision
 
 
 def stamp_of(directory: Path) -> Stamp:
     """Of the files that `local_revision` reads. Raises UnknownWeights likewise."""
-    return _stamp_of(_files_of(directory))
+    return _stamp_of(directory, _files_of(directory))
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -82,25 +95,31 @@ def _files_of(directory: Path) -> list[Path]:
             f"no {WEIGHT_PATTERN} in {directory}; set weights_revision in kv_connector_extra_config to a "
             "name that changes whenever the weights do"
         )
-    configs = [directory / name for name in CONFIG_NAMES if (directory / name).exists()]
-    return configs + sorted(directory.glob(CODE_PATTERN)) + weights
+    folders = [directory, *sorted(each for pattern in SUBFOLDERS for each in directory.glob(pattern))]
+    configs = [folder / name for folder in folders for name in CONFIG_NAMES if (folder / name).exists()]
+    below = [file for folder in folders[1:] for file in sorted(folder.glob(WEIGHT_PATTERN))]
+    return configs + sorted(directory.glob(CODE_PATTERN)) + weights + below
 
 
-def _stamp_of(files: list[Path]) -> Stamp:
+def _stamp_of(directory: Path, files: list[Path]) -> Stamp:
     try:
-        states = [(file.name, file.stat()) for file in files]
+        states = [(file.relative_to(directory).as_posix(), file.stat()) for file in files]
     except OSError as error:
         raise UnknownWeights(f"{error.filename}: {error.strerror}") from error
     return [[name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in states]
 
 
-def _digest(files: list[Path]) -> str:
+def _last_change_ns(stamp: Stamp) -> int:
+    return max(int(state[-1]) for state in stamp)
+
+
+def _digest(directory: Path, files: list[Path]) -> str:
     # Each file by itself, in threads (hashing releases the GIL); the digest of digests is the revision.
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_file_digest, files))
     whole = hashlib.sha256()
     for file, digest in zip(files, digests, strict=True):
-        whole.update(f"{file.name}\0{digest}\n".encode())
+        whole.update(f"{file.relative_to(directory).as_posix()}\0{digest}\n".encode())
     return f"sha256:{whole.hexdigest()}"
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
-from kvtier.joint import JOINT_LOOKUP
 from kvtier.status import ClientState
 
 from kvtier_vllm.config import ConnectorConfig
@@ -38,9 +37,9 @@ from kvtier_vllm.scheduler.generations import Generations
 from kvtier_vllm.scheduler.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.scheduler.leaving import Leaving
 from kvtier_vllm.scheduler.loading import Loader, PromisedLoad
-from kvtier_vllm.scheduler.matching import Grant, Matcher, OneGroup, SeveralGroups
+from kvtier_vllm.scheduler.matching import Grant, Matcher
 from kvtier_vllm.scheduler.prefill import PrefillMeter, tokens_of_step
-from kvtier_vllm.scheduler.retaining import Granting
+from kvtier_vllm.scheduler.question import Question
 from kvtier_vllm.scheduler.room import LoadRoom
 from kvtier_vllm.scheduler.storing import Made, Storer
 from kvtier_vllm.scheduler.tables import beyond, hashes_of, newly_allocated, targets_of
@@ -100,11 +99,12 @@ class SchedulerSide:
             weights, keep=config.on_reset == "keep", world_size=world_size, log=log
         )
         self._link = connect(weights)
+        question = Question(groups)
         self._matcher = Matcher(
+            question,
             config.lookup_budget_ms / 1e3,
             config.pending_wait_s,
             config.pending_poll_s,
-            question=OneGroup() if groups.plain else SeveralGroups(groups),
             in_parts=in_parts,
         )
         self._prefill = prefill
@@ -113,7 +113,6 @@ class SchedulerSide:
             groups, threshold=config.store_threshold, events=events, holds_at_once=groups.zeroed
         )
         self._controls = Controls(config, log)
-        self._granting = Granting(config, log)
         self._leaving = Leaving(groups, self._longest)
         self._adapters = Adapters(log, world_size=world_size, names_alone=adapters_by_name)
         if events is not None:
@@ -138,7 +137,11 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._loading: dict[str, PromisedLoad] = {}
         """Of those requests, what is being loaded and was not reported."""
-        self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
+        self._aborted: dict[str, list[int]] = {}
+        """Of requests that were over before their loads: what vLLM keeps until the workers report them."""
+        self._lent: list[int] = []
+        """Those of them that count as free while the engine's own cache is reset."""
+        self._ahead = Ahead(question, self._prefetchable)
         self._epoch: int | None = None
         self._step = 1
         self._work = 0
@@ -147,8 +150,6 @@ class SchedulerSide:
         """For the workers, in the next step."""
         self._stopped = False
         self._told = False
-        self._too_old = False
-        """The daemon cannot do what this model needs."""
 
     @property
     def link(self) -> Link:
@@ -165,7 +166,12 @@ class SchedulerSide:
 
     def settle(self) -> None:
         """The engine is about to forget what its blocks hold, which vLLM refuses while any block is used:
-        nothing of ours is to be in its way. Waits for `SETTLE_S` at most."""
+        nothing of ours is to be in its way, nor what is being loaded for requests that are over, of which an
+        engine that takes no further step would never hear. Waits for `SETTLE_S` at most. `was_reset`
+        follows."""
+        if self._pool is not None and self._aborted:
+            self._lent = [block for blocks in self._aborted.values() for block in blocks]
+            self._pool.free_blocks([self._pool.blocks[block] for block in self._lent])
         timeout_s = 0.0 if self._stopped else SETTLE_S
         if self._audits is not None:
             self._audits.settle(timeout_s)
@@ -196,7 +202,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A new request, which vLLM asks about when it is its turn."""
         keys = self._adapters.keys(request)
-        control = self._control_of(request)
+        control = self._controls.of(request)
         if keys is not None and control.load and not control.keeping.host_only:
             self._ahead.arrived(request, keys(request.block_hashes))
 
@@ -376,6 +382,7 @@ class SchedulerSide:
         if isinstance(report, WorkerReport):
             self._heed(report)
         for request_id in output.finished_recving or ():
+            self._aborted.pop(request_id, None)
             if request_id not in self._loading:
                 continue
             load = self._loading.pop(request_id)
@@ -421,8 +428,9 @@ class SchedulerSide:
         """Of vLLM's KV events: what has changed in what this engine knows kvtierd to hold."""
         return [] if self._events is None else self._events.take()
 
-    def finished(self, request_id: str) -> bool:
-        """The request is over. True: vLLM keeps its blocks until the workers report it as sent."""
+    def finished(self, request_id: str, tables: Sequence[Sequence[int]] = ()) -> bool:
+        """The request is over. `tables`: its blocks, by group. True: vLLM keeps them until the workers report
+        it as sent."""
         self._matcher.forget(request_id)
         self._ahead.asked(request_id)
         self._room.give_back((request_id,))
@@ -440,6 +448,7 @@ class SchedulerSide:
             # vLLM keeps the blocks until the load is reported as finished.
             self._out.revoke += load.parts
             self._load_no_further(request_id, load)
+            self._aborted[request_id] = [block for table in tables for block in table if block]
             return False
         self._out.revoke += self._storer.poll()
         client = self._ready_client()
@@ -456,6 +465,11 @@ class SchedulerSide:
 
     def was_reset(self, done: bool) -> None:
         """vLLM was asked to reset its own prefix cache, and has done so, or has refused."""
+        if self._pool is not None and self._lent:  # a load may still write to them
+            self._pool.touch([self._pool.blocks[block] for block in self._lent])
+            self._lent = []
+        if self._stopped:
+            return
         if self._generations.was_reset(self._work, done=done):
             self._begin()
 
@@ -507,28 +521,19 @@ class SchedulerSide:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            wished = self._controls.of(request)
+            control = self._controls.of(request)
+            stores = self._storer.new_state(request)
+            stores.kept = control.keeping.kept
+            stores.made = Made(len(self._groups.shapes)) if control.keeping.cool else None
             tracked = TrackedRequest(
                 request,
-                wished,
-                wished,
-                self._storer.new_state(request),
+                control,
+                stores,
                 self._adapters.keys(request),
                 preemptions=request.num_preemptions,
             )
-            self._grant(tracked)
             self._requests[request.request_id] = tracked
         return tracked
-
-    def _control_of(self, request: Any) -> Control:
-        return self._granting.of(self._controls.of(request))
-
-    def _grant(self, tracked: TrackedRequest) -> None:
-        """What the request wishes, as far as the daemon in use can do it."""
-        tracked.control = self._granting.of(tracked.wished)
-        keeping, stores = tracked.control.keeping, tracked.stores
-        stores.kept = keeping.kept
-        stores.made = (stores.made or Made(len(self._groups.shapes))) if keeping.cool else None
 
     def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """As `TrackedRequest.hashes`; asks for the keys while they are not known."""
@@ -545,16 +550,8 @@ class SchedulerSide:
             return None
         if epoch != self._epoch:
             self._epoch = epoch
-            self._granting.attached(client.status)
             self._start_over()
-            self._too_old = not self._groups.plain and JOINT_LOOKUP not in client.status.features
-            if self._too_old:
-                self._log.warning(
-                    "kvtier: this model has several KV cache groups or a sliding window, and kvtierd %s "
-                    "cannot look them up together: upgrade it; until then nothing is stored or loaded",
-                    client.status.daemon_version,
-                )
-        return None if self._too_old else client
+        return client
 
     @property
     def _unanswered(self) -> bool:
@@ -574,7 +571,6 @@ class SchedulerSide:
         for request_id, load in self._loading.items():
             self._load_no_further(request_id, load)
         for tracked in self._requests.values():
-            self._grant(tracked)
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
 
@@ -753,7 +749,7 @@ class SchedulerSide:
         return min(tokens // self._groups.unit_tokens, len(hashes) // self._groups.unit_hashes)
 
     def _prefetchable(self, request: Any, hashes: Sequence[bytes]) -> int:
-        return min(self._loadable(request, hashes, self._control_of(request)), self._loaded_max)
+        return min(self._loadable(request, hashes, self._controls.of(request)), self._loaded_max)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""

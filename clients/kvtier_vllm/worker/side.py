@@ -28,7 +28,8 @@ from kvtier_vllm.worker.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.worker.layout import GroupLayout, describe
 from kvtier_vllm.worker.parts import TrackedPart
-from kvtier_vllm.worker.sharing import HostSharing, Landing, Sharing, share_gpu
+from kvtier_vllm.worker.sharing import HostSharing, Landing, Sharing
+from kvtier_vllm.worker.sharing_choice import share_gpu
 
 UNRESPONSIVE_AFTER_S = 0.1
 """A part that has not started for this long is worth asking whether the daemon still answers."""
@@ -179,7 +180,8 @@ class WorkerSide:
         if self._link is not None and self._client is None:  # not made yet: it must not register now
             self._link.close(0)
             self._link = None
-        if not self._sharing.sleep(self._client, SLEEP_TIMEOUT_S):
+        fenced = [link.close(SLEEP_TIMEOUT_S) for link in self._old_links]
+        if not self._sharing.sleep(self._client, SLEEP_TIMEOUT_S) or not all(fenced):
             self._log.warning(
                 "kvtier: the engine sleeps, but its KV cache is still held after %s s: that memory comes "
                 "free when the copy ends",
@@ -298,6 +300,9 @@ class WorkerSide:
         then. None: this side is disabled."""
         if self._stopped:
             return None
+        last = self._change
+        if not revision and last is not None and (last.revision, last.work) == ("", self._work):
+            return last  # nothing was computed in between: one call of several that change them
         self._changes += 1
         self._change = WeightsChange(revision, self._work, self._changes)
         self._unsure = True

@@ -13,10 +13,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STATUS_BASE = 128
-"""A shell's convention: 130 after SIGINT, 143 after SIGTERM."""
+"""What is added to a signal's number for the exit status, as shells do: 130 after SIGINT, 143 after
+SIGTERM."""
 
 _last_words = ""
 _status: int | None = None
+_to_terminal = ""
 
 
 def leave_at_once(last_words: str, *numbers: signal.Signals) -> None:
@@ -27,22 +29,27 @@ def leave_at_once(last_words: str, *numbers: signal.Signals) -> None:
         signal.signal(number, _leave)
 
 
-def instead(last_words: str, status: int | None = None) -> None:
-    """What a signal that ends the process says from now on, and its status; None: the conventional one."""
-    global _last_words, _status
-    _last_words, _status = last_words, status
+def instead(last_words: str, status: int | None = None, to_terminal: str = "") -> None:
+    """Sets what a signal that ends the process does from now on.
+
+    It writes `to_terminal` to standard output and the line `last_words` to standard error, each unless it is
+    empty, and ends the process with `status`; None is the conventional status.
+    """
+    global _last_words, _status, _to_terminal
+    _last_words, _status, _to_terminal = last_words, status, to_terminal
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    if _last_words:
-        line = _last_words.replace("{signal}", signal.Signals(number).name)
-        with suppress(OSError):
-            os.write(2, f"{line}\n".encode())
+    line = _last_words.replace("{signal}", signal.Signals(number).name)
+    for descriptor, text in ((1, _to_terminal), (2, f"{line}\n" if line else "")):
+        if text:
+            with suppress(OSError):
+                os.write(descriptor, text.encode())
     os._exit(STATUS_BASE + number if _status is None else _status)
 
 
 class StoppedEarly(Exception):
-    """A signal came before what was begun was done."""
+    """A signal came before the work was done."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -50,7 +57,7 @@ class StoppedEarly(Exception):
 
 
 class Noted:
-    """Signals that are noted, for somebody to look whether there was one."""
+    """Notes signals instead of acting on them; the program asks from time to time whether one has come."""
 
     def __init__(self, *numbers: signal.Signals, patience: int | None = None) -> None:
         """Takes these signals over, for good. `patience`: so many are noted, one more ends the process."""

@@ -1,18 +1,20 @@
 """The `kvtierctl` command: what operators ask of a running daemon."""
 
+import itertools
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 import grpc
 from google.protobuf.message import Message
-from kvtier import reach
+from kvtier.connection import reach
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd.cli import interrupts
@@ -25,28 +27,31 @@ from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
 from kvtierd.ctl.engine_http import EngineServer, server_of
+from kvtierd.ctl.explanation import explained
 from kvtierd.ctl.host import completion, doctor
 from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
-from kvtierd.ctl.text import count, drained, explained, lines, reloaded, scrub_line, scrubbed
-from kvtierd.ctl.top import Picture, frame
+from kvtierd.ctl.status import page as status_page
+from kvtierd.ctl.terminal import console, plain, show, whole_screen
+from kvtierd.ctl.text import count, drained, reloaded, scrub_line, scrubbed
+from kvtierd.ctl.top import WIDTH, Top
 from kvtierd.rpc.errors import ERROR_METADATA
 
 TIMEOUT_S = 5.0
 CLEAR_S = 60.0
-"""To drop millions of blocks, beside engines that are served."""
+"""How long the daemon may take to drop millions of blocks while it serves engines."""
 EXIT_CORRUPT = 1
 EXIT_NOT_PROVEN = 1
 EXIT_USAGE = 2
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
-"""Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
+"""The exit status if something was not done and is worth another try (sysexits.h EX_TEMPFAIL)."""
 END_GRACE_S = 30.0
-"""For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
+"""How long a daemon that has announced its stop may take to end its sessions and copy workers."""
 END_POLL_S = 0.02
 SCRUB_POLL_S = 0.2
 SHOWN_MAX = 80
-"""Characters of what cannot be used that are repeated to whoever wrote it."""
+"""How many characters of a wrong argument are repeated in the error message."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -75,7 +80,10 @@ def status(socket: Path | None, as_json: bool) -> None:
     """Show the pool, the engines attached, the copy workers and the traffic."""
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json(response) if as_json else "\n".join(lines(response)))
+    if as_json:
+        click.echo(to_json(response))
+    else:
+        show(status_page(response))
 
 
 @main.command()
@@ -94,25 +102,33 @@ def status(socket: Path | None, as_json: bool) -> None:
     "--json", "as_json", is_flag=True, help="Print each kvtier.v1.StatusResponse as a line of JSON."
 )
 def top(socket: Path | None, interval_s: float, frames: int | None, as_json: bool) -> None:
-    """Show what happens now: rates, engines, workers and disks, in 80 columns; Ctrl-C ends it."""
+    """Show what happens now: rates and their history, engines, workers and disks; Ctrl-C ends it.
+
+    On a terminal each frame replaces the one before; with --frames, the last one stays. Elsewhere frames are
+    printed one after another, without colours, 80 columns wide or as wide as COLUMNS says.
+    """
     path = socket or _configured_socket()
-    before: Picture | None = None
-    shown = 0
-    interrupts.instead("", 0)  # how it is meant to end
-    while True:
-        with _admin(path) as admin:
+    picture, terminal = Top(interval_s), console()
+    updates = terminal.is_terminal and not terminal.is_dumb_terminal and sys.stdout.isatty() and not as_json
+    interrupts.instead("", 0)  # a signal is how it is meant to end
+    with _admin(path) as admin, whole_screen(terminal) if updates else nullcontext():
+        for number in itertools.count(1):
             answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-        now = Picture(answer, time.monotonic())
-        if as_json:
-            click.echo(json.dumps(_plain(answer)))
-        else:
-            click.clear()  # nothing where nobody watches
-            click.echo("\n".join(frame(before, now, interval_s)))
-        before = now
-        shown += 1
-        if shown == frames:
-            return
-        time.sleep(interval_s)
+            picture.add(answer, time.monotonic())
+            if as_json:
+                click.echo(json.dumps(_plain(answer)))
+            elif updates:
+                terminal.update_screen(picture.page(terminal.width, terminal.height))
+            else:
+                width = (
+                    int(os.environ.get("COLUMNS", "")) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
+                )
+                click.echo(plain(picture.page(width), width))
+            if number == frames:
+                break
+            time.sleep(interval_s)
+    if updates:
+        show(picture.page(terminal.width, terminal.height))
 
 
 @main.command()
@@ -122,7 +138,10 @@ def engines(socket: Path | None, as_json: bool) -> None:
     """List the engines that are attached, their processes, and what they hold."""
     with _admin(socket or _configured_socket()) as admin:
         response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json_list(response.instances) if as_json else "\n".join(list_engines(response)))
+    if as_json:
+        click.echo(to_json_list(response.instances))
+    else:
+        show(list_engines(response))
 
 
 @main.command()
@@ -134,7 +153,10 @@ def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
     with _admin(socket or _configured_socket()) as admin:
         request = admin_pb2.ListNamespacesRequest()
         response = admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
-    click.echo(to_json(response) if as_json else "\n".join(list_namespaces(response.namespaces, fields)))
+    if as_json:
+        click.echo(to_json(response))
+    else:
+        show(list_namespaces(response.namespaces, fields))
 
 
 @main.command()
@@ -243,7 +265,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
 
 
 def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
-    """Where it goes on."""
+    """The disks whose scrub goes on."""
     return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
 
 
@@ -297,12 +319,12 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
 
 
 def _can_ask() -> bool:
-    """Whether somebody is there to answer."""
+    """Whether standard input is a terminal, where somebody can answer."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def _confirmed(question: str) -> bool:
-    """Only y and yes are a yes: what ends the input, or is anything else, is a no."""
+    """Asks a question. Only y and yes mean yes; any other answer, and the end of the input, mean no."""
     click.echo(f"{question} [y/N]: ", err=True, nl=False)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -431,12 +453,12 @@ def explain_block(
     if not keys:
         click.echo("there is no hash on standard input; a prompt that is shorter than one block has none")
     if several and keys and not any(response.known_namespaces for response in responses):
-        click.echo("\n".join(explained(responses[-1])))  # the same for every hash: said once
+        show(explained(responses[-1]))  # it is the same for every hash, so it is said once
         return
     for key, response in zip(keys, responses, strict=True):
         if several:
             click.echo(f"{key.hex()}:")
-        click.echo("\n".join(explained(response)))
+        show(explained(response))
 
 
 def _block_hash(text: str) -> bytes:
@@ -467,7 +489,7 @@ def _size(option: str, text: str) -> int:
 
 @contextmanager
 def _admin(path: Path) -> Iterator[admin_pb2_grpc.AdminStub]:
-    """Calls of a daemon; one that fails is explained, and ends the program."""
+    """Gives the calls of a daemon. A call that fails is explained on standard error, and ends the program."""
     try:
         with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
             yield admin_pb2_grpc.AdminStub(channel)
@@ -485,7 +507,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
-    """Until the daemon has given up its sockets: then another may be started at once."""
+    """Waits until the daemon has given up its sockets, so that another one can be started at once."""
     deadline_s = time.monotonic() + END_GRACE_S
     while lock_before is not None and _identity(configuration.lock_of(path)) == lock_before:
         if time.monotonic() > deadline_s:
@@ -503,7 +525,7 @@ def _configured_socket() -> Path:
 
 
 def explain(path: Path, error: grpc.RpcError) -> str:
-    """What an operator should do about a call that failed."""
+    """Says why a call failed, and what an operator can do."""
     code = getattr(error, "code", lambda: None)()  # the library's types do not say that every error has one
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the daemon at {path} does not answer within {TIMEOUT_S:g} s: it is stopped or overloaded"
@@ -524,7 +546,7 @@ def explain(path: Path, error: grpc.RpcError) -> str:
 
 
 def to_json_list(responses: Iterable[Message]) -> str:
-    """A JSON list of what `to_json` makes."""
+    """A JSON list of messages, each as `to_json` writes it."""
     return json.dumps([_plain(response) for response in responses], indent=2)
 
 

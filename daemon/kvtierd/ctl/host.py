@@ -4,20 +4,27 @@ import json
 import os
 import pwd
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 from click.shell_completion import get_completion_class
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from kvtierd.cli.socket_option import SOCKET_HELP, socket_options
 from kvtierd.config import daemon as configuration
 from kvtierd.config import settings
+from kvtierd.ctl.terminal import show
+from kvtierd.ctl.text import count
 from kvtierd.preflight import Finding, Verdict, examine
 from kvtierd.preflight.user import acting_as, owner
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 78
 MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.FAILURE: "FAILURE"}
+STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
 
 
 @click.command()
@@ -52,10 +59,7 @@ def doctor(socket: Path | None, user: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([plain(each) for each in findings], indent=2))
     else:
-        click.echo(f"configuration: {loaded.file or 'no file'}, {len(loaded.given)} settings given")
-        click.echo(f"user:          {looks_as.pw_name} (uid {looks_as.pw_uid})")
-        for each in findings:
-            click.echo("\n".join(lines(each)))
+        show(page(findings, str(loaded.file or "no file"), len(loaded.given), looks_as))
     if any(each.verdict is Verdict.FAILURE for each in findings):
         sys.exit(EXIT_FAILED)
 
@@ -72,11 +76,19 @@ def plain(finding: Finding) -> dict[str, str | None]:
     }
 
 
-def lines(finding: Finding) -> list[str]:
-    """A finding for people."""
-    about = f" ({finding.field} = {finding.value})" if finding.remedy and finding.field else ""
-    text = [f"{MARKS[finding.verdict]}  {finding.name}{about}: {finding.found}"]
-    return [*text, f"{'':9}{finding.remedy}"] if finding.remedy else text
+def page(findings: Iterable[Finding], file: str, given: int, user: pwd.struct_passwd) -> RenderableType:
+    """The findings for people, below what was looked at."""
+    head = Table.grid(padding=(0, 1, 0, 0))
+    head.add_row("configuration:", f"{file}, {count(given, 'setting')} given")
+    head.add_row("user:", f"{user.pw_name} (uid {user.pw_uid})")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for each in findings:
+        about = f" ({each.field} = {each.value})" if each.remedy and each.field else ""
+        text = Text.assemble((each.name, "bold"), f"{about}: {each.found}")
+        if each.remedy:
+            text.append(f"\n{each.remedy}", "cyan")
+        grid.add_row(Text(MARKS[each.verdict], STYLES[each.verdict]), text)
+    return Group(head, grid)
 
 
 @click.command()

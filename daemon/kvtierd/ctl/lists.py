@@ -1,92 +1,102 @@
-"""What `kvtierctl engines` and `kvtierctl namespaces` print for people."""
+"""Tables of engines, their processes, copy workers and namespaces, for people."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.v1 import admin_pb2
+from kvtier.v1.admin_pb2 import InstanceStatus, NamespaceStatus, SessionStatus, StatusResponse, WorkerStatus
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from kvtierd.config.settings import human_size
+from kvtierd.ctl.terminal import facts, indented, state, table
 from kvtierd.ctl.text import duration
 
+CPU = "cpu"
+"""What a StatusResponse calls the device that is the host itself."""
+DISK_PREFIX = "disk-"
+"""How the names of the devices that are disks begin."""
+ENGINE: Mapping[str, Callable[[InstanceStatus], RenderableType]] = {
+    "NO": lambda each: str(each.number),
+    "ENGINE": lambda each: each.instance,
+    "STATE": lambda each: state(state_of(each)),
+    "MODEL": lambda each: each.model or "-",
+    "RANKS": lambda each: str(each.world_size),
+    "MAPPED": lambda each: human_size(each.mapped_bytes),
+    "LEASED": lambda each: f"{each.leased_blocks:,}",
+    "TRANSFERS": lambda each: f"{each.transfers_active:,}",
+    # How a digest begins is enough to name a namespace.
+    "NAMESPACE": lambda each: Text(each.namespace_digest or "-", no_wrap=True, overflow="ellipsis"),
+}
+PROCESS: Mapping[str, Callable[[tuple[InstanceStatus, SessionStatus]], RenderableType]] = {
+    "ENGINE": lambda each: each[0].instance,
+    "ROLE": lambda each: each[1].role,
+    "PID": lambda each: str(each[1].pid) if each[1].pid else "in another pid namespace",
+    "ATTACHED FOR": lambda each: duration(each[1].attached_s),
+    "CLIENT": lambda each: each[1].client,
+}
+WORKER: Mapping[str, Callable[[WorkerStatus], RenderableType]] = {
+    "WORKER": lambda each: each.device,
+    "STATE": lambda each: state(each.state),
+    "PID": lambda each: str(each.pid),
+    "PARTS": lambda each: f"{each.parts_active:,}",
+    "MAPPED": lambda each: human_size(each.mapped_bytes),
+    "REGISTERED": lambda each: "-" if each.device == CPU else human_size(each.registered_bytes),
+    "REPLACED": lambda each: f"{each.respawns:,}",
+}
+GROUP: Mapping[str, Callable[[NamespaceStatus], RenderableType]] = {
+    "GROUP": lambda each: str(each.group),
+    "RANKS": lambda each: str(each.world_size or "-"),
+    "TOKENS": lambda each: str(each.block_tokens or "-"),
+    "BLOCK": lambda each: human_size(each.block_bytes) if each.block_bytes else "-",
+    "IN MEMORY": lambda each: f"{each.host_blocks:,}",
+    "ON DISK": lambda each: f"{each.disk_blocks:,}",
+    "ENGINES": lambda each: ", ".join(each.instances) or "-",
+}
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns under their heads: the first row. Numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = [
-        all(cell[:1].isdigit() or cell == "-" for cell in column[1:]) for column in zip(*rows, strict=True)
-    ]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
 
-
-def state_of(instance: admin_pb2.InstanceStatus) -> str:
+def state_of(instance: InstanceStatus) -> str:
+    """The state of an engine, in one word."""
     if instance.audit_mismatches:
         return "quarantined"
     return "ready" if instance.ready else "incomplete" if instance.sessions else "ending"
 
 
-def engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    """One line for each engine, and one for each of its sessions."""
+def engines(status: StatusResponse) -> RenderableType:
+    """The page of `kvtierctl engines`: the engines, and the processes of each."""
     if not status.instances:
-        yield "no engine is attached"
-        return
-    heads = ("NO", "ENGINE", "STATE", "MODEL", "RANKS", "MAPPED", "LEASED", "TRANSFERS", "NAMESPACE")
-    rows = [heads] + [
-        (
-            str(each.number),
-            each.instance,
-            state_of(each),
-            each.model or "-",
-            str(each.world_size),
-            human_size(each.mapped_bytes),
-            f"{each.leased_blocks:,}",
-            f"{each.transfers_active:,}",
-            each.namespace_digest or "-",
+        return "no engine is attached"
+    processes = [(each, process) for each in status.instances for process in each.sessions]
+    notes = [
+        Text(
+            f"{each.instance} is quarantined: {each.audit_mismatches:,} of {each.audits:,} audits found "
+            "blocks in its namespace that it does not compute; it neither loads nor stores there "
+            "(docs/operate.md)",
+            "red",
         )
         for each in status.instances
+        if each.audit_mismatches
     ]
-    lines = list(table(rows))
-    yield lines[0]
-    for instance, line in zip(status.instances, lines[1:], strict=True):
-        yield line
-        if instance.audit_mismatches:
-            yield (
-                f"  quarantined: {instance.audit_mismatches:,} of {instance.audits:,} audits found blocks in "
-                "its namespace that it does not compute; it neither loads nor stores there (docs/operate.md)"
-            )
-        for session in instance.sessions:
-            who = f"pid {session.pid}" if session.pid else "in another pid namespace"
-            yield f"  {session.role}: {who}, attached for {duration(session.attached_s)}, {session.client}"
+    return Group(table(ENGINE, status.instances), *notes, Text(""), table(PROCESS, processes))
 
 
-def namespaces(found: Sequence[admin_pb2.NamespaceStatus], fields: bool = False) -> Iterator[str]:
-    """One line for each group of each namespace; `fields`: and one for each field below its first group."""
-    rows = [("NAMESPACE", "GROUP", "MODEL", "RANKS", "BLOCK", "IN MEMORY", "ON DISK", "ENGINES")]
-    for each in found:
-        known = each.block_bytes > 0
-        rows.append(
-            (
-                each.namespace_digest,
-                str(each.group),
-                each.model or "(of an earlier daemon)",
-                str(each.world_size) if known else "-",
-                f"{each.block_tokens} tokens, {human_size(each.block_bytes)}" if known else "-",
-                f"{each.host_blocks:,}",
-                f"{each.disk_blocks:,}",
-                ", ".join(each.instances) or "-",
-            )
-        )
-    if len(rows) == 1:
-        yield "no engine has attached yet, and the pool is empty"
-        return
-    head, *lines = table(rows)
-    yield head
-    shown: set[str] = set()
-    for each, line in zip(found, lines, strict=True):
-        yield line
-        if fields and each.namespace_digest not in shown:
-            shown.add(each.namespace_digest)
-            yield from (f"  {field.name} = {field.value}" for field in each.fields)
+def copy_workers(status: StatusResponse) -> list[WorkerStatus]:
+    """The workers that copy blocks from and to engines."""
+    return [each for each in status.workers if not each.device.startswith(DISK_PREFIX)]
+
+
+def namespaces(found: Sequence[NamespaceStatus], fields: bool = False) -> RenderableType:
+    """The page of `kvtierctl namespaces`: each namespace with its groups, and with `fields` what its engines
+    have said of it."""
+    if not found:
+        return "no engine has attached yet, and the pool is empty"
+    parts: list[RenderableType] = []
+    for digest in dict.fromkeys(each.namespace_digest for each in found):
+        groups = [each for each in found if each.namespace_digest == digest]
+        model = groups[0].model or "(of an earlier daemon)"
+        parts += [
+            Text.assemble((f"namespace {digest}", "bold"), f"  {model}"),
+            indented(table(GROUP, groups)),
+        ]
+        if fields:
+            parts.append(facts("", ((f"{field.name} =", field.value) for field in groups[0].fields)))
+        parts.append(Text(""))
+    return Group(*parts[:-1])

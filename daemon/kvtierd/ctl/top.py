@@ -1,151 +1,155 @@
-"""`kvtierctl top`: two pictures of the daemon, and what happened between them, in 80 columns."""
+"""The page that `kvtierctl top` shows: what happens now, and the history of it."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.v1 import admin_pb2
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from kvtierd.config.settings import human_size
-from kvtierd.ctl.lists import state_of, table
-from kvtierd.ctl.text import CPU, DISK_PREFIX, bar, duration
+from kvtierd.ctl.lists import ENGINE, WORKER, copy_workers
+from kvtierd.ctl.terminal import Graph, state, table
+from kvtierd.ctl.text import duration, shortened
 
 WIDTH = 80
+"""The width of a page that goes to no terminal."""
+WIDE = 150
+"""The width from which all tiles stand in one row, and tables beside each other."""
+HEIGHT = 24
+TALL = 40
+"""The height from which charts have four lines instead of two."""
 ENGINES_MAX = 8
+HISTORY_MAX = 500
 REASONS = ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready")
+ENGINE_NUMBERS_WIDTH, WORKER_NUMBERS_WIDTH, DISK_NUMBERS_WIDTH = 46, 50, 62
+"""The width of all columns of each table but those of names, which get the rest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A status, and when it was taken, in monotonic seconds."""
+class Period:
+    """What happened between two statuses of one daemon."""
 
     status: admin_pb2.StatusResponse
-    at_s: float
+    before: admin_pb2.StatusResponse
+    """The status at the beginning; an empty one if the period began with the daemon."""
+    passed_s: float
+
+    def rate(self, counter: str) -> float:
+        """How much a counter has grown per second."""
+        grown = int(getattr(self.status.counters, counter)) - int(getattr(self.before.counters, counter))
+        return max(0, grown) / self.passed_s
+
+    def per_second(self, counter: str, unit: str = "") -> str:
+        """Writes the rate of a counter: 12 blocks/s."""
+        return f"{number(self.rate(counter))}{unit}/s"
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of hashes that were hits; None if nothing was looked up."""
+        asked = self.rate("lookup_hashes")
+        return self.rate("lookup_hits") / asked if asked else None
+
+    @property
+    def pool_share(self) -> float:
+        """The share of the pool that holds blocks."""
+        pool = self.status.pool
+        return pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
 
 
-def frame(before: Picture | None, now: Picture, period_s: float) -> Iterator[str]:
-    """The lines of one frame, none longer than WIDTH. Without `before`, and after a restart, rates are since
-    the start of the daemon."""
-    for line in _lines(before, now, period_s):
-        yield line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+class Top:
+    """Takes one status after another, and makes a page of them."""
 
+    def __init__(self, interval_s: float) -> None:
+        self._over = f"every {interval_s:g} s"
+        self._history: deque[Period] = deque(maxlen=HISTORY_MAX)
+        self._latest: tuple[admin_pb2.StatusResponse, float] | None = None
+        self._shown = Period(admin_pb2.StatusResponse(), admin_pb2.StatusResponse(), 1.0)
 
-def _lines(before: Picture | None, now: Picture, period_s: float) -> Iterator[str]:
-    status = now.status
-    if before is None or before.status.boot_nonce != status.boot_nonce:
-        before = None
-    passed_s = max(1e-3, status.uptime_s if before is None else now.at_s - before.at_s)
-    since = admin_pb2.StatusResponse() if before is None else before.status
+    def add(self, status: admin_pb2.StatusResponse, now_s: float) -> None:
+        """Takes a status that was made at `now_s`, in monotonic seconds. The history begins anew with another
+        daemon, whose counters begin anew as well."""
+        if self._latest is not None and self._latest[0].boot_nonce == status.boot_nonce:
+            before, before_s = self._latest
+            self._shown = Period(status, before, max(1e-3, now_s - before_s))
+            self._history.append(self._shown)
+        else:
+            self._history.clear()
+            self._shown = Period(status, admin_pb2.StatusResponse(), max(1e-3, status.uptime_s))
+        self._latest = status, now_s
 
-    def rate(name: str) -> float:
-        grown = int(getattr(status.counters, name)) - int(getattr(since.counters, name))
-        return max(0, grown) / passed_s
+    def page(self, width: int = WIDTH, height: int = HEIGHT) -> RenderableType:
+        """The page for a terminal of this size. Until there is a history, it shows averages since the
+        daemon started."""
+        period, status, wide = self._shown, self._shown.status, width >= WIDE
+        over = self._over if self._history else "since its start"
+        parts: list[RenderableType] = [
+            Text.assemble(
+                (f"kvtierd {status.version}", "bold"), "  ", state(status.state),
+                f"  up {duration(status.uptime_s)}  ({over})",
+            ),
+            self._tiles(width, 4 if height >= TALL else 2),
+            *_lines(period),
+            Text(""),
+        ]  # fmt: skip
+        room = width // 2 - 2 if wide else width
+        columns = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        columns.add_column(ratio=1)
+        engines, others = _engines(status, room), _workers_and_disks(period, room)
+        if wide:
+            columns.add_column(ratio=1)
+            columns.add_row(engines, others)
+        else:
+            columns.add_row(Group(engines, Text(""), others))
+        return Group(*parts, columns)
 
-    over = "since its start" if before is None else f"every {period_s:g} s"
-    yield f"kvtierd {status.version}  {status.state}  up {duration(status.uptime_s)}  ({over})"
-    pool = status.pool
-    share = pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
-    yield (
-        f"Pool   {bar(share)} {share:4.0%} of {human_size(pool.capacity_bytes)}  "
-        f"{status.blocks.ready:,} blocks  {number(rate('evicted_blocks'))}/s evicted"
-    )
-    asked = rate("lookup_hashes")
-    hits = rate("lookup_hits") / asked if asked else 0.0
-    yield f"Hits   {bar(hits)} {hits:4.0%} of {number(asked)} hashes/s in {number(rate('lookups'))} lookups/s"
-    missed = {reason: rate(f"missed_{reason}") for reason in REASONS}
-    most_first = sorted((each for each in missed.items() if each[1]), key=lambda each: -each[1])
-    text = "  ".join(f"{reason.replace('_', ' ')} {number(each)}/s" for reason, each in most_first)
-    yield f"Missed {text or '-'}"
-    yield (
-        f"Store  {human_size(rate('stored_bytes')):>9}/s  {number(rate('stored_blocks')):>6} blocks/s  "
-        f"{number(rate('deduplicated_blocks'))}/s there already, {number(rate('throttled_blocks'))}/s no room"
-    )
-    promoted = f"{number(rate('promoted_blocks'))}/s from disks" if status.disks else "no disks"
-    loaded = number(rate("loaded_blocks"))
-    yield f"Load   {human_size(rate('loaded_bytes')):>9}/s  {loaded:>6} blocks/s  {promoted}"
-    failed = rate("failed_transfers") + rate("cancelled_transfers")
-    yield (
-        f"Now    {status.transfers_active:,} transfers ({number(failed)}/s fail), "
-        f"{status.leases:,} leases on {status.leased_blocks:,} blocks"
-    )
-    if status.counters.integrity_failures:
-        yield f"CORRUPT {status.counters.integrity_failures:,} blocks failed their check and were not served"
-    if status.counters.audit_mismatches:
-        yield f"AUDITS  {status.counters.audit_mismatches:,} found blocks that their engine does not compute"
-    yield ""
-    yield from _engines(status)
-    yield ""
-    yield from _workers(status)
-    yield from _disks(status, since if before is not None else None, passed_s)
+    def _tiles(self, width: int, chart_rows: int) -> Table:
+        in_row = len(TILES) if width >= WIDE else max(1, width // 26)
+        grid = Table.grid(expand=True)
+        for _ in range(in_row):
+            grid.add_column(ratio=1)
+        tiles = [self._tile(each, width // in_row - 4, chart_rows) for each in TILES]
+        for first in range(0, len(tiles), in_row):
+            grid.add_row(*tiles[first : first + in_row])
+        return grid
 
-
-def _engines(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    if not status.instances:
-        yield "no engine is attached"
-        return
-    busiest = sorted(status.instances, key=lambda each: -each.mapped_bytes)[:ENGINES_MAX]
-    rows = [("ENGINE", "STATE", "MODEL", "MAPPED", "LEASED", "TRANSFERS")]
-    rows += [
-        (
-            shortened(each.instance, 22),
-            state_of(each),
-            shortened(each.model or "-", 18),
-            human_size(each.mapped_bytes),
-            f"{each.leased_blocks:,}",
-            f"{each.transfers_active:,}",
+    def _tile(self, tile: "Tile", chart_width: int, chart_rows: int) -> Panel:
+        now = tile.value(self._shown)
+        values = [tile.value(each) for each in self._history][-chart_width:]
+        most = max((value for value in values if value is not None), default=None)
+        return Panel(
+            Group(
+                Graph(values, chart_rows, tile.style, tile.most),
+                *(Text(line, no_wrap=True, overflow="ellipsis") for line in tile.details(self._shown)),
+            ),
+            title=Text.assemble(
+                (tile.name, tile.style), " ", ("-" if now is None else tile.text(now), "bold")
+            ),
+            title_align="left",
+            subtitle=None if most is None else Text(f"max {tile.text(most)}", "dim"),
+            subtitle_align="right",
+            border_style="bright_black",
         )
-        for each in busiest
-    ]
-    yield from table(rows)
-    if len(status.instances) > len(busiest):
-        yield f"and {len(status.instances) - len(busiest)} more"
 
 
-def _workers(status: admin_pb2.StatusResponse) -> Iterator[str]:
-    workers = [each for each in status.workers if not each.device.startswith(DISK_PREFIX)]
-    if not workers:
-        return
-    rows = [("WORKER", "STATE", "PARTS", "MAPPED", "REGISTERED", "REPLACED")]
-    rows += [
-        (
-            shortened(each.device, 24),
-            each.state,
-            f"{each.parts_active:,}",
-            human_size(each.mapped_bytes),
-            "-" if each.device == CPU else human_size(each.registered_bytes),
-            f"{each.respawns:,}",
-        )
-        for each in workers
-    ]
-    yield from table(rows)
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure of a daemon: its name, its value now, its history, and two lines about it."""
 
-
-def _disks(
-    status: admin_pb2.StatusResponse, since: admin_pb2.StatusResponse | None, passed_s: float
-) -> Iterator[str]:
-    if not status.disks:
-        return
-    yield ""
-    earlier = {disk.path: disk for disk in since.disks} if since is not None else {}
-    rows = [("DISK", "STATE", "FULL", "READ", "WRITTEN", "QUEUED", "ERRORS")]
-    for disk in status.disks:
-        was = earlier.get(disk.path, admin_pb2.DiskStatus())
-        full = disk.used_bytes / disk.capacity_bytes if disk.capacity_bytes else 0.0
-        rows.append(
-            (
-                shortened(disk.path, 24),
-                disk.state,
-                f"{full:.0%}",
-                f"{human_size(max(0, disk.read_bytes - was.read_bytes) / passed_s)}/s",
-                f"{human_size(max(0, disk.written_bytes - was.written_bytes) / passed_s)}/s",
-                human_size(disk.reading_bytes + disk.writing_bytes),
-                f"{disk.errors:,}",
-            )
-        )
-    yield from table(rows)
+    name: str
+    style: str
+    value: Callable[[Period], float | None]
+    text: Callable[[float], str]
+    details: Callable[[Period], tuple[str, str]]
+    most: float | None = None
+    """The value that has the full height of the chart; None: the largest that is shown."""
 
 
 def number(value: float) -> str:
-    """0, <0.1, 0.3, 12, 45.6k, 2.1M."""
+    """Writes a number in few characters: 0, <0.1, 0.3, 12, 45.6k, 2.1M."""
     if 0 < value < 0.1:
         return "<0.1"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -154,6 +158,127 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
 
 
-def shortened(text: str, width: int) -> str:
-    """Its end tells names apart more often than its beginning."""
-    return text if len(text) <= width else f"…{text[1 - width :]}"
+def per_second(value: float) -> str:
+    """Writes a rate: 12/s."""
+    return f"{number(value)}/s"
+
+
+def bytes_per_second(value: float) -> str:
+    """Writes a rate of bytes: 3 GiB/s."""
+    return f"{human_size(value)}/s"
+
+
+TILES = (
+    Tile(
+        "Hits", "green", lambda period: period.hit_rate, "{:.0%}".format,
+        lambda period: (
+            period.per_second("lookup_hashes", " hashes"), period.per_second("lookups", " lookups")
+        ),
+        most=1.0,
+    ),
+    Tile(
+        "Loaded", "cyan", lambda period: period.rate("loaded_bytes"), bytes_per_second,
+        lambda period: (
+            period.per_second("loaded_blocks", " blocks"),
+            f"{period.per_second('promoted_blocks')} from disks" if period.status.disks else "no disks",
+        ),
+    ),
+    Tile(
+        "Stored", "blue", lambda period: period.rate("stored_bytes"), bytes_per_second,
+        lambda period: (
+            period.per_second("stored_blocks", " blocks"),
+            f"{period.per_second('deduplicated_blocks')} there already",
+        ),
+    ),
+    Tile(
+        "Pool", "magenta", lambda period: period.pool_share, "{:.0%}".format,
+        lambda period: (
+            f"{human_size(period.status.pool.used_bytes)} of {human_size(period.status.pool.capacity_bytes)}",
+            f"{period.status.blocks.ready:,} blocks",
+        ),
+        most=1.0,
+    ),
+    Tile(
+        "Evicted", "yellow", lambda period: period.rate("evicted_blocks"), per_second,
+        lambda period: (
+            f"{period.status.counters.evicted_blocks:,} since the start",
+            f"{period.per_second('evicted_unwritten_blocks')} not on a disk" if period.status.disks else "",
+        ),
+    ),
+    Tile(
+        "Transfers", "white", lambda period: period.status.transfers_active, "{:,.0f}".format,
+        lambda period: (
+            f"{per_second(period.rate('failed_transfers') + period.rate('cancelled_transfers'))} fail",
+            f"{period.status.leases:,} leases, {period.status.leased_blocks:,} blocks",
+        ),
+    ),
+)  # fmt: skip
+
+
+def _lines(period: Period) -> list[Text]:
+    """Why lookups missed, and what somebody should look at."""
+    missed = {reason: period.rate(f"missed_{reason}") for reason in REASONS}
+    most_first = sorted((each for each in missed.items() if each[1]), key=lambda each: -each[1])
+    reasons = "  ".join(f"{reason.replace('_', ' ')} {per_second(rate)}" for reason, rate in most_first)
+    lines = [Text.assemble(("Missed ", "bold"), reasons or "-")]
+    counters, refused = period.status.counters, period.rate("throttled_blocks")
+    if refused:
+        text = f"{per_second(refused)} blocks were not stored, because everything in the pool is held"
+        lines.append(Text.assemble(("NO ROOM ", "bold yellow"), text))
+    if counters.integrity_failures:
+        text = f"{counters.integrity_failures:,} blocks failed their check and were not served"
+        lines.append(Text.assemble(("CORRUPT ", "bold red"), text))
+    if counters.audit_mismatches:
+        text = f"{counters.audit_mismatches:,} found blocks that their engine does not compute"
+        lines.append(Text.assemble(("AUDITS ", "bold red"), text))
+    return lines
+
+
+def _engines(status: admin_pb2.StatusResponse, width: int) -> RenderableType:
+    if not status.instances:
+        return Text("no engine is attached")
+    largest = sorted(status.instances, key=lambda each: -each.mapped_bytes)[:ENGINES_MAX]
+    names = max(20, width - ENGINE_NUMBERS_WIDTH)
+    columns: dict[str, Callable[[admin_pb2.InstanceStatus], RenderableType]] = {
+        "ENGINE": lambda each: shortened(each.instance, names - names // 3),
+        "STATE": ENGINE["STATE"],
+        "MODEL": lambda each: shortened(each.model or "-", names // 3),
+        **{head: ENGINE[head] for head in ("MAPPED", "LEASED", "TRANSFERS")},
+    }
+    rest = len(status.instances) - len(largest)
+    made = table(columns, largest)
+    return Group(made, Text(f"and {rest} more")) if rest else made
+
+
+def _workers_and_disks(period: Period, width: int) -> Group:
+    name_width = max(10, width - WORKER_NUMBERS_WIDTH)
+    columns: dict[str, Callable[[admin_pb2.WorkerStatus], RenderableType]] = {
+        "WORKER": lambda each: shortened(each.device, name_width),
+        **{head: WORKER[head] for head in ("STATE", "PARTS", "MAPPED", "REGISTERED", "REPLACED")},
+    }
+    workers, parts = copy_workers(period.status), list[RenderableType]()
+    if workers:
+        parts += [table(columns, workers), Text("")]
+    if period.status.disks:
+        parts.append(_disks(period, max(10, width - DISK_NUMBERS_WIDTH)))
+    return Group(*parts)
+
+
+def _disks(period: Period, name_width: int) -> Table:
+    """Disks, with what each has read and written in the period."""
+    earlier = {disk.path: disk for disk in period.before.disks}
+
+    def speed(disk: admin_pb2.DiskStatus, counter: str) -> str:
+        before = getattr(earlier[disk.path], counter) if disk.path in earlier else 0
+        return bytes_per_second(max(0, getattr(disk, counter) - before) / period.passed_s)
+
+    columns: dict[str, Callable[[admin_pb2.DiskStatus], RenderableType]] = {
+        "DISK": lambda disk: shortened(disk.path, name_width),
+        "STATE": lambda disk: state(disk.state),
+        "FULL": lambda disk: f"{disk.used_bytes / disk.capacity_bytes if disk.capacity_bytes else 0:.0%}",
+        "READ": lambda disk: speed(disk, "read_bytes"),
+        "WRITTEN": lambda disk: speed(disk, "written_bytes"),
+        "QUEUED": lambda disk: human_size(disk.reading_bytes + disk.writing_bytes),
+        "ERRORS": lambda disk: f"{disk.errors:,}",
+    }
+    return table(columns, period.status.disks)

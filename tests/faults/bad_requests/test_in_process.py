@@ -20,9 +20,9 @@ from tests.faults.bad_requests.wrong_hellos import wrong_hello
 from tests.faults.bad_requests.wrong_places import is_refused, places, spoil
 from tests.faults.bad_requests.wrong_stimuli import wrong_stimulus
 from tests.support.leaks import SHM
+from tests.support.length import rounds
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-REQUESTS = 1_000_000 if LONG else 20_000
+REQUESTS = rounds(20_000, 1_000_000)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 RUN = 400
 """Bad requests, one after another."""

@@ -12,11 +12,11 @@ import pytest
 from tests.faults.bad_requests.attackers import MESSAGE_BYTES_MAX, Attacker, SideAttacker, flood
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.support.length import rounds
 from tests.support.process import Daemon, until
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-REQUESTS = 20_000 if LONG else 1_000
-PACKETS = 4_000 if LONG else 200
+REQUESTS = rounds(1_000, 20_000)
+PACKETS = rounds(200, 4_000)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 DEADLINE_S = 60.0
 BLOCKS = 64

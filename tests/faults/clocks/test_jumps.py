@@ -15,11 +15,11 @@ from kvtier import Doorbell, Lookup, Reason
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.support.length import rounds
 from tests.support.process import DEADLINE_S, Daemon, until
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 60 if LONG else 4
-STOPS = 12 if LONG else 1
+ROUNDS = rounds(4, 60)
+STOPS = rounds(1, 12)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 REPO = Path(__file__).resolve().parents[3]
 JUMPING = Path(__file__).parent / "jumping"

@@ -16,9 +16,9 @@ from kvtierd.memory.processes import ProcessName, name_process, proved_gone
 
 from tests.faults.campaigns.content import compare, hashes_of
 from tests.faults.campaigns.engine import PlainEngine
+from tests.support.length import LONG
 from tests.support.process import DEADLINE_S, Daemon, until
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 DAY_S = 86_400
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 BATCH = 32

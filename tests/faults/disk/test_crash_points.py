@@ -3,7 +3,6 @@ is found is right, and the disk goes on."""
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -17,10 +16,10 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.blocking import ChannelEndedError
 
 from tests.integration.disk.rig import MIB, Block, Front, Place
+from tests.support.length import LONG
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 SIZE = 6 * MIB
 STEPS_MAX = 500
 

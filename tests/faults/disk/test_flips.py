@@ -18,10 +18,10 @@ from kvtierd.core.ids import PAGE_BYTES
 
 from tests.faults.campaigns.content import BLOCK_BYTES
 from tests.faults.campaigns.tier import BATCH, Owner, Tier, disks_live, owner_engine, until, wait_live
+from tests.support.length import rounds
 from tests.support.process import DEADLINE_S, Daemon
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 10 if LONG else 1
+ROUNDS = rounds(1, 10)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 BATCHES = 5
 FLIPPED = 10

@@ -22,11 +22,11 @@ from tests.faults.campaigns.tier import (
     signal_if_there,
     wait_live,
 )
+from tests.support.length import rounds
 from tests.support.process import DEADLINE_S, Daemon
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-KILLS = 30 if LONG else 1
-CHAPTERS = 6 if LONG else 2
+KILLS = rounds(1, 30)
+CHAPTERS = rounds(2, 6)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 WITHOUT_POOL = 0.35
 """The share of starts on a host that has been booted meanwhile."""

@@ -29,12 +29,12 @@ from tests.faults.campaigns.tier import (
     until,
     wait_live,
 )
+from tests.support.length import LONG, rounds
 from tests.support.process import DEADLINE_S, Daemon
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 40 if LONG else 3
-CHAPTERS = 6 if LONG else 3
-OF_ONE_DAEMON = 7 if LONG else 1
+ROUNDS = rounds(3, 40)
+CHAPTERS = rounds(3, 6)
+OF_ONE_DAEMON = rounds(1, 7)
 """Rounds of each. Who does not last is replaced ever later."""
 WAYS = ("killed", "stopped", "hangs")
 STEPS = range(1, 60) if LONG else (random.randrange(2, 16),)

@@ -24,6 +24,7 @@ from kvtier import Client, ClientState
 from tests.faults.gpu.devices import CHUNK_BYTES, Device, ended, ready
 from tests.integration.daemon.conftest import Start
 from tests.support.fake_cuda import FakeCuda
+from tests.support.length import rounds
 from tests.support.plain_client import block_hashes
 from tests.support.process import Daemon, until
 
@@ -35,7 +36,7 @@ N = 8
 PASSING, LOST = 304, 719
 """CUDA_ERROR_OPERATING_SYSTEM and CUDA_ERROR_LAUNCH_FAILED."""
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
-ROUNDS = 200 if os.environ.get("KVTIER_FAULTS_LONG") == "1" else 24
+ROUNDS = rounds(24, 200)
 LATENCY_S, SETTLE_S = 0.003, 0.02
 """Of each operation on a stream; and how long after its fence a copy is still looked for."""
 REFUSED = "cannot be registered"

@@ -20,9 +20,9 @@ from tests.faults.campaigns.engine import PlainEngine
 from tests.faults.gpu.victim import BATCH, family_of
 from tests.support.daemon import DaemonHost
 from tests.support.fake_cuda import FakeCuda
+from tests.support.length import LONG
 from tests.support.process import readable, until
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
 KILLS = int(os.environ.get("KVTIER_GPU_KILLS", "32" if LONG else "3"))
 """Times that somebody is killed in each of the ways to copy, with and without kills of the daemon; eight
 times as many in all, and now and then two at once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.length import rounds
+
 REPO = Path(__file__).resolve().parents[3]
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 1500 if LONG else 25
+ROUNDS = rounds(25, 1_500)
 
 pytestmark = pytest.mark.faults
 
@@ -62,7 +62,7 @@ def test_random_kills_of_front_and_worker(
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
-    figures = campaign("random_kills", str(shm_dir), str(ROUNDS), str(seed), timeout_s=3000 if LONG else 100)
+    figures = campaign("random_kills", str(shm_dir), str(ROUNDS), str(seed), timeout_s=100 + 2 * ROUNDS)
     count["pool_owner_kills"] += figures["rounds"]
     assert figures["rounds"] == ROUNDS
     assert figures["locked"] > 0

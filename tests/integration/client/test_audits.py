@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 from kvtier import KvtierError, Namespace, Reason
 from kvtierd.ctl.lists import engines
-from kvtierd.ctl.text import lines
+from kvtierd.ctl.status import page
+from kvtierd.ctl.terminal import plain as text_of
 
 from tests.integration.client.conftest import Connect
 from tests.integration.daemon.test_drain import kvtierctl
@@ -29,8 +30,8 @@ def test_an_audit_that_matches_is_counted(host: DaemonHost, connect_to: Connect)
     status = host.status()
     assert status.counters.audit_mismatches == 0
     assert [(each.audits, each.audit_mismatches) for each in status.instances] == [(1, 0)]
-    assert "1 blocks computed by engines" in "\n".join(lines(status))
-    assert "quarantined" not in "\n".join(engines(status))
+    assert "1 blocks computed by engines" in text_of(page(status))
+    assert "quarantined" not in text_of(engines(status))
 
 
 def test_a_mismatch_is_told_to_people(host: DaemonHost, connect_to: Connect, namespace: Namespace) -> None:
@@ -42,7 +43,7 @@ def test_a_mismatch_is_told_to_people(host: DaemonHost, connect_to: Connect, nam
         block = report(other, matched=False)
         until(lambda: host.status().counters.audit_mismatches == 1, "the daemon has heard of it")
         status = host.status()
-        shown = "\n".join(engines(status))
+        shown = text_of(engines(status))
         assert "quarantined" in next(line for line in shown.splitlines() if " other " in line)
         assert "quarantined" not in next(line for line in shown.splitlines() if " sound " in line)
         line = next(line for line in host.daemon.log().splitlines() if "an audit found" in line)

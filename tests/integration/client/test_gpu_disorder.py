@@ -16,13 +16,13 @@ from tests.integration.client.conftest import MakeGpu
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import make_fake_cuda
 from tests.support.gpu_client import GpuCache, options, ready
+from tests.support.length import LONG, rounds
 from tests.support.plain_client import BLOCKS, READY_S, TRANSFER_S, block_hashes
 
 __all__ = ["make_fake_cuda"]
 pytestmark = [pytest.mark.fake_gpu, pytest.mark.faults]
 
-LONG = os.environ.get("KVTIER_FAULTS_LONG") == "1"
-ROUNDS = 400 if LONG else 30
+ROUNDS = rounds(30, 400)
 BATCH = 8
 INTERFERENCE = (
     Reason.CANCELLED,

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +12,9 @@ from kvtier.v1 import admin_pb2, cache_pb2, side_pb2, types_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import DOORBELLS, PARTS, RawSession, Refused, SideSocket, hashes, memfd
+from tests.integration.daemon.shared import connect as connect
+from tests.integration.daemon.shared import daemon as daemon
+from tests.integration.daemon.shared import shared_daemon as shared_daemon
 from tests.support.process import DEADLINE_S, Daemon, until
 
 
@@ -471,8 +473,8 @@ class TestSideSocket:
             pytest.skip("this kernel's send buffers do not let such a packet out")
         assert session.attached.goodbye() == "EPOCH_ENDED"
 
-    def test_requests_without_end_close_the_connection(self, daemon: Daemon, socket_dir: Path) -> None:
-        side = SideSocket(socket_dir / "kvtierd.side.sock")
+    def test_requests_without_end_close_the_connection(self, daemon: Daemon) -> None:
+        side = SideSocket(daemon.side_socket)
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             for number in range(40):

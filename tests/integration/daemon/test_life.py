@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PoolRecords
-from kvtierd.ctl import text as ctl_text
+from kvtierd.ctl.status import page
+from kvtierd.ctl.terminal import plain
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd
@@ -27,7 +28,7 @@ class TestStart:
         size = "66 MiB (64 MiB for blocks and their slot tables, 2 MiB for the file's header)"
         for part in (str(daemon.socket), str(daemon.pool), size, "cold", "KvtierConnector", "/metrics"):
             assert part in daemon.greeting
-        assert any(size in line for line in ctl_text.lines(daemon.status()))
+        assert any(size in line for line in plain(page(daemon.status())).splitlines())
 
     def test_sockets_and_pool_are_private(self, daemon: Daemon) -> None:
         for path in (daemon.socket, daemon.side_socket, daemon.pool):

@@ -10,6 +10,10 @@ from kvtier.v1 import admin_pb2
 from kvtierd.ctl import clear as ctl_clear
 from kvtierd.ctl import commands as ctl
 from kvtierd.ctl import text as ctl_text
+from kvtierd.ctl.explanation import explained
+from kvtierd.ctl.lists import engines
+from kvtierd.ctl.status import page
+from kvtierd.ctl.terminal import plain
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import GPU, busy_snapshot
@@ -33,7 +37,7 @@ def test_the_answer_holds_everything_the_contract_names(status: admin_pb2.Status
 
 
 def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
-    text = "\n".join(ctl_text.lines(status))
+    text = plain(page(status))
     for part in (
         "kvtierd 1.2  serving  pid 4242  up 1 h 2 min",
         "20 MiB (16 MiB for blocks and their slot tables, 2 MiB for the file's header, 2 MiB too little for",
@@ -43,20 +47,19 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         "warm: 41 blocks, 42 KiB found in 0.50 s, 44 slots discarded",
         "21 of 400 blocks, 100 hit (25.0%)",
         "51 blocks failed their check and were not served: 11 before a load, 12 after a restart, 13 by s",
-        "64 MiB/s at most: a block that has rotted is found after 2 min 5 s",
+        "64 MiB/s at most: a block that has rotted is found after 2 min 5 s "
         "on average, longer while blocks are copied; until then a load can be given it",
         "70 slots, 71 MiB compared so far",
         "2 slots set aside",
-        "engine-0  ready  tiny",
-        "scheduler and rank 0",
-        "pid 4321",
-        "replaced 2 times",
+        "engine-0  quarantined  tiny",
+        "engine-0 is quarantined: 1 of 9 audits found blocks",
+        "engine-0  scheduler and rank 0  4321     1 min 0 s  test 1",
     ):
         assert part in text
 
 
 def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_pb2.StatusResponse) -> None:
-    text = "\n".join(ctl_text.lines(status))
+    text = plain(page(status))
     for part in (
         "Disk         /mnt/a  live\n",
         "█████░░░░░░░░░░░░░░░  25%  16 MiB of 64 MiB, 83 blocks",
@@ -78,7 +81,7 @@ def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_
     without = admin_pb2.StatusResponse()
     without.MergeFrom(status)
     del without.disks[:]
-    text = "\n".join(ctl_text.lines(without))
+    text = plain(page(without))
     assert "promoted" not in text
     assert "Disk" not in text
 
@@ -118,14 +121,27 @@ class TestScrub:
 
 
 def test_people_see_devices_in_columns(status: admin_pb2.StatusResponse) -> None:
-    text = "\n".join(ctl_text.lines(status))
-    padding = " " * (len(GPU) - len("cpu"))
-    assert f"  cpu{padding}  live     pid 777, 3 MiB mapped, 6 parts active, replaced 2 times" in text
-    assert (
-        f"  {GPU}  live     pid 888, 5 MiB mapped, 9 MiB of the pool registered, 7 parts active, "
-        "replaced 3 times"
-    ) in text
-    assert "\n".join(ctl_text.lines(admin_pb2.StatusResponse())).endswith("Copy workers")
+    *_, head, cpu, gpu = plain(page(status)).splitlines()
+    assert head.split() == ["WORKER", "STATE", "PID", "PARTS", "MAPPED", "REGISTERED", "REPLACED"]
+    assert cpu.split() == ["cpu", "live", "777", "6", "3", "MiB", "-", "2"]
+    assert gpu.split() == [GPU, "live", "888", "7", "5", "MiB", "9", "MiB", "3"]
+    assert [cpu.index("live"), cpu.index("777")] == [gpu.index("live"), gpu.index("888")]
+    assert plain(page(admin_pb2.StatusResponse())).splitlines()[-2:] == ["Copy workers", "  none"]
+
+
+def test_nothing_is_lost_on_a_narrow_terminal(status: admin_pb2.StatusResponse) -> None:
+    status.instances[0].instance = "an-engine-whose-name-is-longer-than-a-third-of-the-line"
+    for whole in (page(status), engines(status)):
+        narrow = plain(whole, 80)
+        assert max(map(len, narrow.splitlines())) <= 80
+        digest = next(word for word in narrow.split() if word.startswith("cdcd"))
+        assert digest.endswith("…")
+        assert "cd" * 16 in plain(whole)
+        assert letters(narrow.replace(digest, "cd" * 16)) == letters(plain(whole))
+
+
+def letters(text: str) -> list[str]:
+    return sorted(text.replace("\n", "").replace(" ", ""))
 
 
 def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) -> None:
@@ -193,7 +209,7 @@ class TestExplain:
                 )
             ]
         )
-        text = "\n".join(ctl_text.explained(response))
+        text = plain(explained(response))
         for part in (
             f"namespace {'aa' * 16}  tiny  group 0",
             "not stored in this namespace",

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_vllm.model.identity.rendering import digest_of
+from kvtier_vllm.model.weights import CONFIG_NAMES, INDEX_NAMES
 
 COSMETIC_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Of config.json. The dtype that is used is in the namespace."""
+OTHER_CONFIGS = tuple(name for name in CONFIG_NAMES if name not in ("config.json", *INDEX_NAMES))
+"""What else is read beside the model's weights, where there is a folder of its own for them."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_type")
 INDEPENDENT_ROPES = frozenset(
     {
@@ -89,16 +92,25 @@ DEPENDENT = frozenset(name for names in READERS.values() for name in names)
 def matters(model_config: Any) -> bool:
     """Whether engines of this model that differ in `max_model_len` may compute other values. Follows from
     what was given, not from what a model's class has made of it."""
-    given = [given_config(model_config)]
-    overrides = getattr(model_config, "hf_overrides", None)
-    if isinstance(overrides, Mapping):
-        given.append(dict(overrides))
+    given = _given(model_config)
     if not set(_rope_types(given)) <= INDEPENDENT_ROPES:
         return True
-    architectures = set(_architectures(given))
+    return is_others_code(model_config) or bool(set(_architectures(given)) & DEPENDENT)
+
+
+def is_others_code(model_config: Any) -> bool:
+    """Whether code that is not vLLM's own computes this model, as far as its configuration tells: that of the
+    Transformers library, of a plugin, or of the model's repository."""
+    architectures = set(_architectures(_given(model_config)))
     if not architectures or str(getattr(model_config, "model_impl", "auto")) not in ("auto", "vllm"):
         return True
-    return bool(architectures & DEPENDENT) or not all(map(_is_vllms_own, architectures))
+    return not all(map(_is_vllms_own, architectures))
+
+
+def _given(model_config: Any) -> list[dict[str, Any]]:
+    """The files' configuration, and what was to replace some of it."""
+    overrides = getattr(model_config, "hf_overrides", None)
+    return [given_config(model_config), *([dict(overrides)] if isinstance(overrides, Mapping) else [])]
 
 
 def given_config(model_config: Any) -> dict[str, Any]:
@@ -107,16 +119,36 @@ def given_config(model_config: Any) -> dict[str, Any]:
     file = _given_file(model_config)
     if file is None:
         return dict(model_config.hf_config.to_dict())
+    return _read(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
     found = json.loads(file.read_text())
     return found if isinstance(found, dict) else {}
 
 
 def given_digest(model_config: Any) -> str:
-    """Of that file, but for what says nothing about values; empty if there is none on this machine."""
+    """Of that file, but for what says nothing about values, and of the other configurations in the model's
+    folder; empty if there is none on this machine."""
     if _given_file(model_config) is None:
         return ""
-    found = given_config(model_config)
-    return digest_of({key: value for key, value in found.items() if key not in COSMETIC_KEYS})
+    folder = Path(model_config.model)
+    files = {"config.json": given_config(model_config)}
+    files |= {name: _read(folder / name) for name in OTHER_CONFIGS if (folder / name).is_file()}
+    return digest_of(
+        {
+            name: {key: value for key, value in found.items() if key not in COSMETIC_KEYS}
+            for name, found in files.items()
+        }
+    )
+
+
+def folder_of(model_config: Any) -> Path | None:
+    """Where the model's files lie on this machine; None if that is not known."""
+    if Path(model_config.model).is_dir():
+        return Path(model_config.model)
+    file = None if getattr(model_config, "hf_config_path", None) else _given_file(model_config)
+    return None if file is None else file.parent
 
 
 def _given_file(model_config: Any) -> Path | None:

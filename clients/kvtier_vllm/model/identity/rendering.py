@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
@@ -30,18 +31,31 @@ def digest_of(value: Any) -> str:
     return f"sha256:{hashlib.sha256(_text(value).encode()).hexdigest()}"
 
 
+def _content_of(name: str) -> str:
+    """Where a setting names a file, what is in it counts as well."""
+    if not ("/" in name or "." in name) or not os.path.isfile(name):
+        return ""
+    try:
+        with open(name, "rb") as file:
+            return f" sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    except OSError as error:
+        raise Unnameable(f"a file that cannot be read ({error.strerror})") from error
+
+
 def _text(value: Any) -> str:
     plain = _plain(value)
     return plain if isinstance(plain, str) else json.dumps(plain, sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
+    if isinstance(value, str):
+        return value + _content_of(value)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, PurePath):
-        return str(value)
+        return _plain(str(value))
     if isinstance(value, Mapping):
         return {str(_plain(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,0 +1,177 @@
+"""vLLM's own calls that change the weights of a running engine, noticed in the process of each worker.
+
+vLLM tells connectors nothing of them, so they are wrapped, in every class of workers and model runners that
+this process knows, once; and `load_weights` of the model's class, which is where most programs that update
+weights arrive, whichever way they came. Of a call nobody knows what it has loaded: the weights have no name
+afterwards, until somebody gives them one.
+
+What writes into parameters by itself (a function given to `collective_rpc`) is not seen. Functions given to
+`apply_model` are: the parameters are compared before and afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+CHANGING = (
+    "finish_weight_update",
+    "load_model",
+    "reload_weights",
+    "reset_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+)
+"""Of workers and model runners, in 0.29 to 0.33: all that they do is to change weights."""
+DISCARDING_LEVEL = 2
+"""Of vLLM's sleep: from it on weights are discarded, and others may be loaded on waking."""
+
+Tell = Callable[[Any], object]
+"""Told the VllmConfig of the engine whose weights have changed, or are about to."""
+
+_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Those of the workers of this process, with the VllmConfig of each."""
+
+
+def notice(tell: Tell) -> None:
+    """From now on, in this process. Called again it only looks for classes that are new. Raises ImportError
+    or AttributeError where vLLM has no such workers."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for worker in _classes(WorkerBase):
+        for name in CHANGING:
+            _wrap(worker, name, functools.partial(_told_before, tell))
+        _wrap(worker, "sleep", functools.partial(_told_of_sleep, tell))
+        _wrap(worker, "discard", functools.partial(_told_of_discarding, tell))
+        _wrap(worker, "apply_model", functools.partial(_told_of_differences, tell))
+        _wrap(worker, "compile_or_warm_up_model", functools.partial(_knowing_the_model, tell))
+
+
+def _classes(base: type) -> Iterator[type]:
+    yield base
+    subclasses: list[type] = base.__subclasses__()
+    for below in subclasses:
+        yield from _classes(below)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """The class's own method, if it has one, and was not wrapped before."""
+    method = vars(owner).get(name)
+    if method is not None and not hasattr(method, "_told_to_kvtier"):
+        wrapped: Any = functools.wraps(method)(wrapper(method))
+        wrapped._told_to_kvtier = True
+        setattr(owner, name, wrapped)
+
+
+def _told_before(tell: Tell, method: Any) -> Any:
+    """Nothing is computed during the call. Who names the weights at its end, from within, is heard last."""
+
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell(self.vllm_config)
+        return method(self, *args, **kwargs)
+
+    return telling
+
+
+def _told_of_sleep(tell: Tell, method: Any) -> Any:
+    def telling(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, level, *args, **kwargs)
+        finally:
+            if level >= DISCARDING_LEVEL:
+                tell(self.vllm_config)
+
+    return telling
+
+
+def _told_of_discarding(tell: Tell, method: Any) -> Any:
+    def telling(self: Any, tags: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, tags, *args, **kwargs)
+        finally:
+            if "weights" in tags:
+                tell(self.vllm_config)
+
+    return telling
+
+
+def _told_of_differences(tell: Tell, method: Any) -> Any:
+    """Most functions only look at the model."""
+
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = self.get_model()
+        before = digest_of_parameters(model)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if digest_of_parameters(model) != before:
+                tell(self.vllm_config)
+
+    return telling
+
+
+def _knowing_the_model(tell: Tell, method: Any) -> Any:
+    """The last call of an engine's start, when connectors are there."""
+
+    def knowing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = self.get_model()
+        _models[model] = self.vllm_config
+        _wrap_wherever(type(model), "load_weights", functools.partial(_told_of_the_models, tell))
+        for name in CHANGING:
+            _wrap_wherever(type(self.model_runner), name, functools.partial(_told_before, tell))
+        return method(self, *args, **kwargs)
+
+    return knowing
+
+
+def _wrap_wherever(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """As `_wrap`, in whichever class the method comes from."""
+    for each in owner.__mro__:
+        _wrap(each, name, wrapper)
+
+
+def _told_of_the_models(tell: Tell, method: Any) -> Any:
+    """Other models of the class load weights as well: a draft, or the model of an engine that starts."""
+
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = _models.get(self)
+        if vllm_config is not None:
+            tell(vllm_config)
+        return method(self, *args, **kwargs)
+
+    return telling
+
+
+def digest_of_parameters(model: Any) -> bytes:
+    """Of all parameters and buffers of a torch module: another one when a value of it has changed, a row or a
+    column has moved, or a tensor has another place. Reads them all; of a module that cannot be read it is
+    another one each time."""
+    import torch
+
+    whole = hashlib.sha256()
+    try:
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+                for sums in _sums_of(tensor.detach()):
+                    whole.update(sums.cpu().numpy().tobytes())
+    except Exception:  # of tensors that are more than numbers in memory
+        return os.urandom(whole.digest_size)
+    return whole.digest()
+
+
+def _sums_of(tensor: Any) -> Iterator[Any]:
+    """Of the bits of a tensor, as whole numbers, along its first and along its last dimension."""
+    import torch
+
+    if not tensor.numel() or tensor.is_meta:
+        return
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).view(bits)
+    yield rows.sum(0, dtype=torch.int64)
+    yield rows.sum(1, dtype=torch.int64)

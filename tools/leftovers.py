@@ -1,0 +1,67 @@
+"""What a test run leaves on a machine when it is ended: processes, and files in memory and in `/tmp`.
+
+Each run has a name, which its processes carry in their environment, whatever process group or session they
+are in, and whoever their parent is. Workers of pytest-xdist add `-gw0` and so on (tests/support/leaks.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RUN_VARIABLE = "KVTIER_TEST_RUN"
+SHM = Path("/dev/shm")
+SOCKETS = Path("/tmp")
+"""Where folders for Unix sockets are made: their paths must be shorter than 108 bytes."""
+GONE_S = 10.0
+
+
+def shm_prefix(run: str) -> str:
+    """What the names begin with that a run gives to files in `/dev/shm`."""
+    return f"kvtier-test-{run}-"
+
+
+def socket_prefix(run: str) -> str:
+    """What the names begin with that a run gives to folders for sockets."""
+    return f"kvt-{run}-"
+
+
+def processes(run: str) -> Iterator[int]:
+    """The processes, except this one, that carry the run's name, alone or with that of a worker."""
+    marker = f"{RUN_VARIABLE}={run}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or it belongs to somebody else
+            continue
+        if any(each == marker or each.startswith(marker + b"-") for each in variables):
+            yield int(entry.name)
+
+
+def end_processes(run: str) -> None:
+    """Kills the run's processes, those included that they start meanwhile; returns when none is left, or
+    after GONE_S."""
+    deadline_s = time.monotonic() + GONE_S
+    while (left := list(processes(run))) and time.monotonic() < deadline_s:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+
+
+def remove_files(run: str) -> None:
+    """Removes the run's files from `/dev/shm`, and its folders for sockets."""
+    for folder, prefix in ((SHM, shm_prefix(run)), (SOCKETS, socket_prefix(run))):
+        for entry in folder.glob(f"{prefix}*"):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
