@@ -21,11 +21,10 @@ from kvtierd.core.ids import PAGE_BYTES, Rank, RegistrationId, SessionId, Ticket
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
     AttachSession,
+    BlockQuery,
     CoreLimits,
     GroupGeometry,
-    BlockQuery,
     LookupBlocks,
-    PartOutcome,
     PartFinished,
     PartOutcome,
     RegisterMemory,

@@ -23,7 +23,6 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
-    RetentionRequest,
 )
 
 from tests.simulation.engine import (
@@ -356,7 +355,11 @@ def explain(world: World, engine: Engine) -> None:
     elif world.is_on_disk(engine, group, key):
         assert explanation.verdict is BlockVerdict.ON_DISK
     else:
-        assert explanation.verdict not in (BlockVerdict.READABLE, BlockVerdict.BEING_WRITTEN, BlockVerdict.ON_DISK)
+        assert explanation.verdict not in (
+            BlockVerdict.READABLE,
+            BlockVerdict.BEING_WRITTEN,
+            BlockVerdict.ON_DISK,
+        )
 
 
 def wait(world: World, engine: Engine) -> None:

@@ -20,7 +20,7 @@ from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
 from kvtierd.core.maintenance.clearing import BlockClearing
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.maintenance.sampling import Sampler, expected_detection_s
-from kvtierd.core.state.core_state import CoreState, Clock, wrong_epoch
+from kvtierd.core.state.core_state import Clock, CoreState, wrong_epoch
 from kvtierd.core.state.entities import GroupPlan, Instance
 from kvtierd.core.state.transitions import WorkerState
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerStatus

@@ -25,7 +25,6 @@ from kvtierd.core.stimuli import (
     BlockQuery,
     CancelTransfers,
     CoreLimits,
-    BlockQuery,
     LookupBlocks,
     PrefetchBlocks,
     ReleaseLeases,
@@ -35,7 +34,6 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
-    RetentionRequest,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace

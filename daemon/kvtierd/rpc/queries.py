@@ -11,7 +11,7 @@ from kvtier.v1 import cache_pb2
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, SessionId
-from kvtierd.core.stimuli import CoreLimits, BlockQuery
+from kvtierd.core.stimuli import BlockQuery, CoreLimits
 
 QUERIES_MAX = 64
 """As many as a rank may name groups."""

@@ -11,7 +11,6 @@ from kvtierd.core.ids import Epoch, LeaseId, RegistrationId, SessionId, Ticket, 
 from kvtierd.core.stimuli import (
     BlockQuery,
     CancelTransfers,
-    BlockQuery,
     LookupBlocks,
     PrefetchBlocks,
     RegisterMemory,

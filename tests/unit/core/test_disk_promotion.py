@@ -18,11 +18,11 @@ from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason
 from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CoreIntegrity,
     CoreLimits,
     Drain,
     EndSession,
-    BlockQuery,
     PartOutcome,
     PrefetchBlocks,
     Resume,

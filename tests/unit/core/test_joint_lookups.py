@@ -15,7 +15,6 @@ from kvtierd.core.stimuli import (
     BlockQuery,
     CoreLimits,
     Drain,
-    BlockQuery,
     PrefetchBlocks,
     ReleaseLeases,
     RenewSession,

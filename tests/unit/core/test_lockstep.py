@@ -33,7 +33,6 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     DiskJobFinished,
     EndSession,
-    BlockQuery,
     LookupBlocks,
     PartOutcome,
     PrefetchBlocks,
@@ -45,7 +44,6 @@ from kvtierd.core.stimuli import (
     Tick,
     TouchBlocks,
     UnregisterMemory,
-    RetentionRequest,
     WorkerExited,
     WorkerLost,
     WriteMode,
@@ -60,7 +58,10 @@ HIT = 2
 ASKS = ("look up", "prefetch", "touch")
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
 WISHES = st.builds(
-    RetentionRequest, st.sampled_from([0, 0, 1_000, 1 << 40]), st.sampled_from([0, 0, 2_000, 100_000]), st.booleans()
+    RetentionRequest,
+    st.sampled_from([0, 0, 1_000, 1 << 40]),
+    st.sampled_from([0, 0, 2_000, 100_000]),
+    st.booleans(),
 )
 HOW = st.sampled_from([(0, False), (0, True), (1, False), (60_000, False)])
 """Of a touch: milliseconds to hold, and whether it cools."""
@@ -280,7 +281,9 @@ class Lockstep(RuleBasedStateMachine):
         post = self.parts.pop(data.draw(st.sampled_from(sorted(self.parts))))
         failed = failed if outcome is PartOutcome.FAILED else []
         self.do(
-            finished(post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is PartOutcome.FAILED)
+            finished(
+                post.worker, post.part, outcome, failed, corrupt=corrupt and outcome is PartOutcome.FAILED
+            )
         )
 
     @precondition(lambda self: self.tickets)

@@ -9,9 +9,9 @@ import pytest
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, SessionId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CoreLimits,
     EndSession,
-    BlockQuery,
     ReleaseLeases,
     RenewSession,
     Tick,

@@ -13,11 +13,10 @@ from kvtierd.core.stimuli import (
     ClearBlocks,
     CoreLimits,
     EndSession,
-    BlockQuery,
     PartOutcome,
+    RetentionRequest,
     Tick,
     TouchBlocks,
-    RetentionRequest,
     WriteMode,
 )
 

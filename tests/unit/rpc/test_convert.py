@@ -22,11 +22,9 @@ from kvtierd.core.stimuli import (
     AuditReport,
     BlockQuery,
     CoreLimits,
-    BlockQuery,
     RenewSession,
     RetentionRequest,
     Signals,
-    RetentionRequest,
 )
 from kvtierd.rpc import convert, queries
 from kvtierd.rpc.queries import Caller

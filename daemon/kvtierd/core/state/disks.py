@@ -19,7 +19,6 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.recovery import recover
-from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import U32, BlockFlag, BlockTable
 from kvtierd.core.ids import NO_ENTRY, DiskId, DiskJobId, Entries, Hashes, SpaceId

@@ -9,7 +9,7 @@ from kvtierd.core.blocks.table import U8, BlockFlag, BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries, PartId, Rank, Slots, TransferNumber
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.entities import GroupPlan, Instance, TransferPart, TransferJob
+from kvtierd.core.state.entities import GroupPlan, Instance, TransferJob, TransferPart
 from kvtierd.core.state.transitions import Event, MappingState, TransferPartState
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
 from kvtierd.core.transfers.checks import check_hashes
@@ -334,7 +334,9 @@ class Transfers:
             assert mapping is not None
             assert mapping.registration is not None
             blocks = len(transfer.entries) if transfer.storing in (None, rank) else 0
-            part = TransferPart(part=PartId(next(core.part_ids)), transfer=transfer, mapping=mapping, blocks=blocks)
+            part = TransferPart(
+                part=PartId(next(core.part_ids)), transfer=transfer, mapping=mapping, blocks=blocks
+            )
             parts.append(part)
             core.parts[part.part] = part
             mapping.parts[part.part] = part
