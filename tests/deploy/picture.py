@@ -25,7 +25,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.deploy.installation import PLACE
-from tests.deploy.test_prometheus import DASHBOARD, Prometheus, answers_of, draw
+from tests.deploy.prometheus import DASHBOARD, Prometheus, answers_of, draw
 from tests.support.daemon import DaemonHost
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.vllm.engine import Engine, EngineError, EngineOptions

@@ -19,16 +19,8 @@ from tests.support.leaks import SHM, SHM_PREFIX
 from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.mini_rig import BLOCKS, Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import (
-    BLOCKS,
-    Chaos,
-    all_came_back,
-    client,
-    step_until,
-    wait_ready,
-    wait_stored,
-)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(300)]
 

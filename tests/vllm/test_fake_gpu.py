@@ -24,8 +24,8 @@ from tests.vllm.conftest import QUICK
 from tests.vllm.fake_gpu import FakeEngineGpu, Gate, LaggingEngine
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import MiniEngine, WrongKV, engine_config, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 

@@ -26,8 +26,8 @@ from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, step_until, wait_ready, wait_stored
 
 pytestmark = [
     pytest.mark.vllm,

@@ -26,8 +26,9 @@ from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, client, wait_stored
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, client, make, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["make"]

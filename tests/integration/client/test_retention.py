@@ -15,7 +15,7 @@ import pytest
 from kvtier import GroupQuery, LookupMode, Namespace, Outcome, Retention
 
 from tests.integration.client.conftest import HEARTBEAT, Connect
-from tests.integration.daemon.test_explain import verdict
+from tests.integration.daemon.commands import verdict
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX
 from tests.support.plain_client import Cache, PlainClient, block_hashes
