@@ -34,11 +34,11 @@ def leak_check() -> None:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines in this process that take a daemon on a busy machine for slow, and not for dead."""
-    from kvtier import session
+    from kvtier.session import state
     from kvtier_vllm.scheduler import matching
 
     monkeypatch.setattr(matching, "ANSWER_DEADLINE_S", PATIENT_S)
-    monkeypatch.setattr(session, "SILENCE_S", PATIENT_S)
+    monkeypatch.setattr(state, "SILENCE_S", PATIENT_S)
 
 
 @pytest.fixture

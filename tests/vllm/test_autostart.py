@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvtier.address import default_socket
+from kvtier.connection.address import default_socket
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.support.daemon import until

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvtier.spec
 import pytest
 import vllm
 from kvtier_vllm.connector import KvtierConnector
@@ -490,19 +489,3 @@ def test_a_vllm_that_zeroes_blocks_and_lets_nobody_hold_them_is_refused(
     assert "lets connectors hold none" in caplog.text
     assert not storer(engine).counters.transfers
     assert engine.finished["first"] == output_of(prompt(100), 8)
-
-
-def test_a_daemon_that_is_too_old_is_named_and_not_used(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kvtier.spec, "FEATURES", ())  # as if it had not offered any
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine = make((FULL, WINDOW))
-    for index in range(3):
-        engine.add(f"r{index}", prompt(100))
-        engine.run()
-    told = [record.getMessage() for record in caplog.records if "cannot look them up" in record.getMessage()]
-    assert len(set(told)) == 1
-    assert not storer(engine).counters.transfers
-    assert engine.finished["r2"] == output_of(prompt(100), 8)
-    until(lambda: engine.free_blocks == BLOCKS - 1, "nothing is held")

@@ -14,7 +14,7 @@ from kvtier import Group, GroupKind, Plane
 from kvtier_vllm.groups import UnsupportedLayout, groups_of
 from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.worker.layout import describe
-from kvtier_vllm.worker.sharing import covering
+from kvtier_vllm.worker.sharing_choice import covering
 
 from tests.vllm.kv_memory import BLOCKS, HEAD_SIZE, HEADS, LAYERS, PAGE_BYTES, TOKENS, allocate, config, spec
 from tests.vllm.kv_memory import memory as memory

@@ -170,6 +170,15 @@ def test_a_name_for_the_weights_is_none_for_their_configuration(
     assert named() != named(rope_theta=12345.0)
 
 
+@pytest.mark.parametrize("name", ["params.json", "hf_quant_config.json", "preprocessor_config.json"])
+def test_nor_is_it_for_other_files_beside_them(plain: Any, model: Path, tmp_path: Path, name: str) -> None:
+    folder, seen = copied(model, tmp_path), set()
+    for content in ("{}", '{"a": 1}'):
+        (folder / name).write_text(content)
+        seen.add(derive(changed(plain, "model_config", model=str(folder)), VERSION, revision="mine").identity)
+    assert len(seen) == 2
+
+
 def test_what_may_hold_keys_is_not_shown(plain: Any) -> None:
     def told_of(key: str) -> tuple[tuple[str, str], ...]:
         extra = {"s3_secret_access_key": key}
@@ -401,7 +410,8 @@ def test_a_file_that_a_setting_names_counts_by_its_content(plain: Any, tmp_path:
         file.write_text(content)
         overrides = {"quantization_config_file": str(file)}
         seen.add(derive(changed(plain, "model_config", hf_overrides=overrides), VERSION).identity)
-        seen.add(derive(changed(plain, "load_config", model_loader_extra_config={"a": str(file)}), VERSION))
+        extra = changed(plain, "load_config", model_loader_extra_config={"a": str(file)})
+        seen.add(derive(extra, VERSION).identity)
     assert len(seen) == 4
 
 

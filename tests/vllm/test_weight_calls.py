@@ -41,6 +41,8 @@ def test_each_is_told_of_once_and_of_its_own_engine(monkeypatch: pytest.MonkeyPa
             return f"loaded {weights}"
 
     class Runner:
+        vllm_config = ""
+
         def reload_weights(self) -> None: ...
 
     class Worker(WorkerBase):

@@ -54,7 +54,8 @@ def notice(tell: Tell) -> None:
 
 def _classes(base: type) -> Iterator[type]:
     yield base
-    for below in base.__subclasses__():
+    subclasses: list[type] = base.__subclasses__()
+    for below in subclasses:
         yield from _classes(below)
 
 
@@ -62,7 +63,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
     """The class's own method, if it has one, and was not wrapped before."""
     method = vars(owner).get(name)
     if method is not None and not hasattr(method, "_told_to_kvtier"):
-        wrapped = functools.wraps(method)(wrapper(method))
+        wrapped: Any = functools.wraps(method)(wrapper(method))
         wrapped._told_to_kvtier = True
         setattr(owner, name, wrapped)
 

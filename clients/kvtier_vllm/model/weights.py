@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+# Which of the weight files are read.
+INDEX_NAMES = ("consolidated.safetensors.index.json", "model.safetensors.index.json")
 # Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
 CONFIG_NAMES = (
     "config.json",
@@ -26,9 +28,6 @@ CONFIG_NAMES = (
     "quant_config.json",
     "quantization_config.json",
     "quantize_config.json",
-    # Which of the weight files are read.
-    "consolidated.safetensors.index.json",
-    "model.safetensors.index.json",
     "adapter_config.json",
     "params.json",
     # What images, videos and sounds are turned into; block hashes cover these before they are.
@@ -36,6 +35,7 @@ CONFIG_NAMES = (
     "processor_config.json",
     "video_preprocessor_config.json",
     "tekken.json",
+    *INDEX_NAMES,
 )
 CODE_PATTERN = "*.py"
 WEIGHT_PATTERN = "*.safetensors"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvtier import Namespace, session
+from kvtier import Namespace
+from kvtier.session import state
 
 from tests.support.daemon import DaemonHost
 from tests.support.engine_gpu import EngineGpu
@@ -27,7 +28,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients take a daemon on a busy machine for slow, and not for dead. After a second of silence, which is
     nothing unusual there, they would refuse stores, loads and lookups by themselves. Tests of that silence
     set it back."""
-    monkeypatch.setattr(session, "SILENCE_S", READY_S)
+    monkeypatch.setattr(state, "SILENCE_S", READY_S)
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ def test_host_only_blocks_come_to_no_disk_and_host_only_lookups_leave_it_alone(
     for answer in (
         client.lookup(everywhere, host_only=True, lease=True, timeout_s=60),
         client.lookup(everywhere, host_only=True, mode=LookupMode.EXACT, timeout_s=60),
-        client.lookup_groups(everywhere, [GroupQuery(0)], host_only=True, timeout_s=60),
+        client.lookup(everywhere, [GroupQuery(0)], host_only=True, timeout_s=60),
     ):
         assert (answer.answered, answer.hits, answer.pending) == (True, 0, False)
     assert set(verdicts(tiered, everywhere)) == {"ON_DISK"}
@@ -212,18 +212,15 @@ async def test_the_async_client_wishes_too(tight: DaemonHost, namespace: Namespa
             socket=tight.socket,
         ) as client:
             assert await client.wait_ready(60)
-            assert client.status.can_retain
             stored = client.store(hashes, range(4), retention=Retention(host_only=True, hold_s=MANY_S))
             assert (await stored.wait(60)).done
             assert (await client.lookup(hashes, host_only=True, timeout_s=60)).hits == 4
-            assert (
-                await client.lookup_groups(hashes, [GroupQuery(0)], host_only=True, timeout_s=60)
-            ).hits == 4
+            assert (await client.lookup(hashes, [GroupQuery(0)], host_only=True, timeout_s=60)).hits == 4
             assert tight.status().held_blocks == 4
             client.cool(hashes)
             client.touch(hashes, hold_s=1)
-            client.touch_groups(hashes, [GroupQuery(0)], hold_s=1)
-            client.cool_groups(hashes, [GroupQuery(0)])
+            client.touch(hashes, [GroupQuery(0)], hold_s=1)
+            client.cool(hashes, [GroupQuery(0)])
             assert (await client.lookup(hashes, timeout_s=60)).hits == 4, "it was all understood"
             assert client.status.last_error == ""
     finally:

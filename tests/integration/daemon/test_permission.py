@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kvtier.connection.side_socket import SideSocket
 from kvtier.errors import ConnectionLostError
-from kvtier.side import SideSocket
 
 from tests.integration.daemon.conftest import Start
 from tests.support.process import DEADLINE_S

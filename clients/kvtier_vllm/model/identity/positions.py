@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_vllm.model.identity.rendering import digest_of
+from kvtier_vllm.model.weights import CONFIG_NAMES, INDEX_NAMES
 
 COSMETIC_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Of config.json. The dtype that is used is in the namespace."""
+OTHER_CONFIGS = tuple(name for name in CONFIG_NAMES if name not in ("config.json", *INDEX_NAMES))
+"""What else is read beside the model's weights, where there is a folder of its own for them."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_type")
 INDEPENDENT_ROPES = frozenset(
     {
@@ -116,16 +119,28 @@ def given_config(model_config: Any) -> dict[str, Any]:
     file = _given_file(model_config)
     if file is None:
         return dict(model_config.hf_config.to_dict())
+    return _read(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
     found = json.loads(file.read_text())
     return found if isinstance(found, dict) else {}
 
 
 def given_digest(model_config: Any) -> str:
-    """Of that file, but for what says nothing about values; empty if there is none on this machine."""
+    """Of that file, but for what says nothing about values, and of the other configurations in the model's
+    folder; empty if there is none on this machine."""
     if _given_file(model_config) is None:
         return ""
-    found = given_config(model_config)
-    return digest_of({key: value for key, value in found.items() if key not in COSMETIC_KEYS})
+    folder = Path(model_config.model)
+    files = {"config.json": given_config(model_config)}
+    files |= {name: _read(folder / name) for name in OTHER_CONFIGS if (folder / name).is_file()}
+    return digest_of(
+        {
+            name: {key: value for key, value in found.items() if key not in COSMETIC_KEYS}
+            for name, found in files.items()
+        }
+    )
 
 
 def folder_of(model_config: Any) -> Path | None:

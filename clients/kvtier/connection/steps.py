@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, Reason
-from kvtier.index import GROUPS_MAX
 from kvtier.memory import Export, StreamDoorbells, fd_of, on_device
-from kvtier.pending import HelloRecord
-from kvtier.session import ProtocolState
+from kvtier.session.index import GROUPS_MAX
+from kvtier.session.pending import HelloRecord
+from kvtier.session.state import ProtocolState
 from kvtier.spec import PROTOCOL_VERSION, AttachSpec
 from kvtier.v1 import side_pb2
 from kvtier.words import WordsPage
