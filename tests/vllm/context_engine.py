@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.daemon import DaemonHost
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import (
     TOKENS,
@@ -143,7 +143,7 @@ class ContextEngine(MiniEngine):
 @pytest.fixture(scope="module")
 def host() -> Iterator[DaemonHost]:
     """A daemon that does not look for what the negative control spoils."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", pool__size="32MiB", integrity__sample_bytes_per_s=0, **QUICK)
     host.start()

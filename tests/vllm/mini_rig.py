@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.length import rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
@@ -30,7 +30,7 @@ MORE_ACTS = 5
 @pytest.fixture(scope="module")
 def host() -> Iterator[DaemonHost]:
     """A daemon with a pool so small that it evicts."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
     host.start()

@@ -17,7 +17,7 @@ from kvtier import PartState
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.length import repeats, rounds
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
@@ -89,7 +89,7 @@ class Machine:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, model: Path, patience: dict[str, Any]) -> Iterator[Machine]:
     """`@pytest.mark.parametrize("machine", [{"version": 12080}], indirect=True)` chooses the driver."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     folder = Path(tempfile.mkdtemp(prefix=f"{SHM_PREFIX}cuda-", dir=SHM))
     fake = FakeCuda(folder, **getattr(request, "param", {}))

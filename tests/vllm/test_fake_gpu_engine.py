@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.conftest import QUICK, STORY_TOKENS, FirstLife
 from tests.vllm.engine import REPOSITORY, Engine, EngineOptions
 from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt, same, start_rig
@@ -55,7 +55,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(model: Path) -> Iterator[Machine]:
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     fake = FakeCuda(Path(tempfile.mkdtemp(prefix=f"{SHM_PREFIX}cuda-", dir=SHM)))
     host = DaemonHost(run, pool / "pool", pool__size="130MiB", **QUICK)
