@@ -23,7 +23,8 @@ to be root. A stage names the folders that its tests are in, because each of its
 PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
     f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits")
 )
-FAKE_GPU_FOLDERS = ("tests/unit", "tests/integration", "tests/gpu")
+FAKE_GPU_FOLDERS = ("tests/integration", "tests/gpu")
+FAKE_GPU_UNITS = ("tests/unit/client", "tests/unit/transfer")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ CLASS_NAMES = Stage(
 IMPORTS = Stage(
     "imports",
     ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
-    "Packages import only what the architecture allows.",
+    "Packages import only what the architecture allows, and no modules import each other in a circle.",
 )
 QUICK_LINT = (RUFF, CLASS_NAMES, IMPORTS)
 UNIT = pytest_stage(
@@ -140,7 +141,7 @@ def fake_gpu(form: Form) -> list[Stage]:
             "fake_gpu and not faults and not vllm and not gpu" + form.marks,
             "Copies from and to a GPU keep the contract of those of the CPU (driver: a double of our own).",
             deadline_s=1_200,
-            folders=FAKE_GPU_FOLDERS,
+            folders=(*FAKE_GPU_FOLDERS, *FAKE_GPU_UNITS),
             workers=WORKERS,
             environment=usual,
         ),

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from kvtier.base import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
+from kvtier.base import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
 from kvtier.calls import LookupCallBase, TransferBase, Waiting
 from kvtier.lookups import Lookup
 from kvtier.queries import GroupQuery, Hashes, LookupMode
@@ -145,10 +145,6 @@ class Client(ClientBase[LookupCall, Transfer]):
             await asyncio.Event().wait()
         finally:
             await _wait_for(self._closed(CLOSE_TIMEOUT_S))
-
-    def _close_at_exit(self) -> None:
-        self._threads.end()
-        self._threads.ended.wait(EXIT_TIMEOUT_S)
 
     def _hand_over(self, call: Callable[[], None]) -> None:
         try:

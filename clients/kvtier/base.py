@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from kvtier.calls import EVENT_POLL_S, WORD_POLL_S, LookupCallBase, TransferBase, Waiting
+from kvtier.calls import EVENT_POLL_S, WORD_POLL_S, LookupCallBase, TransferBase, Waiting, wait_blocking
 from kvtier.connection import address
 from kvtier.connection.reports import ConnectionReports
 from kvtier.connection.threads import ConnectionThreads
@@ -688,9 +688,9 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
             threads.doorbells.close()
         return fenced and ended
 
-    @abstractmethod
     def _close_at_exit(self) -> None:
         """Ends a session that nobody has closed, because the interpreter ends."""
+        wait_blocking(self._closed(EXIT_TIMEOUT_S))
 
     def _begin(self) -> None:
         """Called by the constructor when all arguments are found to be right, before the threads begin."""

@@ -24,6 +24,20 @@ WORD_POLL_S = 0.005
 EVENT_POLL_S = 0.05
 
 
+def wait_blocking(waiting: Waiting[_Result]) -> _Result:
+    """Sleeps as often as it takes. Returns what was waited for."""
+    while True:
+        try:
+            event, seconds = next(waiting)
+        except StopIteration as over:
+            result: _Result = over.value
+            return result
+        if event is None:
+            time.sleep(seconds)
+        else:
+            event.wait(seconds)
+
+
 class LookupCallBase:
     """A lookup on its way."""
 

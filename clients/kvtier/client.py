@@ -1,30 +1,13 @@
 """The blocking client."""
 
-import time
 from collections.abc import Sequence
-from typing import Self, TypeVar
+from typing import Self
 
-from kvtier.base import CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
-from kvtier.calls import LookupCallBase, TransferBase, Waiting
+from kvtier.base import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
+from kvtier.calls import LookupCallBase, TransferBase, wait_blocking
 from kvtier.lookups import Lookup
 from kvtier.queries import GroupQuery, Hashes, LookupMode
 from kvtier.transfers import Outcome
-
-_Result = TypeVar("_Result")
-
-
-def _wait_for(waiting: Waiting[_Result]) -> _Result:
-    """Sleeps as often as it takes. Returns what was waited for."""
-    while True:
-        try:
-            event, seconds = next(waiting)
-        except StopIteration as over:
-            result: _Result = over.value
-            return result
-        if event is None:
-            time.sleep(seconds)
-        else:
-            event.wait(seconds)
 
 
 class LookupCall(LookupCallBase):
@@ -32,11 +15,11 @@ class LookupCall(LookupCallBase):
 
     def wait(self, timeout_s: float) -> Lookup:
         """The answer, or a miss if it has not come in time; then the lookup is abandoned (see `abandon`)."""
-        return _wait_for(self._wait(timeout_s)) or self.abandon()
+        return wait_blocking(self._wait(timeout_s)) or self.abandon()
 
     def wait_for_answer(self, timeout_s: float) -> Lookup | None:
         """The answer, or None if it has not come in time; the lookup stays on its way."""
-        return _wait_for(self._wait(timeout_s))
+        return wait_blocking(self._wait(timeout_s))
 
 
 class Transfer(TransferBase):
@@ -48,7 +31,7 @@ class Transfer(TransferBase):
         Never says that it is over while a copy may still land: `outcome.fenced` is False then. Ask again, or
         `revoke`.
         """
-        return _wait_for(self._wait(timeout_s))
+        return wait_blocking(self._wait(timeout_s))
 
 
 class Client(ClientBase[LookupCall, Transfer]):
@@ -62,7 +45,7 @@ class Client(ClientBase[LookupCall, Transfer]):
     _transfer_type = Transfer
 
     def wait_ready(self, timeout_s: float) -> bool:
-        return _wait_for(self._ready(timeout_s))
+        return wait_blocking(self._ready(timeout_s))
 
     def lookup(
         self,
@@ -90,13 +73,10 @@ class Client(ClientBase[LookupCall, Transfer]):
         return self.start_prefetch(hashes, queries, group=group, mode=mode).wait(timeout_s)
 
     def release_memory(self, timeout_s: float) -> bool:
-        return _wait_for(self._released(timeout_s))
+        return wait_blocking(self._released(timeout_s))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        return _wait_for(self._closed(timeout_s))
-
-    def _close_at_exit(self) -> None:
-        self.close(EXIT_TIMEOUT_S)
+        return wait_blocking(self._closed(timeout_s))
 
     def __enter__(self) -> Self:
         return self

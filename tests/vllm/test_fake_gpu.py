@@ -17,15 +17,15 @@ from kvtier import PartState
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.length import repeats, rounds
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
 from tests.vllm.fake_gpu import FakeEngineGpu, Gate, LaggingEngine
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import MiniEngine, WrongKV, engine_config, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
@@ -89,7 +89,7 @@ class Machine:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, model: Path, patience: dict[str, Any]) -> Iterator[Machine]:
     """`@pytest.mark.parametrize("machine", [{"version": 12080}], indirect=True)` chooses the driver."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     folder = Path(tempfile.mkdtemp(prefix=f"{SHM_PREFIX}cuda-", dir=SHM))
     fake = FakeCuda(folder, **getattr(request, "param", {}))

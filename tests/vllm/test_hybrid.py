@@ -20,13 +20,13 @@ from kvtier_vllm.groups import HYBRID_VLLM
 from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, step_until, wait_ready, wait_stored
 
 pytestmark = [
     pytest.mark.vllm,
@@ -61,7 +61,7 @@ every_model = pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS)
 @pytest.fixture(scope="module")
 def host() -> Iterator[DaemonHost]:
     """A daemon with a pool so small that it evicts."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
     host.start()

@@ -22,11 +22,12 @@ from kvtier_vllm.scheduler.storing import Made, StoreState
 from kvtier_vllm.scheduler.tracking import TrackedRequest
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, client, wait_stored
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, client, make, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["make"]
@@ -40,7 +41,7 @@ log = logging.getLogger("test.retaining")
 @pytest.fixture
 def host() -> Iterator[DaemonHost]:
     """A daemon of the test's own: what is held in it would be in the way of others."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
     host.start()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost
-from tests.support.leaks import SHM, SHM_PREFIX, shm_files
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX, shm_files
 from tests.vllm.conftest import QUICK
 from tests.vllm.tiny_models import FAMILIES, write
 from tests.vllm.workload import asks
@@ -92,7 +92,7 @@ def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Report:
     print(f"again: {form.command}")
     files = shm_files()
     folder = tmp_path_factory.mktemp("workload")
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     # Copies are slow, so that much happens in the middle of them.
     host = DaemonHost(run, pool / "pool", pool__size="98MiB", **QUICK)

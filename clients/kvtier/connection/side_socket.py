@@ -1,7 +1,7 @@
 """The side socket: SOCK_SEQPACKET beside the gRPC socket, one message a packet, one exchange at a time.
 
 It shows the daemon who we are, carries descriptors, and lives as long as the session. `SideSocket` never
-waits; the shells wait for readiness in their own way.
+waits; `call_blocking` does, for readiness.
 """
 
 import array

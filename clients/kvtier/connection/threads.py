@@ -1,5 +1,5 @@
 """The threads that keep a session with the daemon: two of their own (session, stream) and those of the gRPC
-channel; all of them daemonic.
+channel; all of them daemonic. A driver's call, which may hang, has one for itself.
 
 Processes that fork: a client does not work in the child of a fork (everything there is a miss), and the child
 drops its copy of the side socket so that the parent's death is still seen. gRPC's own threads do not survive
@@ -13,7 +13,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -107,6 +107,8 @@ class ConnectionThreads:
         self._reports = reports
         self._writable = threading.Condition(self.lock)
         self._closing = threading.Event()
+        self._working = threading.Event()
+        """Ends the wait for a call that may take a while."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._side: SideSocket | None = None
@@ -153,6 +155,7 @@ class ConnectionThreads:
         with self.lock:
             if not self._closing.is_set():
                 self._closing.set()
+                self._working.set()
                 self.session.close("the client is closed")
                 os.eventfd_write(self._interrupt, 1)
                 os.eventfd_write(self._wake, 1)
@@ -264,12 +267,36 @@ class ConnectionThreads:
                 assert self._side is not None
                 return call_blocking(self._side, step, self._interrupt, self._keep_alive)
             case Work():
-                self._keep_alive()
-                return step.call()
+                return self._work(step.call)
             case OpenStream():
                 streams.append(self._open_stream())
                 step.record.event.wait(step.timeout_s)
                 return None
+
+    def _work(self, call: Callable[[], Any]) -> Any:
+        """Returns what `call` returns, which is called in a thread that nobody waits for at the end: a driver
+        may hang. Raises what comes out of it, or ConnectionLostError when that is of no interest any more."""
+        outcome: list[tuple[Any, Exception | None]] = []
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append((call(), None))
+            except Exception as error:
+                outcome.append((None, error))
+            over.set()
+
+        with self.lock:
+            self._working = over
+        threading.Thread(target=run, name="kvtier-work", daemon=True).start()
+        while not outcome:
+            if self._closing.is_set():
+                raise ConnectionLostError("the client is closing")
+            over.wait(self._keep_alive())
+        [(result, error)] = outcome
+        if error is not None:
+            raise error
+        return result
 
     def _keep_alive(self) -> float:
         """Called again and again while steps are performed, which may take longer than the daemon's patience.

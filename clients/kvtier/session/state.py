@@ -67,7 +67,7 @@ class ProtocolState:
         self.memory = RankMemory(spec, self.words)
         self.counters = Counters()
         self.ended: str | None = None
-        """Why the connection is over, once that is known; the shell then calls `lost`."""
+        """Why the connection is over, once that is known; the connection then calls `lost`."""
         self._clock = clock
         self._make_event = make_event
         self._release = release or self.release
@@ -88,7 +88,7 @@ class ProtocolState:
         """Of which `take_ready` has told."""
         self._news = News(spec.prefill_tokens_per_s)
 
-    # --- what the shell does for the connection ---
+    # --- what the connection does ---
 
     def say_hello(self, token: bytes, daemon_pid: int) -> HelloRecord:
         """Starts a new connection with its first message."""
@@ -104,7 +104,7 @@ class ProtocolState:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the shell has something to do besides sending."""
+        """Whether the session thread has something to do besides sending."""
         wanted = self.memory.wants_registration or self.wants_index or self._newly_ready
         return self.ended is not None or wanted
 
@@ -194,7 +194,7 @@ class ProtocolState:
                 self.end(f"the daemon ended the session: {KvtierError.from_proto(message.goodbye.why)}")
 
     def end(self, why: str) -> None:
-        """The connection is known to be over; the shell will call `lost`. The first reason given is kept."""
+        """The connection is known to be over; `lost` will be called. The first reason given is kept."""
         if self.ended is None:
             self.ended = why
         for waiting in self._pending.values():

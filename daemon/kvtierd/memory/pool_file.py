@@ -267,10 +267,17 @@ def read_header(fd: int, naming: Naming = POOL) -> Header | str:
 
 
 def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
-    """Raise PoolRefused for a file that holds something which is no pool of ours: it is never overwritten."""
-    start = os.pread(fd, len(MAGIC), 0)
-    # A short file may live in its inode, with no block of its own.
-    if start.startswith(MAGIC_STEM) or (os.fstat(fd).st_blocks == 0 and not any(start)):
+    """Raise PoolRefused for a file that holds something which is no pool of ours: it is never overwritten.
+
+    Nothing but zeros, in no more than a header's length, is what a start leaves that was killed before it
+    wrote its first byte. Call it with the lock held: a daemon that is making the file changes its length.
+    """
+    length = os.fstat(fd).st_size
+    start = os.pread(fd, min(length, HEADER_AREA_BYTES), 0)
+    if start.startswith(MAGIC_STEM) or (length <= HEADER_AREA_BYTES and not any(start)):
+        return
+    # A longer file without a block of its own has never held anything.
+    if os.fstat(fd).st_blocks == 0 and not any(start):
         return
     raise PoolRefused(
         f"{naming.path} {path} holds something that is not a {naming.what}; "

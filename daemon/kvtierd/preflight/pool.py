@@ -77,11 +77,6 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         try:
-            refuse_foreign(fd, path)
-        except PoolError:
-            yield failure("the file holds something that is not a pool", "remove it, or name another")
-            return
-        try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             pids = holders(fd)
@@ -91,6 +86,12 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
             else:
                 remedy = "stop that daemon, or name another file"
                 yield failure(said, remedy, passing=True, holder=True)
+            return
+        # Only now: who holds the lock may just be making the pool, which until then is no pool.
+        try:
+            refuse_foreign(fd, path)
+        except PoolError:
+            yield failure("the file holds something that is not a pool", "remove it, or name another")
             return
     finally:
         os.close(fd)

@@ -15,7 +15,7 @@ from kvtier.session import state
 from tests.support.daemon import DaemonHost
 from tests.support.engine_gpu import EngineGpu
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.plain_client import NAMESPACE, READY_S, PlainClient
 
 Connect = Callable[..., PlainClient]
@@ -34,7 +34,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def shared_host() -> Iterator[DaemonHost]:
     """A running daemon that no test of the file ends."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", **HEARTBEAT)
     host.start()

@@ -15,9 +15,9 @@ import pytest
 from kvtier import GroupQuery, LookupMode, Namespace, Outcome, Retention
 
 from tests.integration.client.conftest import HEARTBEAT, Connect
-from tests.integration.daemon.test_explain import verdict
+from tests.integration.daemon.commands import verdict
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.plain_client import Cache, PlainClient, block_hashes
 
 Verdicts = list[str]
@@ -37,7 +37,7 @@ def tight(socket_dir: Path, shm_dir: Path) -> Iterator[DaemonHost]:
 @pytest.fixture
 def tiered() -> Iterator[DaemonHost]:
     """The same with a disk, which gets each block as soon as it is stored."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     (run / "disk").mkdir(mode=0o700)
     settings: dict[str, Any] = {

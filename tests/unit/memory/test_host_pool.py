@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from kvtierd.memory import HostPool, PoolLocked, PoolRefused, PoolTooLarge
 from kvtierd.memory import host_pool as host_pool_module
-from kvtierd.memory.pool_file import default_extent_bytes, geometry_for, map_pool, populate_all
+from kvtierd.memory.pool_file import (
+    HEADER_AREA_BYTES,
+    default_extent_bytes,
+    geometry_for,
+    map_pool,
+    populate_all,
+)
 
 from tests.unit.memory.plain_pool import MIB, SPACE, hashes, read_header, u64
 
@@ -171,6 +177,20 @@ def test_a_file_that_is_no_pool_is_never_overwritten(path: Path) -> None:
     path.chmod(0o600)
     assert_refused(path, "holds something that is not a pool")
     assert path.read_bytes() == b"somebody's thesis" * 1000
+
+
+@pytest.mark.parametrize("length", [1, HEADER_AREA_BYTES])
+def test_what_a_start_left_that_was_killed_before_its_first_byte(path: Path, length: int) -> None:
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, length)
+    path.chmod(0o600)
+    assert cold_reason(path) == "there was no pool yet"
+
+
+def test_zeros_of_somebody_else_are_never_overwritten(path: Path) -> None:
+    path.write_bytes(bytes(HEADER_AREA_BYTES + 1))
+    path.chmod(0o600)
+    assert_refused(path, "holds something that is not a pool")
 
 
 def test_a_symbolic_link_is_refused(filled: Path) -> None:

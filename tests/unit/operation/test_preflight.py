@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import socket
@@ -168,6 +169,17 @@ class TestPool:
         found = findings(config)["pool file"]
         assert (found.verdict, found.field, found.value) == (Verdict.FAILURE, "pool.path", path)
         assert found.remedy
+
+    def test_a_file_that_somebody_is_making_a_pool_is_in_use(self, config: Config) -> None:
+        path = config.pool.path
+        assert path is not None
+        path.write_bytes(bytes(4 << 20))
+        path.chmod(0o600)
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            found = findings(config)["pool file"]
+        assert (found.verdict, found.passing, found.holder) == (Verdict.FAILURE, True, True)
+        assert findings(config)["pool file"].found == "the file holds something that is not a pool"
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
     def test_a_file_of_another_user(self, config: Config) -> None:

@@ -255,7 +255,11 @@ class Blocks:
     def touch(self, entries: Entries) -> None:
         """Makes blocks recent, the first most of all."""
         self.table.touch(tail_first(entries))
-        self.used_at[entries] = self.now
+        self.used(entries)
+
+    def used(self, entries: Entries) -> None:
+        """Remembers when blocks were used."""
+        self.used_at[entries.astype(np.intp)] = self.now  # numpy takes twice as long with other indexes
 
     def cool(self, domain: Domain, entries: Entries) -> None:
         """Makes those of a domain that may be evicted the next to be, the first of them last. For other
@@ -268,7 +272,7 @@ class Blocks:
 
     def mark_used(self, entries: Entries, slots: Slots) -> None:
         """Remembers when blocks and their extents were used."""
-        self.used_at[entries] = self.now
+        self.used(entries)
         self.slots.used_at[self.geometry.extent_of(slots.reshape(-1))] = self.now
 
     def slots_of(self, domain: Domain, entries: Entries) -> Slots:
