@@ -66,6 +66,14 @@ def socket_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
+def disk_dir() -> Iterator[Path]:
+    """A private folder on a file system that is one, not memory, which `tmp_path` may be on."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-disk-", dir="/var/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
 def shm_dir() -> Iterator[Path]:
     """A private folder in /dev/shm for pool files, named so that two test runs on one machine do not disturb
     each other."""

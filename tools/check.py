@@ -11,38 +11,57 @@ Every stage runs even if an earlier one failed, within a deadline; its whole out
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tools import fault_counts, vllm_versions
-from tools.stages import BIN, Stage, pytest_stage, run_all, to_the_end
+from tools.stages import BIN, Beside, Stage, pytest_stage, run_all, to_the_end
 
 WITHOUT_ENGINE = "not vllm and not gpu and not fake_gpu and not deploy"
 CAMPAIGNS, ENGINES, DEPLOYED = "tests/faults", "tests/vllm", "tests/deploy"
 """Folders of the fault suite, which has counts to reach; of all tests that load vLLM; and of those that want
 to be root. A stage names the folders that its tests are in, because each of its workers reads all of them."""
-FAKE_GPU_FOLDERS = ("tests/unit", "tests/integration", "tests/gpu")
-SHORT = " and not long"
-"""Selects what `make test` runs: repeats and further combinations are marked `long`."""
+PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
+    f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits")
+)
+FAKE_GPU_FOLDERS = ("tests/integration", "tests/gpu")
+FAKE_GPU_UNITS = ("tests/unit/client", "tests/unit/transfer")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How much of its tests a stage runs."""
+
+    marks: str = ""
+    """What else is selected by."""
+    length: str = "short"
+    """Of campaigns and simulations (tests/support/length.py)."""
+
+
+MERGE = Form(marks=" and not long")
+"""`make test`: repeats and further combinations are marked `long`."""
+EACH = Form()
+"""Targets of single stages."""
+FULL = Form(length="full")
+"""`make test-full`."""
 # Daemons and their clients mostly wait. Engines compute, so that more of them than cores gain nothing.
 WORKERS, ENGINE_WORKERS = 4, 2
+SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""For engines side by side: OpenMP's threads of one would wait for those of the other."""
 
-LINT = [
-    Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff)."),
-    Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages)."),
-    Stage(
-        "class-names",
-        [sys.executable, "tools/class_names.py"],
-        "No two classes of the product share a name.",
-    ),
-    Stage(
-        "imports",
-        ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
-        "Packages import only what the architecture allows.",
-    ),
-]
+RUFF = Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff).")
+MYPY = Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages).")
+CLASS_NAMES = Stage(
+    "class-names", [sys.executable, "tools/class_names.py"], "No two classes of the product share a name."
+)
+IMPORTS = Stage(
+    "imports",
+    ["env", "PYTHONPATH=tools", str(BIN / "lint-imports"), "--no-logo"],  # our contract type is in tools/
+    "Packages import only what the architecture allows, and no modules import each other in a circle.",
+)
+QUICK_LINT = (RUFF, CLASS_NAMES, IMPORTS)
 UNIT = pytest_stage(
     "tests-unit",
-    WITHOUT_ENGINE + SHORT,
+    WITHOUT_ENGINE + MERGE.marks,
     "The unit tests pass, and a short simulation finds no broken promise.",
     deadline_s=600,
     folders=("tests/unit", "tests/simulation"),
@@ -61,84 +80,104 @@ LIGHT_CLIENT = Stage(
 )
 
 
-def main_stage(form: str, *without: str) -> Stage:
+def main_stage(form: Form, *without: str) -> Stage:
     """What needs no engine, but for the fault suite and the folders `without`."""
     return pytest_stage(
         "tests",
-        WITHOUT_ENGINE + form,
+        WITHOUT_ENGINE + form.marks,
         "The unit, contract, simulation and integration tests pass, those of single faults among them.",
         deadline_s=3_000,
         without=(CAMPAIGNS, DEPLOYED, *without),
         workers=WORKERS,
+        environment={"KVTIER_LENGTH": form.length},
     )
 
 
-def campaigns(form: str) -> Stage:
+def campaigns(form: Form) -> Stage:
     """The fault suite without an engine."""
     return pytest_stage(
         "tests-faults",
-        WITHOUT_ENGINE + form,
+        WITHOUT_ENGINE + form.marks,
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
-        deadline_s=900 if form else 3_600,
+        deadline_s=3_600 if form is FULL else 900,
         folders=(CAMPAIGNS,),
         workers=WORKERS,
-        least=fault_counts.IN_MAKE_TEST if form else fault_counts.IN_TEST_FULL,
-        environment={} if form else {"KVTIER_FAULTS": "full"},
+        least=fault_counts.IN_TEST_FULL if form is FULL else fault_counts.IN_MAKE_TEST,
+        environment={"KVTIER_LENGTH": form.length},
     )
 
 
-def engines(form: str) -> Stage:
-    """Real engines and schedulers, and what tests the connector without them."""
+def engines(form: Form, *without: str) -> Stage:
+    """Real engines and schedulers, and what tests the connector without them; not the files `without`."""
     return pytest_stage(
         "tests-vllm",
-        "not fake_gpu and not gpu" + form,
+        "not fake_gpu and not gpu" + form.marks,
         "A real vLLM stores, loses and restores its KV cache through kvtierd.",
         deadline_s=2_400,
         folders=(ENGINES,),
+        without=(PARALLEL_FILE, *without),
         workers=ENGINE_WORKERS,
+        environment=SHARING_CORES | {"KVTIER_LENGTH": form.length},
     )
 
 
-def fake_gpu(form: str) -> list[Stage]:
+def parallel_engines(form: Form) -> Stage:
+    """Engines of several ranks, which wait for each other by spinning: they have all cores for themselves."""
+    return pytest_stage(
+        "tests-vllm-parallel",
+        "vllm" + form.marks,
+        "Every rank of a parallel engine restores what is its own.",
+        deadline_s=1_200,
+        folders=(PARALLEL_FILE,),
+    )
+
+
+def fake_gpu(form: Form) -> list[Stage]:
     """A GPU behind a double of the CUDA driver."""
+    usual = {"KVTIER_LENGTH": form.length}
     return [
         pytest_stage(
             "tests-fake-gpu",
-            "fake_gpu and not faults and not vllm and not gpu" + form,
+            "fake_gpu and not faults and not vllm and not gpu" + form.marks,
             "Copies from and to a GPU keep the contract of those of the CPU (driver: a double of our own).",
             deadline_s=1_200,
-            folders=FAKE_GPU_FOLDERS,
+            folders=(*FAKE_GPU_FOLDERS, *FAKE_GPU_UNITS),
             workers=WORKERS,
+            environment=usual,
         ),
         pytest_stage(
             "tests-fake-gpu-faults",
-            "fake_gpu and faults and not vllm and not gpu" + form,
+            "fake_gpu and faults and not vllm and not gpu" + form.marks,
             "Driver calls that fail or hang, and processes killed, cost no more than one GPU's worker.",
-            deadline_s=1_200 if form else 1_800,
+            deadline_s=1_200 if form is MERGE else 1_800,
             folders=(*FAKE_GPU_FOLDERS, f"{CAMPAIGNS}/gpu"),
             workers=WORKERS,
-            least={} if form else fault_counts.FAKE_GPU,
-            environment={} if form else {"KVTIER_GPU_KILLS": str(fault_counts.GPU_KILLS_PER_CASE)},
+            least={} if form is MERGE else fault_counts.FAKE_GPU,
+            environment=usual
+            if form is MERGE
+            else usual | {"KVTIER_GPU_KILLS": str(fault_counts.GPU_KILLS_PER_CASE)},
         ),
         pytest_stage(
             "tests-vllm-fake-gpu",
-            "vllm and fake_gpu and not gpu" + form,
+            "vllm and fake_gpu and not gpu" + form.marks,
             "So does one whose KV cache lies on a GPU, exported or mirrored (driver: a double of our own).",
             deadline_s=900,
             folders=(ENGINES,),
             workers=ENGINE_WORKERS,
+            environment=SHARING_CORES | usual,
         ),
     ]
 
 
-def merge_stages(form: str) -> list[Stage]:
-    """What `make test` runs of the tests, with SHORT; what `make test-full` runs of them, without."""
+def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
+    """What `make test` runs, in a form, without the files `without` of tests of engines. What keeps one core
+    busy runs beside others of that kind."""
     return [
-        GENERATED,
-        LIGHT_CLIENT,
+        Beside(((*QUICK_LINT, GENERATED, LIGHT_CLIENT), (MYPY,))),
         main_stage(form, ENGINES),
         campaigns(form),
-        engines(form),
+        engines(form, *without),
+        parallel_engines(form),
         *fake_gpu(form),
     ]
 
@@ -149,9 +188,6 @@ DEPLOY = pytest_stage(
     "An operator's way: packages, units, manifests, metrics and commands of the documentation work.",
     deadline_s=3_600,
     folders=("tests/deploy",),  # others want what this machine need not have: an engine, for example
-)
-WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
-    f"tests/vllm/test_{name}.py" for name in ("workload", "api_server", "audits")
 )
 _WORKLOAD = pytest_stage(
     "tests-workload",
@@ -180,31 +216,26 @@ AUDITS = pytest_stage(
 )
 
 
-def full() -> list[Stage]:
+def full_steps() -> list[Stage | Beside]:
     """Everything that needs no GPU, no other host and no root."""
-    every_engine = engines("")
-    shared = replace(  # the long forms of these files follow
-        every_engine,
-        command=every_engine.command
-        + [f"--ignore={each}" for each in (WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)],
-    )
-    tests = [shared if stage == every_engine else stage for stage in merge_stages("")]
+    # The long forms of these files follow.
+    steps = merge_steps(FULL, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)
     versions = [stage for version in vllm_versions.VERSIONS for stage in vllm_versions.stages(version)]
-    return [*LINT, *tests, WORKLOAD, AUTOSTART, AUDITS, *versions]
+    return [*steps, WORKLOAD, AUTOSTART, AUDITS, *versions]
 
 
-FORMS = {
-    "check": [*LINT, UNIT],
-    "test": [*LINT, *merge_stages(SHORT)],
-    "full": full(),
-    "light": [LIGHT_CLIENT, main_stage(SHORT), campaigns(SHORT)],  # no engine, no tools of one Python only
-    "lint": LINT,
+FORMS: dict[str, list[Stage | Beside]] = {
+    "check": [Beside(((*QUICK_LINT, UNIT), (MYPY,)))],
+    "test": merge_steps(MERGE),
+    "full": full_steps(),
+    "light": [LIGHT_CLIENT, main_stage(MERGE), campaigns(MERGE)],  # no engine, no tools of one Python only
+    "lint": [*QUICK_LINT, MYPY],
     "deploy": [DEPLOY],
-    "vllm": [engines(""), fake_gpu("")[-1]],
+    "vllm": [engines(EACH), parallel_engines(EACH), fake_gpu(EACH)[-1]],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
     "workload": [WORKLOAD],
-    "fake-gpu": fake_gpu(""),
+    "fake-gpu": [*fake_gpu(EACH)],
 }
 
 

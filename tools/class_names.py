@@ -26,7 +26,6 @@ ALLOWED = {
     "Client": "kvtier.aio.Client is to be AsyncClient.",
     "LookupCall": "kvtier.aio.LookupCall is to be AsyncLookupCall.",
     "Transfer": "kvtier.aio.Transfer is to be AsyncTransfer.",
-    "Ask": "The joint lookup's is to go.",
 }
 """Names that two classes may have, and why."""
 

@@ -75,7 +75,19 @@ LONG = {
 }
 
 
-IN_TEST_FULL = IN_MAKE_TEST
+IN_TEST_FULL = IN_MAKE_TEST | {
+    "daemon_kills": 60,
+    "planned_restarts": 22,
+    "pool_owner_kills": 375,
+    "client_kills": 50,
+    "client_stops": 12,
+    "daemon_stops": 3,
+    "corruptions_refused": 100,
+    "daemon_kills_with_disks": 12,
+    "bad_requests_in_process": 250_000,
+    "bad_requests_on_the_wire": 5_000,
+    "bad_packets_on_the_side": 1_000,
+}
 """Of the same campaigns in `make test-full`."""
 
 

@@ -13,11 +13,9 @@ import os
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from tools import fault_counts
-from tools.stages import LOGS, Outcome, Stage, end, pytest_stage, read_junit, run, summary, to_the_end
+from tools.stages import LOGS, Outcome, Stage, pytest_stage, read_junit, run_beside, summary, to_the_end
 
 DEADLINES_S = {"short": 1_800, "long": 4 * 3_600}
 LEAST = {"short": fault_counts.SHORT, "long": fault_counts.LONG}
@@ -74,29 +72,13 @@ def last_run(stage: Stage) -> Outcome:
     return outcome
 
 
-def run_side_by_side(stages: Sequence[Stage]) -> list[Outcome]:
-    """Runs all of them; what the first says is shown as it says it. Raises KeyboardInterrupt with nothing
-    left running."""
-    if not stages:
-        return []
-    first, *others = stages
-    with ThreadPoolExecutor(len(stages)) as threads:
-        beside = [threads.submit(run, stage, quiet=True) for stage in others]
-        try:
-            return [run(first), *(future.result() for future in beside)]
-        except KeyboardInterrupt:
-            for stage in others:
-                end(stage)
-            raise
-
-
 def report(form: str, outcomes: list[Outcome]) -> bool:
     """Prints what was counted, as a table and as JSON. Whether it proves what it is to prove."""
     counts = fault_counts.total(outcome.counts for outcome in outcomes)
     for missing in fault_counts.shortfalls(counts, LEAST[form]):
         outcomes[0].passed = False
         outcomes[0].remarks.append(f"not enough: {missing}")
-    summary(outcomes)
+    summary(outcomes, max(one.seconds for one in outcomes))
     for outcome in outcomes:
         durations(outcome.stage)
     table(counts, LEAST[form])
@@ -120,8 +102,8 @@ def main() -> int:
     }
     for stage in stages.values():
         stage.command.insert(1, f"--timeout={TEST_TIMEOUT_S}")
-    os.environ["KVTIER_FAULTS"] = form
-    ran = run_side_by_side([stage for half, stage in stages.items() if only in ("", half)])
+    os.environ["KVTIER_LENGTH"] = form
+    ran = run_beside([[stage] for half, stage in stages.items() if only in ("", half)])
     outcomes = ran + [last_run(stage) for half, stage in stages.items() if only not in ("", half)]
     return 0 if report(form, outcomes) else 1
 

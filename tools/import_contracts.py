@@ -1,12 +1,13 @@
-"""An import-linter contract that says what a package may import; the built-in types say only what it may not.
-
-A new dependency, or a new package of ours, is then refused until somebody decides that it is allowed.
+"""Contracts for import-linter that its built-in types do not have: what a package may import, where these say
+only what it may not; and that no modules import each other in a circle, where these look at whole packages.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import cast
 
 from grimp import ImportGraph
@@ -23,7 +24,8 @@ def _within(module: str, packages: Iterable[str]) -> bool:
 
 
 class ImportsContract(Contract):
-    """Checks the direct imports of `package` and everything below it.
+    """Checks the direct imports of `package` and everything below it. A new dependency, or a new package of
+    ours, is refused until somebody decides that it is allowed.
 
     only: packages it may import, besides itself; the word `stdlib` is the standard library. Optional.
     never: packages it may not import even so; a part of the standard library, for one. Optional.
@@ -62,3 +64,76 @@ class ImportsContract(Contract):
         for line in check.metadata["found"]:
             output.print_error(line, bold=False)
         output.new_line()
+
+
+class NoCirclesContract(Contract):
+    """Checks that no modules import each other in a circle, wherever the imports stand: in a function, or
+    under `TYPE_CHECKING`. As at run time, whoever imports `a.b` imports `a` as well."""
+
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
+        """Returns circles that have no import in common, each as short as it can be, import by import."""
+        _add_packages_that_run(graph)
+        circles = []
+        while (found := _some_circle(graph)) is not None:
+            circle = _shortest(graph, found)
+            circles.append([_describe(graph, *step) for step in circle])
+            for importer, imported in circle:
+                graph.remove_import(importer=importer, imported=imported)
+        return ContractCheck(kept=not circles, metadata={"circles": circles})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        """Prints the imports of each circle, in their order."""
+        for circle in check.metadata["circles"]:
+            output.print_error(f"{len(circle)} modules import each other in a circle:")
+            for line in circle:
+                output.print_error(f"  {line}", bold=False)
+            output.new_line()
+
+
+def _add_packages_that_run(graph: ImportGraph) -> None:
+    """Adds the imports of packages whose `__init__` runs because something below them is imported."""
+    for importer in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(importer):
+            package = imported.rpartition(".")[0]
+            while package in graph.modules and not _within(importer, [package]):
+                if not graph.direct_import_exists(importer=importer, imported=package):
+                    for detail in graph.get_import_details(importer=importer, imported=imported)[:1]:
+                        graph.add_import(
+                            importer=importer,
+                            imported=package,
+                            line_number=detail["line_number"],
+                            line_contents=detail["line_contents"],
+                        )
+                package = package.rpartition(".")[0]
+
+
+def _some_circle(graph: ImportGraph) -> list[tuple[str, str]] | None:
+    """The imports of a circle, as pairs of importer and imported; None if there is none."""
+    # A package that imports a compiled module of its own, which the graph lacks, seems to import itself.
+    imports = {
+        module: sorted(graph.find_modules_directly_imported_by(module) - {module})
+        for module in sorted(graph.modules)
+    }
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        # The modules, the first again at the end, each imported by the next one.
+        modules = list(reversed(error.args[1]))
+        return list(pairwise(modules))
+    return None
+
+
+def _shortest(graph: ImportGraph, circle: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The shortest circle that has one of these imports."""
+    found = circle
+    for importer, imported in circle:
+        back = graph.find_shortest_chain(importer=imported, imported=importer)
+        assert back is not None
+        if len(back) < len(found):
+            found = list(pairwise((importer, *back)))
+    return found
+
+
+def _describe(graph: ImportGraph, importer: str, imported: str) -> str:
+    detail = graph.get_import_details(importer=importer, imported=imported)[0]
+    return f"{importer}:{detail['line_number']}: {detail['line_contents']}"

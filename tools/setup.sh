@@ -74,8 +74,11 @@ install_project() {
 
 step_project() {
     local key
-    key=$(find CMakeLists.txt pyproject.toml kernels -type f ! -name '*.py' ! -name '*.pyi' ! -path '*/__pycache__/*' -print0 \
-          | sort -z | xargs -0 sha256sum | sha256sum | cut -c1-16)
+    # The editable installation lists the modules that were there when it was made: their names are among its inputs.
+    key=$({ find CMakeLists.txt pyproject.toml kernels -type f ! -name '*.py' ! -name '*.pyi' ! -path '*/__pycache__/*' -print0 \
+                | sort -z | xargs -0 sha256sum
+            find daemon clients kernels -name '*.py' | sort
+          } | sha256sum | cut -c1-16)
     fresh project "$key" && [ "${1:-}" != force ] && return
     say "building the native module and installing the project (editable)"
     timed project install_project

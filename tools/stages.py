@@ -10,11 +10,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -51,6 +53,13 @@ class Stage:
     def junit(self) -> Path:
         """Where pytest writes its results, if it is a pytest stage."""
         return LOGS / f"{self.name}.xml"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Stages side by side, for those that keep one core busy: one lane for each."""
+
+    lanes: tuple[tuple[Stage, ...], ...]
 
 
 @dataclass
@@ -101,12 +110,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 _running: dict[str, subprocess.Popen[bytes]] = {}
 """Processes of stages, by their names."""
-
-
-def end(stage: Stage) -> None:
-    """Ends a stage that another thread runs; `run` returns there."""
-    if (process := _running.get(stage.name)) is not None:
-        end_group(process)
+_stopping = threading.Event()
+"""Set when everything is to end: no further stage begins."""
 
 
 def run(stage: Stage, *, quiet: bool = False) -> Outcome:
@@ -135,6 +140,8 @@ def run(stage: Stage, *, quiet: bool = False) -> Outcome:
     tee.stdin.close()
     _running[stage.name] = process
     try:
+        if _stopping.is_set():
+            end_group(process)
         process.wait(stage.deadline_s)
     except subprocess.TimeoutExpired:
         late = True
@@ -203,8 +210,8 @@ def proved(cases: list[ElementTree.Element]) -> Iterator[str]:
                     yield entry.get("value", "")
 
 
-def summary(outcomes: list[Outcome]) -> None:
-    """Prints, in plain sentences, what holds and what does not."""
+def summary(outcomes: list[Outcome], seconds: float) -> None:
+    """Prints, in plain sentences, what holds and what does not, and how long all of it took."""
     print("\n" + "=" * 100)
     for outcome in outcomes:
         if outcome.passed:
@@ -218,15 +225,39 @@ def summary(outcomes: list[Outcome]) -> None:
     if failed:
         print(f"Not proved: {', '.join(failed)}.")
     else:
-        print(f"Everything above holds ({sum(outcome.seconds for outcome in outcomes):.0f} s).")
+        print(f"Everything above holds ({seconds:.0f} s).")
 
 
-def run_all(stages: Sequence[Stage]) -> int:
-    """Runs the stages one after another, also when one has failed, and prints what was proved: the exit
+def run_beside(lanes: Sequence[Sequence[Stage]]) -> list[Outcome]:
+    """Runs the lanes side by side, and each lane's stages one after another. The terminal shows the first
+    lane. Raises KeyboardInterrupt with nothing left running."""
+
+    def run_lane(lane: Sequence[Stage], quiet: bool) -> list[Outcome]:
+        return [run(stage, quiet=quiet) for stage in lane if not _stopping.is_set()]
+
+    if not lanes:
+        return []
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        others = [threads.submit(run_lane, lane, True) for lane in lanes[1:]]
+        try:
+            shown = run_lane(lanes[0], False)
+            return [*shown, *(outcome for other in others for outcome in other.result())]
+        except KeyboardInterrupt:
+            _stopping.set()
+            for process in list(_running.values()):
+                end_group(process)
+            raise
+
+
+def run_all(steps: Sequence[Stage | Beside]) -> int:
+    """Runs the steps one after another, also when one has failed, and prints what was proved: the exit
     status."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    outcomes = [run(stage) for stage in stages]
-    summary(outcomes)
+    started = time.monotonic()
+    outcomes: list[Outcome] = []
+    for step in steps:
+        outcomes += [run(step)] if isinstance(step, Stage) else run_beside(step.lanes)
+    summary(outcomes, time.monotonic() - started)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 

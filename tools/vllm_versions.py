@@ -47,6 +47,8 @@ def stages(version: str) -> list[Stage]:
         str(REPO / venv / "bin" / "pytest"),
         f"--junit-xml={LOGS / name}.xml",
         "--color=yes",
+        "--numprocesses=3",
+        "--dist=loadfile",
     ]
     return [
         Stage(f"setup-{name}", setup, f"vLLM {version} can be installed.", SETUP_DEADLINE_S),

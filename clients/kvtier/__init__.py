@@ -39,21 +39,18 @@ about.
 Memory on a GPU is shared the same way: see `kvtier.cuda`, which is imported by those who use it.
 """
 
-from kvtier.address import default_socket
 from kvtier.client import Client, LookupCall, Transfer
+from kvtier.connection.address import default_socket
 from kvtier.errors import KvtierError, NotExportableError, Reason
-from kvtier.joint import GroupQuery
 from kvtier.layout import Group, GroupKind, Namespace, Plane
-from kvtier.lookups import HIT, MISS, PENDING, BlockIds, Hashes, Lease, Lookup, LookupMode
-from kvtier.memory import DeviceShareable, Shareable
-from kvtier.options import ClientOptions
+from kvtier.lookups import HIT, MISS, PENDING, GroupLookup, Lease, Lookup
+from kvtier.memory import DeviceShareable, Shareable, SharedBuffer
+from kvtier.queries import BlockIds, GroupQuery, Hashes, LookupMode
 from kvtier.retention import Retention
-from kvtier.session import Doorbell
-from kvtier.shared import SharedBuffer
-from kvtier.spec import Role
+from kvtier.spec import ClientOptions, Role
 from kvtier.status import ClientState, ClientStatus, Counters
 from kvtier.transfers import Outcome, StoreResult, TransferState
-from kvtier.words import Direction, PartRef, PartState
+from kvtier.words import Direction, Doorbell, PartRef, PartState
 
 __all__ = [
     "HIT",
@@ -70,6 +67,7 @@ __all__ = [
     "Doorbell",
     "Group",
     "GroupKind",
+    "GroupLookup",
     "GroupQuery",
     "Hashes",
     "KvtierError",

@@ -1,72 +1,62 @@
-"""What both clients share: every call that does not wait. The shells add waiting, threads or tasks, and the
-connection."""
+"""What both clients share: every call that does not wait, and how to wait for the others. The clients add the
+waiting itself."""
 
-import logging
+import atexit
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-from kvtier import address
-from kvtier.asking import Touch
-from kvtier.attach import NotRegisteredError
+from kvtier.calls import EVENT_POLL_S, WORD_POLL_S, LookupCallBase, TransferBase, Waiting, wait_blocking
+from kvtier.connection import address
+from kvtier.connection.reports import ConnectionReports
+from kvtier.connection.threads import ConnectionThreads
 from kvtier.errors import KvtierError, Reason
-from kvtier.joint import GroupQuery
 from kvtier.layout import Group, Namespace, Settings
-from kvtier.lookups import (
+from kvtier.lookups import Lease, Lookup
+from kvtier.memory import Memory, SharedBuffer, StreamDoorbells
+from kvtier.queries import (
     BlockIds,
+    GroupQuery,
     Hashes,
-    Lease,
-    Lookup,
     LookupMode,
-    LookupRecord,
+    Touch,
+    check_queries,
     join_hashes,
     list_block_ids,
+    one_query,
 )
-from kvtier.memory import Memory, StreamDoorbells
 from kvtier.retention import Retention, check_seconds
-from kvtier.session import Doorbell, ProtocolState
-from kvtier.shared import SharedBuffer
+from kvtier.session.state import ProtocolState
 from kvtier.spec import AttachSpec, Role, check_prefill_rate
 from kvtier.status import ClientState, ClientStatus
 from kvtier.stream_words import WORD_BYTES
-from kvtier.transfers import EventLike, Outcome, StoreResult, TransferRecord, TransferState
 from kvtier.v1 import cache_pb2
-from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Direction, PartRef, PartState
-
-log = logging.getLogger("kvtier")
+from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT, Doorbell, PartRef, PartState
 
 AUDIT_ERROR_MAX, AUDIT_DETAIL_BYTES_MAX = 1e6, 512
-
-CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    # A connection of its own for every client: its end is the end of the session.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.default_authority", "localhost"),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),
-    # The default backoff costs 2.8 s after a restart of the daemon, these 0.1 s.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 200),
-    # Heartbeats notice a silent daemon within a second or so; this one gives up a connection that is beyond
-    # hope.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-)
+LOOKUP_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 1.0
+"""For the end of a session that nobody has closed, when the interpreter ends."""
+
+CallT = TypeVar("CallT", bound=LookupCallBase)
+TransferT = TypeVar("TransferT", bound=TransferBase)
 
 
-class ClientBase(ABC):
+class ClientBase(ABC, Generic[CallT, TransferT]):
     """One client: a session with the daemon that comes and goes in the background.
 
-    No call here waits, and none raises because of the daemon: without it there are misses and refused
-    transfers. KvtierError is raised for the caller's own mistakes only, before anything was changed.
+    No call raises because of the daemon: without it there are misses and refused transfers. KvtierError is
+    raised for the caller's own mistakes only, before anything was changed.
     """
+
+    _call_type: type[CallT]
+    _transfer_type: type[TransferT]
+    _event_type: type[threading.Event] = threading.Event
+    """What callers of this client wait for."""
 
     def __init__(
         self,
@@ -131,9 +121,9 @@ class ClientBase(ABC):
             compute the same blocks, the daemon tells in which of these they differ.
         on_ready: Callable[[ClientStatus], None] | None, default None
             Called each time the client has become ready: once for every epoch, so again after the daemon was
-            away. By the thread or the task that keeps the session alive: it must return at once. What it
-            raises is logged. None: a line in the log says so where one has told before that the daemon was
-            away.
+            away. By a thread of the client's, or in the loop of an asyncio client: it must return at once.
+            What it raises is logged. None: a line in the log says so where one has told before that the
+            daemon was away.
         """
         self.address = address.resolve(socket)
         spec = AttachSpec(
@@ -150,22 +140,25 @@ class ClientBase(ABC):
             prefill_tokens_per_s=prefill_tokens_per_s,
             configuration=tuple(configuration),
         )
-        self._lock = threading.Lock()
         self._session = ProtocolState(
-            spec, clock=time.monotonic, make_event=self._make_event, release=self._release
+            spec, clock=time.monotonic, make_event=self._event_type, release=self._release
         )
         make_doorbells = getattr(spec.memory, "stream_doorbells", None)
-        self._doorbells: StreamDoorbells | None = None
+        doorbells_of_streams: StreamDoorbells | None = None
         if make_doorbells is not None and spec.doorbells:
-            self._doorbells = make_doorbells(self._ring_from_thread)
+            doorbells_of_streams = make_doorbells(self.ring)
         self._landing_lock = threading.Lock()
         self._landing_made = False
-        self._reported = ""
-        self._on_ready = on_ready
-        self._works = False
-        """As the log has it: `_tell_ready` was the last to write, not `_tell_lost`."""
-        self._warned = False
-        self._start()
+        self._begin()
+        self._threads = ConnectionThreads(
+            self._session,
+            self.address,
+            ConnectionReports(self.address.socket, on_ready, self._hand_over),
+            doorbells_of_streams,
+            changed=self._event_type(),
+            ended=self._event_type(),
+        )
+        atexit.register(self._close_at_exit)
 
     @property
     def instance(self) -> str:
@@ -177,9 +170,7 @@ class ClientBase(ABC):
     @property
     def status(self) -> ClientStatus:
         """A snapshot: state, why it is not ready, counters."""
-        mode = "" if self._doorbells is None else self._doorbells.mode
-        with self._lock:
-            return self._session.status(mode)
+        return self._threads.status()
 
     @property
     def role(self) -> Role:
@@ -194,13 +185,13 @@ class ClientBase(ABC):
     @property
     def ready(self) -> bool:
         """Whether lookups, stores and loads work now."""
-        with self._lock:
+        with self._threads.lock:
             return self._session.state is ClientState.READY
 
     @property
     def epoch(self) -> int | None:
         """Epoch of the instance; None while there is no session."""
-        with self._lock:
+        with self._threads.lock:
             return self._session.epoch
 
     @property
@@ -221,57 +212,93 @@ class ClientBase(ABC):
 
     # --- the submitter's side ---
 
-    def _start_lookup(
-        self, hashes: Hashes, group: int, mode: LookupMode, lease: bool, host_only: bool
-    ) -> LookupRecord:
-        joined = self._joined(hashes, group)
-        with self._lock:
-            record = self._session.lookup(group, joined, mode, lease=lease, host_only=host_only)
-            self._wake_writer()
-        return record
+    @abstractmethod
+    def wait_ready(self, timeout_s: float) -> bool | Awaitable[bool]:
+        """Waits until everything works, at most `timeout_s`. False: see `status.why`."""
 
-    def _start_prefetch(self, hashes: Hashes, group: int, mode: LookupMode) -> LookupRecord:
-        joined = self._joined(hashes, group)
-        with self._lock:
-            record = self._session.prefetch(group, joined, mode)
-            self._wake_writer()
-        return record
+    @abstractmethod
+    def lookup(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery] | None = None,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease: bool = False,
+        host_only: bool = False,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup | Awaitable[Lookup]:
+        """Which blocks can be loaded now.
 
-    def _start_lookup_groups(
-        self, hashes: Hashes, queries: Sequence[GroupQuery], lease: bool, host_only: bool
-    ) -> LookupRecord:
-        joined = self._joined_for(hashes, queries)
-        with self._lock:
-            record = self._session.lookup_groups(joined, queries, lease=lease, host_only=host_only)
-            self._wake_writer()
-        return record
+        hashes: n block hashes in sequence order: a list of n bytes objects of `namespace.hash_bytes` each,
+            one bytes object of n * hash_bytes, or a uint8 array of shape (n, hash_bytes).
+        queries: of several groups, one for each: the answer is the longest prefix that all of them can load
+            now, with a lease for each group of what the prefix needs, for all groups or for none. The hashes
+            are those of the group with the smallest blocks. None: of `group` alone.
+        group: number of the KV cache group, from 0.
+        mode: PREFIX asks for the leading run of blocks that can all be loaded, EXACT for each by itself.
+        lease: blocks that hit stay until they are loaded or the answer is released: use it in a `with`, which
+            is a plain one for an asyncio client too, because releasing never waits.
+        host_only: what only a disk has is a miss, and stays there.
+        timeout_s: seconds to wait for the answer. None in time is a miss, and so is every lookup after it
+            until the daemon speaks again.
 
-    def _start_prefetch_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> LookupRecord:
-        joined = self._joined_for(hashes, queries)
-        with self._lock:
-            record = self._session.prefetch_groups(joined, queries)
-            self._wake_writer()
-        return record
+        Returns a Lookup: `hits` blocks, and in `states` a byte, MISS, PENDING or HIT, for each hash (in
+        PREFIX mode up to the first that is no hit); for each of several groups in `groups`. Raises
+        KvtierError for hashes of another length, and for a group that this client does not have."""
 
-    def touch_groups(
-        self, hashes: Hashes, queries: Sequence[GroupQuery], *, hold_s: float = 0.0, lazily: bool = False
-    ) -> None:
-        """As `touch`, of several groups: of those with a window, its last blocks."""
-        check_seconds("hold_s", hold_s)
-        self._touch(Touch(self._joined_for(hashes, queries), queries, hold_s=hold_s), lazily=lazily)
+    def start_lookup(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery] | None = None,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        lease: bool = False,
+        host_only: bool = False,
+    ) -> CallT:
+        """As `lookup`, without waiting. Many may be on their way at once.
 
-    def cool_groups(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> None:
-        """As `cool`, of several groups: of those with a window, its last blocks."""
-        self._touch(Touch(self._joined_for(hashes, queries), queries, cold=True))
+        Every call must be waited for or abandoned: an answer may hold a lease.
+        """
+        joined, asked = self._asked(hashes, queries, group, mode)
+        with self._threads.lock:
+            record = self._session.lookup(joined, asked, lease=lease, host_only=host_only)
+            self._threads.wake_writer()
+        return self._call_type(self._threads, record)
 
-    def _joined_for(self, hashes: Hashes, queries: Sequence[GroupQuery]) -> bytes:
-        spec = self._submitting()
-        if not queries or len({query.group for query in queries}) != len(queries):
-            message = "one query for each group, and one at least"
-            raise KvtierError(Reason.UNKNOWN_GROUP, message, field="queries", value=len(queries))
-        for query in queries:
-            spec.block_ids_max(query.group)
-        return join_hashes(hashes, spec.namespace.hash_bytes)
+    @abstractmethod
+    def prefetch(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery] | None = None,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+    ) -> Lookup | Awaitable[Lookup]:
+        """Has blocks that only a lower tier holds promoted to host memory, ahead of a lookup: the leading run
+        of blocks that are in some tier or, in exact mode, each that is; of several groups what makes the
+        prefix longer that all of them can load. As many as there is room for.
+
+        Does not wait for the promotion: the answer tells what a lookup would tell now, without a lease and
+        without a word about what to load. What is on its way is PENDING.
+        """
+
+    def start_prefetch(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery] | None = None,
+        *,
+        group: int = 0,
+        mode: LookupMode = LookupMode.PREFIX,
+    ) -> CallT:
+        """As `prefetch`, without waiting. Its answer holds no lease: nobody needs to wait for it."""
+        joined, asked = self._asked(hashes, queries, group, mode)
+        with self._threads.lock:
+            record = self._session.prefetch(joined, asked)
+            self._threads.wake_writer()
+        return self._call_type(self._threads, record)
 
     def known_run(
         self,
@@ -290,7 +317,7 @@ class ClientBase(ABC):
         Raises ValueError for a hash of another length than the namespace's.
         """
         self._submitting()
-        with self._lock:
+        with self._threads.lock:
             end = len(hashes) if end is None else end
             return self._session.known_run(group, hashes, first, end, counted=counted)
 
@@ -303,7 +330,7 @@ class ClientBase(ABC):
         """
         self._submitting()
         check_prefill_rate(tokens_per_s)
-        with self._lock:
+        with self._threads.lock:
             self._session.report_prefill(tokens_per_s)
 
     def report_audit(
@@ -333,7 +360,7 @@ class ClientBase(ABC):
             message = f"hashes of this namespace have {self.namespace.hash_bytes} bytes"
             raise KvtierError(Reason.HASH_LENGTH, message, field="block_hash", value=len(block_hash))
         text = "".join(each if each.isprintable() else "?" for each in detail)
-        with self._lock:
+        with self._threads.lock:
             self._session.report_audit(
                 cache_pb2.Audit(
                     matched=matched,
@@ -345,56 +372,94 @@ class ClientBase(ABC):
                 )
             )
 
-    def touch(self, hashes: Hashes, *, group: int = 0, hold_s: float = 0.0, lazily: bool = False) -> None:
+    def touch(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery] | None = None,
+        *,
+        group: int = 0,
+        hold_s: float = 0.0,
+        lazily: bool = False,
+    ) -> None:
         """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them
         last. Never waits, and is forgotten if the daemon cannot be told now.
 
-        For a prefix that the engine uses from its own cache, or that was stored in several parts. With
-        `hold_s` they are not evicted at all for so many seconds, as far as a Retention's `hold_s` promises
-        it. A daemon that cannot hold is told nothing: see `status.can_retain`, and `status.last_error`.
-        `lazily`: it may be told later, with the next message, at the latest with the next heartbeat.
+        For a prefix that the engine uses from its own cache, or that was stored in several parts. `queries`,
+        `group`: as for `lookup`; of a group with a window its last blocks are meant. `hold_s`: hold them as
+        well, so many seconds from now, as far as a Retention's `hold_s` promises it. `lazily`: it may be told
+        later, with the next message, at the latest with the next heartbeat.
 
         Raises KvtierError for a time that is none.
         """
         check_seconds("hold_s", hold_s)
-        self._touch(Touch(self._joined(hashes, group), group=group, hold_s=hold_s), lazily=lazily)
+        joined, asked = self._asked(hashes, queries, group)
+        self._touch(Touch(joined, asked, hold_s=hold_s), lazily=lazily)
 
-    def cool(self, hashes: Hashes, *, group: int = 0) -> None:
+    def cool(self, hashes: Hashes, queries: Sequence[GroupQuery] | None = None, *, group: int = 0) -> None:
         """Tells the daemon that these blocks, in sequence order, are not worth keeping: they are the first to
         be evicted, the last of them first, unless they are used again. Blocks that are held, leased or not
         stored yet are left alone. Never waits, and is forgotten as a touch is. Of more hashes than the daemon
-        takes at once, the last.
+        takes at once, the last; of several groups, as for `touch`.
         """
-        self._touch(Touch(self._joined(hashes, group), group=group, cold=True))
+        joined, asked = self._asked(hashes, queries, group)
+        self._touch(Touch(joined, asked, cold=True))
 
     def flush(self) -> None:
         """Sends what was submitted `lazily` and still waits for a message to go with. Never waits; costs next
         to nothing if there is none."""
-        if self._session.has_unhurried:
-            with self._lock:
-                self._session.hurry()
-                self._wake_writer()
+        self._threads.flush()
 
-    def _joined(self, hashes: Hashes, group: int) -> bytes:
+    def _asked(
+        self,
+        hashes: Hashes,
+        queries: Sequence[GroupQuery] | None,
+        group: int,
+        mode: LookupMode = LookupMode.PREFIX,
+    ) -> tuple[bytes, Sequence[GroupQuery]]:
+        """Hashes and queries as they travel, checked."""
         spec = self._submitting()
-        spec.block_ids_max(group)
-        return join_hashes(hashes, spec.namespace.hash_bytes)
+        if queries is None:
+            spec.block_ids_max(group)
+            queries = one_query(group, mode)
+        else:
+            check_queries(queries)
+            for query in queries:
+                spec.block_ids_max(query.group)
+        return join_hashes(hashes, spec.namespace.hash_bytes), queries
 
     def _touch(self, touch: Touch, *, lazily: bool = False) -> None:
-        with self._lock:
+        with self._threads.lock:
             self._session.touch(touch, lazily=lazily)
-            self._wake_writer()
+            self._threads.wake_writer()
 
-    def _submit_store(
+    def store(
         self,
         hashes: Hashes,
         block_ids: BlockIds,
-        group: int,
-        doorbell: Doorbell | None,
-        retention: Retention | None,
         *,
-        lazily: bool,
-    ) -> TransferRecord:
+        group: int = 0,
+        doorbell: Doorbell | None = None,
+        retention: Retention | None = None,
+        lazily: bool = False,
+    ) -> TransferT:
+        """Submits a store, for all ranks of the instance, and returns at once.
+
+        hashes: n block hashes in sequence order, a parent before its children: a list of n bytes objects of
+            `namespace.hash_bytes` each, one bytes object of n * hash_bytes, or a uint8 array of shape
+            (n, hash_bytes).
+        block_ids: n integers from 0 to `num_blocks` - 1 of the group, a list or an integer array of shape
+            (n,): `block_ids[i]` is the engine's block of `hashes[i]`, on every rank.
+        group: number of the KV cache group, from 0.
+        doorbell: no rank starts before this doorbell of its own has reached the value; None: at once.
+        retention: how long and where the blocks are kept; None: as long as there is room, in all tiers.
+        lazily: nobody waits for its end. It is sent with the next message, after `flush`, or at the latest
+            with the next heartbeat, and its end may be told up to 10 ms later, together with that of others.
+            Spares both sides messages.
+
+        The blocks must not change until the transfer is fenced. Raises KvtierError for hashes of another
+        length, for other counts, and for ids that do not exist; what the daemon refuses is told by the
+        outcome.
+        """
         spec = self._submitting()
         joined = join_hashes(hashes, spec.namespace.hash_bytes)
         ids = list_block_ids(block_ids, spec.block_ids_max(group), distinct=False)
@@ -403,36 +468,52 @@ class ClientBase(ABC):
             message = f"one block id for each of the {count} hashes"
             raise KvtierError(Reason.COUNT_MISMATCH, message, field="block_ids", value=len(ids))
         self._check_doorbell(doorbell)
-        with self._lock:
+        with self._threads.lock:
             record = self._session.store(group, joined, ids, doorbell, retention, lazily=lazily)
-            self._wake_writer()
-        return record
+            self._threads.wake_writer()
+        return self._transfer_type(self._threads, record)
 
-    def _submit_load(
+    def load(
         self,
-        source: Lease | Lookup,
+        source: Lookup | Lease,
         block_ids: BlockIds,
-        group: int,
-        first: int,
-        doorbell: Doorbell | None,
-        keep_lease: bool,
-    ) -> TransferRecord:
+        *,
+        group: int = 0,
+        first: int = 0,
+        doorbell: Doorbell | None = None,
+        keep_lease: bool = False,
+    ) -> TransferT:
+        """Submits a load, for all ranks of the instance, and returns at once.
+
+        source: the answer to a lookup with `lease=True`, or its lease of this group.
+        block_ids: n integers from 0 to `num_blocks` - 1 of the group, a list or an integer array of shape
+            (n,), no id twice: block `first + i` of the lease goes to the engine's block `block_ids[i]`, on
+            every rank. n may be less than what is leased.
+        group: number of the KV cache group, from 0; the one that was looked up.
+        first: block of the lease to begin with, from 0.
+        doorbell: no rank starts before this doorbell of its own has reached the value; None: at once.
+        keep_lease: the lease is not consumed, and can be loaded from again.
+
+        The blocks belong to the transfer until it is fenced. A refused load consumes nothing. Raises
+        KvtierError for a source without a lease, for more blocks than it has, and for ids that do not exist;
+        what the daemon refuses is told by the outcome.
+        """
         spec = self._submitting()
-        lease = source.lease if isinstance(source, Lookup) else source
+        lease = source.lease_of(group) if isinstance(source, Lookup) else source
         if lease is None:
             if isinstance(source, Lookup) and source.error is not None:
                 raise source.error
-            message = "the lookup holds no lease: ask with lease=True, and load only what hit"
+            message = f"no lease of group {group}: look up with lease=True, and load only what hit"
             raise KvtierError(Reason.UNKNOWN_LEASE, message, field="source", value="no lease")
         ids = list_block_ids(block_ids, spec.block_ids_max(group), distinct=True)
         if first < 0 or first + len(ids) > lease.blocks:
             message = f"blocks {first} to {first + len(ids) - 1} of a lease of {lease.blocks}: load fewer"
             raise KvtierError(Reason.COUNT_MISMATCH, message, field="first", value=first)
         self._check_doorbell(doorbell)
-        with self._lock:
+        with self._threads.lock:
             record = self._session.load(group, lease, first, ids, doorbell, keep_lease=keep_lease)
-            self._wake_writer()
-        return record
+            self._threads.wake_writer()
+        return self._transfer_type(self._threads, record)
 
     # --- the rank's side ---
 
@@ -442,7 +523,7 @@ class ClientBase(ABC):
         The engine's memory that those parts read or write is ready when this is called. Costs about a
         microsecond.
         """
-        with self._lock:
+        with self._threads.lock:
             self._session.words.ring(doorbell, value)
 
     def ring_on(self, stream: Any, doorbell: int, value: int) -> None:
@@ -456,7 +537,7 @@ class ClientBase(ABC):
         The GPU itself writes the word; where it cannot, a thread rings after an event (`status` says so).
         Raises KvtierError if the client's memory is on no GPU, or if the driver refuses.
         """
-        doorbells = self._doorbells
+        doorbells = self._threads.doorbells
         if doorbells is None:
             if self.status.state is ClientState.CLOSED:
                 return
@@ -464,7 +545,7 @@ class ClientBase(ABC):
             raise KvtierError(Reason.DEVICE_MEMORY_INVALID, message, field="stream", value=stream)
         if not self._landing_made:
             self._make_landing(doorbells)
-        with self._lock:
+        with self._threads.lock:
             if self._session.state is ClientState.CLOSED:
                 return
             wanted, address = self._session.words.ask(doorbell, value)
@@ -476,14 +557,24 @@ class ClientBase(ABC):
 
         Once an epoch has ended for this client nothing of it can start, and what had not started is LOST.
         """
-        with self._lock:
+        with self._threads.lock:
             return self._session.words.state(ref)
 
     def revoke(self, ref: PartRef) -> PartState:
         """Ends this rank's part for ever if it has not started, and a store's even then, without asking the
         daemon. Returns what it is now: over, or STARTED, which only its worker can end."""
-        with self._lock:
+        with self._threads.lock:
             return self._session.words.revoke(ref)
+
+    @abstractmethod
+    def release_memory(self, timeout_s: float) -> bool | Awaitable[bool]:
+        """Takes this rank's memory back, for an engine that sleeps, or moves its cache. From the call on
+        every lookup of the instance misses, and nothing more starts.
+
+        True once no copy touches the memory any more and the daemon has it mapped no longer: then it may be
+        freed. (Of a session that ended by itself the daemon closes the mappings a moment later.) False if
+        that did not happen within `timeout_s`: it goes on; call again. `register_memory` brings memory in.
+        """
 
     def register_memory(self, memory: Memory) -> None:
         """Gives the client memory again, of the same shape, after `release_memory` has returned True. It is
@@ -491,67 +582,40 @@ class ClientBase(ABC):
 
         Raises KvtierError, and changes nothing, if the groups do not fit, or if there is memory already.
         """
-        with self._lock:
+        with self._threads.lock:
             self._session.memory.give(memory)
-            self._wake_session()
+            self._threads.wake_session()
+
+    # --- the end ---
+
+    @abstractmethod
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool | Awaitable[bool]:
+        """Ends the session, within `timeout_s`. Safe to call twice, from any thread.
+
+        Parts that have not started never will. Returns True if no copy touches this client's memory any more;
+        False if a copy was still running, or the threads did not end, in time: then call it again before
+        reusing the memory.
+        """
 
     # --- inside ---
-
-    def _report(self, error: NotRegisteredError) -> None:
-        """Tells people, once, that memory is not registered for a reason that will not go by itself."""
-        why = str(error)
-        if error.lasting and why != self._reported:
-            self._reported = why
-            log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
-
-    def _is_known(self, why: str) -> bool:
-        """Whether the log says already that the daemon is away, and for this reason."""
-        return not self._works and self._session.status().last_error == why
-
-    def _tell_lost(self, why: str) -> None:
-        self._works, self._warned = False, True
-        log.warning("kvtier %s: %s; without it every lookup misses", self.address.socket, why)
-
-    def _tell_ready(self) -> None:
-        """Called without the lock."""
-        status, warned = self.status, self._warned
-        self._works, self._warned = True, False
-        if self._on_ready is None:
-            if warned:
-                log.info("kvtier %s: attached to kvtierd %s", self.address.socket, status.daemon_version)
-            return
-        try:
-            self._on_ready(status)
-        except Exception:
-            log.exception("kvtier: on_ready failed")
 
     def _make_landing(self, doorbells: StreamDoorbells) -> None:
         """Somewhere for streams to write as long as there is no page; what lands there is carried over."""
         size_bytes = self._session.spec.doorbells * WORD_BYTES
         with self._landing_lock:
-            with self._lock:
+            with self._threads.lock:
                 self._landing_made |= self._session.words.exposed
             if self._landing_made:
                 return
             try:
                 with SharedBuffer.create(size_bytes, "kvtier-landing") as buffer:
                     address = doorbells.expose(buffer, size_bytes)
-                    with self._lock:
+                    with self._threads.lock:
                         if not self._session.words.exposed:
                             self._session.words.expose(buffer, address)
             except OSError:
                 pass  # no descriptor or no memory for it: events ring until there is a page
             self._landing_made = True
-
-    def _ring_from_thread(self, doorbell: int, value: int) -> None:
-        """Called by a thread of the stream doorbells."""
-        with self._lock:
-            self._session.words.ring(doorbell, value)
-
-    def _memory_wanted_back(self) -> None:
-        """Raises KvtierError for a scheduler. Called with the lock held."""
-        self._session.memory.release()
-        self._wake_session()
 
     def _submitting(self) -> AttachSpec:
         spec = self._session.spec
@@ -573,123 +637,64 @@ class ClientBase(ABC):
             )
 
     def _release(self, lease: Lease) -> None:
-        with self._lock:
+        with self._threads.lock:
             self._session.release(lease)
-            self._wake_writer()
+            self._threads.wake_writer()
 
-    def _abandon(self, record: LookupRecord) -> Lookup:
-        with self._lock:
-            return self._session.abandon(record)
+    # --- how to wait ---
 
-    def _outcome(self, record: TransferRecord) -> Outcome:
-        if not self._session.spec.role.holds_rank:  # no part word has a say in it
-            return record.outcome
-        with self._lock:
-            return self._session.outcome(record)
+    def _ready(self, timeout_s: float) -> Waiting[bool]:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._threads.changed.clear()
+            if self.ready:
+                return True
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0 or self._threads.closing:
+                return False
+            yield self._threads.changed, min(remaining_s, EVENT_POLL_S)
 
-    def _cancel(self, record: TransferRecord) -> None:
-        with self._lock:
-            self._session.cancel(record)
-            self._wake_writer()
+    def _released(self, timeout_s: float) -> Waiting[bool]:
+        deadline_s = time.monotonic() + timeout_s
+        with self._threads.lock:
+            self._session.memory.release()
+            self._threads.wake_session()
+        while True:
+            with self._threads.lock:
+                if self._session.memory.released:
+                    return True
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            yield None, min(remaining_s, WORD_POLL_S)
 
-    @abstractmethod
-    def _start(self) -> None:
-        """Starts the session in the background. Called once, by the constructor."""
+    def _closed(self, timeout_s: float) -> Waiting[bool]:
+        deadline_s = time.monotonic() + timeout_s
+        atexit.unregister(self._close_at_exit)
+        threads = self._threads
+        threads.end()
+        while True:
+            with threads.lock:
+                self._session.words.reap()
+                fenced = self._session.words.started() == 0
+            ended = threads.ended.is_set()
+            remaining_s = deadline_s - time.monotonic()
+            if (fenced and (ended or threads.is_current)) or remaining_s <= 0:
+                break
+            yield None if ended else threads.ended, min(remaining_s, EVENT_POLL_S if fenced else WORD_POLL_S)
+        if ended:
+            threads.join(max(0.0, remaining_s))
+        if threads.doorbells is not None:
+            threads.doorbells.close()
+        return fenced and ended
 
-    @staticmethod
-    @abstractmethod
-    def _make_event() -> EventLike:
-        """What a caller of this client waits for."""
+    def _close_at_exit(self) -> None:
+        """Ends a session that nobody has closed, because the interpreter ends."""
+        wait_blocking(self._closed(EXIT_TIMEOUT_S))
 
-    @abstractmethod
-    def _wake_writer(self) -> None:
-        """There may be messages to send. Called with the lock held."""
+    def _begin(self) -> None:
+        """Called by the constructor when all arguments are found to be right, before the threads begin."""
 
-    @abstractmethod
-    def _wake_session(self) -> None:
-        """There may be something to register or to give back. Called with the lock held."""
-
-
-class LookupCallBase:
-    """A lookup on its way."""
-
-    def __init__(self, client: ClientBase, record: LookupRecord) -> None:
-        self._client = client
-        self._record = record
-
-    def poll(self) -> Lookup | None:
-        """The answer if it has come. Does not wait."""
-        return self._record.answer
-
-    def abandon(self) -> Lookup:
-        """Nobody will ask again: returns the answer if it has come, else a miss. A lease that comes later is
-        released; one that is in the answer returned here is the caller's, to load or to release.
-        """
-        return self._client._abandon(self._record)
-
-
-class TransferBase:
-    """A submitted store or load. Its properties are always up to date and never wait."""
-
-    def __init__(self, client: ClientBase, record: TransferRecord) -> None:
-        self._client = client
-        self._record = record
-
-    @property
-    def direction(self) -> Direction:
-        """store or load"""
-        return self._record.direction
-
-    @property
-    def part(self) -> PartRef | None:
-        """What the ranks must be told to follow their parts. None if it was refused at once, or there was
-        nothing to do.
-
-        If the daemon refuses it later (`outcome.refused`), its parts stay ARMED, because nobody has posted
-        them: tell the ranks, or let them revoke what stays ARMED for too long.
-        """
-        return self._record.part
-
-    @property
-    def outcome(self) -> Outcome:
-        """How it stands now."""
-        return self._client._outcome(self._record)
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is no more to come from the daemon: done, failed, cancelled or refused."""
-        return self.outcome.state is not TransferState.ACTIVE
-
-    @property
-    def fenced(self) -> bool:
-        """Whether its blocks may be reused: nothing of it can still land, nothing still reads."""
-        return self.outcome.fenced
-
-    @property
-    def results(self) -> tuple[StoreResult, ...] | None:
-        """What an accepted store did with each key; None until it was accepted."""
-        if not self._record.accepted:
-            return None
-        return tuple(StoreResult.of(value) for value in self._record.results)
-
-    @property
-    def transfer_id(self) -> tuple[int, int] | None:
-        """(boot nonce, number) as the daemon's logs have it; None until it was accepted."""
-        return self._record.number
-
-    def cancel(self) -> None:
-        """Asks the daemon to end it early. Its outcome still comes."""
-        self._client._cancel(self._record)
-
-    def revoke(self) -> bool:
-        """Ends this client's own part for ever if it has not started; the daemon is not asked. True if the
-        blocks may be reused now, False if the part is being copied. Without a rank of its own: False unless
-        it is fenced."""
-        part = self._record.part
-        if part is None or not self._client._session.spec.role.holds_rank:
-            return self.fenced
-        return self._client.revoke(part).over
-
-    def __repr__(self) -> str:
-        ticket = self._record.part.ticket if self._record.part else None
-        return f"<{type(self).__name__} {self.direction} ticket={ticket} {self.outcome}>"
+    def _hand_over(self, call: Callable[[], None]) -> None:
+        """Has a call that is the owner's made where this client is used. Called by the session's thread."""
+        call()

@@ -1,17 +1,9 @@
 """Why something was refused or failed, with the field at fault and what to do about it."""
 
-from collections.abc import Iterable
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import grpc
-
-from kvtier import reach
 from kvtier.v1 import types_pb2
-
-ERROR_METADATA = "kvtier-error-bin"
-"""Trailing metadata of a refused unary call: a serialised kvtier.v1.Error."""
 
 
 class Reason(IntEnum):
@@ -134,29 +126,3 @@ class NotExportableError(KvtierError):
 
 class ConnectionLostError(Exception):
     """The daemon went away, or does not answer. Never leaves the library: callers see a miss."""
-
-
-def from_rpc_error(error: grpc.RpcError) -> KvtierError | None:
-    """The structured error of a refused gRPC call; None if it carries none (the daemon is gone, for one)."""
-    trailing: Any = getattr(error, "trailing_metadata", lambda: None)()
-    pairs: Iterable[tuple[str, str | bytes]] = trailing or ()
-    for key, value in pairs:
-        if key == ERROR_METADATA and isinstance(value, bytes):
-            try:
-                return KvtierError.from_proto(types_pb2.Error.FromString(value))
-            except Exception:  # DecodeError's class differs between protobuf's implementations
-                return None
-    return None
-
-
-def explain_rpc_error(error: grpc.RpcError, socket: Path | None = None) -> str:
-    """One line for people. `socket`: where it was tried, to be looked at if nobody was reached."""
-    if (refusal := from_rpc_error(error)) is not None:
-        return str(refusal)
-    code = getattr(error, "code", lambda: None)()
-    if socket is not None and code is grpc.StatusCode.UNAVAILABLE:
-        found = reach.look(socket)
-        if found.reach is not reach.Reach.LISTENS:
-            return found.text
-    details = getattr(error, "details", lambda: "")() or ""
-    return f"{getattr(code, 'name', 'UNKNOWN')}: {details}".strip()

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from kvtier.errors import KvtierError, Reason
 from kvtier.v1 import cache_pb2
 
-RETENTION = "retention"
-"""Feature of a daemon that holds blocks for a time, drops them after one, keeps them on the host, and lets
-them go first."""
 SECONDS_MAX = 1e9
 """Longer times are not believed."""
 
@@ -40,7 +37,7 @@ class Retention:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is wished: any daemon can do that."""
+        """Whether nothing is wished."""
         return not (self.hold_s or self.ttl_s or self.host_only)
 
     def to_proto(self) -> cache_pb2.Retention:

@@ -2,15 +2,12 @@
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
+from typing import Required, Self, TypedDict
 
-from kvtier.batches import BATCHES
 from kvtier.errors import KvtierError, Reason
-from kvtier.index import FEATURE as INDEX_PAGE
-from kvtier.joint import JOINT_LOOKUP
 from kvtier.layout import (
     Group,
     Namespace,
@@ -21,12 +18,13 @@ from kvtier.layout import (
     settings_to_proto,
 )
 from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
-from kvtier.retention import RETENTION
+from kvtier.status import ClientStatus
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 
 PROTOCOL_VERSION = 1
-FEATURES = (INDEX_PAGE, JOINT_LOOKUP, RETENTION, BATCHES)
+FEATURES = ("index-page", "joint-lookup", "retention", "batches")
+"""What this client needs of a daemon beside the protocol, in Hello and Welcome."""
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
@@ -152,6 +150,26 @@ class AttachSpec:
             groups=[group.place_to_proto(index) for index, group in enumerate(self.groups)],
             ranges=ranges,
         )
+
+
+class ClientOptions(TypedDict, total=False):
+    """The keyword arguments of `kvtier.Client` and `kvtier.aio.Client`, to be passed as `Client(**options)`.
+    `help(kvtier.Client)` says what each of them means, and its default."""
+
+    instance: Required[str]
+    namespace: Required[Namespace]
+    role: Role
+    rank: int
+    world_size: int
+    groups: Sequence[Group]
+    memory: Memory | None
+    socket: str | os.PathLike[str] | None
+    doorbells: int
+    parts: int
+    program: str
+    prefill_tokens_per_s: float
+    configuration: Settings
+    on_ready: Callable[[ClientStatus], None] | None
 
 
 def check_prefill_rate(tokens_per_s: float) -> None:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.retention import RETENTION
-
 
 class ClientState(Enum):
     """Where a client stands. It moves by itself, in the background."""
@@ -76,8 +74,3 @@ class ClientStatus:
     stream_doorbells: str
     """How `ring_on` rings, and why not better; empty for a client whose memory is on no GPU."""
     counters: Counters
-
-    @property
-    def can_retain(self) -> bool:
-        """Whether the daemon takes a Retention, holds and cools blocks, and looks at the host alone."""
-        return RETENTION in self.features

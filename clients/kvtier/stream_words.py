@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from kvtier_kernels import SharedWords
 
-from kvtier.shared import SharedBuffer
+from kvtier.memory import SharedBuffer
 
 WORD_BYTES = 8
 

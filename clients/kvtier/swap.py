@@ -47,9 +47,10 @@ from enum import Enum
 
 from kvtier.client import Client, LookupCall, Transfer
 from kvtier.errors import KvtierError, Reason
-from kvtier.lookups import Lookup, LookupMode
-from kvtier.session import Doorbell
+from kvtier.lookups import Lookup
+from kvtier.queries import LookupMode
 from kvtier.transfers import TransferState
+from kvtier.words import Doorbell
 
 WATERMARK = 0.01
 """Part of an engine's blocks that a group which is swapped in has to leave free."""

@@ -3,20 +3,13 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from threading import Event
 
 from kvtier_kernels import TICKET_MAX
 
 from kvtier.errors import KvtierError
 from kvtier.v1 import cache_pb2
 from kvtier.words import Direction, PartRef
-
-
-class EventLike(Protocol):
-    """threading.Event and asyncio.Event both fit."""
-
-    def set(self) -> None: ...
-    def is_set(self) -> bool: ...
 
 
 class TransferState(Enum):
@@ -91,7 +84,7 @@ class TransferRecord:
     direction: Direction
     count: int
     """Keys submitted."""
-    event: EventLike
+    event: Event
     """Set when the outcome is known, or when it will not come from the daemon."""
     part: PartRef | None = None
     """None if it was refused before it was sent."""

@@ -39,7 +39,7 @@ from kvtier_kernels import (
 )
 
 from kvtier.errors import KvtierError, Reason
-from kvtier.shared import SharedBuffer
+from kvtier.memory import SharedBuffer
 from kvtier.stream_words import WORD_BYTES, StreamPage, StreamWords
 
 DOORBELLS_DEFAULT = 64
@@ -50,6 +50,14 @@ PAGES_KEPT = 8
 """Fenced pages of the past that are still remembered, so that late questions get the true answer."""
 
 Direction = Literal["store", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doorbell:
+    """A part starts when the doorbell word `index` of its rank has reached `value`."""
+
+    index: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True)

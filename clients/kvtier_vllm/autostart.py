@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from kvtier.address import Address, resolve
+from kvtier.connection.address import Address, resolve
 
 from kvtier_vllm import detach
 

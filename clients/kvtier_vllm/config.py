@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.address import resolve
+from kvtier.connection.address import resolve
 from kvtier.errors import KvtierError
 from kvtier.retention import SECONDS_MAX
 

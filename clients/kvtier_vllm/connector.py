@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from kvtier import ClientOptions, ClientStatus, Group, Namespace, Role
-from kvtier.address import resolve
-from kvtier.joint import JOINT_LOOKUP
+from kvtier.connection.address import resolve
 from kvtier.memory import Memory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -97,7 +96,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._identity = _Identity(vllm_config, self._config)
             _refuse_hybrid_models(kv_cache_config, version_of(vllm.__version__))
             groups = groups_of(kv_cache_config, vllm_config)
-            self._plain = groups.plain
             if role is KVConnectorRole.SCHEDULER:
                 if self._config.autostart:
                     _autostart(self._config.socket)
@@ -463,11 +461,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return Link(find_options, self._disable)
 
     def _say_attached(self, status: ClientStatus) -> None:
-        """Success is told aloud, as failure is. The scheduler's part warns of a daemon that is too old."""
+        """Success is told aloud, as failure is."""
         again, self._attachments = self._attachments > 0, self._attachments + 1
-        if self._plain or JOINT_LOOKUP in status.features:
-            socket = str(resolve(self._config.socket or None).socket)
-            log.info("%s", attached(status, socket, self._config, again=again))
+        socket = str(resolve(self._config.socket or None).socket)
+        log.info("%s", attached(status, socket, self._config, again=again))
 
 
 def _register() -> None:

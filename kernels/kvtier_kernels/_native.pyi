@@ -69,11 +69,6 @@ class HoldCounts:
         nobody holds; nothing is changed then.
         """
 
-    def fitting(self, entries: numpy.typing.NDArray[numpy.uint32], room: int) -> int:
-        """
-        The longest run of entries, from the first on, of which no more than `room` are held by nobody.
-        """
-
     def of(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
         """How many hold each entry."""
 

@@ -37,17 +37,6 @@ class HoldCounts {
         return gone;
     }
 
-    // The longest run of entries, from the first on, of which no more than `room` are held by nobody.
-    std::size_t fitting(std::span<const std::uint32_t> entries, std::size_t room) const {
-        check(entries);
-        std::size_t length = 0;
-        for (const std::uint32_t entry : entries) {
-            if (counts_[entry] == 0 && room-- == 0) break;
-            ++length;
-        }
-        return length;
-    }
-
     std::uint32_t operator[](std::uint32_t entry) const { return counts_[entry]; }
 
     void check(std::span<const std::uint32_t> entries) const {

@@ -14,10 +14,6 @@ std::size_t remove(HoldCounts& counts, EntriesArg entries) {
     return counts.remove(In<std::uint32_t>(entries, "entries").span());
 }
 
-std::size_t fitting(const HoldCounts& counts, EntriesArg entries, std::size_t room) {
-    return counts.fitting(In<std::uint32_t>(entries, "entries").span(), room);
-}
-
 Array<std::uint32_t> of(const HoldCounts& counts, EntriesArg entries_arg) {
     const In<std::uint32_t> entries(entries_arg, "entries");
     counts.check(entries.span());
@@ -38,8 +34,6 @@ void register_hold_counts(nb::module_& module) {
         .def("remove", &remove, "entries"_a,
              "Undoes an `add` of the same entries. Returns how many entries have none now. ValueError for an entry that\n"
              "nobody holds; nothing is changed then.")
-        .def("fitting", &fitting, "entries"_a, "room"_a,
-             "The longest run of entries, from the first on, of which no more than `room` are held by nobody.")
         .def("of", &of, "entries"_a, "How many hold each entry.");
 }
 

@@ -111,7 +111,8 @@ class Steps:
 
     def next(self) -> None:
         """What happens between two steps and is not the scheduler's."""
-        self.stores += len(self._meta.stores)
+        orders = self._meta.orders
+        self.stores += 0 if orders is None else len(orders.stores)
         self._client.ring(STORE_DOORBELL, self._meta.step)
         for one in self._let_in:
             self._waiting.remove(one)

@@ -22,7 +22,7 @@ from kvtierd.memory import HostPool
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import SLAB_NAME
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.disk.__main__ import NICENESS
+from kvtierd.workers.entry import NICENESS
 
 from tests.integration.disk.rig import U32, U64, Worker
 

@@ -21,10 +21,10 @@ from kvtierd.core.ids import PAGE_BYTES, Rank, RegistrationId, SessionId, Ticket
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
     AttachSession,
+    BlockQuery,
     CoreLimits,
     GroupGeometry,
     LookupBlocks,
-    MatchMode,
     PartFinished,
     PartOutcome,
     RegisterMemory,
@@ -80,11 +80,10 @@ class Engine:
 
     def lookup(self, hashes: np.ndarray) -> int:
         """Hits of one batch."""
-        reply, _ = self.machine.handle(
-            LookupBlocks(self.session, self.epoch, 0, hashes, MatchMode.PREFIX, False)
-        )
+        queries = (BlockQuery(0, hashes),)
+        reply, _ = self.machine.handle(LookupBlocks(self.session, self.epoch, queries, False))
         assert isinstance(reply, LookupReply)
-        return reply.hits
+        return reply.groups[0].hits
 
 
 def rate(work: Callable[[np.ndarray], object], keys: np.ndarray, batch: int) -> float:

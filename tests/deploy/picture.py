@@ -25,9 +25,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.deploy.installation import PLACE
-from tests.deploy.test_prometheus import DASHBOARD, Prometheus, answers_of, draw
+from tests.deploy.prometheus import DASHBOARD, Prometheus, answers_of, draw
 from tests.support.daemon import DaemonHost
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.engine import Engine, EngineError, EngineOptions
 from tests.vllm.rig import kv_transfer_config
 from tools.tiny_llama import Shape, ensure
@@ -112,7 +112,7 @@ class Chats:
 def folders() -> Iterator[tuple[Path, Path]]:
     """Somewhere on a disk, and in memory; gone afterwards."""
     PLACE.mkdir(parents=True, exist_ok=True)
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     shared = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     try:
         yield run, shared

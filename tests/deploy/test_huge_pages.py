@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from kvtierd.memory import HostPool
 
+from tests.unit.memory.containers import COUNT, KEPT, PAGE_BYTES, SIZE, Container, fill
 from tests.unit.memory.plain_pool import MIB
-from tests.unit.memory.test_foreign_writers import COUNT, KEPT, PAGE_BYTES, SIZE, Container, fill
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.conftest import Place, StartEngine, gpu_worker, places
-from tests.gpu.test_engines import right, shuffled
+from tests.gpu.parts.right import right, shuffled
 from tests.support.daemon import DaemonHost
 from tests.support.fake_cuda import FakeCuda
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from tests.gpu.conftest import Place, StartEngine, places
-from tests.gpu.parts.child import Answer
+from tests.gpu.parts.right import right, shuffled
 from tests.support.daemon import DaemonHost
 
 KIB = 1 << 10
 MORE_TURNS = 30
 """At most, until a doorbell was rung while the stream was busy: an engine that is slow may come too late."""
-
-
-def shuffled(count: int, *, of: int = 64) -> list[int]:
-    return random.sample(range(of), count)
-
-
-def right(answer: Answer, hits: int) -> bool:
-    """Whether all of it was loaded, with the right bytes, and nothing else was touched."""
-    assert answer.fields["hits"] == hits, answer.fields
-    assert answer["done"], answer["said"]
-    assert answer["wrong"] == []
-    assert answer["touched"] == 0
-    return True
 
 
 @pytest.mark.parametrize(

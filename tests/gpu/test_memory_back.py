@@ -14,7 +14,7 @@ import pytest
 from tests.gpu.conftest import Place, StartEngine, gpu_worker, places
 from tests.gpu.parts.child import Child
 from tests.gpu.parts.device import Device
-from tests.gpu.test_engines import right, shuffled
+from tests.gpu.parts.right import right, shuffled
 from tests.support.daemon import DaemonHost, until
 
 MIB = 1 << 20

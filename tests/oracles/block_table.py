@@ -73,11 +73,6 @@ class HoldCounts:
         self.holders = +left
         return held - len(self.holders)
 
-    def fitting(self, entries: U32, room: int) -> int:
-        self._checked(entries)
-        costly = [i for i, entry in enumerate(entries.tolist()) if not self.holders[entry]]
-        return costly[room] if len(costly) > room else len(entries)
-
     def of(self, entries: U32) -> U32:
         self._checked(entries)
         return np.array([self.holders[entry] for entry in entries.tolist()], np.uint32)

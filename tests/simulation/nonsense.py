@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, LeaseId, SessionId, Ticket
-from kvtierd.core.stimuli import LookupBlocks, MatchMode, Signals, Stimulus, SubmitLoad, SubmitStore
+from kvtierd.core.stimuli import BlockQuery, LookupBlocks, Signals, Stimulus, SubmitLoad, SubmitStore
 
 from tests.simulation.engine import BLOCKS, Engine, as_hashes
 from tests.simulation.world import World
@@ -34,7 +34,7 @@ def ask_nonsense(world: World, engine: Engine) -> None:
 
 def _lookups(engine: Engine, scheduler: SessionId, hashes: np.ndarray) -> list[Case]:
     def lookup(session: SessionId, epoch: Epoch, keys: np.ndarray) -> Stimulus:
-        return LookupBlocks(session, epoch, 0, keys, MatchMode.PREFIX, True)
+        return LookupBlocks(session, epoch, (BlockQuery(0, keys),), True)
 
     cases: list[Case] = [
         (lookup(STRANGER, engine.epoch, hashes), (Reason.NOT_ATTACHED,)),

@@ -1,7 +1,10 @@
-"""The simulated world keeps its promises for 100,000 stimuli, and has then met everything it can meet."""
+"""The simulated world keeps its promises for 20,000 stimuli, with other seeds every day; in its long
+form for 100,000, and then it has met everything it can meet."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,24 +16,29 @@ from tests.simulation import disk_faults, faults
 from tests.simulation.report import Coverage
 from tests.simulation.run import SimulationFailed, run_many, run_one
 from tests.simulation.steps import STEPS
+from tests.support.length import FORM
 
-STIMULI = 100_000
-ORACLE_STIMULI = 15_000
+STIMULI, ORACLE_STIMULI = (20_000, 3_000) if FORM == "short" else (100_000, 15_000)
+SEEDS_A_DAY = 20_000
+FIRST_SEED = int(os.environ.get("KVTIER_SEED", "0")) or SEEDS_A_DAY * (int(time.time()) // 86_400)
+RARE = 40
+"""So many of the things that a world can meet may be missing in the short form: what is rare."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_seed_breaks_a_promise(proved: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     coverage = Coverage()
-    run_many(1, STIMULI, coverage)
-    run_many(10_001, STIMULI + ORACLE_STIMULI, coverage, oracle=True)
+    print(f"again: KVTIER_SEED={FIRST_SEED}")
+    run_many(FIRST_SEED, STIMULI, coverage)
+    run_many(FIRST_SEED + SEEDS_A_DAY // 2, STIMULI + ORACLE_STIMULI, coverage, oracle=True)
     with capsys.disabled():
         print("\n" + coverage.text())
-    assert coverage.missing() == []
+    assert len(coverage.missing()) <= (RARE if FORM == "short" else 0), coverage.missing()
     faults = sum(coverage.faults.values())
     proved(
         f"{coverage.stimuli:,} stimuli and {faults:,} faults in {coverage.worlds} simulated worlds: "
-        "no wrong byte, no lost block, no leak"
+        f"no wrong byte, no lost block, no leak (KVTIER_SEED={FIRST_SEED})"
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from kvtierd.core.actions import (
+    GroupHits,
     LookupReply,
-    PrefetchReply,
     SubmitReply,
 )
 from kvtierd.core.errors import Reason, Refusal
@@ -13,8 +13,8 @@ from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
     NO_RETENTION,
+    BlockQuery,
     LookupBlocks,
-    MatchMode,
     PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
@@ -67,19 +67,18 @@ def open_page(world: World, engine: Engine) -> None:
 
 def lookup(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
-    mode = world.random.choice((MatchMode.PREFIX, MatchMode.PREFIX, MatchMode.EXACT))
+    exact = world.random.choice((False, False, True))
     lease = world.random.random() < 0.7
     host_only = world.random.random() < 0.05
     assert engine.scheduler is not None
-    reply = world.do(
-        LookupBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, lease, host_only)
-    )
-    assert isinstance(reply, LookupReply)
+    queries = (BlockQuery(group, as_hashes(keys), exact=exact),)
+    answer = world.do(LookupBlocks(engine.scheduler, engine.epoch, queries, lease, host_only))
+    assert isinstance(answer, LookupReply)
+    [reply] = answer.groups
     ready = engine.view is not None and engine.view.ready and not world.draining
-    told = reply.states.tolist()
     leased = reply.hits if lease else None
     readable = _check_states(
-        world, engine, group, keys, mode, told, ready=ready, host_only=host_only, leased=leased
+        world, engine, queries[0], keys, reply, ready=ready, host_only=host_only, leased=leased
     )
     hits = readable if leased is None else readable[:leased]
     assert (reply.hits, reply.readable if ready else 0) == (len(hits), len(readable))
@@ -87,19 +86,18 @@ def lookup(world: World, engine: Engine) -> None:
         engine.leases.append(HeldLease(reply.lease, group, hits))
     elif lease:
         assert not hits, "what no lease holds is no hit"
-    assert (reply.lease_refused is not None) == (len(hits) < len(readable))
-    if reply.lease_refused is not None:
-        assert reply.lease_refused.reason is Reason.LEASE_LIMIT
+    assert (answer.lease_refused is not None) == (len(hits) < len(readable))
+    if answer.lease_refused is not None:
+        assert answer.lease_refused.reason is Reason.LEASE_LIMIT
         world.outcomes["lease on " + ("fewer blocks than readable" if hits else "none of them")] += 1
 
 
 def _check_states(
     world: World,
     engine: Engine,
-    group: int,
+    query: BlockQuery,
     keys: list[bytes],
-    mode: MatchMode,
-    told: list[int],
+    reply: GroupHits,
     *,
     ready: bool,
     host_only: bool = False,
@@ -107,13 +105,15 @@ def _check_states(
 ) -> list[bytes]:
     """What a lookup tells, against what the records say afterwards. `leased`: of the readable blocks only so
     many are told as hits. Returns the readable ones."""
+    group = query.group
+    told = (reply.states if query.exact else reply.up_to_first_miss(len(keys))).tolist()
     states = [world.expected(engine, group, key) if ready else MISS for key in keys]
     hits = [key for key, state in zip(keys, states, strict=True) if state == HIT]
-    if mode is MatchMode.PREFIX:
+    if not query.exact:
         run = next((i for i, state in enumerate(states) if state != HIT), len(states))
         states, hits = states[: run + 1], keys[:run]
     if leased is not None and leased < len(hits):
-        if mode is MatchMode.PREFIX:
+        if not query.exact:
             states = states[: leased + 1]
         beyond = [i for i, state in enumerate(states) if state == HIT][leased:]
         assert all(told[i] in (MISS, PENDING) for i in beyond), "what is not leased is no hit"
@@ -134,12 +134,12 @@ def _check_states(
 
 def prefetch(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
-    mode = world.random.choice(list(MatchMode))
+    queries = (BlockQuery(group, as_hashes(keys), exact=world.random.choice((False, True))),)
     assert engine.scheduler is not None
-    reply = world.do(PrefetchBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode))
-    assert isinstance(reply, PrefetchReply)
+    reply = world.do(PrefetchBlocks(engine.scheduler, engine.epoch, queries))
+    assert isinstance(reply, LookupReply)
     ready = engine.view is not None and engine.view.ready and not world.draining
-    _check_states(world, engine, group, keys, mode, reply.states.tolist(), ready=ready)
+    _check_states(world, engine, queries[0], keys, reply.groups[0], ready=ready)
 
 
 def _signals(world: World, engine: Engine, word: int) -> Signals:
@@ -320,9 +320,9 @@ def ring(world: World, engine: Engine) -> None:
 def touch(world: World, engine: Engine) -> None:
     group, keys = _hashes(world, engine, 9)
     assert engine.scheduler is not None
-    mode = world.random.choice(list(MatchMode))
+    queries = (BlockQuery(group, as_hashes(keys), exact=world.random.choice((False, True))),)
     hold_ms, cold = world.random.choice(((0, False), (0, True), (2_000, False), (30_000, False)))
-    stimulus = TouchBlocks(engine.scheduler, engine.epoch, group, as_hashes(keys), mode, hold_ms, cold)
+    stimulus = TouchBlocks(engine.scheduler, engine.epoch, queries, hold_ms, cold)
     assert world.do(stimulus) is None
 
 

@@ -56,6 +56,7 @@ class Daemon:
         )
         self.pid = self.process.pid
         self.greeting = ""
+        self._told = 0
         self.may_complain = False
         """Set by tests that break something."""
         self._read_greeting()
@@ -81,6 +82,13 @@ class Daemon:
         """What is in the log that a healthy daemon with well-behaved clients does not say. What it finds the
         host to lack before it starts is the test's choice."""
         return [line for line in self.log().splitlines() if _complains(line)]
+
+    def new_complaints(self) -> list[str]:
+        """The complaints since the last call: of a daemon that several tests share."""
+        complaints = self.complaints()
+        new = complaints[self._told :]
+        self._told = len(complaints)
+        return new
 
     @property
     def metrics_url(self) -> str:
@@ -110,6 +118,11 @@ class Daemon:
     def status(self) -> admin_pb2.StatusResponse:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
             return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
+
+    def check_idle(self) -> bool:
+        """Whether nobody is attached, and nothing is held or under way for anybody."""
+        status = self.status()
+        return not (status.instances or status.leases or status.transfers_active)
 
     def descriptors_of_clients(self) -> int:
         """Descriptors of clients' memory that the daemon's front holds open."""

@@ -8,14 +8,28 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadFileScheduling
 
-FIRST = ("tests/simulation/", "tests/vllm/test_workload.py")
+STORY = tuple(
+    f"tests/vllm/test_{name}.py"
+    for name in ("failures", "kill_campaign", "log", "processes", "resets", "restarts", "restore")
+)
+"""Files that share the engines of a session (tests/vllm/conftest.py). All of them run in one process, so that
+these engines are started once."""
+FIRST = (
+    "tests/simulation/",
+    *STORY,
+    *(f"tests/vllm/test_{name}.py" for name in ("workload", "audits", "weights", "rounds", "hybrid")),
+    *(f"tests/vllm/test_{name}.py" for name in ("simulation", "example_program", "api_server")),
+    *(f"tests/integration/daemon/test_{name}.py" for name in ("life", "disks", "interrupts", "hostile")),
+    "tests/integration/client/test_life.py",
+    "tests/integration/client/test_gpu.py",
+    "tests/faults/disk/test_crash_points.py",
+    "tests/faults/test_daemon_kills.py",
+    "tests/faults/test_planned_restarts.py",
+)
 """Files, or the beginnings of their paths, in the order in which they are handed out, before all others. What
 takes longest must not begin last."""
 BY_TEST = ("tests/simulation/",)
 """Files that are shared test by test."""
-STORY = ("tests/vllm/test_restore.py",)
-"""Files that share the engines of a session (tests/vllm/conftest.py): all in one process, which starts them
-once."""
 
 
 def rank(nodeid: str) -> int:

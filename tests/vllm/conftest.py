@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm import cpu_platform
 from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import PATIENT_S, Rig, kv_transfer_config, prompt, start_rig
@@ -34,11 +34,11 @@ def leak_check() -> None:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines in this process that take a daemon on a busy machine for slow, and not for dead."""
-    from kvtier import session
+    from kvtier.session import state
     from kvtier_vllm.scheduler import matching
 
     monkeypatch.setattr(matching, "ANSWER_DEADLINE_S", PATIENT_S)
-    monkeypatch.setattr(session, "SILENCE_S", PATIENT_S)
+    monkeypatch.setattr(state, "SILENCE_S", PATIENT_S)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def place() -> Iterator[tuple[Path, Path]]:
     """A folder for sockets and one for a pool, for as long as the tests run."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     yield run, pool / "pool"
     shutil.rmtree(run)

@@ -5,13 +5,26 @@ parallelism, as vLLM's runners place tokens. Every step checks the bytes of ever
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.vllm.mini_engine import TOKENS, Digests, MiniEngine, WrongKV, engine_config
+from tests.support.daemon import DaemonHost
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
+from tests.vllm.conftest import QUICK
+from tests.vllm.mini_engine import (
+    TOKENS,
+    Digests,
+    MiniEngine,
+    WrongKV,
+    engine_config,
+)
+from tests.vllm.mini_rig import wait_stored
 
 
 def context_config(
@@ -125,3 +138,28 @@ class ContextEngine(MiniEngine):
             blocks, offsets = self._places(table, positions)
             for layer, pages in enumerate(layers):
                 pages[blocks, :, offsets, :] = (digests[positions] + np.uint64(layer))[:, None, None]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[DaemonHost]:
+    """A daemon that does not look for what the negative control spoils."""
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
+    pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
+    host = DaemonHost(run, pool / "pool", pool__size="32MiB", integrity__sample_bytes_per_s=0, **QUICK)
+    host.start()
+    yield host
+    host.stop()
+    shutil.rmtree(run)
+    shutil.rmtree(pool)
+
+
+def all_came_back(engine: ContextEngine) -> None:
+    """No request is left, nor a block that anybody holds, on any rank."""
+    engine.run()
+    wait_stored(engine)
+    engine.step()
+    assert engine.free_blocks == engine.blocks - 1
+    assert not engine.connector._scheduler._requests
+    for rank in engine.ranks:
+        worker = rank._worker
+        assert [worker._loads, worker._stores, worker._held] == [[], [], {}]

@@ -91,11 +91,11 @@ def _set_patience(worker: Any, answer_s: float, silence_s: float, start_s: float
     """Runs in each worker of an engine: what its client and its half of the connector wait for a daemon."""
     import dataclasses
 
-    from kvtier import session
+    from kvtier.session import state
     from kvtier_vllm.scheduler import matching
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    matching.ANSWER_DEADLINE_S, session.SILENCE_S = answer_s, silence_s
+    matching.ANSWER_DEADLINE_S, state.SILENCE_S = answer_s, silence_s
     side: Any = get_kv_transfer_group()
     if side._worker is not None:
         side._worker._config = dataclasses.replace(side._worker._config, load_start_deadline_s=start_s)
@@ -268,15 +268,15 @@ class Runner:
     def do_patience(self, seconds: float | None) -> Answer:
         """How long the engine waits for its daemon's answers, and for copies to start; None: as long as it
         does by itself. The scheduler has to be in this process."""
-        from kvtier import session
+        from kvtier.session import state
         from kvtier_vllm.scheduler import matching
 
         side = self._core.scheduler.connector._scheduler
         if self._own_patience is None:
-            own = matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._config.load_start_deadline_s
+            own = matching.ANSWER_DEADLINE_S, state.SILENCE_S, side._config.load_start_deadline_s
             self._own_patience = own
         patience = self._own_patience if seconds is None else (seconds, seconds, seconds)
-        matching.ANSWER_DEADLINE_S, session.SILENCE_S, side._storer.holds._hold_s = patience
+        matching.ANSWER_DEADLINE_S, state.SILENCE_S, side._storer.holds._hold_s = patience
         self._llm.collective_rpc(_set_patience, args=patience)
         return {}
 

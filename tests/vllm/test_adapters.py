@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import vllm
 from kvtier_vllm.model import adapter_loads
@@ -20,40 +17,19 @@ from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad, LoadedAdapte
 from kvtier_vllm.model.adapters import ADAPTERS_MAX, Adapters, DerivedKeys
 from kvtier_vllm.model.namespace import UnsupportedConfiguration, derive, version_of
 from kvtier_vllm.model.weights import local_revision
-from safetensors.numpy import save_file
 
 from tests.support.daemon import until
+from tests.vllm.mini_adapters import LENGTH, WHOLE, Shared, asking, lora_request, write_adapter
 from tests.vllm.mini_engine import TOKENS, MiniEngine
+from tests.vllm.mini_rig import all_came_back, compute
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_control import compute
-from tests.vllm.test_simulation import all_came_back, host, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]
 
-LENGTH, WHOLE = 6 * TOKENS + 5, 6 * TOKENS
 HASHES = [bytes([number]) * 32 for number in range(6)]
-
-
-def write_adapter(folder: Path, weights: int = 0, rank: int = 8) -> Path:
-    """An adapter's files; equal arguments, equal content."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "peft_type": "LORA"}))
-    fresh = folder / "fresh"
-    save_file({"lora_A.weight": np.full((rank, 16), weights, np.float16)}, fresh)
-    os.replace(fresh, folder / "adapter_model.safetensors")
-    return folder
-
-
-def lora_request(folder: Path, name: str = "one", number: int = 1) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(name, number, str(folder))
-
-
-def asking(folder: Path, **which: Any) -> Any:
-    """As much of a request as its keys depend on."""
-    return SimpleNamespace(lora_request=lora_request(folder, **which))
 
 
 class Keyring:
@@ -364,27 +340,6 @@ def with_adapters(
 ) -> MiniEngine:
     changes = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "async_scheduling": ahead}
     return make(salt=salt, changes=changes, adapters="files")
-
-
-class Shared:
-    """What requests find of each other in kvtierd, in an engine that forgets everything itself."""
-
-    def __init__(self, engine: MiniEngine) -> None:
-        self.engine = engine
-        self._count = 0
-
-    def found(self, folder: Path | None = None, **which: Any) -> int:
-        """Tokens that a request is spared."""
-        self.engine.forget()
-        self._count += 1
-        request = {} if folder is None else {"lora_request": lora_request(folder, **which)}
-        return compute(self.engine, f"r{self._count}", prompt(LENGTH), **request)
-
-    def identified(self, folder: Path, **which: Any) -> None:
-        """Has the adapter loaded, and waits until its files are read."""
-        self.engine.load_adapter(lora_request(folder, **which))
-        adapters = self.engine.connector._scheduler._adapters
-        until(lambda: adapters.keys(asking(folder, **which)) is not None, "the adapter is identified")
 
 
 def test_an_adapter_finds_its_own_blocks(make: Callable[..., MiniEngine], tmp_path: Path) -> None:

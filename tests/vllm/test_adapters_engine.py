@@ -205,6 +205,7 @@ def test_weights_that_are_replaced_under_a_running_request_are_not_stored_as_the
     assert found == (0 if where == "same folder" else full_blocks(LENGTH))
 
 
+@pytest.mark.long
 def test_workers_in_processes_of_their_own_say_what_they_loaded(
     model: Path, session_host: DaemonHost, other: Rig, folder: Path, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ import vllm
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.support.daemon import until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.process import DEADLINE_S
 from tests.vllm.api_server import BLOCK, COMMANDS, ApiServer, ServerOptions
 from tests.vllm.rig import kv_transfer_config, prompt
@@ -54,7 +54,10 @@ EVERY_WAY = [
         ],
     )
 ]
-USUAL_WAYS = [("vllm serve", signal.SIGTERM, "server"), ("python -m", signal.SIGINT, "server")]
+USUAL_WAYS = [
+    ("vllm serve", signal.SIGTERM, "server"),
+    pytest.param("python -m", signal.SIGINT, "server", marks=pytest.mark.long),
+]
 WAYS = EVERY_WAY if os.environ.get("KVTIER_AUTOSTART_WAYS") == "all" else USUAL_WAYS
 
 
@@ -85,7 +88,7 @@ class Home:
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Home]:
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     home = Home(run, pool / "pool")
     yield home

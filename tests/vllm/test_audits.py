@@ -86,7 +86,7 @@ KINDS = [
 ]
 """DeepSeek-V2 is not among them: vLLM runs it on a CPU with AMX only, and there 0.32 computes some of its
 latents wrong, depending on the batch, which is what an audit finds (ARCHITECTURE, "Audits")."""
-SHORT = (KINDS[0], KINDS[3], KINDS[7])
+SHORT = (KINDS[0], *(pytest.param(*KINDS[number], marks=pytest.mark.long) for number in (3, 7)))
 
 
 @pytest.mark.parametrize(("family", "options"), KINDS if LONG else SHORT)
@@ -186,6 +186,7 @@ def test_an_audited_request_has_one_block_less_and_the_same_answer(start: Start,
         assert counted(rig)[:2] == (1, 0)
 
 
+@pytest.mark.long
 def test_without_a_rate_nothing_is_audited(start: Start, model: Path) -> None:
     tokens = prompt(10 * BLOCK + 3, seed=2)
     with start(model, {"audit_rate": 0}) as rig:
@@ -195,6 +196,7 @@ def test_without_a_rate_nothing_is_audited(start: Start, model: Path) -> None:
         assert counted(rig)[0] == 0
 
 
+@pytest.mark.long
 def test_the_first_hit_after_each_attachment_is_audited(start: Start, model: Path) -> None:
     tokens = prompt(10 * BLOCK + 3, seed=3)
     with start(model, {"audit_rate": 1e-9}) as rig:

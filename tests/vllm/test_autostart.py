@@ -8,13 +8,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvtier.address import default_socket
+from kvtier.connection.address import default_socket
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.support.daemon import until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.mini_rig import BLOCKS, all_came_back, wait_ready, wait_stored
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import BLOCKS, all_came_back, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

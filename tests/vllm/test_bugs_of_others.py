@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.mini_rig import all_came_back, compute, held_blocks, wait_stored
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_control import compute, held_blocks
-from tests.vllm.test_simulation import all_came_back, host, make, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]

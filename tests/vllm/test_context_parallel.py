@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +17,12 @@ from kvtier_vllm.worker.layout import describe
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
-from tests.vllm.conftest import QUICK
-from tests.vllm.context_engine import ContextEngine, context_config
+from tests.vllm.context_engine import ContextEngine, all_came_back, context_config
+from tests.vllm.context_engine import host as host
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, Kind, kv_cache_config
 from tests.vllm.mini_engine import LAYERS, PAGE_BYTES, TOKENS, WrongKV, _kv_cache_config, output_of
+from tests.vllm.mini_rig import client, compute, wait_ready, wait_stored
 from tests.vllm.rig import flip_a_byte_of_every_block, kv_transfer_config, prompt
-from tests.vllm.test_control import compute
-from tests.vllm.test_simulation import client, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -37,19 +33,6 @@ spread_is_told = pytest.mark.skipif(
     not hasattr(AttentionSpec, "dcp_sharded"),
     reason="this vLLM does not say which KV caches are spread over ranks, and is refused then",
 )
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[DaemonHost]:
-    """A daemon that does not look for what the negative control spoils."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
-    pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
-    host = DaemonHost(run, pool / "pool", pool__size="32MiB", integrity__sample_bytes_per_s=0, **QUICK)
-    host.start()
-    yield host
-    host.stop()
-    shutil.rmtree(run)
-    shutil.rmtree(pool)
 
 
 @pytest.fixture
@@ -84,18 +67,6 @@ def make(
     yield engine
     for one in made:
         one.close()
-
-
-def all_came_back(engine: ContextEngine) -> None:
-    """No request is left, nor a block that anybody holds, on any rank."""
-    engine.run()
-    wait_stored(engine)
-    engine.step()
-    assert engine.free_blocks == engine.blocks - 1
-    assert not engine.connector._scheduler._requests
-    for rank in engine.ranks:
-        worker = rank._worker
-        assert [worker._loads, worker._stores, worker._held] == [[], [], {}]
 
 
 @spread_is_told

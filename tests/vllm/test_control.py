@@ -16,8 +16,10 @@ from kvtier_vllm.scheduler.retaining import Keeping, Kept
 from kvtier_vllm.scheduler.worth import LOADS_MIN, Worth
 
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.mini_rig import all_came_back, client, compute, held_blocks
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import all_came_back, client, host, make, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]
@@ -30,24 +32,6 @@ log = logging.getLogger("test.control")
 def patient(make: Callable[..., MiniEngine]) -> Callable[..., MiniEngine]:
     """Makes engines that wait for the daemon's answers, however busy the machine is."""
     return partial(make, lookup_budget_ms=1_000)
-
-
-def compute(engine: MiniEngine, name: str, tokens: list[int], **request: Any) -> int:
-    """Runs one request until its stores are over; returns the tokens that nobody computed for it."""
-    max_tokens = request.get("max_tokens", 8)
-    engine.add(name, tokens, **request)
-    engine.run()
-    wait_stored(engine)
-    engine.step()
-    assert engine.finished[name] == output_of(tokens, max_tokens)
-    return engine.cached[name]
-
-
-def held_blocks(engine: MiniEngine, tokens: list[int], **request: Any) -> int:
-    """How many blocks of a prefix the daemon has for an engine that has nothing itself."""
-    engine.forget()
-    name, only_look = f"look {len(engine.finished)}", {"kvtier": {"store": False}}
-    return compute(engine, name, tokens, kv_transfer_params=only_look, **request) // TOKENS
 
 
 def test_only_prompts_are_stored_if_that_is_asked_for(patient: Callable[..., MiniEngine]) -> None:

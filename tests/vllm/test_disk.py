@@ -15,20 +15,12 @@ import pytest
 from kvtier.v1 import admin_pb2
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.length import rounds
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.mini_rig import BLOCKS, Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import (
-    BLOCKS,
-    Chaos,
-    all_came_back,
-    client,
-    step_until,
-    wait_ready,
-    wait_stored,
-)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -68,7 +60,7 @@ class Disks:
 
 @pytest.fixture(scope="module")
 def disks() -> Iterator[Disks]:
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     disk = run / "disk"
     disk.mkdir(mode=0o700)
@@ -230,7 +222,7 @@ def test_the_engine_learns_how_fast_it_computes(make: Callable[..., MiniEngine])
     all_came_back(engine)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 def test_disorder_with_a_disk_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine], disks: Disks, seed: int
 ) -> None:

@@ -11,9 +11,10 @@ import pytest
 from tests.support.daemon import DaemonHost
 from tests.vllm.engine import EngineOptions
 from tests.vllm.mini_engine import TOKENS, MiniEngine
+from tests.vllm.mini_rig import all_came_back, compute
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import BLOCK, Rig, flip_a_byte_of_every_block, kv_transfer_config, prompt, same, start_rig
-from tests.vllm.test_control import compute
-from tests.vllm.test_simulation import all_came_back, host, make
 from tests.vllm.tiny_models import write_eagle_head
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

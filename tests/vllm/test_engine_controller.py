@@ -104,6 +104,7 @@ def test_an_engine_ends_when_its_controller_goes_away(starting: Engine) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_start_says_why(model: Path, tmp_path: Path) -> None:
     options = EngineOptions(model, extra={"max_model_len": 100_000})
     with pytest.raises(EngineError, match="max_model_len"):

@@ -15,11 +15,12 @@ import vllm
 from kvtier_vllm.model.namespace import TAGGED_EXTRA_KEYS_VLLM, version_of
 
 from tests.support.daemon import until
+from tests.vllm.mini_adapters import Shared, lora_request, write_adapter
 from tests.vllm.mini_engine import TOKENS, MiniEngine, _kv_cache_config
+from tests.vllm.mini_rig import all_came_back, client, compute, hashes_of, step_until, wait_ready
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_adapters import Shared, lora_request, write_adapter
-from tests.vllm.test_control import compute
-from tests.vllm.test_simulation import all_came_back, client, host, make, step_until, wait_ready
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]
@@ -61,14 +62,6 @@ def announced(engine: MiniEngine) -> set[bytes]:
         else:
             held.difference_update(event.block_hashes)
     return held
-
-
-def hashes_of(engine: MiniEngine, tokens: list[int], **changes: Any) -> list[bytes]:
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
-    request = Request("hashes", tokens, SamplingParams(), None, block_hasher=engine._hasher, **changes)
-    return list(request.block_hashes)
 
 
 def test_what_was_stored_is_announced_with_all_that_its_hash_is_made_of(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "vllm_on_cpu.py"
 

@@ -17,15 +17,15 @@ from kvtier import PartState
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.length import rounds
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm import fake_gpu_connector
 from tests.vllm.conftest import QUICK
 from tests.vllm.fake_gpu import FakeEngineGpu, Gate, LaggingEngine
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import MiniEngine, WrongKV, engine_config, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, client, step_until, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu, pytest.mark.timeout(300)]
 
@@ -89,7 +89,7 @@ class Machine:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, model: Path, patience: dict[str, Any]) -> Iterator[Machine]:
     """`@pytest.mark.parametrize("machine", [{"version": 12080}], indirect=True)` chooses the driver."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     folder = Path(tempfile.mkdtemp(prefix=f"{SHM_PREFIX}cuda-", dir=SHM))
     fake = FakeCuda(folder, **getattr(request, "param", {}))
@@ -152,7 +152,7 @@ def test_what_a_gpu_forgot_is_loaded(machine: Machine, way: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("machine", [{"bandwidth": 8_000_000}], indirect=True, ids=["slow link"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @every_way
 def test_disorder_costs_no_byte_no_block_and_no_request(machine: Machine, way: str, seed: int) -> None:
     engine = machine.engine(way, lag_s=0.001, salt="disorder", load_start_deadline_s=0.3)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.conftest import QUICK, STORY_TOKENS, FirstLife
 from tests.vllm.engine import REPOSITORY, Engine, EngineOptions
 from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt, same, start_rig
@@ -55,7 +55,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(model: Path) -> Iterator[Machine]:
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     fake = FakeCuda(Path(tempfile.mkdtemp(prefix=f"{SHM_PREFIX}cuda-", dir=SHM)))
     host = DaemonHost(run, pool / "pool", pool__size="130MiB", **QUICK)
@@ -92,7 +92,7 @@ def first_life(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Fi
     ("connector", "way", "seed"),
     [
         ("FakeGpuConnector", "exported", 1),
-        ("ChunkedGpuConnector", "exported in chunks", 2),
+        pytest.param("ChunkedGpuConnector", "exported in chunks", 2, marks=pytest.mark.long),
         ("PrivateGpuConnector", "mirrored", 3),
     ],
     ids=["exported", "exported in chunks", "mirrored"],
@@ -126,7 +126,9 @@ def test_a_second_engine_continues_where_a_killed_one_was(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("moment", ["while it starts", "while it computes"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("while it starts", marks=pytest.mark.long), "while it computes"]
+)
 def test_a_killed_engine_leaves_nothing_on_the_gpu(machine: Machine, moment: str, tmp_path: Path) -> None:
     engine = Engine.launch(machine.options("FakeGpuConnector"), tmp_path / "log")
     try:
@@ -152,6 +154,7 @@ def test_a_killed_engine_leaves_nothing_on_the_gpu(machine: Machine, moment: str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_scheduler_and_worker_in_processes_of_their_own(machine: Machine, tmp_path: Path) -> None:
     tokens = prompt(11 * BLOCK + 5, seed=80)
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

@@ -15,9 +15,14 @@ from tests.vllm.tiny_models import FAMILIES, WINDOW_TOKENS, why_not_cached, writ
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LENGTH = 777
+KINDS = [
+    # Its layers are those of the Llama that all other tests restore.
+    pytest.param(family, marks=[pytest.mark.long] * (family == "qwen3"))
+    for family in FAMILIES
+]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def rig(
     request: pytest.FixtureRequest, session_host: DaemonHost, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:

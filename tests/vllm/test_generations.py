@@ -16,7 +16,7 @@ from kvtier_vllm.meta import Weights, WeightsChange
 from kvtier_vllm.scheduler.generations import Generations
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.length import rounds
+from tests.support.length import repeats, rounds
 from tests.vllm.mini_engine import TOKENS, Digests, MiniEngine, engine_config
 from tests.vllm.rig import kv_transfer_config, prompt
 
@@ -236,7 +236,7 @@ def test_a_reset_of_connectors_leaves_even_where_resets_are_kept(make: Make) -> 
     assert learned(make, 1).ask("other", PROMPTS[0]) == HIT
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @pytest.mark.parametrize("apart", [False, True])
 def test_no_engine_ever_sees_a_block_of_other_weights(make: Make, apart: bool, seed: int) -> None:
     """Two engines are updated to and fro and told of in every way, requests running or not; one stays as it

@@ -14,7 +14,7 @@ from kvtier_vllm.worker.layout import describe
 
 from tests.support.fake_cuda import FakeCuda
 from tests.vllm.fake_gpu import FakeEngineGpu, kv_cache_on, tensor_at
-from tests.vllm.test_kv_memory_and_layout import BLOCKS, LAYERS, PAGE_BYTES, allocate, config
+from tests.vllm.kv_memory import BLOCKS, LAYERS, PAGE_BYTES, allocate, config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.fake_gpu]
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvtier.spec
 import pytest
 import vllm
 from kvtier_vllm.connector import KvtierConnector
@@ -21,13 +20,13 @@ from kvtier_vllm.groups import HYBRID_VLLM
 from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.length import rounds
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.hybrid_engine import FULL, STATE, WINDOW, HybridEngine, Kind
 from tests.vllm.mini_engine import WrongKV, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, step_until, wait_ready, wait_stored
 
 pytestmark = [
     pytest.mark.vllm,
@@ -62,7 +61,7 @@ every_model = pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS)
 @pytest.fixture(scope="module")
 def host() -> Iterator[DaemonHost]:
     """A daemon with a pool so small that it evicts."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
     host.start()
@@ -451,7 +450,7 @@ def test_a_connector_that_breaks_holds_no_block_any_more(make: Make, monkeypatch
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 @pytest.mark.parametrize("name", ["full and two windows", "windows of larger blocks", "states"])
 @pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
 def test_disorder_costs_no_byte_no_block_and_no_request(
@@ -490,19 +489,3 @@ def test_a_vllm_that_zeroes_blocks_and_lets_nobody_hold_them_is_refused(
     assert "lets connectors hold none" in caplog.text
     assert not storer(engine).counters.transfers
     assert engine.finished["first"] == output_of(prompt(100), 8)
-
-
-def test_a_daemon_that_is_too_old_is_named_and_not_used(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(kvtier.spec, "FEATURES", ())  # as if it had not offered any
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine = make((FULL, WINDOW))
-    for index in range(3):
-        engine.add(f"r{index}", prompt(100))
-        engine.run()
-    told = [record.getMessage() for record in caplog.records if "cannot look them up" in record.getMessage()]
-    assert len(set(told)) == 1
-    assert not storer(engine).counters.transfers
-    assert engine.finished["r2"] == output_of(prompt(100), 8)
-    until(lambda: engine.free_blocks == BLOCKS - 1, "nothing is held")

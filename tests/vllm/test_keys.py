@@ -16,9 +16,10 @@ from kvtier_vllm.hashes import tokens_of
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine
+from tests.vllm.mini_rig import all_came_back, compute
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_control import compute
-from tests.vllm.test_simulation import all_came_back, host, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
-from tests.support.length import rounds
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
+from tests.support.length import repeats, rounds
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, step_until, wait_ready, wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, step_until, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -30,7 +30,7 @@ SEEDS = range(rounds(2, 20))
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[DaemonHost]:
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     settings: dict[str, Any] = {
         "pool__size": "4MiB",
@@ -214,7 +214,7 @@ class LargePrompts(Chaos):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", repeats(SEEDS))
 def test_disorder_in_a_pool_of_a_few_prefixes_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine], host: DaemonHost, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.daemon import DaemonHost
-from tests.vllm.context_engine import ContextEngine, context_config
+from tests.vllm.context_engine import ContextEngine, all_came_back, context_config
+from tests.vllm.context_engine import host as host
 from tests.vllm.mini_engine import LAYERS, TOKENS, WrongKV
+from tests.vllm.mini_rig import compute, wait_ready
 from tests.vllm.rig import flip_a_byte_of_every_block, kv_transfer_config, prompt
-from tests.vllm.test_context_parallel import all_came_back, host
-from tests.vllm.test_control import compute
-from tests.vllm.test_simulation import wait_ready
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host"]

@@ -13,8 +13,10 @@ from kvtier_vllm.model.namespace import version_of
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.mini_rig import all_came_back, client, wait_ready, wait_stored
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import all_came_back, client, host, make, wait_ready, wait_stored
 
 pytestmark = [
     pytest.mark.vllm,

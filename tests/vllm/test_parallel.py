@@ -120,6 +120,7 @@ def test_all_ranks_find_a_daemon_that_was_killed_again(parallel: Rig) -> None:
     assert same(restored, hit)
 
 
+@pytest.mark.long
 def test_every_rank_says_what_its_weights_are(model: Path, host: DaemonHost, tmp_path: Path) -> None:
     """As `--worker-extension-cls kvtier_vllm.updates.Worker` has it said; one rank's word is not enough."""
     tokens = prompt(6 * BLOCK + 1, seed=8)
@@ -142,6 +143,7 @@ def test_every_rank_says_what_its_weights_are(model: Path, host: DaemonHost, tmp
         assert len(set(namespaces)) == 3
 
 
+@pytest.mark.long
 def test_stages_of_a_pipeline_restore_their_layers_bit_for_bit(
     model: Path, host: DaemonHost, tmp_path: Path
 ) -> None:
@@ -160,6 +162,7 @@ def test_stages_of_a_pipeline_restore_their_layers_bit_for_bit(
         assert not same(restored_by(rig, tokens), hit)
 
 
+@pytest.mark.long
 def test_latents_that_every_rank_holds_are_stored_once(host: DaemonHost, tmp_path: Path) -> None:
     family = FAMILIES["deepseek2"]
     if why := why_not_cached(family):

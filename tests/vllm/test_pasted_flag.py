@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.process import Daemon
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of
+from tests.vllm.mini_rig import BLOCKS, all_came_back, wait_ready, wait_stored
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import BLOCKS, all_came_back, wait_ready, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

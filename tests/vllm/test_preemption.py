@@ -12,8 +12,10 @@ from kvtier_vllm.scheduler import holding
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.mini_rig import BLOCKS, all_came_back
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import PATIENT_S, prompt
-from tests.vllm.test_simulation import BLOCKS, all_came_back, host, make
 
 pytestmark = [
     pytest.mark.vllm,

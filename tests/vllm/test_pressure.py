@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.conftest import QUICK
 from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import BLOCK, Rig, kv_transfer_config, prompt
@@ -26,7 +26,7 @@ ALL_FREE = {"requests": {}, "free_blocks": BLOCKS - 1}
 @pytest.fixture(scope="module")
 def absent_host() -> Iterator[DaemonHost]:
     """Where a daemon will be, whose copies take their time."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", **QUICK)
     yield host

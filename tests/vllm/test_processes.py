@@ -38,7 +38,14 @@ def attached(host: DaemonHost) -> set[int]:
     return {session.pid for instance in host.status().instances for session in instance.sessions}
 
 
-@pytest.mark.parametrize("moment", ["while it starts", "while it computes", "idle"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("while it starts", marks=pytest.mark.long),
+        "while it computes",
+        pytest.param("idle", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_engine_leaves_nothing_behind(
     moment: str,
     options: EngineOptions,

@@ -12,22 +12,22 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvtier import Client, Retention, spec
-from kvtier_vllm.config import ConnectorConfig
+from kvtier import Client, GroupQuery, Retention
 from kvtier_vllm.groups import Groups, GroupShape
-from kvtier_vllm.scheduler.control import Control, Controls
+from kvtier_vllm.scheduler.control import Control
 from kvtier_vllm.scheduler.known import KNOWN_S, KNOWN_TTL_PART, KnownBlocks
 from kvtier_vllm.scheduler.leaving import PATIENCE_S, Leaving
-from kvtier_vllm.scheduler.retaining import PLAIN, Granting, Keeping, Kept
+from kvtier_vllm.scheduler.retaining import PLAIN, Keeping, Kept
 from kvtier_vllm.scheduler.storing import Made, StoreState
 from kvtier_vllm.scheduler.tracking import TrackedRequest
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.vllm.conftest import QUICK
 from tests.vllm.mini_engine import TOKENS, MiniEngine, output_of
+from tests.vllm.mini_rig import Chaos, all_came_back, client, wait_stored
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_simulation import Chaos, all_came_back, client, make, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["make"]
@@ -41,7 +41,7 @@ log = logging.getLogger("test.retaining")
 @pytest.fixture
 def host() -> Iterator[DaemonHost]:
     """A daemon of the test's own: what is held in it would be in the way of others."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", pool__size="6MiB", **QUICK)
     host.start()
@@ -311,64 +311,6 @@ def test_disorder_costs_no_byte_no_block_and_no_request(
     chaos.end()
 
 
-def test_with_an_older_daemon_all_goes_on_as_without_wishes(
-    patient: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spec, "FEATURES", tuple(set(spec.FEATURES) - {"retention"}))
-    engine = patient(priority="low", pin_s=5, ttl_s=1, tiers=["host"])
-    assert not client(engine).status.can_retain
-    spy, granting = Spy(engine, monkeypatch), engine.connector._scheduler._granting
-    compute(engine, "story", prompt(LENGTH), {"priority": "high"})
-    assert granting._told
-    assert {retention for _, retention in spy.stores} == {None}
-    assert {hold_s for _, hold_s in spy.touches} == {0}
-    assert spy.cooled == []
-    engine.forget()
-    assert compute(engine, "again", prompt(LENGTH)) == BLOCKS * TOKENS
-    assert set(spy.lookups) == {False}
-    assert client(engine).status.last_error == ""
-    all_came_back(engine)
-
-
-def daemon(*, able: bool) -> Any:
-    """Its status, as a client has it."""
-    return SimpleNamespace(can_retain=able, daemon_version="0.0.9")
-
-
-def test_settings_that_do_nothing_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = ConnectorConfig.parse({"pin_s": 5, "tiers": ["host"]})
-    granting, controls = Granting(config, log), Controls(config, log)
-    wished = controls.of(SimpleNamespace(kv_transfer_params=None, num_prompt_tokens=100))
-    with caplog.at_level(logging.WARNING, log.name):
-        for _ in range(3):
-            granting.attached(daemon(able=False))
-            assert granting.of(wished) == Control(True, True, None, None)
-    [record] = caplog.records
-    assert "kvtierd 0.0.9" in record.getMessage()
-    assert "upgrade it" in record.getMessage()
-    assert "pin_s, tiers in kv_connector_extra_config" in record.getMessage()
-    granting.attached(daemon(able=True))
-    assert granting.of(wished) == wished
-
-
-def test_wishes_of_requests_that_do_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = ConnectorConfig()
-    granting, controls = Granting(config, log), Controls(config, log)
-
-    def of(wish: dict[str, Any]) -> Control:
-        request = SimpleNamespace(kv_transfer_params={"kvtier": wish}, num_prompt_tokens=100)
-        return granting.of(controls.of(request))
-
-    granting.attached(daemon(able=False))
-    with caplog.at_level(logging.WARNING, log.name):
-        assert of({"max_load_tokens": 5}) == Control(True, True, None, 5)
-        assert not caplog.records, "nothing was wished that it could not do"
-        for wish in ({"ttl_s": 5}, {"priority": "low"}, {"pin_s": 5}):
-            assert of(wish | {"max_load_tokens": 5}) == Control(True, True, None, 5)
-    [record] = caplog.records
-    assert "what requests say of priority, pin_s, ttl_s and tiers" in record.getMessage()
-
-
 # --- what is remembered ---
 
 
@@ -419,19 +361,17 @@ class Telling:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[bytes], Any]] = []
+        self.queries: list[GroupQuery] = []
 
-    def touch(self, hashes: Sequence[bytes], *, hold_s: float, lazily: bool) -> None:
+    def touch(
+        self, hashes: Sequence[bytes], queries: Sequence[GroupQuery], *, hold_s: float, lazily: bool
+    ) -> None:
         assert lazily == (hold_s == 0), "a hold is wished for at once"
+        self.queries = list(queries)
         self.heard.append(("touch", list(hashes), hold_s))
 
     def cool(self, hashes: Sequence[bytes], *, group: int) -> None:
         self.heard.append(("cool", list(hashes), group))
-
-    def touch_groups(
-        self, hashes: Sequence[bytes], queries: Sequence[Any], *, hold_s: float, lazily: bool
-    ) -> None:
-        assert lazily == (hold_s == 0)
-        self.heard.append(("touch groups", list(hashes), hold_s))
 
 
 HASHES = [bytes([number]) * 32 for number in range(8)]
@@ -444,7 +384,7 @@ def over(groups: Groups, keeping: Keeping, blocks: int, *, store: bool = True) -
     stores = StoreState(request, [blocks] * len(groups.shapes))
     if keeping.cool:
         stores.made = Made(len(groups.shapes))
-    return TrackedRequest(request, control, control, stores, keys=lambda hashes: hashes)
+    return TrackedRequest(request, control, stores, keys=lambda hashes: hashes)
 
 
 @pytest.fixture
@@ -497,8 +437,9 @@ def test_of_several_groups_each_has_made_its_own(telling: Telling) -> None:
     tracked.stores.made.add(0, 2, HASHES[2])
     tracked.stores.made.add(1, 1, HASHES[3])
     leaving.over(cast(Client, telling), tracked)
+    assert telling.queries == [GroupQuery(0), GroupQuery(1, hash_stride=2)]
     assert telling.heard == [
-        ("touch groups", HASHES[:2], 0),
+        ("touch", HASHES[:2], 0),
         ("cool", [HASHES[2]], 0),
         ("cool", [HASHES[3]], 1),
     ]

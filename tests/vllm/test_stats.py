@@ -14,8 +14,10 @@ from kvtier_vllm.stats import COUNTERS, PREFIX, Increments, KvtierPromMetrics, K
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
+from tests.vllm.mini_rig import wait_stored
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import host, make, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]

@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.vllm.mini_engine import TOKENS, MiniEngine
+from tests.vllm.mini_rig import client, compute, hashes_of, held_blocks
+from tests.vllm.mini_rig import host as host
+from tests.vllm.mini_rig import make as make
 from tests.vllm.rig import prompt
-from tests.vllm.test_control import compute, held_blocks
-from tests.vllm.test_events import hashes_of
-from tests.vllm.test_simulation import client, host, make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host", "make"]

@@ -16,8 +16,9 @@ from kvtier_vllm.model.namespace import UnsupportedConfiguration
 
 from tests.support.daemon import DaemonHost, until
 from tests.vllm.mini_engine import TOKENS, MiniEngine, WrongKV, engine_config
+from tests.vllm.mini_rig import BLOCKS, SEEDS, wait_stored
+from tests.vllm.mini_rig import host as host
 from tests.vllm.rig import kv_transfer_config, prompt
-from tests.vllm.test_simulation import BLOCKS, SEEDS, host, wait_stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 __all__ = ["host"]

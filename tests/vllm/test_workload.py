@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost
-from tests.support.leaks import SHM, SHM_PREFIX, shm_files
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX, shm_files
 from tests.vllm.conftest import QUICK
 from tests.vllm.tiny_models import FAMILIES, write
 from tests.vllm.workload import asks
@@ -74,7 +74,12 @@ def model_of(family: str, folder: Path) -> Path:
     return write(folder / family, FAMILIES[family])
 
 
-@pytest.fixture(scope="module", params=LONG_FORMS if LONG else SHORT_FORMS, ids=lambda form: form.name)
+FORMS = LONG_FORMS if LONG else SHORT_FORMS
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(form, marks=pytest.mark.long, id=form.name) for form in FORMS]
+)
 def form(request: pytest.FixtureRequest) -> Form:
     """One of them."""
     chosen: Form = request.param
@@ -87,7 +92,7 @@ def report(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Report:
     print(f"again: {form.command}")
     files = shm_files()
     folder = tmp_path_factory.mktemp("workload")
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     # Copies are slow, so that much happens in the middle of them.
     host = DaemonHost(run, pool / "pool", pool__size="98MiB", **QUICK)

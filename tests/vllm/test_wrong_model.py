@@ -99,6 +99,7 @@ def test_an_audit_finds_what_the_namespace_would_not_say(
     proved(f"An audit found blocks of other LongRoPE factors with the first hit: relative error {error:.2f}.")
 
 
+@pytest.mark.long
 def test_a_model_that_writes_into_its_configuration_is_cached_across_processes(
     session_host: DaemonHost, tmp_path: Path
 ) -> None:

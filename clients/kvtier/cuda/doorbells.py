@@ -14,8 +14,7 @@ from kvtier_kernels.cuda import CudaError
 from kvtier.cuda.events import EventRings
 from kvtier.cuda.gpu import Gpu, driver_errors
 from kvtier.errors import KvtierError, Reason
-from kvtier.memory import Ring
-from kvtier.shared import SharedBuffer
+from kvtier.memory import Ring, SharedBuffer
 
 log = logging.getLogger("kvtier")
 

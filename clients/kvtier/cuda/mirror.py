@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -17,9 +16,8 @@ from kvtier.cuda.gpu import Gpu, driver_errors
 from kvtier.cuda.memory import DeviceMemory
 from kvtier.errors import KvtierError, Reason
 from kvtier.layout import Group, check_layout
-from kvtier.lookups import BlockIds, list_block_ids
-from kvtier.memory import Ring
-from kvtier.shared import SharedBuffer
+from kvtier.memory import Ring, SharedBuffer
+from kvtier.queries import BlockIds, list_block_ids
 
 STAGING_BYTES = 16 << 20
 """Pinned, once per GPU and process."""
@@ -108,9 +106,7 @@ class MirrorMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _discard(self, offsets: U64, sizes: U64) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvtier import Client
 
-from kvtier_vllm.groups import Groups
-from kvtier_vllm.scheduler.matching import OneGroup
+from kvtier_vllm.scheduler.question import Question
 
 PREFETCHES_MAX = 8
 """Requests in the queue whose blocks are promoted ahead of their turn: the next ones, and not the whole
@@ -20,11 +19,8 @@ queue, which could push each other's blocks out again."""
 class Ahead:
     """Requests that vLLM has not asked about yet, in their order."""
 
-    def __init__(
-        self, groups: Groups, question: OneGroup, loadable: Callable[[Any, Sequence[bytes]], int]
-    ) -> None:
+    def __init__(self, question: Question, loadable: Callable[[Any, Sequence[bytes]], int]) -> None:
         """`loadable`: units of a request, with its hashes, that may be loaded."""
-        self._groups = groups
         self._question = question
         self._loadable = loadable
         self._unasked: dict[str, tuple[Any, Sequence[bytes]]] = {}
@@ -44,7 +40,7 @@ class Ahead:
         self._prefetched.discard(request_id)
 
     def prefetch(self, client: Client) -> None:
-        """Has what the next ones need promoted. The answers are of no interest."""
+        """Has what the next ones need promoted."""
         for request_id, (request, hashes) in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
             if request_id in self._prefetched:
                 continue
@@ -53,9 +49,4 @@ class Ahead:
             if known == 0:
                 continue  # nothing yet: another engine may be storing it
             self._prefetched.add(request_id)
-            units = units if known is None else known
-            wanted = hashes[: units * self._groups.unit_hashes]
-            if self._groups.plain:
-                client.start_prefetch(wanted)
-            elif wanted:
-                client.start_prefetch_groups(wanted, self._groups.queries)
+            self._question.prefetch(client, hashes, units if known is None else known)

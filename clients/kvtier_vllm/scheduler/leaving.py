@@ -87,9 +87,7 @@ class Leaving:
         made, hashes, hold_s = over.stores.made, over.hashes, over.keeping.hold_s
         if made is not None and (first := made.first(self._longest.group)) is not None:
             hashes = hashes[: first * self._longest.hash_stride]
-        if hashes and self._groups.plain:
-            client.touch(hashes, hold_s=hold_s, lazily=not hold_s)
-        elif hashes:
-            client.touch_groups(hashes, self._groups.queries, hold_s=hold_s, lazily=not hold_s)
+        if hashes:
+            client.touch(hashes, self._groups.queries, hold_s=hold_s, lazily=not hold_s)
         for group, blocks in () if made is None else made.in_order():
             client.cool(blocks, group=group)

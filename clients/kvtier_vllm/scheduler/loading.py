@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier import Client, Doorbell, KvtierError, Lookup, LookupCall, PartRef, Transfer
+from kvtier import Client, Doorbell, KvtierError, Lease, Lookup, LookupCall, PartRef, Transfer
 
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.meta import LOAD_DOORBELL, LoadOrder
@@ -126,17 +126,15 @@ class Loader:
         now_s = self._clock()
         orders, rest = _Orders(), None
         for target in targets:
-            lookup, start = self._source(grant, target)
+            lease, start = self._lease_of(grant, target)
             # Targets begin where leases do, or behind.
-            leased = (
-                0 if lookup is None or lookup.lease is None else start + lookup.lease.blocks - target.first
-            )
+            leased = 0 if lease is None else start + lease.blocks - target.first
             ids = target.block_ids
             if grant is not None and grant.lookup.unleased and 0 < leased < len(ids):
                 behind = target.hashes_of(hashes)[leased:]
                 rest = Rest(behind, ids[leased:], host_only, now_s)
                 ids = ids[:leased]
-            self._submit(client, orders, lookup, ids, target.group, target.first - start, step)
+            self._submit(client, orders, lease, ids, target.group, target.first - start, step)
         if grant is not None:
             grant.lookup.release()  # what no load has taken
         loaded = tuple((target, target.hashes_of(hashes)) for target in targets)
@@ -169,7 +167,7 @@ class Loader:
         if count < len(ids):
             load.rest = Rest(rest.hashes[count:], ids[count:], rest.host_only, self._clock())
         orders = _Orders()
-        self._submit(client, orders, answer, ids[:count], 0, 0, step)
+        self._submit(client, orders, answer.lease, ids[:count], 0, 0, step)
         answer.release()
         load.transfers += orders.transfers
         return orders.order(request, load.rest, goes_on=True)
@@ -183,22 +181,19 @@ class Loader:
         load.failed = True
         return LoadOrder(request, (None,), (rest.block_ids,), goes_on=True)
 
-    def _source(self, grant: Grant | None, target: Target) -> tuple[Lookup | None, int]:
-        """The answer with the lease of a group, and the request's block with which the lease begins."""
+    def _lease_of(self, grant: Grant | None, target: Target) -> tuple[Lease | None, int]:
+        """The lease of a group, and the request's block with which it begins."""
         if grant is None:
             return None, target.first
-        lookup = grant.lookup
         start = grant.first * self._groups.unit_tokens // target.block_tokens
-        if lookup.groups:
-            lookup = lookup.groups[target.group]
-            start += 0 if lookup.lease is None else lookup.lease.first
-        return lookup, start
+        lease = grant.lookup.groups[target.group].lease
+        return lease, start if lease is None else start + lease.first
 
     def _submit(
         self,
         client: Client | None,
         orders: _Orders,
-        source: Lookup | None,
+        lease: Lease | None,
         block_ids: tuple[int, ...],
         group: int,
         first: int,
@@ -210,10 +205,10 @@ class Loader:
         for begin in range(0, len(block_ids), most):
             ids = block_ids[begin : begin + most]
             transfer: Transfer | None = None
-            if client is not None and source is not None:
+            if client is not None and lease is not None:
                 try:
                     transfer = client.load(
-                        source,
+                        lease,
                         ids,
                         group=group,
                         first=first + begin,
@@ -231,7 +226,9 @@ class Loader:
             if now_s - rest.asked_s < PENDING_POLL_S:
                 return None
             rest.asked_s = now_s
-            rest.call = client.start_lookup(rest.hashes, lease=True, host_only=rest.host_only)
+            rest.call = client.start_lookup(
+                rest.hashes, self._groups.queries, lease=True, host_only=rest.host_only
+            )
         answer = rest.call.poll()
         if answer is None:
             if now_s - rest.asked_s <= ANSWER_DEADLINE_S:

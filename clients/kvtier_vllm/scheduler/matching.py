@@ -15,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier import PENDING, Client, Lookup, LookupCall
+from kvtier import Client, Lookup, LookupCall
 
-from kvtier_vllm.groups import Groups
+from kvtier_vllm.scheduler.question import Question
 
 ANSWER_DEADLINE_S = 0.2
 """A lookup unanswered for this long, when its request is asked about again, is given up."""
@@ -78,76 +78,13 @@ class Grant:
     first: int
 
 
-class OneGroup:
-    """How blocks are asked for that are all of one group."""
-
-    def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
-        """How many of blocks `first` to `end` are worth a lookup, as the index page has it; None: it cannot
-        tell. Asks nobody."""
-        return client.known_run(hashes, first, end)
-
-    def ask(
-        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
-    ) -> LookupCall:
-        """Begins a lookup of blocks `first` to `end`, with leases; `host_only`: not on disks."""
-        return client.start_lookup(hashes[first:end], lease=True, host_only=host_only)
-
-    def hits(self, answer: Lookup) -> int:
-        """Blocks that can be loaded, from the first on."""
-        return answer.hits
-
-    def pending_hash(self, answer: Lookup, hashes: Sequence[bytes], first: int) -> bytes:
-        """Of the block at which a PENDING answer to that question ends."""
-        return hashes[first + answer.hits]
-
-
-class SeveralGroups(OneGroup):
-    """The same where a "block" is a unit of several groups: what ends at a block's end in all of them."""
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._whole = next((shape for shape in groups.shapes if not shape.window_blocks), None)
-        """A group of which a prefix needs all, so that it tells how long one can be."""
-
-    def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
-        """See OneGroup."""
-        whole, size = self._whole, self._groups.unit_hashes
-        if whole is None:
-            return None
-        stride = whole.hash_stride
-        own = hashes if stride == 1 else hashes[stride - 1 : end * size : stride]
-        blocks = client.known_run(own, first * size // stride, end * size // stride, group=whole.group)
-        return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
-
-    def ask(
-        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
-    ) -> LookupCall:
-        """See OneGroup."""
-        size, queries = self._groups.unit_hashes, self._groups.queries
-        wanted = hashes[first * size : end * size]
-        return client.start_lookup_groups(wanted, queries, lease=True, host_only=host_only)
-
-    def hits(self, answer: Lookup) -> int:
-        """See OneGroup."""
-        return answer.hits * self._groups.shapes[0].block_tokens // self._groups.unit_tokens
-
-    def pending_hash(self, answer: Lookup, hashes: Sequence[bytes], first: int) -> bytes:
-        """See OneGroup. Of several such blocks, the one that comes first."""
-        ends = [
-            (found.states.index(PENDING) + 1) * shape.hash_stride
-            for found, shape in zip(answer.groups, self._groups.shapes, strict=True)
-            if PENDING in found.states
-        ]
-        return hashes[first * self._groups.unit_hashes + min(ends) - 1]
-
-
 @dataclass(slots=True)
 class MatchCounters:
     """Since the engine started."""
 
+    lookups: int = 0
     local: int = 0
     """Requests for which the index page has said that there is nothing, without a lookup."""
-    lookups: int = 0
     hits: int = 0
     """Answers with at least one block."""
     given_up: int = 0
@@ -171,11 +108,11 @@ class Matcher:
     far as `block_s` tells.
     """
 
+    question: Question
     budget_s: float
     pending_wait_s: float = PENDING_WAIT_S
     pending_poll_s: float = PENDING_POLL_S
     clock: Callable[[], float] = time.monotonic
-    question: OneGroup = field(default_factory=OneGroup)
     in_parts: bool = True
     """Blocks that are readable and not leased yet are promised as well, behind some that are leased."""
     block_s: float = 0.0
@@ -382,7 +319,7 @@ class Matcher:
             return False
         if not match.answer.leases:
             return True
-        return match.answer.epoch == client.epoch and self.clock() - match.asked_s < LEASE_AGE_MAX_S
+        return match.answer.leases[0].epoch == client.epoch and self.clock() - match.asked_s < LEASE_AGE_MAX_S
 
     def _hear(self, request: str, match: _Match, hashes: Sequence[bytes]) -> bool:
         """Takes the answer if it comes within what is left of the budget. False: there is none to go by."""

@@ -1,18 +1,11 @@
-"""How long the daemon keeps a request's blocks, and in which tiers: what engine and request wish, as far as
-the daemon in use can grant it."""
+"""How long the daemon keeps a request's blocks, and in which tiers: what engine and request wish."""
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from kvtier import ClientStatus, Retention
-
-if TYPE_CHECKING:
-    from kvtier_vllm.config import ConnectorConfig
-    from kvtier_vllm.scheduler.control import Control
+from kvtier import Retention
 
 HOST, DISK = "host", "disk"
 TIERS = (HOST, DISK)
@@ -59,48 +52,3 @@ class Keeping:
 
 ANYHOW = Keeping()
 """Nothing is wished."""
-
-
-class Granting:
-    """What the daemon in use can grant. Called from the scheduler's thread."""
-
-    def __init__(self, config: ConnectorConfig, log: logging.Logger) -> None:
-        self._settings = [
-            name
-            for name, wished in (
-                ("priority", config.priority != "normal"),
-                ("pin_s", config.pin_s > 0),
-                ("ttl_s", config.ttl_s > 0),
-                ("tiers", DISK not in config.tiers),
-            )
-            if wished
-        ]
-        self._log = log
-        self._version: str | None = None
-        """Of a daemon that can grant nothing."""
-        self._told = False
-
-    def attached(self, status: ClientStatus) -> None:
-        """To a daemon, which may be another one than before."""
-        self._version = None if status.can_retain else status.daemon_version
-        if self._version is not None and self._settings:
-            self._tell(f"{', '.join(self._settings)} in kv_connector_extra_config")
-
-    def of(self, wished: Control) -> Control:
-        """As much of it as the daemon can do. It costs no request anything that the rest is left out."""
-        if self._version is None or wished.keeping == ANYHOW:
-            return wished
-        if not self._settings:  # it is the request's own wish
-            self._tell("what requests say of priority, pin_s, ttl_s and tiers")
-        return replace(wished, keeping=ANYHOW)
-
-    def _tell(self, what: str) -> None:
-        """Once in an engine's life."""
-        if not self._told:
-            self._told = True
-            self._log.warning(
-                "kvtier: kvtierd %s can neither hold blocks nor let them go early, nor leave disks out: "
-                "upgrade it; until then this does nothing: %s",
-                self._version,
-                what,
-            )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
-from kvtier.joint import JOINT_LOOKUP
 from kvtier.status import ClientState
 
 from kvtier_vllm.config import ConnectorConfig
@@ -38,9 +37,9 @@ from kvtier_vllm.scheduler.generations import Generations
 from kvtier_vllm.scheduler.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.scheduler.leaving import Leaving
 from kvtier_vllm.scheduler.loading import Loader, PromisedLoad
-from kvtier_vllm.scheduler.matching import Grant, Matcher, OneGroup, SeveralGroups
+from kvtier_vllm.scheduler.matching import Grant, Matcher
 from kvtier_vllm.scheduler.prefill import PrefillMeter, tokens_of_step
-from kvtier_vllm.scheduler.retaining import Granting
+from kvtier_vllm.scheduler.question import Question
 from kvtier_vllm.scheduler.room import LoadRoom
 from kvtier_vllm.scheduler.storing import Made, Storer
 from kvtier_vllm.scheduler.tables import beyond, hashes_of, newly_allocated, targets_of
@@ -100,11 +99,12 @@ class SchedulerSide:
             weights, keep=config.on_reset == "keep", world_size=world_size, log=log
         )
         self._link = connect(weights)
+        question = Question(groups)
         self._matcher = Matcher(
+            question,
             config.lookup_budget_ms / 1e3,
             config.pending_wait_s,
             config.pending_poll_s,
-            question=OneGroup() if groups.plain else SeveralGroups(groups),
             in_parts=in_parts,
         )
         self._prefill = prefill
@@ -113,7 +113,6 @@ class SchedulerSide:
             groups, threshold=config.store_threshold, events=events, holds_at_once=groups.zeroed
         )
         self._controls = Controls(config, log)
-        self._granting = Granting(config, log)
         self._leaving = Leaving(groups, self._longest)
         self._adapters = Adapters(log, world_size=world_size, names_alone=adapters_by_name)
         if events is not None:
@@ -142,7 +141,7 @@ class SchedulerSide:
         """Of requests that were over before their loads: what vLLM keeps until the workers report them."""
         self._lent: list[int] = []
         """Those of them that count as free while the engine's own cache is reset."""
-        self._ahead = Ahead(groups, self._matcher.question, self._prefetchable)
+        self._ahead = Ahead(question, self._prefetchable)
         self._epoch: int | None = None
         self._step = 1
         self._work = 0
@@ -151,8 +150,6 @@ class SchedulerSide:
         """For the workers, in the next step."""
         self._stopped = False
         self._told = False
-        self._too_old = False
-        """The daemon cannot do what this model needs."""
 
     @property
     def link(self) -> Link:
@@ -205,7 +202,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A new request, which vLLM asks about when it is its turn."""
         keys = self._adapters.keys(request)
-        control = self._control_of(request)
+        control = self._controls.of(request)
         if keys is not None and control.load and not control.keeping.host_only:
             self._ahead.arrived(request, keys(request.block_hashes))
 
@@ -524,28 +521,19 @@ class SchedulerSide:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            wished = self._controls.of(request)
+            control = self._controls.of(request)
+            stores = self._storer.new_state(request)
+            stores.kept = control.keeping.kept
+            stores.made = Made(len(self._groups.shapes)) if control.keeping.cool else None
             tracked = TrackedRequest(
                 request,
-                wished,
-                wished,
-                self._storer.new_state(request),
+                control,
+                stores,
                 self._adapters.keys(request),
                 preemptions=request.num_preemptions,
             )
-            self._grant(tracked)
             self._requests[request.request_id] = tracked
         return tracked
-
-    def _control_of(self, request: Any) -> Control:
-        return self._granting.of(self._controls.of(request))
-
-    def _grant(self, tracked: TrackedRequest) -> None:
-        """What the request wishes, as far as the daemon in use can do it."""
-        tracked.control = self._granting.of(tracked.wished)
-        keeping, stores = tracked.control.keeping, tracked.stores
-        stores.kept = keeping.kept
-        stores.made = (stores.made or Made(len(self._groups.shapes))) if keeping.cool else None
 
     def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """As `TrackedRequest.hashes`; asks for the keys while they are not known."""
@@ -562,16 +550,8 @@ class SchedulerSide:
             return None
         if epoch != self._epoch:
             self._epoch = epoch
-            self._granting.attached(client.status)
             self._start_over()
-            self._too_old = not self._groups.plain and JOINT_LOOKUP not in client.status.features
-            if self._too_old:
-                self._log.warning(
-                    "kvtier: this model has several KV cache groups or a sliding window, and kvtierd %s "
-                    "cannot look them up together: upgrade it; until then nothing is stored or loaded",
-                    client.status.daemon_version,
-                )
-        return None if self._too_old else client
+        return client
 
     @property
     def _unanswered(self) -> bool:
@@ -591,7 +571,6 @@ class SchedulerSide:
         for request_id, load in self._loading.items():
             self._load_no_further(request_id, load)
         for tracked in self._requests.values():
-            self._grant(tracked)
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
 
@@ -770,7 +749,7 @@ class SchedulerSide:
         return min(tokens // self._groups.unit_tokens, len(hashes) // self._groups.unit_hashes)
 
     def _prefetchable(self, request: Any, hashes: Sequence[bytes]) -> int:
-        return min(self._loadable(request, hashes, self._control_of(request)), self._loaded_max)
+        return min(self._loadable(request, hashes, self._controls.of(request)), self._loaded_max)
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""

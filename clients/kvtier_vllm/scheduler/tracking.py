@@ -16,10 +16,8 @@ class TrackedRequest:
     """One request that vLLM has not finished."""
 
     request: Any
-    wished: Control
-    """By the engine's settings and the request."""
     control: Control
-    """Of it, what the daemon in use can do."""
+    """By the engine's settings and the request."""
     stores: StoreState
     keys: Keys | None
     """None: not known yet, or never."""

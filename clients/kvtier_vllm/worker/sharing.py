@@ -7,19 +7,17 @@ that cannot be exported, a mirror in host memory (`mirroring`).
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvtier import Client, Group, KvtierError
+from kvtier import Client
 from kvtier.memory import Memory
 
 from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
-from kvtier_vllm.worker.gpu import EngineGpu, GpuKVMemory
-from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
+from kvtier_vllm.worker.gpu import EngineGpu
+from kvtier_vllm.worker.kv_memory import SharedKVMemory
 from kvtier_vllm.worker.parts import TrackedPart
 
 if TYPE_CHECKING:
@@ -121,58 +119,3 @@ class GpuSharing(Sharing):
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing."""
         client.ring_on(self._gpu.stream(), STORE_DOORBELL, step)
-
-
-def share_gpu(
-    memory: GpuKVMemory, groups: Sequence[Group], share: str, gpu: EngineGpu, log: logging.Logger
-) -> Sharing:
-    """`share` as in the configuration. Raises NotShareable, with what to change."""
-    from kvtier.cuda import NotExportableError
-
-    from kvtier_vllm.worker.mirroring import MirrorSharing
-
-    device_memory = memory.device_memory
-    try:
-        if share == "mirror" or not _exportable(device_memory, share, log):
-            return MirrorSharing(device_memory, covering(groups), gpu, log)
-        return GpuSharing(device_memory, gpu)
-    except NotExportableError as error:
-        message = f'the KV cache cannot be shared: {error}; or set "share": "mirror", which is slower'
-        raise NotShareable(message) from error
-    except KvtierError as error:
-        raise NotShareable(f"the KV cache cannot be shared: {error}") from error
-
-
-def covering(groups: Sequence[Group]) -> Group:
-    """A group that has of each block all bytes that it has in some group: a block's own group uses some of
-    them, and nobody the rest. Raises NotShareable if the groups' blocks are not equally far apart."""
-    planes = sorted((plane for group in groups for plane in group.planes), key=lambda one: one.base_offset)
-    covered = [planes[0]]
-    for plane in planes[1:]:
-        last = covered[-1]
-        end = last.base_offset + last.fragment_bytes
-        if plane.block_stride_bytes != last.block_stride_bytes:
-            raise NotShareable(
-                "the KV cache has groups whose blocks are not equally far apart, which cannot be mirrored in "
-                "host memory; use memory that can be exported"
-            )
-        if plane.base_offset < end:
-            end = max(end, plane.base_offset + plane.fragment_bytes)
-            covered[-1] = dataclasses.replace(last, fragment_bytes=end - last.base_offset)
-        else:
-            covered.append(plane)
-    return dataclasses.replace(groups[0], planes=tuple(covered))
-
-
-def _exportable(memory: DeviceMemory, share: str, log: logging.Logger) -> bool:
-    """Raises KvtierError. False: only because of the engine's allocator, which "auto" works around."""
-    from kvtier.cuda import NotExportableError
-
-    try:
-        memory.check()
-    except NotExportableError as error:
-        if share == "export" or not error.allocator:
-            raise
-        log.warning("kvtier: blocks go through a mirror in host memory, which is slower: %s", error)
-        return False
-    return True

@@ -28,7 +28,8 @@ from kvtier_vllm.worker.gpu import EngineGpu, GpuKVMemory
 from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
 from kvtier_vllm.worker.layout import GroupLayout, describe
 from kvtier_vllm.worker.parts import TrackedPart
-from kvtier_vllm.worker.sharing import HostSharing, Landing, Sharing, share_gpu
+from kvtier_vllm.worker.sharing import HostSharing, Landing, Sharing
+from kvtier_vllm.worker.sharing_choice import share_gpu
 
 UNRESPONSIVE_AFTER_S = 0.1
 """A part that has not started for this long is worth asking whether the daemon still answers."""

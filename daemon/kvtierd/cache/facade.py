@@ -108,7 +108,7 @@ class Cache:
         self._busy = False
         self._posted: deque[Stimulus] = deque()
         self._draining = False
-        self.mappings = Mappings(self, workers)
+        self.mappings = Mappings(self.handle, workers)
         self.poisoned = asyncio.Event()
         """Set after an internal error: nothing is handled any more, and the daemon must be started again."""
 

@@ -5,17 +5,13 @@ Only requests of one session at a time: the side socket asks one after another.
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
 from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping, Supervisor
-
-if TYPE_CHECKING:
-    from kvtierd.cache.facade import Cache
 
 CHUNKS_MAX = 65_536
 """Of one session: more than a terabyte in chunks of 20 MiB."""
@@ -38,8 +34,13 @@ class _Mapped:
 class Mappings:
     """Which worker has mapped what of which session."""
 
-    def __init__(self, cache: "Cache", workers: Supervisor) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        tell_core: Callable[[RegisterWords | RegisterMemory | UnregisterMemory], object],
+        workers: Supervisor,
+    ) -> None:
+        """`tell_core` has the core handle what has been mapped; it raises Refusal if the session is over."""
+        self._tell_core = tell_core
         self._workers = workers
         self._mapped: dict[SessionId, _Mapped] = {}
         self._unowned: set[tuple[WorkerId, SessionId]] = set()
@@ -60,7 +61,7 @@ class Mappings:
         pid = self._workers.workers[worker].pid
         await self._workers.map_words(worker, session, fd, doorbells, parts)
         try:
-            self._cache.handle(RegisterWords(session, worker, doorbells, parts))
+            self._tell_core(RegisterWords(session, worker, doorbells, parts))
         except Refusal:
             # The core does not know that this worker holds something of the session: it will not release it.
             if worker in self._workers.workers:
@@ -134,7 +135,7 @@ class Mappings:
         # If the session ended meanwhile the core refuses, and the release of the words, which came after this
         # mapping on the worker's socket, takes the memory with it.
         blocks = tuple(group.num_blocks for group in groups)
-        self._cache.handle(RegisterMemory(session, mapped.worker, registration, blocks, mapping_bytes))
+        self._tell_core(RegisterMemory(session, mapped.worker, registration, blocks, mapping_bytes))
         mapped.registration = registration
         mapped.chunks.clear()
         return registration
@@ -155,7 +156,7 @@ class Mappings:
         released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._releasing[session] = (mapped.worker, released)
         try:
-            self._cache.handle(UnregisterMemory(session))
+            self._tell_core(UnregisterMemory(session))
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await released
         except TimeoutError:

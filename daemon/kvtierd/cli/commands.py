@@ -15,11 +15,11 @@ from kvtierd.config import settings
 from kvtierd.config.reading import all_flags
 
 EXIT_USAGE = 2
-"""Only the command line is wrong: it has flags that there are not."""
+"""The exit status if only the command line is wrong: it has unknown flags."""
 EXIT_CONFIG = 78
-"""The configuration cannot be used (sysexits.h EX_CONFIG)."""
+"""The exit status if the configuration cannot be used (sysexits.h EX_CONFIG)."""
 EXIT_CANNOT_START = 69
-"""Something the daemon needs is not to be had (sysexits.h EX_UNAVAILABLE)."""
+"""The exit status if something that the daemon needs is not available (sysexits.h EX_UNAVAILABLE)."""
 
 
 class _Configurable(click.Command):
@@ -49,7 +49,7 @@ class _Configurable(click.Command):
 
 
 def _name(flag: str) -> str:
-    """Of the argument that click makes of a flag."""
+    """The name of the argument that click makes of a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 
@@ -75,7 +75,7 @@ def _help(item: settings.Setting) -> str:
 
 
 def _given(context: click.Context, values: dict[str, str | None]) -> dict[str, object]:
-    """By flag; a socket that was named before the subcommand is among them."""
+    """The given values by flag, among them a socket that was named before the subcommand."""
     given: dict[str, object] = {
         f"--{name.replace('_', '-')}": value for name, value in values.items() if value is not None
     }

@@ -1,4 +1,5 @@
-"""Where the commands `kvtierd` and `kvtierctl` begin: signals first, then imports, which take a second."""
+"""The entry points of `kvtierd` and `kvtierctl`. They take over signals before the imports, which need up to
+a second."""
 
 import signal
 
@@ -6,7 +7,7 @@ from kvtierd.cli import interrupts
 
 
 def kvtierd() -> None:
-    """The `kvtierd` command."""
+    """Runs the `kvtierd` command."""
     words = "kvtierd: stopped by {signal} before it was serving"
     interrupts.leave_at_once(words, signal.SIGINT, signal.SIGTERM)
     from kvtierd.cli.commands import main
@@ -15,7 +16,7 @@ def kvtierd() -> None:
 
 
 def kvtierctl() -> None:
-    """The `kvtierctl` command."""
+    """Runs the `kvtierctl` command."""
     interrupts.leave_at_once("kvtierctl: interrupted", signal.SIGINT, signal.SIGTERM)
     from kvtierd.ctl.commands import main
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STATUS_BASE = 128
-"""A shell's convention: 130 after SIGINT, 143 after SIGTERM."""
+"""What is added to a signal's number for the exit status, as shells do: 130 after SIGINT, 143 after
+SIGTERM."""
 
 _last_words = ""
 _status: int | None = None
@@ -48,7 +49,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 class StoppedEarly(Exception):
-    """A signal came before what was begun was done."""
+    """A signal came before the work was done."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -56,7 +57,7 @@ class StoppedEarly(Exception):
 
 
 class Noted:
-    """Signals that are noted, for somebody to look whether there was one."""
+    """Notes signals instead of acting on them; the program asks from time to time whether one has come."""
 
     def __init__(self, *numbers: signal.Signals, patience: int | None = None) -> None:
         """Takes these signals over, for good. `patience`: so many are noted, one more ends the process."""

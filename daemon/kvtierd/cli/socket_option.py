@@ -11,7 +11,7 @@ from kvtierd.config import settings
 from kvtierd.config.reading import absolute_socket
 
 FLAGS = ("--socket", "--server-socket")
-"""The one that people are told of first."""
+"""The two names of the flag; help shows the first."""
 SOCKET_HELP = "The daemon's gRPC socket.  [KVTIER_SOCKET; default: where kvtierd puts it]"
 _SAID = "kvtierd.socket"
 
@@ -36,7 +36,7 @@ def socket_options(text: str, *, expose: bool = False) -> Callable[[Callable[...
 
 
 def given_before(context: click.Context) -> str | None:
-    """What was said before the subcommand, as it was written."""
+    """The socket as it was written before the subcommand; None if it was not."""
     known = context.meta.get(_SAID)
     return known[1] if known else None
 

@@ -23,7 +23,7 @@ from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
 SOCKET_NAME = "kvtierd.sock"
 SOCKET_PATH_BYTES_MAX = 107
-"""Of a Unix socket's address (sun_path), less its final zero."""
+"""The longest path of a Unix socket: its address (sun_path) without the final zero byte."""
 
 _CORE = CoreLimits()
 _INTEGRITY = CoreIntegrity()
@@ -133,7 +133,7 @@ class PoolConfig:
     lock_timeout_s: Annotated[
         float,
         Doc(
-            "How long to wait until the pool's owner before us, and its copy workers, are gone.",
+            "How long to wait until the pool's previous owner and its copy workers are gone.",
             partial(s.seconds, least=0),
             "SECONDS",
         ),
@@ -141,7 +141,7 @@ class PoolConfig:
 
     @property
     def file(self) -> Path | None:
-        """Where the pool is; None for an anonymous one."""
+        """The pool's file; None if the pool is anonymous memory."""
         if not self.persistent:
             return None
         return self.path or Path(f"/dev/shm/kvtier-{os.getuid()}/pool")
@@ -367,7 +367,7 @@ def load(
 
 
 def _may_exist(file: Path) -> bool:
-    """Where one may not even look, reading it says why."""
+    """Whether a file may exist. It is true where this user may not look: reading the file then says why."""
     try:
         return file.exists()
     except OSError:
@@ -407,7 +407,7 @@ def check_socket(socket: Path) -> str:
 
 
 def _check(config: Config, refuse: Refuse) -> None:
-    """Refuses what no single value shows."""
+    """Refuses values that are wrong only together with others."""
     server, pool, limits = config.server, config.pool, config.limits
     if why := check_socket(server.socket_path):
         refuse("server.socket", str(server.socket_path), why)
@@ -464,7 +464,7 @@ def show(loaded: Loaded) -> str:
 
 
 def _origin(loaded: Loaded, item: s.Setting, value: Any) -> str:
-    """Where a value came from, and how it was written where that reads otherwise."""
+    """Says where a value came from, and how it was written if that differs from how it is shown."""
     if item.key not in loaded.given:
         return "default"
     given = loaded.given[item.key]
@@ -474,7 +474,7 @@ def _origin(loaded: Loaded, item: s.Setting, value: Any) -> str:
 
 
 def as_toml(item: s.Setting, value: Any) -> str:
-    """A value as a configuration file would say it."""
+    """Writes a value as a configuration file would have it."""
     if item.parse is s.size:
         return json.dumps(s.format_size(value)) if value else "0"
     if isinstance(value, bool):

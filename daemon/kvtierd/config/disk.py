@@ -13,9 +13,9 @@ from kvtierd.workers.supervisor.kinds import IO_THREADS_MAX
 
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 1 << 20, 1 << 30
 HEADER_BYTES = 2 << 20
-"""Of a pool file or a disk's slab file, before its extents."""
+"""The size of the header of a pool file or of a disk's slab file; extents follow it."""
 DISK_BYTES_MAX = PAGE_BYTES << 32
-"""A slot is a page number of 32 bits."""
+"""The largest disk: a slot is addressed by a page number of 32 bits."""
 DISKS_MAX = 16
 QUEUE_BYTES_MIN = 1 << 20
 
@@ -98,11 +98,16 @@ class DiskConfig:
         ),
     ] = _DISKS.slow_deadline_s
     errors_max: Annotated[
-        int, Doc("So many errors one after another, and a disk is not used for a while.", s.count, "N")
+        int, Doc("After this many errors in a row a disk is not used for a while.", s.count, "N")
     ] = _DISKS.errors_max
-    probe_after_s: Annotated[float, Doc("That while; then one read decides.", s.seconds, "SECONDS")] = (
-        _DISKS.probe_after_s
-    )
+    probe_after_s: Annotated[
+        float,
+        Doc(
+            "How long such a disk is not used; after that, one read decides whether it is.",
+            s.seconds,
+            "SECONDS",
+        ),
+    ] = _DISKS.probe_after_s
     recompute_if_faster: Annotated[
         bool,
         Doc(
@@ -131,7 +136,7 @@ class Refuse(Protocol):
 
 
 def check_extents(refuse: Refuse, section: str, size: int, extent: int) -> None:
-    """At least two extents, of a size that there is."""
+    """Refuses a size without room for two extents, and an extent size that is not possible."""
     if extent and not (EXTENT_BYTES_MIN <= extent <= EXTENT_BYTES_MAX and extent & (extent - 1) == 0):
         advice = "write a power of two from 1MiB to 1GiB, or 0"
         refuse(f"{section}.extent_size", s.format_size(extent), advice)
@@ -141,7 +146,7 @@ def check_extents(refuse: Refuse, section: str, size: int, extent: int) -> None:
 
 
 def check_disks(disk: DiskConfig, refuse: Refuse) -> None:
-    """Refuses what no single value shows, where there is a disk tier."""
+    """Refuses values of the disk tier that are wrong only together with others."""
     if not disk.paths:
         return
     if len(disk.paths) > DISKS_MAX:

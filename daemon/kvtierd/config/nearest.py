@@ -1,13 +1,13 @@
-"""The nearest known name to one that is not known, for messages."""
+"""Finds the known name that is most like an unknown one, for error messages."""
 
 import difflib
 from collections.abc import Collection, Iterable
 
 CLEAR_RATIO = 0.85
-"""Of difflib: a last part that is so like another one was meant for it, whatever stands before it."""
+"""The ratio of difflib from which a setting's name is taken for a misspelling, whatever its section is."""
 
 ALIKE_RATIO = 0.6
-"""Of difflib, which takes two words for alike from there on."""
+"""The ratio of difflib from which two words are alike."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -27,11 +27,11 @@ NOT_SETTINGS = frozenset(
         "KVTIER_AUDITS_LONG",
         "KVTIER_AUTOSTART_WAYS",
         "KVTIER_DISK_FAULTS",
-        "KVTIER_FAULTS_LONG",
         "KVTIER_GPU_KILLS",
         "KVTIER_GPU_RECORD",
         "KVTIER_GPU_SCRATCH",
         "KVTIER_GPU_TEST_DEVICE",
+        "KVTIER_LENGTH",
         "KVTIER_PYTHON",
         "KVTIER_REQUIRE_VLLM",
         "KVTIER_SEED",
@@ -46,7 +46,7 @@ NOT_SETTINGS = frozenset(
 )
 """Variables that may stand in a daemon's environment and are no settings of it."""
 _FOR_PEOPLE = (CONFIG_VARIABLE, "KVTIER_CUDA_LIBRARY")
-"""What is offered besides the settings to whoever has misspelt a name."""
+"""Variables that are offered, besides the settings, to whoever has misspelt a name."""
 _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
@@ -60,16 +60,16 @@ class Reading:
         self._cls = cls
         self._known = {item.key: item for item in s.declared(cls)}
         self.given: dict[str, Given] = {}
-        """By key; what was read later stands over what was read before."""
+        """The values that were given, by key. A source that is read later replaces values of earlier ones."""
         self.errors: list[ConfigError] = []
         self.incomplete = False
-        """A source could not be read at all, so a setting that is missing may have been meant."""
+        """Whether a source could not be read at all, so that a missing setting may have been in it."""
         self._broken: set[str] = set()
 
     # --- sources ---
 
     def read_file(self, file: Path, source: str) -> None:
-        """A TOML file that `source` has named."""
+        """Reads a TOML file; `source` says what has named the file."""
         try:
             tables = tomllib.loads(file.read_text())
         except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -120,7 +120,7 @@ class Reading:
             self._unknown(name, raw, "the environment", "variable", [nearest(name, offered)])
 
     def read_flags(self, flags: Mapping[str, object]) -> None:
-        """By key (`pool.size`), or by the flag itself (`--pool-size`)."""
+        """Reads flags, each named by its key (`pool.size`) or by the flag itself (`--pool-size`)."""
         for item in self._known.values():
             named = [Given(flags[flag], flag) for flag in item.flags if flag in flags]
             if not named and item.key in flags:
@@ -128,7 +128,7 @@ class Reading:
             self._take(item, named, in_a_shell=True)
 
     def read_leftovers(self, arguments: Iterable[str]) -> None:
-        """What of a command line is no flag that there is."""
+        """Notes each argument of a command line that is no known flag as a mistake."""
         offered = [*(flag for _, flag in all_flags(self._cls)), "--config"]
         rest = list(arguments)
         while rest:
@@ -217,7 +217,7 @@ def _is_service_link(name: str, raw: str) -> bool:
 
 
 def all_flags(cls: type) -> Iterator[tuple[Setting, str]]:
-    """Every flag that sets something, those first that people are told of."""
+    """Yields every flag of every setting; of one setting, the flag that people are told of comes first."""
     for item in s.declared(cls):
         for flag in item.flags:
             yield item, flag

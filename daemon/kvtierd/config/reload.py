@@ -20,33 +20,35 @@ LIVE = (
     "disk.recompute_if_faster",
     "log.level",
 )
-"""Every other setting is told to clients or workers when they start, or memory is laid out for it."""
+"""The settings that can change while the daemon runs. Every other one is told to clients or workers when they
+start, or decides how memory is laid out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting that reads otherwise than before."""
+    """One setting whose value differs from the one before."""
 
     key: str
     before: str
     after: str
-    """As `kvtierd config show` writes them."""
+    """Both values are written as `kvtierd config show` writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What came of reading the configuration again."""
+    """The result of reading the configuration again."""
 
     applied: tuple[Change, ...]
-    """In force now."""
+    """The changes that are in force now."""
     needs_restart: tuple[Change, ...]
-    """Not in force: `before` still is."""
+    """The changes that wait for a restart: their values `before` are still in force."""
     config: Config
-    """What is in force."""
+    """The configuration that is in force."""
 
 
 def compare(running: Config, read: Config) -> Reloaded:
-    """What can be taken over of a configuration that was read while the other is in force."""
+    """Compares a configuration that was read anew with the running one, and takes over what can change
+    live."""
     applied, needs_restart = [], []
     sections: dict[str, dict[str, Any]] = {}
     for item in settings.declared(Config):

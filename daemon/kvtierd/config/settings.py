@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 ENV_PREFIX = "KVTIER_"
 
 SIZE_FORMS = "64Gi or 64GiB is 64 x 2^30 bytes; 64G, 64g or 64GB is 64 x 10^9; K, M, T, P likewise"
-"""How sizes are written, for people."""
+"""The ways to write a size, for error messages and help."""
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgtp", start=1)
@@ -53,7 +53,7 @@ class ConfigError(Exception):
 
     @classmethod
     def of(cls, errors: Sequence["ConfigError"]) -> "ConfigError":
-        """One error that tells all of these, which are at least one."""
+        """Makes one error of several; there must be at least one."""
         first, *others = errors
         return cls(
             first.field, first.value, first.message, source=first.source, usage=first.usage, others=others
@@ -61,7 +61,7 @@ class ConfigError(Exception):
 
     @property
     def all(self) -> tuple["ConfigError", ...]:
-        """This one and the others."""
+        """This error and the others, one by one."""
         return (self, *self.others)
 
 
@@ -91,7 +91,7 @@ def text(raw: object) -> str:
 
 
 def path(raw: object) -> Path | None:
-    """An absolute path; the empty text is None, "use the default"."""
+    """Parses an absolute path. The empty text gives None, which means the default."""
     value = text(raw)
     if not value:
         return None
@@ -105,7 +105,7 @@ def path(raw: object) -> Path | None:
 
 
 def socket(raw: object) -> Path | None:
-    """As `path`; gRPC's form `unix:PATH` is understood too."""
+    """Parses the absolute path of a socket, also in gRPC's form `unix:PATH`. The empty text gives None."""
     value = text(raw)
     if value.startswith("unix-abstract:"):
         raise ValueError("an abstract socket has no permissions: write the path of a file")
@@ -135,7 +135,7 @@ def boolean(raw: object) -> bool:
 
 
 def size(raw: object) -> int:
-    """A number of bytes: an integer, or text as SIZE_FORMS says."""
+    """Parses a number of bytes: an integer, or text in one of SIZE_FORMS."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         value = raw
     else:
@@ -189,7 +189,7 @@ def choice(*names: str) -> Callable[[object], str]:
 
 
 def address(raw: object) -> str:
-    """host:port, [v6]:port, or "off"."""
+    """Parses an address: host:port, [v6]:port, or "off"."""
     value = text(raw)
     if value == "off":
         return value
@@ -200,11 +200,11 @@ def address(raw: object) -> str:
 
 
 _EXACT_UNITS = tuple((unit, _UNITS[unit.lower()]) for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB"))
-"""From the largest to the smallest."""
+"""The units of `format_size`, from the largest to the smallest."""
 
 
 def format_size(value: int) -> str:
-    """64GiB, 512MiB, 1536KiB, 64GB … : exact, and accepted by `size`."""
+    """Writes a size exactly, in a form that `size` accepts: 64GiB, 512MiB, 1536KiB, 64GB."""
     for unit, factor in _EXACT_UNITS:
         if value and value % factor == 0:
             return f"{value // factor}{unit}"
@@ -212,7 +212,7 @@ def format_size(value: int) -> str:
 
 
 def human_size(value: float) -> str:
-    """1.5 GiB, 312 B: rounded, for people."""
+    """Writes a size for people, rounded to four digits: 1.5 GiB, 312 B."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= factor:
             return f"{value / factor:.4g} {unit}"
@@ -262,7 +262,7 @@ class Setting:
 
     @property
     def envs(self) -> tuple[str, ...]:
-        """Every variable that sets it."""
+        """Every environment variable that sets it."""
         return tuple(f"{ENV_PREFIX}{name}".upper() for name in self._names)
 
     @property
@@ -299,14 +299,14 @@ def sections(cls: type) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One value somebody gave, not parsed yet."""
+    """A value as it was given, not parsed yet, and where it was given."""
 
     raw: object
     source: str
 
 
 def runtime_directory(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Where sockets go by default: $XDG_RUNTIME_DIR/kvtier, else /tmp/kvtier-UID."""
+    """The folder of sockets by default: $XDG_RUNTIME_DIR/kvtier, or /tmp/kvtier-UID without that variable."""
     base = environ.get("XDG_RUNTIME_DIR", "")
     if base and Path(base).is_absolute():
         return Path(base) / "kvtier"

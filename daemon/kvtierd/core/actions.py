@@ -235,46 +235,37 @@ class Attached:
     instance: InstanceView
 
 
-@dataclass(frozen=True, slots=True)
-class LookupReply:
-    hits: int
-    """Readable blocks; if a lease was asked for, those of them that it holds."""
-    states: npt.NDArray[np.uint8]
-    """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit); prefix mode: up to the first that is no hit."""
-    lease: LeaseId | None
-    """Holds the hits, in the order of the lookup: what a load's `first` counts in."""
-    lease_refused: Refusal | None
-    """Why the lease holds less than is readable, or why there is none."""
-    readable: int = 0
-    """Blocks that are readable, the hits and those behind them that the lease does not hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchReply:
-    states: npt.NDArray[np.uint8]
-    """As a lookup in the same mode would say it now, were there no load to be compared with computing; hits
-    are not counted as hits, and made recent only where blocks beyond them are brought up."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupHits:
-    """Of one group, in an answer for several."""
+    """What is told of one group."""
 
     hits: int
-    """Blocks of the joint prefix."""
+    """Blocks of the prefix that can be loaded now, or READY blocks of an exact query; if a lease was asked
+    for, those of them that it covers."""
     states: npt.NDArray[np.uint8]
-    """kvtier.v1.BlockState bytes of the prefix that there will be when what is pending has come; miss where
-    it is not there and not needed."""
+    """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit). Of an exact query one for each block. Else of
+    the prefix that there will be when what is pending has come; miss where a block is not there and not
+    needed."""
+    readable: int = 0
+    """Blocks that are readable: the hits, and those behind them that the lease does not cover."""
     lease: LeaseId | None = None
-    """Holds the blocks from `lease_first` to `hits`."""
+    """Holds the hits from block `lease_first` on, in the order of the query: what a load's `first` counts
+    in."""
     lease_first: int = 0
 
+    def up_to_first_miss(self, blocks: int) -> npt.NDArray[np.uint8]:
+        """The states of a prefix's hits and of the first of its `blocks` blocks that is none."""
+        if len(self.states) > self.hits or self.hits == blocks:
+            return self.states[: self.hits + 1]
+        return np.append(self.states, np.uint8(0))
 
-@dataclass(frozen=True, slots=True)
-class JointReply:
+
+@dataclass(slots=True)
+class LookupReply:
     groups: tuple[GroupHits, ...]
     """In the order of the queries."""
     lease_refused: Refusal | None = None
+    """Why leases cover less than is readable, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,4 +288,4 @@ class ClearReply:
     """That stay: being stored, promoted, or written to a disk."""
 
 
-Reply = Attached | LookupReply | PrefetchReply | JointReply | SubmitReply | ClearReply | InstanceView | None
+Reply = Attached | LookupReply | SubmitReply | ClearReply | InstanceView | None

@@ -36,10 +36,8 @@ from kvtierd.core.stimuli import (
     Drain,
     EndSession,
     LookupBlocks,
-    LookupGroups,
     PartFinished,
     PrefetchBlocks,
-    PrefetchGroups,
     PublishPage,
     Reconfigure,
     Recovered,
@@ -57,15 +55,14 @@ from kvtierd.core.stimuli import (
     SubmitStore,
     Tick,
     TouchBlocks,
-    TouchGroups,
     UnregisterMemory,
     WorkerExited,
     WorkerLive,
     WorkerLost,
 )
 from kvtierd.core.transfers.fencing import Fencing
-from kvtierd.core.transfers.joint_lookups import JointLookups
 from kvtierd.core.transfers.leases import Leases
+from kvtierd.core.transfers.lookups import Lookups
 from kvtierd.core.transfers.transfers import Transfers
 
 
@@ -107,8 +104,8 @@ class Machine:
         )
         """For the validator, and for looking; nobody else changes anything in it."""
         self._tier = DiskTier(self.core)
-        self._leases = Leases(self.core, self._tier)
-        self._joint = JointLookups(self.core, self._leases, self._tier)
+        self._leases = Leases(self.core)
+        self._lookups = Lookups(self.core, self._leases, self._tier)
         self._transfers = Transfers(self.core, self._leases)
         self._clearing = BlockClearing(self.core)
         self._fencing = Fencing(self.core, self._transfers, self._tier)
@@ -125,12 +122,9 @@ class Machine:
             UnregisterMemory: self._instances.unregister_memory,
             EndSession: self._instances.end_session,
             RenewSession: self._instances.renew,
-            LookupBlocks: self._leases.lookup,
-            TouchBlocks: self._leases.touch,
-            PrefetchBlocks: self._leases.prefetch,
-            LookupGroups: self._joint.lookup,
-            PrefetchGroups: self._joint.prefetch,
-            TouchGroups: self._joint.touch,
+            LookupBlocks: self._lookups.lookup,
+            TouchBlocks: self._lookups.touch,
+            PrefetchBlocks: self._lookups.prefetch,
             SubmitStore: self._transfers.submit_store,
             SubmitLoad: self._transfers.submit_load,
             ReleaseLeases: self._leases.release,

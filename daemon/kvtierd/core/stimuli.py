@@ -32,11 +32,6 @@ class SessionRole(IntFlag):
     RANK = 2
 
 
-class MatchMode(Enum):
-    PREFIX = "prefix"
-    EXACT = "exact"
-
-
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
     """One group as one rank holds it; the layout fingerprint covers exactly these fields."""
@@ -155,14 +150,26 @@ NO_RETENTION = RetentionRequest()
 
 
 @dataclass(frozen=True, slots=True)
+class BlockQuery:
+    """What is asked of one group."""
+
+    group: int
+    hashes: Hashes
+    window_blocks: int = 0
+    """Only the last so many blocks of a prefix are needed; 0: all of them."""
+    exact: bool = False
+    """Every block is asked for by itself, and not a prefix."""
+
+
+@dataclass(frozen=True, slots=True)
 class LookupBlocks:
-    """Reply: `LookupReply`."""
+    """The longest prefix that all groups asked about can serve; or each block of an exact query, which is
+    then the only one. Reply: `LookupReply`."""
 
     session: SessionId
     epoch: Epoch
-    group: int
-    hashes: Hashes
-    mode: MatchMode
+    queries: tuple[BlockQuery, ...]
+    """Each group once; all begin at the same token."""
     lease: bool
     host_only: bool = False
     """What only disks have is a miss, and not promoted."""
@@ -170,13 +177,12 @@ class LookupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
-    """The blocks that a lookup would hit become the most recent, the first of them most of all."""
+    """The blocks that are READY become the most recent, the first of each query most of all: of a prefix its
+    leading run, of a window or an exact query every block by itself. Groups do not depend on each other."""
 
     session: SessionId
     epoch: Epoch
-    group: int
-    hashes: Hashes
-    mode: MatchMode
+    queries: tuple[BlockQuery, ...]
     hold_ms: int = 0
     """They are held as well."""
     cold: bool = False
@@ -185,57 +191,13 @@ class TouchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchBlocks:
-    """Promote what a lookup would miss on the host and a disk has. Reply: `PrefetchReply`."""
-
-    session: SessionId
-    epoch: Epoch
-    group: int
-    hashes: Hashes
-    mode: MatchMode
-
-
-@dataclass(frozen=True, slots=True)
-class BlockQuery:
-    """What is asked of one group, beside others."""
-
-    group: int
-    hashes: Hashes
-    window_blocks: int = 0
-    """Only the last so many blocks of a prefix are needed; 0: all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookupGroups:
-    """The longest prefix that all these groups can serve. Reply: `JointReply`."""
+    """Promote what a lookup of the same queries would miss on the host and a disk has. Reply: `LookupReply`,
+    without leases: as the lookup would say it now, were there no load to be compared with computing. Hits are
+    not counted as hits, and made recent only where blocks beyond them are brought up."""
 
     session: SessionId
     epoch: Epoch
     queries: tuple[BlockQuery, ...]
-    """Each group once; all begin at the same token."""
-    lease: bool
-    host_only: bool = False
-    """As in `LookupBlocks`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchGroups:
-    """Promote what makes that prefix longer. Reply: `JointReply`, without leases."""
-
-    session: SessionId
-    epoch: Epoch
-    queries: tuple[BlockQuery, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TouchGroups:
-    """`TouchBlocks` for several groups, in their order: in prefix mode, or in exact mode where there is a
-    window."""
-
-    session: SessionId
-    epoch: Epoch
-    queries: tuple[BlockQuery, ...]
-    hold_ms: int = 0
-    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,9 +442,6 @@ Stimulus = (
     | LookupBlocks
     | TouchBlocks
     | PrefetchBlocks
-    | LookupGroups
-    | PrefetchGroups
-    | TouchGroups
     | SubmitStore
     | SubmitLoad
     | ReleaseLeases

@@ -17,15 +17,16 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 from kvtierd.config.settings import human_size
 
 POOL_FRACTION_MAX = 1 / 8
-"""Of the pool: what is stored may push out as much of others, oldest first, if there is no free room."""
+"""The largest share of the pool that is stored. Where nothing is free, the oldest blocks of others make
+room."""
 SIZE_BYTES = 64 << 20
 SIZE_BYTES_MAX = 4 << 30
-"""The program itself needs twice as much memory."""
+"""The most that is stored at once; the program itself needs twice as much memory."""
 BLOCK_BYTES_MIN = 4 << 10
 HASHES_MAX = 1_024
-"""Of one lookup."""
+"""The most hashes of one lookup."""
 BATCH = 64
-"""Blocks of one transfer, at most."""
+"""The most blocks of one transfer."""
 TRANSFERS_AT_ONCE = 4
 LOADS = 5
 LOOKUPS = 500
@@ -37,7 +38,7 @@ MODEL = "kvtierctl bench"
 
 
 class BenchError(Exception):
-    """It could not be measured; the text says why, and what to do."""
+    """The daemon could not be measured; the text says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,22 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """GB are 10^9 bytes. Of a host that does other things as well; sizes in bytes."""
+    """The results. GB are 10^9 bytes; the host may have done other things meanwhile."""
 
     daemon_version: str
     blocks: int
     block_bytes: int
     store_gb_per_s: float
-    """From submitting the first to DONE of the last."""
+    """The speed from the submission of the first store to the end of the last."""
     load_gb_per_s: float
-    """Likewise; the median of LOADS."""
+    """The speed from the submission of the first load to the end of the last; the median of LOADS rounds."""
     wrong_blocks: int
-    """Whose bytes were not what was stored. Must be 0."""
+    """How many blocks came back with other bytes than were stored; anything but 0 is an error of kvtier."""
     lookup_hit_one: Latency
     lookup_hit_all: Latency
     lookup_miss_one: Latency
     left_blocks: int
-    """That could not be cleared afterwards, because they were still on their way to a disk."""
+    """How many blocks could not be cleared afterwards, because they were still on their way to a disk."""
 
 
 def bench(
@@ -136,7 +137,7 @@ def bench(
 
 
 class _Run:
-    """The first half of the memory is stored, the second half is loaded to."""
+    """One measurement: it stores from the first half of the memory, and loads into the second half."""
 
     def __init__(
         self,
@@ -155,13 +156,14 @@ class _Run:
         memory[:blocks] = np.random.default_rng().integers(0, 256, (blocks, block_bytes), np.uint8)
 
     def store(self) -> float:
-        """Seconds."""
+        """Stores every block once; returns the seconds that it took."""
         return self._all_batches(
             "stored", lambda first, last: self._client.store(self._hashes[first:last], range(first, last))
         )
 
     def load(self) -> tuple[float, int]:
-        """Median of seconds, and how many blocks came back otherwise than they were stored."""
+        """Loads every block LOADS times; returns the median of the seconds, and how many blocks came back
+        wrong."""
         seconds, wrong = [], 0
         for _ in range(LOADS):
             self._memory[self._blocks :] = 0
@@ -202,7 +204,8 @@ class _Run:
         self._running.clear()
 
     def lookups(self) -> tuple[Latency, Latency, Latency]:
-        """Of one block that is there, of all (or HASHES_MAX), of one that is not; each asks the daemon."""
+        """Measures lookups of one stored block, of all (at most HASHES_MAX), and of one that is not
+        stored."""
         absent = [secrets.token_bytes(32)]
         return (
             self._latency(self._hashes[:1]),
@@ -227,7 +230,8 @@ def _check(what: str, outcome: Outcome) -> None:
 
 
 def _clear(admin: admin_pb2_grpc.AdminStub, digest: str) -> int:
-    """Drops what was stored; what is on its way to a disk, when it is there. Returns how much stays."""
+    """Clears the namespace, again and again while blocks are on their way to a disk. Returns how many
+    stay."""
     left = 0
     for _ in range(CLEAR_TRIES):
         request = admin_pb2.ClearRequest(namespace=digest, timeout_ms=round(WAIT_S * 1000))
@@ -240,7 +244,7 @@ def _clear(admin: admin_pb2_grpc.AdminStub, digest: str) -> int:
 
 
 def lines(figures: Figures) -> Iterator[str]:
-    """For people."""
+    """The figures for people, line by line."""
     size = figures.blocks * figures.block_bytes
     yield f"kvtierd {figures.daemon_version}, {figures.blocks:,} blocks of {human_size(figures.block_bytes)}"
     yield f"  store   {figures.store_gb_per_s:6.2f} GB/s   {human_size(size)}"

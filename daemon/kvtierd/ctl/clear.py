@@ -1,4 +1,4 @@
-"""`kvtierctl clear`: what it asks before, and what it says afterwards."""
+"""The question of `kvtierctl clear`, and its answer."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from kvtierd.ctl.text import count
 
 
 def question(found: admin_pb2.ListNamespacesResponse, namespace: str) -> str:
-    """Names what would be dropped."""
+    """Asks whether to drop these blocks, and names them."""
     chosen = [each for each in found.namespaces if each.namespace_digest.startswith(namespace)]
     digests = {each.namespace_digest for each in chosen}
     on_host = count(sum(each.host_blocks for each in chosen), "block")
@@ -23,7 +23,7 @@ def _all(namespaces: int) -> str:
 
 
 def cleared(answer: admin_pb2.ClearResponse) -> Iterator[str]:
-    """What was dropped, and what was not."""
+    """Says what was dropped and what stays, line by line."""
     sizes = f"{human_size(answer.host_bytes)} of memory, {human_size(answer.disk_bytes)} on disks"
     yield f"{count(answer.cleared_blocks, 'block')} dropped: {sizes}"
     if answer.held_blocks:

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import grpc
 from google.protobuf.message import Message
-from kvtier import reach
+from kvtier.connection import reach
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd.cli import interrupts
@@ -39,19 +39,19 @@ from kvtierd.rpc.errors import ERROR_METADATA
 
 TIMEOUT_S = 5.0
 CLEAR_S = 60.0
-"""To drop millions of blocks, beside engines that are served."""
+"""How long the daemon may take to drop millions of blocks while it serves engines."""
 EXIT_CORRUPT = 1
 EXIT_NOT_PROVEN = 1
 EXIT_USAGE = 2
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
-"""Not done, and worth trying again (sysexits.h EX_TEMPFAIL)."""
+"""The exit status if something was not done and is worth another try (sysexits.h EX_TEMPFAIL)."""
 END_GRACE_S = 30.0
-"""For a daemon that has said that it stops: it ends its sessions and its copy workers first."""
+"""How long a daemon that has announced its stop may take to end its sessions and copy workers."""
 END_POLL_S = 0.02
 SCRUB_POLL_S = 0.2
 SHOWN_MAX = 80
-"""Characters of what cannot be used that are repeated to whoever wrote it."""
+"""How many characters of a wrong argument are repeated in the error message."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -265,7 +265,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
 
 
 def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
-    """Where it goes on."""
+    """The disks whose scrub goes on."""
     return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
 
 
@@ -319,12 +319,12 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
 
 
 def _can_ask() -> bool:
-    """Whether somebody is there to answer."""
+    """Whether standard input is a terminal, where somebody can answer."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def _confirmed(question: str) -> bool:
-    """Only y and yes are a yes: what ends the input, or is anything else, is a no."""
+    """Asks a question. Only y and yes mean yes; any other answer, and the end of the input, mean no."""
     click.echo(f"{question} [y/N]: ", err=True, nl=False)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -489,7 +489,7 @@ def _size(option: str, text: str) -> int:
 
 @contextmanager
 def _admin(path: Path) -> Iterator[admin_pb2_grpc.AdminStub]:
-    """Calls of a daemon; one that fails is explained, and ends the program."""
+    """Gives the calls of a daemon. A call that fails is explained on standard error, and ends the program."""
     try:
         with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
             yield admin_pb2_grpc.AdminStub(channel)
@@ -507,7 +507,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
-    """Until the daemon has given up its sockets: then another may be started at once."""
+    """Waits until the daemon has given up its sockets, so that another one can be started at once."""
     deadline_s = time.monotonic() + END_GRACE_S
     while lock_before is not None and _identity(configuration.lock_of(path)) == lock_before:
         if time.monotonic() > deadline_s:
@@ -525,7 +525,7 @@ def _configured_socket() -> Path:
 
 
 def explain(path: Path, error: grpc.RpcError) -> str:
-    """What an operator should do about a call that failed."""
+    """Says why a call failed, and what an operator can do."""
     code = getattr(error, "code", lambda: None)()  # the library's types do not say that every error has one
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the daemon at {path} does not answer within {TIMEOUT_S:g} s: it is stopped or overloaded"
@@ -546,7 +546,7 @@ def explain(path: Path, error: grpc.RpcError) -> str:
 
 
 def to_json_list(responses: Iterable[Message]) -> str:
-    """A JSON list of what `to_json` makes."""
+    """A JSON list of messages, each as `to_json` writes it."""
     return json.dumps([_plain(response) for response in responses], indent=2)
 
 

@@ -23,9 +23,10 @@ SETTLED_S = 0.5
 """
 PROMPT_TOKENS = 513
 BLOCKS = 4
-"""At least, of the largest kind."""
+"""The least length of the prompt, in blocks of the group with the longest ones."""
 TRIES = 3
-"""A load may come too late on a busy machine, and then its tokens are computed."""
+"""How often the second request is tried: on a busy machine a load may come too late, and its tokens are
+computed."""
 ON_RESET = "kvtier.on_reset"
 CONNECTOR_METRIC = "vllm:kvtier_loaded_tokens_total"
 RESET = "/reset_prefix_cache"
@@ -33,7 +34,7 @@ SEE_LOG = "see the engine's log: its lines about kvtier begin with `kvtier:`"
 
 
 class NotProvenError(Exception):
-    """The text says what is wrong, `advice` what to do."""
+    """It could not be proved that the engine uses the cache: the text says why, and `advice` what to do."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -58,14 +59,15 @@ class Proof:
     stored_blocks: int = 0
     stored_bytes: int = 0
     first_s: float = 0.0
-    """Until the first answer was there."""
+    """The seconds until the first answer."""
     second_s: float = 0.0
     cached_tokens: int | None = None
-    """Of the second request; None if the server does not say (`--enable-prompt-tokens-details`)."""
+    """Tokens of the second request that were not computed; None if the server does not tell (`--enable-
+    prompt-tokens-details`)."""
     loaded_blocks: int = 0
     loaded_bytes: int = 0
     loaded_tokens: int | None = None
-    """As the engine's own metrics have it; None if it has none."""
+    """Tokens that were loaded, by the engine's own metrics; None if it has none."""
 
 
 def _check_resets_only_flush(instances: list[admin_pb2.InstanceStatus]) -> None:
@@ -174,7 +176,7 @@ class EngineCheck:
         return ready
 
     def _prompt_tokens(self, model: ServedModel, instances: list[admin_pb2.InstanceStatus]) -> int:
-        """Long enough for a few blocks of whichever engine this is."""
+        """The length of a prompt that has a few whole blocks in each of these engines."""
         answer = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest(), timeout=CALL_S)
         digests = {each.namespace_digest for each in instances if each.model in model.names}
         digests = digests or {each.namespace_digest for each in instances}
@@ -192,7 +194,7 @@ class EngineCheck:
         return tokens
 
     def _store(self, model: ServedModel, prompt: str | list[int]) -> None:
-        """Sends it for the first time, and waits until it is stored."""
+        """Sends the prompt for the first time, and waits until its blocks are stored."""
         before = self._status()
         started_s = time.monotonic()
         first = self._server.complete(model, prompt)
@@ -271,7 +273,8 @@ class EngineCheck:
         self._say("reset     the engine has forgotten its own prefix cache")
 
     def _is_loaded(self) -> bool:
-        """The daemon's word, and that of the engine: it alone knows of which request."""
+        """Whether blocks were loaded for this request: the daemon counts loads, the engine knows of which
+        request."""
         proof = self.proof
         if not proof.loaded_blocks:
             return False
@@ -314,7 +317,7 @@ class EngineCheck:
 
 
 def verdict(proof: Proof) -> Iterator[str]:
-    """The last lines for people."""
+    """The verdict for people, line by line."""
     if proof.proven:
         tokens = proof.cached_tokens if proof.cached_tokens is not None else proof.loaded_tokens
         what = f"{tokens:,} of {proof.prompt_tokens:,} tokens" if tokens is not None else "the prompt"

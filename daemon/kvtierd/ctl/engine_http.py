@@ -17,7 +17,7 @@ IDS_WITHOUT_TOKENIZER = range(3, 250)
 have."""
 WORD_BYTES = 2
 TOKENS_OF_A_WORD = 5
-"""At most: four hexadecimal digits and the space before them."""
+"""The most tokens of one word of a prompt, which is a space and four hexadecimal digits."""
 
 
 class HttpError(Exception):
@@ -26,25 +26,25 @@ class HttpError(Exception):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
-        """0: there was no answer."""
+        """The HTTP status; 0 if there was no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     name: str
     names: tuple[str, ...]
-    """And what its weights may be called elsewhere."""
+    """All names by which the model may be known to the daemon: the served name, and those of its weights."""
     max_tokens: int
-    """Of prompt and output together; 0 if the server does not say."""
+    """The most tokens of prompt and output together; 0 if the server does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What one request came to."""
+    """The server's answer to one prompt."""
 
     prompt_tokens: int
     cached_tokens: int | None
-    """Of the prompt, those that were not computed; None if the server does not say."""
+    """Tokens of the prompt that were not computed; None if the server does not tell."""
 
 
 def server_of(text: str) -> str:
@@ -84,7 +84,7 @@ class EngineServer:
         raise HttpError(f"it serves no model {wanted!r}, but {', '.join(names) or 'none'}")
 
     def version(self) -> str:
-        """Of vLLM; empty if the server does not say."""
+        """The version of vLLM; empty if the server does not tell."""
         try:
             return str(_json(self.get("/version")).get("version", ""))
         except HttpError:
@@ -123,7 +123,7 @@ class EngineServer:
         return ids[:tokens]
 
     def complete(self, model: ServedModel, prompt: str | list[int]) -> HttpAnswer:
-        """Has one token computed after the prompt."""
+        """Sends a prompt, and has the server compute one token after it."""
         body = {"model": model.name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         usage = self.post("/v1/completions", body).get("usage") or {}
         details = usage.get("prompt_tokens_details")
@@ -190,7 +190,7 @@ def _json(body: bytes) -> dict[str, Any]:
 
 
 def _message(body: bytes) -> str:
-    """Why a server refused, in its own words."""
+    """The server's own words in a refusal."""
     try:
         found = json.loads(body)
         return str(found["error"]["message"] if "error" in found else found["detail"])

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtierd.config.settings import human_size, size_and_parts
-from kvtierd.ctl.lists import DISK_PREFIX, copy_workers, engines, worker_table
-from kvtierd.ctl.terminal import bar, facts, indented, state
+from kvtierd.ctl.lists import DISK_PREFIX, WORKER, copy_workers, engines
+from kvtierd.ctl.terminal import bar, facts, indented, state, table
 from kvtierd.ctl.text import count, duration, scrub_line
 
 Facts = Iterator[tuple[str, RenderableType]]
@@ -187,4 +187,4 @@ def _engines(status: admin_pb2.StatusResponse) -> RenderableType:
 
 def _workers(status: admin_pb2.StatusResponse) -> RenderableType:
     workers = copy_workers(status)
-    return Group(title("Copy workers"), indented(worker_table(workers) if workers else "none"))
+    return Group(title("Copy workers"), indented(table(WORKER, workers) if workers else "none"))

@@ -4,10 +4,11 @@ each fact where the output goes to a file or another program."""
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
 
 import click
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -20,11 +21,12 @@ from rich.text import Text
 
 from kvtierd.cli import interrupts
 
+Item = TypeVar("Item")
 LABEL_WIDTH = 10
 FILE_WIDTH = 100_000
-"""The width of what is no terminal: no line is broken or cut there."""
+"""The width of a page that goes to no terminal: no line of it is broken or cut."""
 BARS = " ▁▂▃▄▅▆▇█"
-"""The heights of one character, in eighths."""
+"""The characters of a bar, from no height to the full height, in eighths."""
 STATE_STYLES = {
     "serving": "green", "ready": "green", "live": "green",
     "draining": "yellow", "starting": "yellow", "ending": "yellow", "incomplete": "yellow",
@@ -74,19 +76,16 @@ def facts(title: RenderableType, rows: Iterable[tuple[str, RenderableType]]) -> 
     return Group(title, indented(grid))
 
 
-Row = Mapping[str, RenderableType]
-"""The cells of one row of a table, by the heads of their columns."""
-
-
-def table(heads: Iterable[str], rows: Sequence[Row]) -> Table:
-    """A table with these columns of the rows; a column of numbers is aligned to the right."""
+def table(columns: Mapping[str, Callable[[Item], RenderableType]], items: Iterable[Item]) -> Table:
+    """A table with a line for each item: `columns` has what to show of it under each head. A column of
+    numbers is aligned to the right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    heads = list(heads)
-    for head in heads:
-        numeric = rows and all(_is_number(row[head]) for row in rows)
+    rows = [[show(item) for show in columns.values()] for item in items]
+    for number, head in enumerate(columns):
+        numeric = rows and all(_is_number(row[number]) for row in rows)
         made.add_column(head, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(row[head] for head in heads))
+        made.add_row(*row)
     return made
 
 

@@ -8,7 +8,7 @@ from kvtierd.config.settings import human_size
 
 
 def scrub_line(disk: admin_pb2.DiskStatus) -> str:
-    """How far a scrub is."""
+    """Says how far the scrub of a disk is."""
     share = disk.scrubbed_blocks / disk.scrub_blocks if disk.scrub_blocks else 1.0
     return (
         f"{disk.path}: {disk.scrubbed_blocks:,} of {count(disk.scrub_blocks, 'block')} compared, {share:.0%}"
@@ -16,7 +16,8 @@ def scrub_line(disk: admin_pb2.DiskStatus) -> str:
 
 
 def scrubbed(disks: Iterable[admin_pb2.DiskStatus], corrupt: Mapping[str, int]) -> Iterator[str]:
-    """How a scrub ended; `corrupt`: blocks that it found, by path."""
+    """Says how a scrub ended, disk by disk. `corrupt`: how many corrupt blocks it found, by the disk's
+    path."""
     for disk in disks:
         if disk.state != "live":
             yield f"{disk.path}: not looked at, {disk.state}{f': {disk.why}' if disk.why else ''}"
@@ -27,7 +28,7 @@ def scrubbed(disks: Iterable[admin_pb2.DiskStatus], corrupt: Mapping[str, int]) 
 
 
 def duration(seconds: float) -> str:
-    """3 s, 12 min 5 s, 2 h 4 min, 3 d 1 h."""
+    """Writes a time in its two largest units: 3 s, 12 min 5 s, 2 h 4 min, 3 d 1 h."""
     whole = int(seconds)
     units = (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
     for name, size, lesser, lesser_size in units:
@@ -37,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def drained(progress: admin_pb2.DrainProgress) -> Iterator[str]:
-    """How a drain ended, for people, and what to do next."""
+    """Says how a drain ended and what to do next, line by line."""
     kept = f"{count(progress.kept_blocks, 'block')}, {human_size(progress.kept_bytes)}"
     match progress.state:
         case "stopping":
@@ -60,7 +61,7 @@ def drained(progress: admin_pb2.DrainProgress) -> Iterator[str]:
 
 
 def reloaded(response: admin_pb2.ReloadResponse) -> Iterator[str]:
-    """What a reload came to, for people."""
+    """Says what a reload has changed, line by line."""
     for change in response.applied:
         yield f"{change.key}: {change.before} -> {change.after}"
     for change in response.needs_restart:
@@ -70,7 +71,7 @@ def reloaded(response: admin_pb2.ReloadResponse) -> Iterator[str]:
 
 
 def count(number: int, what: str) -> str:
-    """1 block, 2,000 blocks."""
+    """Writes a number with its noun: 1 block, 2,000 blocks."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 

@@ -11,25 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtierd.config.settings import human_size
-from kvtierd.ctl.lists import copy_workers, engine_table, worker_table
-from kvtierd.ctl.terminal import Graph, Row, state, table
+from kvtierd.ctl.lists import ENGINE, WORKER, copy_workers
+from kvtierd.ctl.terminal import Graph, state, table
 from kvtierd.ctl.text import duration, shortened
 
 WIDTH = 80
-"""Of a page that goes to no terminal."""
+"""The width of a page that goes to no terminal."""
 WIDE = 150
-"""Columns from which on all tiles stand in one row, and tables beside each other."""
+"""The width from which all tiles stand in one row, and tables beside each other."""
 HEIGHT = 24
 TALL = 40
-"""Lines from which on charts are higher."""
+"""The height from which charts have four lines instead of two."""
 ENGINES_MAX = 8
 HISTORY_MAX = 500
 REASONS = ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready")
-ENGINE_HEADS = ("ENGINE", "STATE", "MODEL", "MAPPED", "LEASED", "TRANSFERS")
-WORKER_HEADS = ("WORKER", "STATE", "PARTS", "MAPPED", "REGISTERED", "REPLACED")
 ENGINE_NUMBERS_WIDTH, WORKER_NUMBERS_WIDTH, DISK_NUMBERS_WIDTH = 46, 50, 62
-"""What the columns of each table take besides those of names; names get the rest."""
-DISK_HEADS = ("DISK", "STATE", "FULL", "READ", "WRITTEN", "QUEUED", "ERRORS")
+"""The width of all columns of each table but those of names, which get the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +35,27 @@ class Period:
 
     status: admin_pb2.StatusResponse
     before: admin_pb2.StatusResponse
-    """An empty one if the period began with the daemon."""
+    """The status at the beginning; an empty one if the period began with the daemon."""
     passed_s: float
 
     def rate(self, counter: str) -> float:
-        """How much a counter has grown in a second."""
+        """How much a counter has grown per second."""
         grown = int(getattr(self.status.counters, counter)) - int(getattr(self.before.counters, counter))
         return max(0, grown) / self.passed_s
 
+    def per_second(self, counter: str, unit: str = "") -> str:
+        """Writes the rate of a counter: 12 blocks/s."""
+        return f"{number(self.rate(counter))}{unit}/s"
+
     @property
     def hit_rate(self) -> float | None:
-        """None if nothing was looked up."""
+        """The share of hashes that were hits; None if nothing was looked up."""
         asked = self.rate("lookup_hashes")
         return self.rate("lookup_hits") / asked if asked else None
 
     @property
     def pool_share(self) -> float:
-        """How much of the pool is used."""
+        """The share of the pool that holds blocks."""
         pool = self.status.pool
         return pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
 
@@ -83,7 +84,7 @@ class Top:
     def page(self, width: int = WIDTH, height: int = HEIGHT) -> RenderableType:
         """The page for a terminal of this size. Until there is a history, it shows averages since the
         daemon started."""
-        period, status = self._shown, self._shown.status
+        period, status, wide = self._shown, self._shown.status, width >= WIDE
         over = self._over if self._history else "since its start"
         parts: list[RenderableType] = [
             Text.assemble(
@@ -94,18 +95,16 @@ class Top:
             *_lines(period),
             Text(""),
         ]  # fmt: skip
-        wide = width >= WIDE
         room = width // 2 - 2 if wide else width
+        columns = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        columns.add_column(ratio=1)
         engines, others = _engines(status, room), _workers_and_disks(period, room)
         if wide:
-            columns = Table.grid(expand=True, padding=(0, 2, 0, 0))
-            columns.add_column(ratio=1)
             columns.add_column(ratio=1)
             columns.add_row(engines, others)
-            parts.append(columns)
         else:
-            parts += [engines, Text(""), others]
-        return Group(*parts)
+            columns.add_row(Group(engines, Text(""), others))
+        return Group(*parts, columns)
 
     def _tiles(self, width: int, chart_rows: int) -> Table:
         in_row = len(TILES) if width >= WIDE else max(1, width // 26)
@@ -150,7 +149,7 @@ class Tile:
 
 
 def number(value: float) -> str:
-    """0, <0.1, 0.3, 12, 45.6k, 2.1M."""
+    """Writes a number in few characters: 0, <0.1, 0.3, 12, 45.6k, 2.1M."""
     if 0 < value < 0.1:
         return "<0.1"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -159,68 +158,55 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
 
 
-def count_of(value: float) -> str:
-    """1,200"""
-    return f"{value:,.0f}"
-
-
-def percent(share: float) -> str:
-    """75%"""
-    return f"{share:.0%}"
-
-
 def per_second(value: float) -> str:
-    """12/s"""
+    """Writes a rate: 12/s."""
     return f"{number(value)}/s"
 
 
 def bytes_per_second(value: float) -> str:
-    """3 GiB/s"""
+    """Writes a rate of bytes: 3 GiB/s."""
     return f"{human_size(value)}/s"
-
-
-def _loaded(period: Period) -> tuple[str, str]:
-    promoted = (
-        f"{per_second(period.rate('promoted_blocks'))} from disks" if period.status.disks else "no disks"
-    )
-    return f"{number(period.rate('loaded_blocks'))} blocks/s", promoted
-
-
-def _evicted(period: Period) -> tuple[str, str]:
-    unwritten = f"{per_second(period.rate('evicted_unwritten_blocks'))} not on a disk"
-    return (
-        f"{period.status.counters.evicted_blocks:,} since the start",
-        unwritten if period.status.disks else "",
-    )
 
 
 TILES = (
     Tile(
-        "Hits", "green", lambda period: period.hit_rate, percent,
+        "Hits", "green", lambda period: period.hit_rate, "{:.0%}".format,
         lambda period: (
-            f"{number(period.rate('lookup_hashes'))} hashes/s", f"{number(period.rate('lookups'))} lookups/s"
+            period.per_second("lookup_hashes", " hashes"), period.per_second("lookups", " lookups")
         ),
         most=1.0,
     ),
-    Tile("Loaded", "cyan", lambda period: period.rate("loaded_bytes"), bytes_per_second, _loaded),
     Tile(
-        "Stored", "blue", lambda period: period.rate("stored_bytes"), bytes_per_second,
+        "Loaded", "cyan", lambda period: period.rate("loaded_bytes"), bytes_per_second,
         lambda period: (
-            f"{number(period.rate('stored_blocks'))} blocks/s",
-            f"{per_second(period.rate('deduplicated_blocks'))} there already",
+            period.per_second("loaded_blocks", " blocks"),
+            f"{period.per_second('promoted_blocks')} from disks" if period.status.disks else "no disks",
         ),
     ),
     Tile(
-        "Pool", "magenta", lambda period: period.pool_share, percent,
+        "Stored", "blue", lambda period: period.rate("stored_bytes"), bytes_per_second,
+        lambda period: (
+            period.per_second("stored_blocks", " blocks"),
+            f"{period.per_second('deduplicated_blocks')} there already",
+        ),
+    ),
+    Tile(
+        "Pool", "magenta", lambda period: period.pool_share, "{:.0%}".format,
         lambda period: (
             f"{human_size(period.status.pool.used_bytes)} of {human_size(period.status.pool.capacity_bytes)}",
             f"{period.status.blocks.ready:,} blocks",
         ),
         most=1.0,
     ),
-    Tile("Evicted", "yellow", lambda period: period.rate("evicted_blocks"), per_second, _evicted),
     Tile(
-        "Transfers", "white", lambda period: period.status.transfers_active, count_of,
+        "Evicted", "yellow", lambda period: period.rate("evicted_blocks"), per_second,
+        lambda period: (
+            f"{period.status.counters.evicted_blocks:,} since the start",
+            f"{period.per_second('evicted_unwritten_blocks')} not on a disk" if period.status.disks else "",
+        ),
+    ),
+    Tile(
+        "Transfers", "white", lambda period: period.status.transfers_active, "{:,.0f}".format,
         lambda period: (
             f"{per_second(period.rate('failed_transfers') + period.rate('cancelled_transfers'))} fail",
             f"{period.status.leases:,} leases, {period.status.leased_blocks:,} blocks",
@@ -252,16 +238,27 @@ def _engines(status: admin_pb2.StatusResponse, width: int) -> RenderableType:
     if not status.instances:
         return Text("no engine is attached")
     largest = sorted(status.instances, key=lambda each: -each.mapped_bytes)[:ENGINES_MAX]
-    rest = len(status.instances) - len(largest)
     names = max(20, width - ENGINE_NUMBERS_WIDTH)
-    made = engine_table(largest, ENGINE_HEADS, names - names // 3, names // 3)
+    columns: dict[str, Callable[[admin_pb2.InstanceStatus], RenderableType]] = {
+        "ENGINE": lambda each: shortened(each.instance, names - names // 3),
+        "STATE": ENGINE["STATE"],
+        "MODEL": lambda each: shortened(each.model or "-", names // 3),
+        **{head: ENGINE[head] for head in ("MAPPED", "LEASED", "TRANSFERS")},
+    }
+    rest = len(status.instances) - len(largest)
+    made = table(columns, largest)
     return Group(made, Text(f"and {rest} more")) if rest else made
 
 
 def _workers_and_disks(period: Period, width: int) -> Group:
-    parts: list[RenderableType] = []
-    if workers := copy_workers(period.status):
-        parts += [worker_table(workers, WORKER_HEADS, max(10, width - WORKER_NUMBERS_WIDTH)), Text("")]
+    name_width = max(10, width - WORKER_NUMBERS_WIDTH)
+    columns: dict[str, Callable[[admin_pb2.WorkerStatus], RenderableType]] = {
+        "WORKER": lambda each: shortened(each.device, name_width),
+        **{head: WORKER[head] for head in ("STATE", "PARTS", "MAPPED", "REGISTERED", "REPLACED")},
+    }
+    workers, parts = copy_workers(period.status), list[RenderableType]()
+    if workers:
+        parts += [table(columns, workers), Text("")]
     if period.status.disks:
         parts.append(_disks(period, max(10, width - DISK_NUMBERS_WIDTH)))
     return Group(*parts)
@@ -270,19 +267,18 @@ def _workers_and_disks(period: Period, width: int) -> Group:
 def _disks(period: Period, name_width: int) -> Table:
     """Disks, with what each has read and written in the period."""
     earlier = {disk.path: disk for disk in period.before.disks}
-    rows: list[Row] = []
-    for disk in period.status.disks:
-        was = earlier.get(disk.path, admin_pb2.DiskStatus())
-        full = disk.used_bytes / disk.capacity_bytes if disk.capacity_bytes else 0.0
-        rows.append(
-            {
-                "DISK": shortened(disk.path, name_width),
-                "STATE": state(disk.state),
-                "FULL": percent(full),
-                "READ": bytes_per_second(max(0, disk.read_bytes - was.read_bytes) / period.passed_s),
-                "WRITTEN": bytes_per_second(max(0, disk.written_bytes - was.written_bytes) / period.passed_s),
-                "QUEUED": human_size(disk.reading_bytes + disk.writing_bytes),
-                "ERRORS": f"{disk.errors:,}",
-            }
-        )
-    return table(DISK_HEADS, rows)
+
+    def speed(disk: admin_pb2.DiskStatus, counter: str) -> str:
+        before = getattr(earlier[disk.path], counter) if disk.path in earlier else 0
+        return bytes_per_second(max(0, getattr(disk, counter) - before) / period.passed_s)
+
+    columns: dict[str, Callable[[admin_pb2.DiskStatus], RenderableType]] = {
+        "DISK": lambda disk: shortened(disk.path, name_width),
+        "STATE": lambda disk: state(disk.state),
+        "FULL": lambda disk: f"{disk.used_bytes / disk.capacity_bytes if disk.capacity_bytes else 0:.0%}",
+        "READ": lambda disk: speed(disk, "read_bytes"),
+        "WRITTEN": lambda disk: speed(disk, "written_bytes"),
+        "QUEUED": lambda disk: human_size(disk.reading_bytes + disk.writing_bytes),
+        "ERRORS": lambda disk: f"{disk.errors:,}",
+    }
+    return table(columns, period.status.disks)

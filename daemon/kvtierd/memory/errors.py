@@ -1,4 +1,4 @@
-"""What can keep a pool from being opened. Each message says what to do."""
+"""The errors that keep a pool from being opened. Each message says what to do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -64,21 +64,21 @@ class HostPool:
 
     fd: int
     size_bytes: int
-    """What was asked for; the file has as many whole extents as fit."""
+    """The size that was asked for; the file has as many whole extents as fit into it."""
     geometry: PoolGeometry
     records: PoolRecords
     array: npt.NDArray[np.uint8]
     """The whole file; workers map it themselves."""
     boot_nonce: int
-    """Random, never 0: with a transfer number it names a store for ever."""
+    """A random number, never 0, of this boot: together with a transfer's number it names a store for ever."""
     start: PoolStart
     recovered: Recovered
-    """For the core, once, before any session."""
+    """What was found in the pool: the core gets it once, before any session."""
 
     def __init__(
         self, fd: int, geometry: PoolGeometry, array: npt.NDArray[np.uint8], cold_reason: str, began_s: float
     ) -> None:
-        """Use `HostPool.open`."""
+        """Callers use `HostPool.open` instead."""
         self.fd = fd
         self.geometry = geometry
         self.array = array

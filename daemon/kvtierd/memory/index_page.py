@@ -8,14 +8,15 @@ import secrets
 from kvtier_kernels import IndexPage
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""Of Linux 5.1; not in the standard library yet. Mappings that are writable already stay so."""
+"""A seal of Linux 5.1, which the standard library lacks: no new mapping is writable, existing ones stay
+so."""
 
 
 class SharedPage:
     """An empty page for so many blocks. Its memory is provided as it is filled."""
 
     def __init__(self, blocks: int, boot_nonce: int) -> None:
-        """OSError if there is no memory, or no descriptor."""
+        """Makes the page. Raises OSError if there is no memory, or no descriptor."""
         size_bytes = IndexPage.bytes_for(blocks)
         self._fd = os.memfd_create("kvtierd-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -28,12 +29,12 @@ class SharedPage:
             raise
         self.size_bytes = size_bytes
         self.native = IndexPage(memory, boot_nonce, secrets.randbits(64))
-        """What a block table fills."""
+        """The page as a block table fills it."""
 
     def dup(self) -> int:
         """A descriptor of the page for a client; the caller closes it."""
         return os.dup(self._fd)
 
     def close(self) -> None:
-        """Its memory goes when the last client has unmapped it."""
+        """Closes the descriptor. The memory is freed when the last client has unmapped it."""
         os.close(self._fd)

@@ -36,24 +36,24 @@ MAGIC_MAKING = b"KVTIERP0"
 
 LOCK_POLL_S = 0.02
 POPULATE_CHUNK_BYTES = 64 << 20
-"""About 50 ms of allocating and clearing."""
+"""How much is populated in one step; a step takes about 50 ms."""
 POPULATE_THREADS_MAX = 8
 
 
 Progress = Callable[[int, int], None]
-"""Told, in the caller's thread, how many bytes are populated, and of how many."""
+"""Called in the caller's thread with how many bytes are populated, and of how many."""
 
 
 def no_progress(done: int, of: int) -> None:
-    """For callers whom nobody asks."""
+    """Ignores progress."""
 
 
 def never_stop() -> None:
-    """For callers who wait to the end."""
+    """Never stops what is under way."""
 
 
 def gib(size: int) -> str:
-    """A size for a reader: "64.0 GiB", "12.5 MiB"."""
+    """Writes a size for people: "64.0 GiB", "12.5 MiB"."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
 
 
@@ -226,7 +226,7 @@ def _takers(file: os.stat_result) -> list[int]:
 
 
 def _openers(file: os.stat_result) -> list[int]:
-    """Other processes that have the file open."""
+    """The pids of other processes that have the file open."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():

@@ -16,11 +16,11 @@ class ProcessName:
 
     pid: int
     start_ticks: int
-    """Field 22 of /proc/PID/stat, as the initial time namespace shows it."""
+    """When the process started: field 22 of /proc/PID/stat, as the initial time namespace shows it."""
     boot: int
-    """First 8 bytes of the kernel's boot id."""
+    """The first 8 bytes of the kernel's boot id."""
     namespace: int
-    """Inode of the pid namespace that `pid` is meant in."""
+    """The inode of the pid namespace in which `pid` is meant."""
 
 
 @cache
@@ -51,7 +51,7 @@ def time_offset_ticks() -> int:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """(state, threads, start ticks) of a process; None if there is none."""
+    """The state, number of threads and start ticks of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,5 @@
-"""What of a pool is believed after a restart. Works on whole columns: a million slots in about a second."""
+"""Decides which slots of a pool are believed after a restart. Works on whole columns: a million slots in
+about a second."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The stimulus for the core, and the figures for people."""
+    """The result of a recovery: the stimulus for the core, and figures for people."""
 
     recovered: Recovered
     blocks: int
@@ -28,7 +29,7 @@ class Recovery:
     discarded: int
     """Slots freed: incomplete, damaged, superseded, or left by a writer that is gone."""
     quarantined_writers: npt.NDArray[np.uint16]
-    """Writer of each quarantined slot."""
+    """The writer of each quarantined slot."""
 
 
 NOTHING_FOUND = Recovery(
@@ -47,7 +48,7 @@ NOTHING_FOUND = Recovery(
     discarded=0,
     quarantined_writers=np.empty(0, np.uint16),
 )
-"""Of a new pool."""
+"""The result for a new pool."""
 
 
 def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:

@@ -45,7 +45,8 @@ def replace_memory(
 
 
 def _cut_out(fd: int, offset: int, length: int) -> bool:
-    """False if the file still has some of the memory that it had there."""
+    """Cuts a range out of the file. Returns False if the file still has some of the memory that it had
+    there."""
     with mmap.mmap(fd, length, offset=offset) as pages:
         pages.madvise(mmap.MADV_REMOVE)
     try:

@@ -59,7 +59,7 @@ class WriterTable:
         return len(self._entries)
 
     def set_owner(self, pid: int) -> None:
-        """Name the front. Raises ValueError if there is no such process."""
+        """Name the daemon that owns the pool. Raises ValueError if there is no such process."""
         self._write(OWNER, name_process(pid))
 
     def register(self, pid: int) -> int:

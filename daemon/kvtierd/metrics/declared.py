@@ -11,9 +11,9 @@ from enum import Enum
 class MetricKind(Enum):
     GAUGE = "gauge"
     COUNTER = "counter"
-    """Its samples end in `_total`."""
+    """A number that only grows; its samples end in `_total`."""
     SUMMARY = "summary"
-    """Its samples end in `_sum` and `_count`."""
+    """A sum and a count; its samples end in `_sum` and `_count`."""
     HISTOGRAM = "histogram"
 
 
@@ -25,9 +25,9 @@ class Declared:
     name: str
     labels: tuple[str, ...]
     text: str
-    """What it says."""
+    """What the metric says."""
     use: str
-    """What it is looked at for, or what a value means."""
+    """What to look at the metric for, or what a value means."""
 
 
 _G, _C, _S, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.SUMMARY, MetricKind.HISTOGRAM
@@ -44,7 +44,7 @@ DECLARED = (
         _G,
         "kvtier_uptime_seconds",
         (),
-        "Since the daemon started.",
+        "Seconds since the daemon started.",
         "A value that keeps falling back: the daemon is being restarted again and again.",
     ),
     Declared(
@@ -114,7 +114,7 @@ DECLARED = (
         _G,
         "kvtier_blocks_max",
         (),
-        "Blocks the block table has room for.",
+        "The most blocks that the block table has room for.",
         "Nearly as many blocks as this: blocks are smaller than a page of the pool.",
     ),
     Declared(
@@ -135,14 +135,14 @@ DECLARED = (
         _G,
         "kvtier_recovered_bytes",
         (),
-        "Their bytes.",
-        "Likewise.",
+        "Bytes of the blocks found in the pool at start.",
+        "How much of the cache an upgrade kept.",
     ),
     Declared(
         _G,
         "kvtier_recovery_seconds",
         (),
-        "Time it took to open the pool.",
+        "Seconds that opening the pool took.",
         "How long a restart takes.",
     ),
     Declared(
@@ -215,7 +215,7 @@ DECLARED = (
         "kvtier_store_bytes",
         ("tier",),
         "Bytes of blocks stored and committed.",
-        "Likewise.",
+        "How many bytes the engines write.",
     ),
     Declared(
         _C,
@@ -229,7 +229,7 @@ DECLARED = (
         "kvtier_load_bytes",
         ("tier",),
         "Bytes of blocks loaded into engines.",
-        "Likewise.",
+        "What the cache saves, in bytes; with the time, the rate of loads.",
     ),
     Declared(
         _C,
@@ -279,7 +279,7 @@ DECLARED = (
         _G,
         "kvtier_held_blocks",
         (),
-        "Blocks held for a time.",
+        "Blocks that requests have asked to hold for a time.",
         "They are not evicted: what remains of the pool is for all others.",
     ),
     Declared(
@@ -396,13 +396,13 @@ DECLARED = (
         "kvtier_leased_blocks",
         (),
         "Blocks held by leases.",
-        "What cannot be evicted.",
+        "How much of the pool cannot be evicted because of leases.",
     ),
     Declared(
         _G,
         "kvtier_lease_oldest_seconds",
         (),
-        "Since the oldest lease was granted; 0 if there is none.",
+        "Seconds since the oldest lease was granted; 0 if there is none.",
         "Longer than requests wait: an engine does not release.",
     ),
     Declared(
@@ -473,21 +473,21 @@ DECLARED = (
         "kvtier_parts_active",
         (),
         "Parts posted to copy workers and not finished.",
-        "The queue: rising without end, copies are slower than engines.",
+        "The length of the queue. If it rises without end, copies are slower than engines.",
     ),
     Declared(
         _C,
         "kvtier_copy_bytes",
         ("direction",),
         "Bytes copied.",
-        "With the seconds: the speed of copies.",
+        "Divided by kvtier_copy_seconds: the speed of copies.",
     ),
     Declared(
         _C,
         "kvtier_copy_seconds",
         ("direction",),
         "Time spent in copies, checks included.",
-        "Of 1 second per lane and second: how busy the lanes are.",
+        "How busy the lanes are: a lane that always copies spends 1 second per second.",
     ),
     Declared(
         _C,
@@ -501,7 +501,7 @@ DECLARED = (
         "kvtier_disk_state",
         ("disk", "state"),
         "1 for the state a disk is in.",
-        "failing or off: the tier is a miss.",
+        "failing or off: lookups of blocks on this disk miss.",
     ),
     Declared(
         _G,
@@ -521,15 +521,15 @@ DECLARED = (
         _G,
         "kvtier_disk_bytes_per_second",
         ("disk", "direction"),
-        "As measured lately; 0: not yet.",
+        "Speed of a disk as measured lately; 0 if it has not been measured yet.",
         "A disk that gets slower.",
     ),
     Declared(
         _G,
         "kvtier_disk_scrub_blocks",
         ("disk", "state"),
-        "Blocks of the scrub that is on its way, or was last: all, and those looked at.",
-        "How far it is.",
+        "Blocks of the current scrub, or the last one: all, and those compared.",
+        "How far the scrub is.",
     ),
     Declared(
         _G,
@@ -543,7 +543,7 @@ DECLARED = (
         "kvtier_disk_jobs",
         ("disk",),
         "Batches of blocks on their way to or from a disk.",
-        "Its queue.",
+        "The length of the disk's queue.",
     ),
     Declared(
         _G,
@@ -556,21 +556,21 @@ DECLARED = (
         _G,
         "kvtier_disk_recovered_bytes",
         ("disk",),
-        "Their bytes.",
-        "Likewise.",
+        "Bytes of the blocks found on a disk at start.",
+        "How much a restart kept.",
     ),
     Declared(
         _G,
         "kvtier_disk_recovery_seconds",
         ("disk",),
-        "Time it took to go through its records.",
+        "Seconds that reading a disk's records took at start.",
         "How long a restart takes.",
     ),
     Declared(
         _G,
         "kvtier_disk_direct_io",
         ("disk",),
-        "1 if the kernel's cache is passed by.",
+        "1 if a disk is used without the kernel's cache (O_DIRECT).",
         "0: the file system has no O_DIRECT, and blocks are in memory twice.",
     ),
     Declared(
@@ -585,42 +585,42 @@ DECLARED = (
         "kvtier_disk_written_blocks",
         ("disk",),
         "Blocks written to a disk.",
-        "Wear.",
+        "How much a disk is worn by blocks.",
     ),
     Declared(
         _C,
         "kvtier_disk_written_bytes",
         ("disk",),
-        "Their bytes.",
-        "Likewise.",
+        "Bytes of the blocks written to a disk.",
+        "Wear, against what the disk is made for.",
     ),
     Declared(
         _C,
         "kvtier_disk_read_blocks",
         ("disk",),
         "Blocks read from a disk.",
-        "What the tier saves.",
+        "What the disk tier saves: each is a block of a prompt that nobody computed.",
     ),
     Declared(
         _C,
         "kvtier_disk_read_bytes",
         ("disk",),
-        "Their bytes.",
-        "Likewise.",
+        "Bytes of the blocks read from a disk.",
+        "What the disk tier saves, in bytes.",
     ),
     Declared(
         _C,
         "kvtier_disk_evicted_blocks",
         ("disk",),
         "Blocks dropped to make room on a disk.",
-        "Whether it is large enough.",
+        "Whether the disk is large enough.",
     ),
     Declared(
         _C,
         "kvtier_disk_errors",
         ("disk",),
         "Jobs of a disk that failed, or were too slow.",
-        "Rising: see its state.",
+        "Rising: look at the disk's state (kvtier_disk_state), and at the log.",
     ),
     Declared(
         _C,
@@ -640,8 +640,8 @@ DECLARED = (
         _C,
         "kvtier_promoted_bytes",
         (),
-        "Their bytes.",
-        "Likewise.",
+        "Bytes of the blocks read from a disk to the host.",
+        "Bytes of the hits of the disk tier.",
     ),
     Declared(
         _C,
@@ -663,7 +663,7 @@ BY_NAME = {declared.name: declared for declared in DECLARED}
 
 
 def as_markdown() -> str:
-    """The list as a table."""
+    """The list of all metrics as a Markdown table."""
     lines = ["| metric | labels | says | look at it for |", "|---|---|---|---|"]
     for each in DECLARED:
         suffix = {

@@ -1,4 +1,4 @@
-"""A snapshot of the cache as Prometheus sees it."""
+"""Turns a snapshot of the cache into families of Prometheus metrics."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from kvtierd.metrics.sheet import Sheet
 
 TIER = "host"
 DISK_PREFIX = "disk-"
-"""How the device names of disks begin."""
+"""The beginning of the names of devices that are disks."""
 DISK_STATES = ("starting", "live", "off", "failing")
 INSTANCES_SHOWN_MAX = 64
 SIZES_SHOWN_MAX = 32
 """Slot sizes are what engines' layouts make them. All others are summed."""
 MORE = "more"
-"""Label value of all that are not shown one by one."""
+"""The label value of all engines that are not shown one by one."""
 
 
 def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
-    """Every family that can be read from a snapshot."""
+    """Yields every family that can be read from a snapshot."""
     sheet = Sheet()
     sheet.set("kvtier_build_info", 1, version)
     sheet.set("kvtier_uptime_seconds", snapshot.uptime_s)
@@ -164,7 +164,7 @@ def _workers(sheet: Sheet, snapshot: Snapshot) -> None:
 
 
 def _disks(sheet: Sheet, snapshot: Snapshot) -> None:
-    """Of the disk tier, by the path of the disk."""
+    """Fills the families of the disk tier, labelled with the path of the disk."""
     for disk in snapshot.disks:
         core, path, counters = disk.core, disk.path, disk.core.counters
         for name in DISK_STATES:

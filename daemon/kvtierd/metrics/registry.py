@@ -14,7 +14,8 @@ from kvtierd.metrics.families import families
 from kvtierd.metrics.sheet import Sheet
 
 SNAPSHOT_DEADLINE_S = 2.0
-"""For the event loop to take a snapshot; after it a scrape shows the last one, and its age."""
+"""How long the event loop may take for a snapshot; after that a scrape shows the last one, marked as not
+fresh."""
 RPC_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 LAG_BUCKETS_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 5.0)
 RPCS = ("lookup", "touch", "prefetch", "store", "load", "release", "cancel", "heartbeat")

@@ -25,7 +25,7 @@ class _Handler(WSGIRequestHandler):
     timeout = SCRAPE_SILENCE_S
 
     def log_message(self, *_: object) -> None:
-        """Scrapes are not worth a line."""
+        """Logs nothing: a scrape is not worth a line."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -62,7 +62,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that goes away in the middle is its own affair."""
+        """Ignores a scraper that goes away in the middle."""
 
 
 class _Server6(_Server):

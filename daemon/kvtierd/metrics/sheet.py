@@ -14,13 +14,13 @@ class Sheet:
         self._families: dict[str, GaugeMetricFamily | CounterMetricFamily | SummaryMetricFamily] = {}
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """A gauge or a counter; `labels` are its labels' values, as declared."""
+        """Sets a gauge or a counter; `labels` are the values of its declared labels, in order."""
         family = self._family(name)
         assert not isinstance(family, SummaryMetricFamily), name
         family.add_metric(labels, value)
 
     def summary(self, name: str, count: float, total: float, *labels: str) -> None:
-        """How often something was measured, and the sum."""
+        """Sets a summary: how often something was measured, and the sum of what was measured."""
         family = self._family(name)
         assert isinstance(family, SummaryMetricFamily), name
         family.add_metric(list(labels), int(count), total)

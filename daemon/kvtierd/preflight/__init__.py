@@ -36,7 +36,7 @@ CHECKS: Sequence[Check] = (
     check_numa,
 )
 OF_HOLDERS: Sequence[Check] = (check_pool, check_ports)
-"""What is looked at again while the pool's owner before us ends."""
+"""The checks that are repeated while the pool's previous owner ends."""
 POLL_S = 0.1
 log = logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 PROBE = Path(__file__).with_name("probe.py")
 DEADLINE_S = 5.0
-"""For all answers together: a disk that wakes up takes seconds, one that hangs takes for ever."""
+"""The time for all answers together: a disk that wakes up takes seconds, one that hangs takes for ever."""
 
 Facts = dict[str, Any]
 

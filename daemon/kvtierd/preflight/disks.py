@@ -18,7 +18,7 @@ LATER = "the daemon starts without it, and uses it as soon as it can"
 
 
 def check_disks(situation: Situation) -> Iterator[Finding]:
-    """Every folder of disk.paths, and all of them together."""
+    """Checks every folder of disk.paths, and all of them together."""
     disk = situation.config.disk
     if not disk.paths:
         return
@@ -108,7 +108,7 @@ def _slab_trouble(facts: Facts) -> Trouble | None:
 
 
 def _check_twice(found: Sequence[tuple[Path, Facts]]) -> Iterator[Finding]:
-    """Two names of one folder cannot both be a disk; two folders of one disk are no more than one."""
+    """Refuses two names of one folder, and warns of two folders on one disk."""
     for number, (path, facts) in enumerate(found):
         for other, others in found[:number]:
             if facts["identity"] == others["identity"]:
@@ -136,7 +136,7 @@ def _check_twice(found: Sequence[tuple[Path, Facts]]) -> Iterator[Finding]:
 def _check_room_together(
     found: Sequence[tuple[Path, Facts | None]], size: int, length: int
 ) -> Iterator[Finding]:
-    """Each file system has room for all that is to be on it."""
+    """Checks that each file system has room for all slabs that are to be on it."""
     devices: dict[int, list[tuple[Path, Facts]]] = {}
     for path, facts in found:
         if facts and facts.get("writable") and not facts.get("write_error"):

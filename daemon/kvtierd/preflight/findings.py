@@ -1,4 +1,4 @@
-"""What a check says: a name, a verdict, what was found, and what to do about it."""
+"""The result of a check: its name, its verdict, what was found, and what to do about it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,36 +9,36 @@ from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.settings import Given, format_size
 
 EXIT_CONFIG = 78
-"""Somebody has to change the configuration, or the host (sysexits.h EX_CONFIG)."""
+"""The exit status if somebody has to change the configuration or the host (sysexits.h EX_CONFIG)."""
 EXIT_UNAVAILABLE = 69
-"""What the daemon needs is in use just now: another try may succeed (sysexits.h EX_UNAVAILABLE)."""
+"""The exit status if what the daemon needs is in use just now: another try may succeed (EX_UNAVAILABLE)."""
 
 
 class Verdict(Enum):
     OK = "ok"
     WARNING = "warning"
-    """The daemon starts, and would do better, or more of what is configured, otherwise."""
+    """The daemon starts, but works less well than it could, or without something that is configured."""
     FAILURE = "failure"
     """The daemon does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
     found: str
     remedy: str = ""
-    """What to change, where something is to be changed."""
+    """What to change; empty if nothing has to be changed."""
     field: str = ""
-    """The setting that it is about, if it is about one."""
+    """The setting that the finding is about; empty if it is about none."""
     value: object = None
-    """What that setting holds, as a person would write it."""
+    """The value of that setting, as a person would write it."""
     passing: bool = False
-    """It may be over by itself: somebody uses now what the daemon needs."""
+    """Whether it may pass by itself, because somebody uses just now what the daemon needs."""
     holder: bool = False
-    """It may be over as soon as the pool's owner before us is gone."""
+    """Whether it may pass as soon as the pool's previous owner is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,19 @@ class RunningDaemon:
     """A daemon that listens at the configured socket."""
 
     pid: int | None
-    """None: it cannot be seen from here, as in another container."""
+    """Its process id; None if it cannot be seen from here, as in another container."""
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is to be looked at."""
+    """What the checks look at."""
 
     loaded: Loaded
     daemon: RunningDaemon | None
-    """Who listens at the configured socket."""
+    """The daemon that listens at the configured socket; None if there is none."""
     may_run: bool
-    """That daemon is no obstacle: it is what somebody asks about. Otherwise another is to be started."""
+    """Whether that daemon is what somebody asks about, and so no obstacle. Otherwise another one is to
+    start."""
 
     @property
     def config(self) -> Config:
@@ -83,12 +84,13 @@ class NotReadyError(Exception):
 
     @property
     def status(self) -> int:
-        """For the process to end with."""
+        """The exit status of a process that ends because of this error."""
         return EXIT_UNAVAILABLE if all(each.passing for each in self.failures) else EXIT_CONFIG
 
 
 def sentence(finding: Finding, given: Mapping[str, Given]) -> str:
-    """One line: `pool.path = '/x/pool' (from --pool-path): there is no such folder; create it`."""
+    """A finding in one line: `pool.path = '/x/pool' (from --pool-path): there is no such folder; create
+    it`."""
     head = finding.name
     if finding.field:
         source = given[finding.field].source if finding.field in given else "default"
@@ -97,7 +99,8 @@ def sentence(finding: Finding, given: Mapping[str, Given]) -> str:
 
 
 def in_use_by(pids: Sequence[int], names: Mapping[int, str]) -> str:
-    """`in use by pid 7 (kvtierd, which serves at /run/k.sock) and pid 8`."""
+    """Names the processes that use something: `in use by pid 7 (kvtierd, which serves at /run/k.sock) and pid
+    8`."""
     if not pids:
         return "in use by a process that cannot be seen from here (of another container or user?)"
     told = [f"pid {pid}{f' ({names[pid]})' if names.get(pid) else ''}" for pid in pids]
@@ -105,5 +108,5 @@ def in_use_by(pids: Sequence[int], names: Mapping[int, str]) -> str:
 
 
 def size_value(size_bytes: int) -> Any:
-    """A size as somebody would write it."""
+    """A size as somebody would write it in a setting."""
     return format_size(size_bytes)

@@ -1,4 +1,4 @@
-"""What of the host itself the daemon needs, whatever is configured: kernel, limits, GPUs, memory nodes."""
+"""Checks of the host itself, whatever is configured: kernel, limits, GPUs, memory nodes."""
 
 import os
 import re
@@ -11,23 +11,26 @@ from kvtierd.preflight.asking import DEADLINE_S, ask
 from kvtierd.preflight.findings import Finding, Situation, Verdict
 
 KERNEL_MIN = (5, 14)
-"""For MADV_POPULATE_WRITE: else the pool is not populated ahead of use, and not registered with a GPU."""
+"""The first Linux with MADV_POPULATE_WRITE. Without it the pool is neither populated ahead of use nor
+registered with a GPU."""
 KERNEL_MIN_CONTAINERS = (6, 5)
-"""For SO_PEERPIDFD: else a process of another pid namespace cannot be named, nor its death be seen."""
+"""The first Linux with SO_PEERPIDFD. Without it the daemon cannot see the death of a process in another pid
+namespace."""
 CUDA_MAJOR_LEAST = 12
 DESCRIPTORS_OF_OUR_OWN = 256
 DESCRIPTORS_OF_CHUNKS = 2_048
-"""On their way from 16 ranks that register memory of GPUs at once: 64 each, and 64 for their workers."""
+"""Descriptors of memory chunks in transit: 16 ranks that register GPU memory at once send 64 each, and their
+workers get as many."""
 DESCRIPTORS_PER_DISK = 8
-"""Its image, and its worker's channel and pidfd, twice while one worker replaces another."""
+"""The descriptors of a disk: its image, and its worker's channel and pidfd, twice during a replacement."""
 DESCRIPTORS_PER_SESSION = 4
-"""Its two connections, its pidfd, and one on its way to a copy worker."""
+"""The descriptors of a session: two connections, a pidfd, and one in transit to a copy worker."""
 DEV = Path("/dev")
 SYS = Path("/sys")
 
 
 def descriptors_wanted(config: Config) -> int:
-    """Open files of a daemon that serves all that its configuration allows."""
+    """How many files a daemon has open when it serves all that its configuration allows."""
     return (
         DESCRIPTORS_OF_OUR_OWN
         + DESCRIPTORS_OF_CHUNKS
@@ -37,7 +40,7 @@ def descriptors_wanted(config: Config) -> int:
 
 
 def check_kernel(_: Situation) -> Iterator[Finding]:
-    """Linux is new enough."""
+    """Checks that Linux is new enough."""
     release = os.uname().release
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
@@ -63,7 +66,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def check_limits(situation: Situation) -> Iterator[Finding]:
-    """Open files for all sessions, and locked memory where there are GPUs, whose driver locks the pool."""
+    """Checks the limits on open files, and on locked memory where there are GPUs, whose driver locks the
+    pool."""
     wanted = descriptors_wanted(situation.config)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:
@@ -86,7 +90,7 @@ def check_limits(situation: Situation) -> Iterator[Finding]:
 
 
 def check_gpus(_: Situation) -> Iterator[Finding]:
-    """The driver answers, and is new enough. Engines on CPUs are served without one."""
+    """Checks that the GPUs' driver answers and is new enough. Engines on CPUs are served without one."""
     nodes = _gpu_nodes()
     if not nodes:
         yield Finding("GPUs", Verdict.OK, "no NVIDIA driver here: engines on CPUs only")
@@ -123,6 +127,6 @@ def _gpu_nodes() -> list[str]:
 
 
 def check_numa(_: Situation) -> Iterator[Finding]:
-    """How many memory nodes there are, for whoever reads it."""
+    """Tells how many memory nodes there are."""
     nodes = sorted((SYS / "devices/system/node").glob("node[0-9]*"))
     yield Finding("NUMA", Verdict.OK, f"{len(nodes) or 1} {'node' if len(nodes) < 2 else 'nodes'}")

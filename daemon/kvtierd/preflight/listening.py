@@ -17,13 +17,13 @@ NAMES = {"metrics.listen": "metrics port", "server.health_listen": "health port"
 
 
 def daemon_at(path: Path) -> RunningDaemon | None:
-    """Who listens at a daemon's socket."""
+    """The daemon that listens at a socket; None if there is none."""
     pid = listener(path)
     return None if pid is None else RunningDaemon(pid or None)
 
 
 def check_sockets(situation: Situation) -> Iterator[Finding]:
-    """The folder, the socket files in it, who listens there, and the group that may."""
+    """Checks the sockets' folder, the files in it, who listens there, and the group that may use them."""
     server = situation.config.server
 
     def failure(name: str, found: str, remedy: str) -> Finding:
@@ -83,7 +83,7 @@ def _check_group(group: str) -> Iterator[Finding]:
 
 
 def check_ports(situation: Situation) -> Iterator[Finding]:
-    """Each address can be bound, and they are different ones."""
+    """Checks that the addresses of metrics and health checks can be bound, and differ."""
     config = situation.config
     wanted = {"metrics.listen": config.metrics.listen, "server.health_listen": config.server.health_listen}
     listening = {field: listen for field, listen in wanted.items() if listen != OFF}

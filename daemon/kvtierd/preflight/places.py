@@ -61,7 +61,7 @@ def private_folder(path: Path) -> Trouble | None:
 
 
 def usable(path: Path) -> str:
-    """What there is to say of a folder that is well."""
+    """Says of a folder without trouble whether it exists or will be made."""
     return f"{path} is there" if path.exists() else f"{path} will be made"
 
 
@@ -122,14 +122,14 @@ def not_private(uid: int, mode: int, links: int) -> Trouble | None:
 
 
 def mounts() -> Iterator[Mount]:
-    """All that this process sees, later ones over earlier ones."""
+    """Yields the file systems that this process sees; a later one covers an earlier one at the same place."""
     for line in (PROC / "self/mounts").read_text().splitlines():
         _, place, kind, options, *_ = line.split()
         yield Mount(Path(_unescaped(place)), kind, options.split(","))
 
 
 def mount_of(path: Path) -> Mount:
-    """The one on which a path that exists lies."""
+    """The file system on which a path lies that exists."""
     path = path.resolve()
     over = [mount for mount in mounts() if path.is_relative_to(mount.place)]
     longest = max(len(mount.place.parts) for mount in over)

@@ -26,7 +26,7 @@ MEMORY_WARNING = 0.9
 
 
 def check_pool(situation: Situation) -> Iterator[Finding]:
-    """The pool's file and the place where it is; for an anonymous one its memory only."""
+    """Checks the pool's file, its folder and its memory; of an anonymous pool only the memory."""
     config = situation.config
     path, size = config.pool.file, config.pool.size
     if path is None:
@@ -65,7 +65,7 @@ def check_pool(situation: Situation) -> Iterator[Finding]:
 
 
 def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
-    """One that is there: ours, a pool, and nobody else's just now."""
+    """Checks a pool file that exists: that it is this user's, that it is a pool, and that nobody uses it."""
 
     def failure(found: str, remedy: str, **more: bool) -> Finding:
         return Finding("pool file", Verdict.FAILURE, found, remedy, "pool.path", path, **more)
@@ -149,7 +149,7 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
 
 
 def _check_memory(size: int, wanted: int) -> Iterator[Finding]:
-    """Whether there is memory for what of the pool is not there yet."""
+    """Checks that there is memory for the part of the pool that has none yet."""
     free, swap = meminfo("MemAvailable"), meminfo("SwapFree")
     limit = _control_group_limit()
     found = f"{human_size(free)} available, the pool takes {human_size(wanted)} more"
@@ -203,7 +203,7 @@ def _free_huge_pages(page_bytes: int) -> int:
 
 
 def meminfo(name: str) -> int:
-    """Bytes; 0 if the kernel does not say."""
+    """An entry of /proc/meminfo in bytes; 0 if the kernel does not have it."""
     for line in (PROC / "meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Who uses a socket or a port: as far as /proc shows it to this user."""
+"""Finds out who uses a socket or a port, as far as /proc shows it to this user."""
 
 import os
 import socket
@@ -10,11 +10,11 @@ from pathlib import Path
 PROC = Path("/proc")
 SIDE_SUFFIX = ".side.sock"
 WORKER, DISK_WORKER = "kvtierd.workers.copy", "kvtierd.workers.disk"
-"""As their command lines name them."""
+"""The processes of kvtier, by how their command lines name them."""
 LISTENING = "0A"
-"""In /proc/net/tcp."""
+"""The state of a listening socket in /proc/net/tcp."""
 LOOKING_S = 2.0
-"""How long the owner of a port is looked for: a host may have very many processes and open files."""
+"""How long to look for the owner of a port: a host may have very many processes and open files."""
 
 
 def listener(path: Path) -> int | None:
@@ -34,7 +34,7 @@ def listener(path: Path) -> int | None:
 
 
 def described(pids: Iterable[int]) -> dict[int, str]:
-    """What processes are, for people: a daemon by the socket at which it serves, any other by its name."""
+    """Describes processes for people: a daemon by the socket at which it serves, any other by its name."""
     return {pid: _described(pid) for pid in pids}
 
 

@@ -1,4 +1,4 @@
-"""As whom the daemon runs, for root, who asks on behalf of that user."""
+"""The user as whom the daemon runs: root looks at the host on behalf of that user."""
 
 import os
 import pwd

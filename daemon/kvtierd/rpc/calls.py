@@ -7,9 +7,9 @@ from typing import Any
 from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.cache import Cache
-from kvtierd.core.actions import JointReply, LookupReply, PrefetchReply, SubmitReply
+from kvtierd.core.actions import LookupReply, SubmitReply
 from kvtierd.core.errors import Refusal
-from kvtierd.core.stimuli import CoreLimits, LookupGroups, PrefetchGroups
+from kvtierd.core.stimuli import CoreLimits
 from kvtierd.logs import logger
 from kvtierd.rpc import convert
 from kvtierd.rpc.queries import Caller
@@ -43,14 +43,10 @@ class Calls:
     def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
         stimulus = convert.lookup_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
-        assert isinstance(reply, JointReply | LookupReply)
+        assert isinstance(reply, LookupReply)
         if reply.lease_refused is not None:
             self._tell(caller, reply.lease_refused)
-        if isinstance(stimulus, LookupGroups):
-            assert isinstance(reply, JointReply)
-            return convert.joint_reply(stimulus.queries, reply)
-        assert isinstance(reply, LookupReply)
-        return convert.lookup_reply(stimulus.group, reply)
+        return convert.lookup_reply(stimulus.queries, reply)
 
     def _tell(self, caller: Caller, refused: Refusal) -> None:
         """That blocks are there and were not leased: in the log, now and then; all of them are counted."""
@@ -68,11 +64,8 @@ class Calls:
     def prefetch(self, request: cache_pb2.PrefetchRequest, caller: Caller) -> cache_pb2.PrefetchResponse:
         stimulus = convert.prefetch_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
-        if isinstance(stimulus, PrefetchGroups):
-            assert isinstance(reply, JointReply)
-            return convert.joint_prefetch_reply(stimulus.queries, reply)
-        assert isinstance(reply, PrefetchReply)
-        return convert.prefetch_reply(stimulus, reply)
+        assert isinstance(reply, LookupReply)
+        return convert.prefetch_reply(stimulus.queries, reply)
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:
         reply = self._cache.handle(convert.store_of(request, caller, self._limits))

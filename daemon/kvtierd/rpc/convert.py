@@ -12,9 +12,7 @@ from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtierd.cache import DeviceRange
 from kvtierd.core.actions import (
     InstanceView,
-    JointReply,
     LookupReply,
-    PrefetchReply,
     SubmitReply,
     TransferEnd,
     TransferEnded,
@@ -28,9 +26,7 @@ from kvtierd.core.stimuli import (
     CancelTransfers,
     CoreLimits,
     LookupBlocks,
-    LookupGroups,
     PrefetchBlocks,
-    PrefetchGroups,
     ReleaseLeases,
     RenewSession,
     RetentionRequest,
@@ -38,11 +34,10 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
-    TouchGroups,
 )
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
-from kvtierd.rpc.queries import Caller, hashes_of, is_joint, queries_of, single_query_of, touched_of
+from kvtierd.rpc.queries import Caller, hashes_of, queries_of, touched_of
 
 TICKET_MAX = 2**56 - 1
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
@@ -57,65 +52,52 @@ WAIT_TICKETS_MAX = 256
 """So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
 
 
-def lookup_of(
-    request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits
-) -> LookupBlocks | LookupGroups:
-    if is_joint(request.queries):
-        queries = queries_of(request.queries, request.hashes, caller, limits)
-        return LookupGroups(caller.session, caller.epoch, queries, request.lease, request.host_only)
-    group, hashes, mode = single_query_of(request.queries[0], request.hashes, caller, limits)
-    return LookupBlocks(caller.session, caller.epoch, group, hashes, mode, request.lease, request.host_only)
+def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
+    queries = queries_of(request.queries, request.hashes, caller, limits)
+    return LookupBlocks(caller.session, caller.epoch, queries, request.lease, request.host_only)
 
 
-def touch_of(
-    request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits
-) -> TouchBlocks | TouchGroups:
+def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits) -> TouchBlocks:
     if request.cold and request.hold_ms:
         raise Refusal(
             Reason.MALFORMED, "blocks that are to go first are not held: send one of the two", field="cold"
         )
-    if len(request.queries) == 1:
-        query = single_query_of(request.queries[0], request.hashes, caller, limits)
-        return TouchBlocks(caller.session, caller.epoch, *query, request.hold_ms, request.cold)
     queries = touched_of(request.queries, request.hashes, caller, limits)
-    return TouchGroups(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
+    return TouchBlocks(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
 
 
-def prefetch_of(
-    request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits
-) -> PrefetchBlocks | PrefetchGroups:
-    if is_joint(request.queries):
-        queries = queries_of(request.queries, request.hashes, caller, limits)
-        return PrefetchGroups(caller.session, caller.epoch, queries)
-    query = single_query_of(request.queries[0], request.hashes, caller, limits)
-    return PrefetchBlocks(caller.session, caller.epoch, *query)
+def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits) -> PrefetchBlocks:
+    queries = queries_of(request.queries, request.hashes, caller, limits)
+    return PrefetchBlocks(caller.session, caller.epoch, queries)
 
 
-def lookup_reply(group: int, reply: LookupReply) -> cache_pb2.LookupResponse:
-    answer = cache_pb2.GroupAnswer(
-        group=group, hits=reply.hits, states=reply.states.tobytes(), readable=reply.readable
-    )
-    response = cache_pb2.LookupResponse(
-        answers=[answer],
-        lease_id=reply.lease or 0,
-    )
+def lookup_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.LookupResponse:
+    response = cache_pb2.LookupResponse(answers=_answers(queries, reply))
+    if _by_itself(queries):
+        response.lease_id = reply.groups[0].lease or 0
     if reply.lease_refused is not None:
         response.lease_refused.CopyFrom(to_error(reply.lease_refused))
     return response
 
 
-def joint_reply(queries: Sequence[BlockQuery], reply: JointReply) -> cache_pb2.LookupResponse:
-    response = cache_pb2.LookupResponse(answers=_joint_answers(queries, reply))
-    if reply.lease_refused is not None:
-        response.lease_refused.CopyFrom(to_error(reply.lease_refused))
-    return response
+def prefetch_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.PrefetchResponse:
+    return cache_pb2.PrefetchResponse(answers=_answers(queries, reply))
 
 
-def joint_prefetch_reply(queries: Sequence[BlockQuery], reply: JointReply) -> cache_pb2.PrefetchResponse:
-    return cache_pb2.PrefetchResponse(answers=_joint_answers(queries, reply))
+def _by_itself(queries: Sequence[BlockQuery]) -> bool:
+    """Whether the answer has the form for one query in prefix or exact mode, which has no need of a lease for
+    each group, and tells no more than where a prefix ends."""
+    return len(queries) == 1 and not queries[0].window_blocks
 
 
-def _joint_answers(queries: Sequence[BlockQuery], reply: JointReply) -> list[cache_pb2.GroupAnswer]:
+def _answers(queries: Sequence[BlockQuery], reply: LookupReply) -> list[cache_pb2.GroupAnswer]:
+    if _by_itself(queries):
+        query, [found] = queries[0], reply.groups
+        states = found.states if query.exact else found.up_to_first_miss(len(query.hashes))
+        answer = cache_pb2.GroupAnswer(
+            group=query.group, hits=found.hits, states=states.tobytes(), readable=found.readable
+        )
+        return [answer]
     return [
         cache_pb2.GroupAnswer(
             group=query.group,
@@ -126,12 +108,6 @@ def _joint_answers(queries: Sequence[BlockQuery], reply: JointReply) -> list[cac
         )
         for query, found in zip(queries, reply.groups, strict=True)
     ]
-
-
-def prefetch_reply(stimulus: PrefetchBlocks, reply: PrefetchReply) -> cache_pb2.PrefetchResponse:
-    hits = int(np.count_nonzero(reply.states == types_pb2.BLOCK_STATE_HIT))
-    answer = cache_pb2.GroupAnswer(group=stimulus.group, hits=hits, states=reply.states.tobytes())
-    return cache_pb2.PrefetchResponse(answers=[answer])
 
 
 def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession:

@@ -3,7 +3,7 @@
 Hashes stay one numpy array; where they have 32 bytes it is a view of the message's own bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +11,16 @@ from kvtier.v1 import cache_pb2
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, SessionId
-from kvtierd.core.stimuli import BlockQuery, CoreLimits, MatchMode
+from kvtierd.core.stimuli import BlockQuery, CoreLimits
 
 QUERIES_MAX = 64
 """As many as a rank may name groups."""
 
-_MODES = {
-    cache_pb2.LOOKUP_MODE_PREFIX: MatchMode.PREFIX,
-    cache_pb2.LOOKUP_MODE_EXACT: MatchMode.EXACT,
-}
+_NAMES = cache_pb2.LookupMode.items()
+_BY_ITSELF = {mode: name for name, mode in _NAMES if mode != cache_pb2.LOOKUP_MODE_UNSPECIFIED}
+_TOGETHER = {mode: name for mode, name in _BY_ITSELF.items() if mode != cache_pb2.LOOKUP_MODE_EXACT}
+_TOUCHED = {mode: name for mode, name in _BY_ITSELF.items() if mode != cache_pb2.LOOKUP_MODE_SUFFIX}
+"""Modes, and what they are called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +55,51 @@ def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashe
     return padded
 
 
-def is_joint(queries: Sequence[cache_pb2.GroupQuery]) -> bool:
-    """Whether they are answered together. Refusal COUNT_MISMATCH if there are none, or too many."""
-    _check_count(queries)
-    return len(queries) > 1 or queries[0].mode == cache_pb2.LOOKUP_MODE_SUFFIX
-
-
-def single_query_of(
-    query: cache_pb2.GroupQuery, shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[int, Hashes, MatchMode]:
-    """Group, hashes and mode of a query that is answered by itself."""
-    mode = _MODES.get(query.mode)
-    if mode is None:
-        raise _refused(0, "mode", query.mode, "use LOOKUP_MODE_PREFIX or LOOKUP_MODE_EXACT")
-    _check_no_window(0, query)
-    [hashes] = _all_hashes([query], shared, caller, limits)
-    return query.group, hashes, mode
-
-
 def queries_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
 ) -> tuple[BlockQuery, ...]:
-    """Queries that are answered together."""
-    for index, query in enumerate(queries):
-        if query.mode == cache_pb2.LOOKUP_MODE_SUFFIX:
-            if not query.window_blocks:
-                raise _refused(index, "window_blocks", 0, "LOOKUP_MODE_SUFFIX needs a window of 1 or more")
-        elif query.mode == cache_pb2.LOOKUP_MODE_PREFIX:
-            _check_no_window(index, query)
-        else:
-            raise _refused(
-                index, "mode", query.mode, "several groups take LOOKUP_MODE_PREFIX or LOOKUP_MODE_SUFFIX"
-            )
-    found = _all_hashes(queries, shared, caller, limits)
-    return tuple(
-        BlockQuery(query.group, hashes, query.window_blocks)
-        for query, hashes in zip(queries, found, strict=True)
-    )
+    """Of a lookup or a prefetch: several groups are answered together, and then none in exact mode."""
+    several = len(queries) > 1
+    return _queries_of(queries, shared, caller, limits, _TOGETHER if several else _BY_ITSELF)
 
 
 def touched_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
 ) -> tuple[BlockQuery, ...]:
-    """Of several groups, each by itself: a window as wide as the query stands for exact mode."""
-    _check_count(queries)
+    """Of a touch: each group by itself."""
+    return _queries_of(queries, shared, caller, limits, _TOUCHED)
+
+
+def _queries_of(
+    queries: Sequence[cache_pb2.GroupQuery],
+    shared: bytes,
+    caller: Caller,
+    limits: CoreLimits,
+    modes: Mapping[cache_pb2.LookupMode.ValueType, str],
+) -> tuple[BlockQuery, ...]:
+    if not 1 <= len(queries) <= QUERIES_MAX:
+        raise Refusal(
+            Reason.COUNT_MISMATCH,
+            f"one query for each group, 1 to {QUERIES_MAX}",
+            field="queries",
+            value=len(queries),
+        )
     for index, query in enumerate(queries):
-        if query.mode not in _MODES:
-            raise _refused(index, "mode", query.mode, "use LOOKUP_MODE_PREFIX or LOOKUP_MODE_EXACT")
-        _check_no_window(index, query)
+        mode, window = query.mode, query.window_blocks
+        if mode not in modes:
+            raise _refused(index, "mode", mode, f"use {' or '.join(modes.values())}")
+        if mode == cache_pb2.LOOKUP_MODE_SUFFIX and not window:
+            raise _refused(index, "window_blocks", 0, "LOOKUP_MODE_SUFFIX needs a window of 1 or more")
+        if mode != cache_pb2.LOOKUP_MODE_SUFFIX and window:
+            message = "only LOOKUP_MODE_SUFFIX has a window: leave it 0"
+            raise _refused(index, "window_blocks", window, message)
     found = _all_hashes(queries, shared, caller, limits)
+    exact = cache_pb2.LOOKUP_MODE_EXACT
     return tuple(
-        BlockQuery(query.group, hashes, len(hashes) if _MODES[query.mode] is MatchMode.EXACT else 0)
-        for query, hashes in zip(queries, found, strict=True)
+        [
+            BlockQuery(query.group, hashes, query.window_blocks, query.mode == exact)
+            for query, hashes in zip(queries, found, strict=True)
+        ]
     )
 
 
@@ -142,23 +136,6 @@ def _all_hashes(
 
 
 _NONE = np.zeros((0, HASH_BYTES_MAX), np.uint8)
-
-
-def _check_count(queries: Sequence[cache_pb2.GroupQuery]) -> None:
-    if not 1 <= len(queries) <= QUERIES_MAX:
-        raise Refusal(
-            Reason.COUNT_MISMATCH,
-            f"one query for each group, 1 to {QUERIES_MAX}",
-            field="queries",
-            value=len(queries),
-        )
-
-
-def _check_no_window(index: int, query: cache_pb2.GroupQuery) -> None:
-    if query.window_blocks:
-        raise _refused(
-            index, "window_blocks", query.window_blocks, "only LOOKUP_MODE_SUFFIX has a window: leave it 0"
-        )
 
 
 def _refused(index: int, field: str, value: object, message: str) -> Refusal:

@@ -5,13 +5,12 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 from kvtier.v1 import side_pb2
 
-from kvtierd.cache import CPU, Cache, GroupMapping
+from kvtierd.cache import CPU, Cache, GroupMapping, PacketChannel
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
@@ -32,38 +31,22 @@ WAITING_REQUESTS_MAX = 8
 """Requests that a client may send before the first is answered; it is asked to send one at a time."""
 WAITING_DESCRIPTORS_MAX = 64
 """That come with them: what one request may carry."""
+QUEUED_REPLIES_MAX = 64
+QUEUED_REPLY_BYTES_MAX = 1 << 20
+"""Of replies that a client has not read yet: beyond either its connection is closed."""
 ACCEPT_RETRY_S = 0.2
 
 log = logger(__name__)
 
 
-class Channel(Protocol):
-    """The packet channel of `kvtierd.workers.channel`, which this package may not import."""
-
-    def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool: ...
-
-    def close(self, reason: str = ...) -> None: ...
-
-
-OpenChannel = Callable[[socket.socket, Callable[[bytes, list[int]], None], Callable[[str], None]], Channel]
-
-
 class SideServer:
     """Accepts side connections on a bound, listening socket; each is one session."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        sessions: Connections,
-        cache: Cache,
-        open_channel: OpenChannel,
-        gid: int | None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, sessions: Connections, cache: Cache, gid: int | None) -> None:
         """`gid`: group whose members may connect besides this process's user and root."""
         self._listener = listener
         self._sessions = sessions
         self._cache = cache
-        self._open_channel = open_channel
         self._gid = gid
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -102,7 +85,7 @@ class SideServer:
                 pass  # it is gone already, or does not read
             connection.close()
             return
-        _Connection(connection, session, self._sessions, self._cache, self._open_channel)
+        _Connection(connection, session, self._sessions, self._cache)
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -147,12 +130,7 @@ class _Connection:
     """One side connection: one request after another."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        session: Connection,
-        sessions: Connections,
-        cache: Cache,
-        open_channel: OpenChannel,
+        self, connection: socket.socket, session: Connection, sessions: Connections, cache: Cache
     ) -> None:
         self._session = session
         self._sessions = sessions
@@ -160,7 +138,13 @@ class _Connection:
         self._opened = False
         self._waiting_descriptors = 0
         self._requests: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue(WAITING_REQUESTS_MAX)
-        self._channel = open_channel(connection, self._packet, self._closed)
+        self._channel = PacketChannel(
+            connection,
+            self._packet,
+            self._closed,
+            queue_packets_max=QUEUED_REPLIES_MAX,
+            queue_bytes_max=QUEUED_REPLY_BYTES_MAX,
+        )
         self._task = asyncio.create_task(self._serve())
         self._task.add_done_callback(self._served)
         session.on_end.append(self._end)

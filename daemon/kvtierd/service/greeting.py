@@ -21,10 +21,10 @@ VLLM_CONFIG = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""As README says it, for an engine that finds the socket by itself."""
+"""The settings for an engine that finds the socket by itself, as the README has them."""
 
 RUN_USER = Path("/run/user")
-"""Where systemd makes the runtime directory of each user who is logged in."""
+"""The folder in which systemd makes a runtime directory for each user who is logged in."""
 
 log = logger(__name__)
 
@@ -34,13 +34,13 @@ def version() -> str:
 
 
 def command_line() -> str:
-    """What this process was started with, as a person would type it."""
+    """The command line of this process, as a person would type it."""
     return shlex.join(["kvtierd", *sys.argv[1:]])
 
 
 def vllm_flag(config: Config, environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
-    """What to add to vLLM's command line in any shell: it names the socket unless every engine of this user
-    finds it by itself."""
+    """The flag to add to vLLM's command line, quoted for any shell. It names the socket unless every engine
+    of this user finds it by itself."""
     given: dict[str, object] = dict(VLLM_CONFIG)
     if not _is_found(config, environ, os.getuid() if uid is None else uid):
         given["kv_connector_extra_config"] = {"socket": str(config.server.socket_path)}
@@ -60,7 +60,7 @@ def _is_found(config: Config, environ: Mapping[str, str], uid: int) -> bool:
 
 
 def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snapshot: Snapshot) -> None:
-    """Says where the daemon is, what it found, and what to give to vLLM."""
+    """Prints and logs where the daemon serves, what it found in its pool, and the flag to give to vLLM."""
     how = (
         f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
         if start.warm

@@ -10,7 +10,7 @@ from kvtierd.service.notify import Notifier
 
 STATUS_PERIOD_S = 5.0
 PINGS_PER_DEADLINE = 3
-"""So that one that is late does not end the daemon."""
+"""How many pings are sent per deadline of the watchdog, so that a late one does not end the daemon."""
 EXTENSION_S = 60.0
 """Asked for with each step of a start that goes on: no step is silent for longer."""
 
@@ -18,7 +18,7 @@ log = logger(__name__)
 
 
 def status_line(snapshot: Snapshot) -> str:
-    """How the daemon is, in one line."""
+    """The state of the daemon, in one line."""
     if snapshot.state == "draining":
         return f"Draining: {snapshot.core.transfers_active} transfers active, nothing new is taken"
     pool, core = snapshot.pool, snapshot.core
@@ -59,7 +59,7 @@ class ServiceManager:
         self._said = ""
 
     def ready(self) -> None:
-        """It serves, with the configuration as it is now."""
+        """Tells the manager that the daemon serves, with the configuration as it is now."""
         self._said = status_line(self._snapshot())
         self._notifier.ready(self._said)
 

@@ -52,27 +52,27 @@ class Notifier:
         return self._socket is not None
 
     def ready(self, status: str) -> None:
-        """The daemon can be used; also after `reloading`."""
+        """Says that the daemon can be used; also after `reloading`."""
         self._tell(READY="1", STATUS=status)
 
     def status(self, status: str) -> None:
-        """What it is doing, in one line."""
+        """Says in one line what the daemon is doing."""
         self._tell(STATUS=status)
 
     def starting(self, status: str, longer_s: float) -> None:
-        """The start, or the end, goes on: it may take so many seconds more, whatever the unit says."""
+        """Says that the start goes on, and asks for `longer_s` seconds more than the unit allows."""
         self._tell(STATUS=status, EXTEND_TIMEOUT_USEC=str(round(longer_s * 1e6)))
 
     def reloading(self) -> None:
-        """The configuration is being read again; `ready` follows."""
+        """Says that the configuration is being read again; `ready` follows."""
         self._tell(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
 
     def stopping(self, status: str, longer_s: float) -> None:
-        """The end has begun, and may take so many seconds."""
+        """Says that the daemon is stopping, and asks for `longer_s` seconds to do so."""
         self._tell(STOPPING="1", STATUS=status, EXTEND_TIMEOUT_USEC=str(round(longer_s * 1e6)))
 
     def alive(self) -> None:
-        """For another `watchdog_s`."""
+        """Keeps the watchdog quiet for another `watchdog_s` seconds."""
         self._tell(WATCHDOG="1")
 
     def close(self) -> None:

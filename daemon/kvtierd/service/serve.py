@@ -5,7 +5,6 @@ import grp
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -34,7 +33,7 @@ from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import descriptors_wanted, require
 from kvtierd.rpc.server import RpcServer, RpcSettings
 from kvtierd.rpc.sessions import Connections
-from kvtierd.rpc.side import Channel, SideServer
+from kvtierd.rpc.side import SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
 from kvtierd.service.greeting import command_line, greet, version
@@ -42,7 +41,6 @@ from kvtierd.service.manager import EXTENSION_S, ServiceManager
 from kvtierd.service.notify import Notifier
 from kvtierd.service.steady import SteadyClock
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
-from kvtierd.workers.channel.channel import PacketChannel
 from kvtierd.workers.supervisor.supervisor import (
     DiskOptions,
     Supervisor,
@@ -52,7 +50,7 @@ from kvtierd.workers.supervisor.supervisor import (
 )
 
 EXIT_INTERNAL = 70
-"""An internal error ended the daemon (sysexits.h EX_SOFTWARE); start it again, it will be warm."""
+"""The exit status after an internal error (sysexits.h EX_SOFTWARE): start it again, it will be warm."""
 EPOCH_BITS = 20
 PROGRESS_PERIOD_S = 1.0
 DRAIN_POLL_S = 0.05
@@ -60,9 +58,8 @@ SILENCE_CHECK_S = 0.5
 STREAMS_GRACE_S = 2.0
 WORKERS_GRACE_S = 5.0
 END_S = 30.0
-"""More than all that follows the transfers takes: streams, copy workers, those of them that are killed."""
-SIDE_QUEUE_PACKETS_MAX = 64
-SIDE_QUEUE_BYTES_MAX = 1 << 20
+"""More than everything takes that follows the transfers: ending streams and copy workers, and killing
+some."""
 log = logger(__name__)
 
 
@@ -97,7 +94,8 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
 
 
 def first_epoch(boot_nonce: int) -> int:
-    """Where this boot counts its epochs from: the nonce's upper 40 bits, and room for a million."""
+    """The first epoch of this boot: the upper 40 bits of its nonce, then a counter with room for a
+    million."""
     return (boot_nonce >> 24 << EPOCH_BITS) + 1
 
 
@@ -111,7 +109,7 @@ def want_descriptors(count: int) -> None:
 
 
 def group_id(name: str) -> int | None:
-    """Raises ConfigError for a group that does not exist."""
+    """The id of a group; None for an empty name. Raises ConfigError if there is no such group."""
     if not name:
         return None
     try:
@@ -160,7 +158,7 @@ def open_disks(config: Config) -> Iterator[DiskFile]:
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """What a daemon that serves consists of."""
+    """The parts of a daemon that serves."""
 
     cache: Cache
     workers: Supervisor
@@ -196,7 +194,8 @@ class _Daemon:
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
-        """Raises StoppedEarly if a signal came before it served."""
+        """Serves until it is told to stop; returns the exit status. Raises StoppedEarly after an earlier
+        signal."""
         loop = asyncio.get_running_loop()
         with self._early.told(lambda number: loop.call_soon_threadsafe(self._signalled, number)):
             self._early.check()
@@ -225,7 +224,7 @@ class _Daemon:
     # --- starting ---
 
     async def _or_stopped(self, start: Coroutine[Any, Any, "_Serving"]) -> "_Serving":
-        """What a start comes to; StoppedEarly, and it is cancelled, if a signal comes first."""
+        """Waits for a start. If a signal comes first, cancels the start and raises StoppedEarly."""
         starting = asyncio.create_task(start, name="start")
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -239,7 +238,7 @@ class _Daemon:
             await asyncio.gather(starting, stopped, return_exceptions=True)
 
     async def _start(self, stack: AsyncExitStack) -> "_Serving":
-        """Everything up to the greeting; `stack` takes it down again."""
+        """Starts everything, up to the greeting; `stack` takes it down again."""
         config = self._config
         limits = config.limits.to_core()
         clock = SteadyClock()
@@ -334,8 +333,8 @@ class _Daemon:
         )
 
     async def _wait_for_disks(self, workers: Supervisor, cache: Cache) -> None:
-        """So that the first lookup can hit what they have; one that cannot be used, or takes too long, joins
-        later."""
+        """Waits for the disks, so that the first lookup can hit their blocks. A disk that takes too long
+        joins later."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._config.disk.start_deadline_s
         await workers.settle_disks(self._config.disk.start_deadline_s)
@@ -355,7 +354,8 @@ class _Daemon:
         )
 
     def _serve_metrics(self, metrics: Metrics, cache: Cache, stack: AsyncExitStack) -> str:
-        """The URL; empty if metrics are off. Raises ConfigError."""
+        """Starts the metrics endpoint; returns its URL, or an empty text if metrics are off. Raises
+        ConfigError."""
         listen = self._config.metrics.listen
         if listen == "off":
             return ""
@@ -372,7 +372,7 @@ class _Daemon:
             rpc.bind(self._sockets.grpc_path)
         listener = self._sockets.bind_side()
         self._sockets.open_to_group()
-        side = SideServer(listener, sessions, cache, _open_channel, self._gid)
+        side = SideServer(listener, sessions, cache, self._gid)
         stack.callback(side.close)
         stack.push_async_callback(rpc.stop, 0)
         await rpc.start()
@@ -383,7 +383,8 @@ class _Daemon:
     def _reload(
         self, cache: Cache, workers: Supervisor, sessions: Connections, manager: ServiceManager
     ) -> Reloaded:
-        """As `Reload`."""
+        """Reads the configuration again and takes over what can change. Raises ConfigError; nothing has
+        changed then."""
         self._notifier.reloading()
         try:
             found = compare(self._config, self._read_again())
@@ -465,15 +466,3 @@ def _block_table(geometry: PoolGeometry, file_bytes: int) -> BlockTable:
     """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
     slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
     return BlockTable(min(slots, CAPACITY_MAX), file_bytes // PAGE_BYTES)
-
-
-def _open_channel(
-    connection: socket.socket, on_packet: Callable[[bytes, list[int]], None], on_closed: Callable[[str], None]
-) -> Channel:
-    return PacketChannel(
-        connection,
-        on_packet,
-        on_closed,
-        queue_packets_max=SIDE_QUEUE_PACKETS_MAX,
-        queue_bytes_max=SIDE_QUEUE_BYTES_MAX,
-    )

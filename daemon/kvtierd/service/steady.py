@@ -1,4 +1,4 @@
-"""Time as the daemon has lived it."""
+"""A clock that counts only the time in which the daemon ran."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class SteadyClock:
         self._skipped_s = 0.0
 
     def __call__(self) -> float:
-        """Seconds; never goes back, whatever its clock does."""
+        """The time in seconds; it never goes back, whatever the clock behind it does."""
         now_s = self._clock()
         passed_s = now_s - self._last_s
         self._skipped_s += passed_s - min(max(0.0, passed_s), GAP_S)

@@ -12,10 +12,7 @@ from kvtierd.core.stimuli import (
     BlockQuery,
     CancelTransfers,
     LookupBlocks,
-    LookupGroups,
-    MatchMode,
     PrefetchBlocks,
-    PrefetchGroups,
     RegisterMemory,
     RegisterWords,
     ReleaseLeases,
@@ -25,7 +22,6 @@ from kvtierd.core.stimuli import (
     SubmitLoad,
     SubmitStore,
     TouchBlocks,
-    TouchGroups,
     UnregisterMemory,
 )
 
@@ -71,12 +67,12 @@ def _asked(guest: Guest, chance: Random) -> Case:
     ids = np.zeros(1, np.uint32)
     hashes = _rows(1)
     asked: list[Stimulus] = [
-        LookupBlocks(session, epoch, 0, hashes, MatchMode.PREFIX, True),
-        TouchBlocks(session, epoch, 0, hashes, MatchMode.EXACT),
-        PrefetchBlocks(session, epoch, 0, hashes, MatchMode.EXACT),
-        LookupGroups(session, epoch, (BlockQuery(0, hashes, 1),), True),
-        PrefetchGroups(session, epoch, (BlockQuery(0, hashes),)),
-        TouchGroups(session, epoch, (BlockQuery(0, hashes),)),
+        LookupBlocks(session, epoch, (BlockQuery(0, hashes),), True),
+        LookupBlocks(session, epoch, (BlockQuery(0, hashes, 1),), True),
+        PrefetchBlocks(session, epoch, (BlockQuery(0, hashes),)),
+        PrefetchBlocks(session, epoch, (BlockQuery(0, hashes, exact=True),)),
+        TouchBlocks(session, epoch, (BlockQuery(0, hashes),)),
+        TouchBlocks(session, epoch, (BlockQuery(0, hashes, exact=True),)),
         SubmitStore(session, epoch, _signals(guest), 0, hashes, ids),
         SubmitLoad(session, epoch, _signals(guest), 0, LeaseId(1), 0, ids, True),
         ReleaseLeases(session, epoch, (LeaseId(1),)),
@@ -106,18 +102,15 @@ def _hashes(guest: Guest, chance: Random) -> Case:
         )
     )
     session, epoch = guest.scheduler.id, Epoch(guest.epoch)
-    match chance.randrange(5):
-        case 4:
-            queries = (BlockQuery(0, wrong, chance.randrange(2)),)
-            joint = LookupGroups(session, epoch, queries, True), PrefetchGroups(session, epoch, queries)
-            return chance.choice((*joint, TouchGroups(session, epoch, queries))), (Reason.MALFORMED,)
-        case 3:
-            return PrefetchBlocks(session, epoch, 0, wrong, MatchMode.PREFIX), (Reason.MALFORMED,)
+    window, exact = chance.choice(((0, False), (1, False), (0, True)))
+    queries = (BlockQuery(0, wrong, window, exact),)
+    match chance.randrange(4):
         case 0:
-            mode = chance.choice(list(MatchMode))
-            return LookupBlocks(session, epoch, 0, wrong, mode, True), (Reason.MALFORMED,)
+            return LookupBlocks(session, epoch, queries, True), (Reason.MALFORMED,)
         case 1:
-            return TouchBlocks(session, epoch, 0, wrong, MatchMode.PREFIX), (Reason.MALFORMED,)
+            return TouchBlocks(session, epoch, queries), (Reason.MALFORMED,)
+        case 2:
+            return PrefetchBlocks(session, epoch, queries), (Reason.MALFORMED,)
         case _:
             ids = np.zeros(2, np.uint32)
             return SubmitStore(session, epoch, _signals(guest), 0, wrong, ids), (Reason.MALFORMED, *BUSY)
@@ -162,7 +155,7 @@ def _numbers(guest: Guest, chance: Random) -> Case:
         case 3:
             return SubmitStore(session, epoch, _signals(guest), odd, hashes, ids), (Reason.UNKNOWN_GROUP,)
         case 4:
-            lookup = LookupBlocks(session, epoch, odd, hashes, MatchMode.PREFIX, True)
+            lookup = LookupBlocks(session, epoch, (BlockQuery(odd, hashes),), True)
             return lookup, (Reason.UNKNOWN_GROUP,)
         case 5 if guest.leases:
             held = chance.choice(guest.leases)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.process import Daemon
 
 SIDE_BY_SIDE = 3
@@ -25,7 +25,7 @@ class Place:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._run = self._folder("kvt-", Path("/tmp"))
+        self._run = self._folder(SOCKET_PREFIX, Path("/tmp"))
         self._shm = self._folder(SHM_PREFIX, SHM)
         self._started: list[Daemon] = []
 

@@ -336,6 +336,7 @@ def test_several_at_once(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rig", [{"daemon": {"workers__gpu_idle_s": 3}}], indirect=True)
+@pytest.mark.long
 def test_while_a_worker_starts(rig: Rig, proved: Callable[[str], None]) -> None:
     counts, _ = rig.find_calls(rig.devices[0])
     todo = cases(counts)

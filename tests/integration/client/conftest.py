@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvtier import Namespace, session
+from kvtier import Namespace
+from kvtier.session import state
 
 from tests.support.daemon import DaemonHost
 from tests.support.engine_gpu import EngineGpu
 from tests.support.fake_cuda import FakeCuda
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.plain_client import NAMESPACE, READY_S, PlainClient
 
 Connect = Callable[..., PlainClient]
@@ -27,13 +28,13 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients take a daemon on a busy machine for slow, and not for dead. After a second of silence, which is
     nothing unusual there, they would refuse stores, loads and lookups by themselves. Tests of that silence
     set it back."""
-    monkeypatch.setattr(session, "SILENCE_S", READY_S)
+    monkeypatch.setattr(state, "SILENCE_S", READY_S)
 
 
 @pytest.fixture(scope="module")
 def shared_host() -> Iterator[DaemonHost]:
     """A running daemon that no test of the file ends."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool", **HEARTBEAT)
     host.start()

@@ -12,7 +12,7 @@ from kvtierd.ctl.status import page
 from kvtierd.ctl.terminal import plain as text_of
 
 from tests.integration.client.conftest import Connect
-from tests.integration.daemon.test_drain import kvtierctl
+from tests.integration.daemon.commands import kvtierctl
 from tests.support.daemon import DaemonHost, until
 from tests.support.plain_client import PlainClient, block_hashes
 

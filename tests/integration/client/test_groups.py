@@ -75,14 +75,14 @@ def test_each_group_is_loaded_under_its_own_lease(engine: Engine) -> None:
     engine.store(0, PREFIX, 0)
     engine.store(1, PREFIX[2:5], 8)
     client = engine.client
-    found = client.lookup_groups(PREFIX, BOTH, lease=True, timeout_s=READY_S)
+    found = client.lookup(PREFIX, BOTH, lease=True, timeout_s=READY_S)
     assert [group.hits for group in found.groups] == [5, 5]
     assert [list(group.states) for group in found.groups] == [[HIT] * 5, [MISS] * 3 + [HIT] * 2]
     assert [(lease.first, lease.blocks) for lease in found.leases] == [(0, 5), (3, 2)]
     engine.blocks[:] = 0
     loads = [
-        client.load(found.groups[0], [20, 21, 22, 23, 24], group=0),
-        client.load(found.groups[1], [28, 29], group=1),
+        client.load(found, [20, 21, 22, 23, 24], group=0),
+        client.load(found, [28, 29], group=1),
     ]
     assert all(load.wait(60).done for load in loads)
     for index in range(5):
@@ -95,10 +95,10 @@ def test_each_group_is_loaded_under_its_own_lease(engine: Engine) -> None:
 def test_leases_that_are_not_loaded_are_given_back_together(shared_host: DaemonHost, engine: Engine) -> None:
     engine.store(0, PREFIX, 0)
     engine.store(1, PREFIX, 8)
-    with engine.client.lookup_groups(PREFIX, BOTH, lease=True, timeout_s=READY_S) as found:
+    with engine.client.lookup(PREFIX, BOTH, lease=True, timeout_s=READY_S) as found:
         assert shared_host.status().leases == len(found.leases) == 2
     until(lambda: shared_host.status().leases == 0, "both are given back")
-    call = engine.client.start_lookup_groups(PREFIX, BOTH, lease=True)
+    call = engine.client.start_lookup(PREFIX, BOTH, lease=True)
     call.abandon().release()
     until(lambda: shared_host.status().leases == 0, "so is what nobody waited for")
 
@@ -107,14 +107,12 @@ def test_coarser_blocks_go_by_the_last_hash_of_theirs(shared_host: DaemonHost, e
     engine.store(0, PREFIX, 0)
     engine.store(1, [PREFIX[1], PREFIX[3]], 8)
     # Not this engine's true geometry: the hashes alone are looked at.
-    answer = engine.client.lookup_groups(
-        PREFIX, [GroupQuery(1, window_blocks=1, hash_stride=2)], timeout_s=READY_S
-    )
+    answer = engine.client.lookup(PREFIX, [GroupQuery(1, window_blocks=1, hash_stride=2)], timeout_s=READY_S)
     assert [group.hits for group in answer.groups] == [2]
     before = shared_host.status().counters
-    engine.client.start_prefetch_groups(PREFIX, BOTH).wait(60)
-    engine.client.touch_groups(PREFIX, BOTH)
-    assert engine.client.lookup_groups(PREFIX, [FULL], timeout_s=READY_S).groups[0].hits == 6
+    engine.client.start_prefetch(PREFIX, BOTH).wait(60)
+    engine.client.touch(PREFIX, BOTH)
+    assert engine.client.lookup(PREFIX, [FULL], timeout_s=READY_S).groups[0].hits == 6
     assert shared_host.status().counters.lookups == before.lookups + 1
 
 
@@ -126,14 +124,14 @@ async def test_the_async_client_asks_together_too(shared_host: DaemonHost, names
         engine.client.close()
         async with kvtier.aio.Client(**engine.options) as client:
             assert await client.wait_ready(60)
-            found = await client.lookup_groups(PREFIX, BOTH, lease=True, timeout_s=READY_S)
+            found = await client.lookup(PREFIX, BOTH, lease=True, timeout_s=READY_S)
             assert [lease.blocks for lease in found.leases] == [6, 2]
-            outcome = await client.load(found.groups[1], [30, 31], group=1).wait(60)
+            outcome = await client.load(found, [30, 31], group=1).wait(60)
             assert outcome.done
             assert (engine.blocks[31] == content(PREFIX[5]) + np.uint8(1)).all()
             found.release()
-            client.touch_groups(PREFIX, BOTH)
-            assert (await client.start_prefetch_groups(PREFIX, BOTH).wait(60)).answered
+            client.touch(PREFIX, BOTH)
+            assert (await client.start_prefetch(PREFIX, BOTH).wait(60)).answered
     finally:
         engine.close()
 
@@ -141,7 +139,7 @@ async def test_the_async_client_asks_together_too(shared_host: DaemonHost, names
 def test_what_makes_no_sense_is_named_before_it_is_sent(engine: Engine) -> None:
     for queries in ([], [FULL, FULL], [GroupQuery(2)]):
         with pytest.raises(KvtierError) as error:
-            engine.client.lookup_groups(PREFIX, queries)
+            engine.client.lookup(PREFIX, queries)
         assert error.value.reason is Reason.UNKNOWN_GROUP
     with pytest.raises(KvtierError, match="hash_stride"):
         GroupQuery(0, hash_stride=0)

@@ -12,7 +12,7 @@ import pytest
 from kvtier import HIT, MISS, PENDING, KvtierError, Reason
 
 from tests.integration.client.conftest import HEARTBEAT, Connect
-from tests.integration.daemon.test_explain import explain
+from tests.integration.daemon.commands import explain
 from tests.support.daemon import DaemonHost, until
 from tests.support.plain_client import PlainClient, block_hashes
 

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kvtier import ClientState, Doorbell, PartState, Reason, TransferState, session
-from kvtier.session import SILENCE_S
+from kvtier import ClientState, Doorbell, PartState, Reason, TransferState
+from kvtier.session import state
+from kvtier.session.state import SILENCE_S
 
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until
@@ -146,7 +147,7 @@ def test_a_stopped_daemon_costs_one_budget_and_is_used_again_when_it_goes_on(
 def test_a_daemon_that_stops_while_nobody_asks_is_noticed_by_its_heartbeats(
     host: DaemonHost, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(state, "SILENCE_S", SILENCE_S)
     plain = connect()
     assert plain.known_run(HASHES) == 0, "nothing waits for the daemon that would give it up after a while"
     host.freeze()

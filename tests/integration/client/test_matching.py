@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 from kvtier import Doorbell, Lookup
+from kvtier_vllm.groups import Groups
 from kvtier_vllm.scheduler import matching
 from kvtier_vllm.scheduler.matching import STARTS_MAX, Matcher
+from kvtier_vllm.scheduler.question import Question
 
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until
 from tests.support.plain_client import block_hashes
 
 REQUESTS = 5 * STARTS_MAX
+QUESTION = Question(Groups.one(16))
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def test_a_burst_of_requests_begins_a_few_lookups_in_each_step(
     plain = connect_to(shared_host)
     stored = block_hashes("burst", range(4))
     assert plain.client.store(stored, list(range(4))).wait(30).done
-    matcher = Matcher(budget_s=0.0)
+    matcher = Matcher(QUESTION, budget_s=0.0)
     waiting = {f"request {number}" for number in range(REQUESTS)}
 
     def step() -> bool:
@@ -55,7 +58,7 @@ def test_a_request_waits_for_what_another_engine_is_storing(
     assert writer.client.store(prefix[:2], [0, 1]).wait(30).done
     storing = writer.client.store(prefix[2:], [2, 3, 4, 5], doorbell=Doorbell(0, 7))
     until(lambda: storing.results is not None, "the daemon has accepted it")
-    matcher = Matcher(budget_s=0.01, pending_wait_s=60)
+    matcher = Matcher(QUESTION, budget_s=0.01, pending_wait_s=60)
 
     def ask() -> int | None:
         matcher.next_step()
@@ -77,7 +80,7 @@ def test_a_request_takes_what_there_is_of_a_store_that_does_not_end(
     assert writer.client.store(prefix[:2], [0, 1]).wait(30).done
     storing = writer.client.store(prefix[2:], [2, 3], doorbell=Doorbell(0, 9))
     until(lambda: storing.results is not None, "the daemon has accepted it")
-    matcher = Matcher(budget_s=0.01, pending_wait_s=0.3)
+    matcher = Matcher(QUESTION, budget_s=0.01, pending_wait_s=0.3)
     answers: list[int | None] = []
 
     def over() -> bool:

@@ -10,7 +10,7 @@ import grpc
 import kvtier.aio
 import pytest
 from kvtier import HIT, MISS, PENDING, Doorbell, KvtierError, LookupMode, Namespace, Reason
-from kvtier.errors import from_rpc_error
+from kvtier.connection.rpc_errors import from_rpc_error
 from kvtier.v1 import cache_pb2, types_pb2
 
 from tests.integration.client.conftest import Connect

@@ -15,9 +15,9 @@ import pytest
 from kvtier import GroupQuery, LookupMode, Namespace, Outcome, Retention
 
 from tests.integration.client.conftest import HEARTBEAT, Connect
-from tests.integration.daemon.test_explain import verdict
+from tests.integration.daemon.commands import verdict
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.plain_client import Cache, PlainClient, block_hashes
 
 Verdicts = list[str]
@@ -37,7 +37,7 @@ def tight(socket_dir: Path, shm_dir: Path) -> Iterator[DaemonHost]:
 @pytest.fixture
 def tiered() -> Iterator[DaemonHost]:
     """The same with a disk, which gets each block as soon as it is stored."""
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     (run / "disk").mkdir(mode=0o700)
     settings: dict[str, Any] = {
@@ -192,7 +192,7 @@ def test_host_only_blocks_come_to_no_disk_and_host_only_lookups_leave_it_alone(
     for answer in (
         client.lookup(everywhere, host_only=True, lease=True, timeout_s=60),
         client.lookup(everywhere, host_only=True, mode=LookupMode.EXACT, timeout_s=60),
-        client.lookup_groups(everywhere, [GroupQuery(0)], host_only=True, timeout_s=60),
+        client.lookup(everywhere, [GroupQuery(0)], host_only=True, timeout_s=60),
     ):
         assert (answer.answered, answer.hits, answer.pending) == (True, 0, False)
     assert set(verdicts(tiered, everywhere)) == {"ON_DISK"}
@@ -212,18 +212,15 @@ async def test_the_async_client_wishes_too(tight: DaemonHost, namespace: Namespa
             socket=tight.socket,
         ) as client:
             assert await client.wait_ready(60)
-            assert client.status.can_retain
             stored = client.store(hashes, range(4), retention=Retention(host_only=True, hold_s=MANY_S))
             assert (await stored.wait(60)).done
             assert (await client.lookup(hashes, host_only=True, timeout_s=60)).hits == 4
-            assert (
-                await client.lookup_groups(hashes, [GroupQuery(0)], host_only=True, timeout_s=60)
-            ).hits == 4
+            assert (await client.lookup(hashes, [GroupQuery(0)], host_only=True, timeout_s=60)).hits == 4
             assert tight.status().held_blocks == 4
             client.cool(hashes)
             client.touch(hashes, hold_s=1)
-            client.touch_groups(hashes, [GroupQuery(0)], hold_s=1)
-            client.cool_groups(hashes, [GroupQuery(0)])
+            client.touch(hashes, [GroupQuery(0)], hold_s=1)
+            client.cool(hashes, [GroupQuery(0)])
             assert (await client.lookup(hashes, timeout_s=60)).hits == 4, "it was all understood"
             assert client.status.last_error == ""
     finally:

@@ -2,49 +2,20 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from kvtier.v1 import admin_pb2, cache_pb2, side_pb2, types_pb2
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
+from tests.integration.daemon.looks import nothing_changes, refusal
 from tests.integration.daemon.raw import DOORBELLS, PARTS, RawSession, Refused, SideSocket, hashes, memfd
+from tests.integration.daemon.shared import connect as connect
+from tests.integration.daemon.shared import daemon as daemon
+from tests.integration.daemon.shared import shared_daemon as shared_daemon
 from tests.support.process import DEADLINE_S, Daemon, until
-
-
-def picture(daemon: Daemon) -> admin_pb2.StatusResponse:
-    """Everything Status tells, but for the passing of time."""
-    status = daemon.status()
-    status.ClearField("uptime_s")
-    status.integrity.ClearField("sampled_slots")
-    status.integrity.ClearField("sampled_bytes")
-    for worker in status.workers:
-        worker.ClearField("registered_bytes")  # the pool is registered bit by bit
-    for instance in status.instances:
-        for session in instance.sessions:
-            session.ClearField("attached_s")
-    return status
-
-
-@contextmanager
-def nothing_changes(daemon: Daemon) -> Iterator[None]:
-    before = picture(daemon)
-    yield
-    assert picture(daemon) == before
-
-
-@contextmanager
-def refusal(reason: str, field: str | None = None) -> Iterator[None]:
-    with pytest.raises(Refused) as refused:
-        yield
-    assert refused.value.reason == reason, refused.value
-    assert refused.value.error.message
-    if field is not None:
-        assert refused.value.error.field == field
 
 
 def status_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, types_pb2.Error]:
@@ -471,8 +442,8 @@ class TestSideSocket:
             pytest.skip("this kernel's send buffers do not let such a packet out")
         assert session.attached.goodbye() == "EPOCH_ENDED"
 
-    def test_requests_without_end_close_the_connection(self, daemon: Daemon, socket_dir: Path) -> None:
-        side = SideSocket(socket_dir / "kvtierd.side.sock")
+    def test_requests_without_end_close_the_connection(self, daemon: Daemon) -> None:
+        side = SideSocket(daemon.side_socket)
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             for number in range(40):

@@ -10,6 +10,9 @@ from kvtier.v1 import cache_pb2
 
 from tests.integration.daemon.conftest import Connect
 from tests.integration.daemon.raw import RawSession, Refused, hashes
+from tests.integration.daemon.shared import connect as connect
+from tests.integration.daemon.shared import daemon as daemon
+from tests.integration.daemon.shared import shared_daemon as shared_daemon
 from tests.support.process import Daemon
 
 BATCHES = ["batches"]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemon import DaemonHost, until
-from tests.support.leaks import SHM, SHM_PREFIX
+from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
 from tests.support.plain_client import PlainClient, block_hashes
 from tests.support.process import DEADLINE_S
 
@@ -113,7 +113,7 @@ def serving(engine: Engine) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonHost]:
-    run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
     pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
     host = DaemonHost(run, pool / "pool")
     host.start()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from kvtier import Namespace
 
-from tests.integration.daemon.test_disks import Connect, Tier, batch, load_all, settled, written
-from tests.integration.daemon.test_disks import connect as connect
-from tests.integration.daemon.test_disks import tier as tier
+from tests.integration.daemon.tier import Connect, Tier, batch, load_all, settled, written
+from tests.integration.daemon.tier import connect as connect
+from tests.integration.daemon.tier import tier as tier
 from tests.support.plain_client import BLOCKS, PlainClient
 from tests.support.process import DEADLINE_S, Daemon, until
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.integration.daemon.test_disks import Connect, Tier, batch
-from tests.integration.daemon.test_disks import connect as connect
-from tests.integration.daemon.test_disks import tier as tier
+from tests.integration.daemon.tier import Connect, Tier, batch
+from tests.integration.daemon.tier import connect as connect
+from tests.integration.daemon.tier import tier as tier
 from tests.support.plain_client import BLOCKS
 from tests.support.process import DEADLINE_S, Daemon
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +50,9 @@ def test_engines_and_their_processes_are_listed(daemon: Daemon, session: RawSess
     assert text.splitlines()[1].startswith(f" {instance['number']}  {instance['instance']}")
     mapped = daemon.metrics()[f"kvtier_instance_mapped_bytes.{instance['number']}"]
     assert mapped == instance["mapped_bytes"] > 0
-    assert f"pid {instance['sessions'][0]['pid']}, attached for " in text
+    process = next(line for line in text.splitlines() if " scheduler and rank 0 " in line)
+    assert process.split()[0] == instance["instance"]
+    assert f" {instance['sessions'][0]['pid']} " in process
     assert instance["namespace_digest"] in text
 
 
@@ -76,6 +85,103 @@ def test_top_shows_frames_and_ends(daemon: Daemon, session: RawSession) -> None:
     assert max(map(len, text.splitlines())) <= 80
     lines = ctl(daemon, "top", "--frames=2", "--interval=0.1", "--json").splitlines()
     assert [json.loads(line)["state"] for line in lines] == ["serving"] * 2
+
+
+class Terminal:
+    """A process on a terminal of 80 columns and 24 lines, and everything that it writes there."""
+
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        self._main, shown = pty.openpty()
+        termios.tcsetwinsize(shown, (24, 80))
+        self.before = termios.tcgetattr(shown)
+        command = [sys.executable, "-m", "kvtierd.ctl", *arguments]
+        environ = {**os.environ, "TERM": "xterm-256color", **environ}
+        self.process = subprocess.Popen(
+            command, stdin=shown, stdout=shown, stderr=shown, env=environ, process_group=0
+        )
+        self._shown = shown
+        self.written = ""
+
+    def read_until(self, done: Callable[[str], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not done(self.written):
+            assert time.monotonic() < deadline_s, self.written
+            if select.select([self._main], [], [], 0.05)[0]:
+                self.written += os.read(self._main, 65_536).decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+        os.close(self._shown)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def modes(self) -> list[Any]:
+        return termios.tcgetattr(self._shown)
+
+
+ENTER, LEAVE, HIDE, SHOW = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_top_gives_the_terminal_back_when_it_is_ended(daemon: Daemon, number: signal.Signals) -> None:
+    with Terminal("top", f"--socket={daemon.socket}", "--interval=0.2") as terminal:
+        terminal.read_until(lambda written: "(every 0.2 s)" in written)
+        assert terminal.written.startswith(ENTER)
+        assert HIDE in terminal.written
+        terminal.process.send_signal(number)
+        terminal.read_until(lambda written: SHOW in written)
+        assert terminal.process.wait(DEADLINE_S) == 0
+        assert terminal.written.endswith(LEAVE + SHOW)
+        assert terminal.modes == terminal.before
+
+
+def test_top_gives_the_terminal_back_when_the_daemon_ends(daemon: Daemon) -> None:
+    with Terminal("top", f"--socket={daemon.socket}", "--interval=0.2") as terminal:
+        terminal.read_until(lambda written: "(every 0.2 s)" in written)
+        daemon.stop()
+        terminal.read_until(lambda written: "kvtierctl: " in written)
+        assert terminal.process.wait(DEADLINE_S) == 69
+        assert SHOW in terminal.written
+        assert terminal.written.index(LEAVE) < terminal.written.index("kvtierctl: "), "the reason stays"
+
+
+def test_top_gives_the_terminal_back_while_it_is_stopped(daemon: Daemon) -> None:
+    with Terminal("top", f"--socket={daemon.socket}", "--interval=0.2") as terminal:
+        terminal.read_until(lambda written: "(every 0.2 s)" in written)
+        terminal.process.send_signal(signal.SIGTSTP)
+        _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        terminal.read_until(lambda written: written.endswith(LEAVE + SHOW))
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.read_until(
+            lambda written: ENTER in written[1:] and "(every 0.2 s)" in written.rpartition(ENTER)[2]
+        )
+
+
+def test_the_last_frame_of_a_few_stays_on_the_terminal(daemon: Daemon) -> None:
+    with Terminal("top", f"--socket={daemon.socket}", "--interval=0.1", "--frames=2") as terminal:
+        terminal.read_until(lambda written: "no engine is attached" in written.partition(LEAVE)[2])
+        assert terminal.process.wait(DEADLINE_S) == 0
+        assert "(every 0.1 s)" in terminal.written.partition(LEAVE)[2]
+
+
+def test_colour_is_for_terminals_that_want_it(daemon: Daemon) -> None:
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]")
+    with Terminal("status", f"--socket={daemon.socket}", NO_COLOR="") as terminal:
+        terminal.read_until(lambda written: "REPLACED" in written and "cpu" in written)
+        assert coloured.search(terminal.written)
+    with Terminal("status", f"--socket={daemon.socket}", NO_COLOR="1") as terminal:
+        terminal.read_until(lambda written: "REPLACED" in written and "cpu" in written)
+        assert not coloured.search(terminal.written)
+    assert "\x1b" not in ctl(daemon, "status")
+    assert "\x1b" not in ctl(daemon, "top", "--frames=1")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -1,29 +1,19 @@
 """Admin.Drain and `kvtierctl drain`: a planned end loses nothing, and can be thought better of."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvtier.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from kvtier.v1 import admin_pb2, types_pb2
 
+from tests.integration.daemon.commands import admin, kvtierctl
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes
 from tests.support.process import DEADLINE_S, Daemon, until
 
 GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
 LONG_MS = int(DEADLINE_S * 1000)
-
-
-@contextmanager
-def admin(daemon: Daemon) -> Iterator[admin_pb2_grpc.AdminStub]:
-    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
-        yield admin_pb2_grpc.AdminStub(channel)
 
 
 def drained(daemon: Daemon, *, for_restart: bool = False, timeout_ms: int = 0) -> admin_pb2.DrainProgress:
@@ -38,16 +28,6 @@ def health(daemon: Daemon) -> int:
     with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S).status)
-
-
-def kvtierctl(daemon: Daemon, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """As an operator calls it."""
-    name, *rest = arguments
-    command = [sys.executable, "-m", "kvtierd.ctl", name, f"--socket={daemon.socket}", *rest]
-    environment = os.environ | {"KVTIER_CONFIG": ""}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=environment, input=stdin
-    )
 
 
 class TestDrain:

@@ -7,23 +7,12 @@ import grpc
 import pytest
 from kvtier.v1 import admin_pb2, types_pb2
 
+from tests.integration.daemon.commands import admin, explain, kvtierctl, verdict
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, hashes
-from tests.integration.daemon.test_drain import admin, kvtierctl
 from tests.support.process import DEADLINE_S, Daemon, until
 
 GATED = {"gate": types_pb2.GATE_DOORBELL, "doorbell": 0, "doorbell_value": 1}
-
-
-def explain(daemon: Daemon, block_hash: bytes, **request: object) -> list[admin_pb2.Explanation]:
-    with admin(daemon) as stub:
-        question = admin_pb2.ExplainRequest(hash=block_hash, **request)  # type: ignore[arg-type]
-        return list(stub.Explain(question, timeout=DEADLINE_S).explanations)
-
-
-def verdict(daemon: Daemon, block_hash: bytes) -> str:
-    [only] = explain(daemon, block_hash)
-    return admin_pb2.Verdict.Name(only.verdict).removeprefix("VERDICT_")
 
 
 def test_a_block_s_life_is_explained(daemon: Daemon, session: RawSession) -> None:

@@ -11,8 +11,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier_kernels import PART_DONE
 
-from tests.integration.daemon.conftest import Connect
+from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import DOORBELLS, PARTS, RawSession, hashes
+from tests.integration.daemon.shared import connect as connect
+from tests.integration.daemon.shared import daemon as daemon
+from tests.integration.daemon.shared import shared_daemon as shared_daemon
 from tests.support.process import DEADLINE_S, Daemon
 
 ACCEPTED, EXISTS, HIT, MISS = b"\0", b"\1", b"\2", b"\0"
@@ -206,7 +209,9 @@ def test_the_daemon_is_healthy_and_describes_itself(daemon: Daemon) -> None:
     assert names >= {"kvtier.v1.Cache", "kvtier.v1.Admin", "grpc.health.v1.Health"}
 
 
-def test_status_and_metrics_tell_one_story(daemon: Daemon, session: RawSession) -> None:
+def test_status_and_metrics_tell_one_story(start: Start, connect: Connect) -> None:
+    daemon = start()
+    session = connect().ready()
     keys = hashes(4)
     session.store(keys, [0, 1, 2, 3])
     session.lookup(keys, lease=True)

@@ -13,8 +13,8 @@ from kvtier.v1 import side_pb2, types_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.gpu import ConnectGpu, FakeGpu, GpuSession, gpu_workers
+from tests.integration.daemon.looks import nothing_changes, refusal
 from tests.integration.daemon.raw import RawSession, Refused, SideSocket, hashes, memfd
-from tests.integration.daemon.test_bad_input import nothing_changes, refusal
 from tests.support.fake_cuda import FakeCuda
 from tests.support.process import DEADLINE_S, Daemon, until
 

@@ -80,6 +80,7 @@ def moments(longest_s: float) -> list[float]:
     return [(number + randomness.random()) * longest_s / MOMENTS for number in range(MOMENTS)]
 
 
+@pytest.mark.timeout(400)  # it starts dozens of daemons
 def test_a_signal_at_any_moment_of_a_start_leaves_nothing(
     socket_dir: Path, shm_dir: Path, proved: Callable[[str], None]
 ) -> None:

@@ -17,6 +17,7 @@ from kvtierd.ctl.status import page
 from kvtierd.ctl.terminal import plain
 
 from tests.integration.daemon.conftest import Connect, Start
+from tests.integration.daemon.looks import maps_of_clients
 from tests.integration.daemon.raw import RawSession, Refused, hashes, memfd
 from tests.support.process import DEADLINE_S, Daemon, readable, refused_start, until
 
@@ -368,11 +369,6 @@ class TestWorkerDeath:
         session.load(keys, [6])
         assert session.block(6) == stored
         assert daemon.metrics()["kvtier_worker_respawns_total.cpu"] == 1
-
-
-def maps_of_clients(worker_pid: int) -> int:
-    """Mappings of clients' memory in a copy worker."""
-    return Path(f"/proc/{worker_pid}/maps").read_text().count("/memfd:kvtier-test-client")
 
 
 @pytest.mark.faults

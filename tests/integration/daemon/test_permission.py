@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kvtier.connection.side_socket import SideSocket
 from kvtier.errors import ConnectionLostError
-from kvtier.side import SideSocket
 
 from tests.integration.daemon.conftest import Start
 from tests.support.process import DEADLINE_S
@@ -117,8 +117,8 @@ def test_what_else_may_be_there_is_told_apart(socket_dir: Path) -> None:
 def test_a_configuration_that_one_may_not_look_at_is_told(socket_dir: Path) -> None:
     socket_dir.chmod(0o755)
     (socket_dir / "etc").mkdir(mode=0o700)
-    look = "from kvtierd import config, ctl; from pathlib import Path; import sys\n"
-    look += "config.DEFAULT_FILE = Path(sys.argv.pop()); ctl.main()"
+    look = "from kvtierd.config import daemon; from kvtierd.ctl.commands import main\n"
+    look += "import pathlib, sys; daemon.DEFAULT_FILE = pathlib.Path(sys.argv.pop()); main()"
     done = as_nobody(["-c", look, "status", str(socket_dir / "etc" / "kvtierd.toml")])
     assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
     assert "Permission denied" in done.stderr

@@ -48,9 +48,8 @@ def workers() -> Workers:
 
 @pytest.fixture
 def mappings(workers: Workers) -> Mappings:
-    cache: Any = SimpleNamespace(handle=lambda stimulus: None)
     supervisor: Any = workers
-    return Mappings(cache, supervisor)
+    return Mappings(lambda stimulus: None, supervisor)
 
 
 async def test_chunks_are_counted_up_to_a_bound(mappings: Mappings) -> None:

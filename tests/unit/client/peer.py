@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 
 from kvtier import Group, Namespace, PartRef, PartState, Plane, Role, SharedBuffer
-from kvtier.session import ProtocolState
-from kvtier.spec import AttachSpec
+from kvtier.session.state import ProtocolState
+from kvtier.spec import FEATURES, AttachSpec
 from kvtier.v1 import cache_pb2, types_pb2
 from kvtier.words import WordsPage
 from kvtier_kernels import SharedWords
@@ -36,6 +36,11 @@ def worker_words(page: WordsPage) -> SharedWords:
     """The page's words through a mapping of their own."""
     mapping = mmap.mmap(page.fileno(), 0)
     return SharedWords(mapping, len(mapping) // 8)
+
+
+def taken_apart(messages: Sequence[cache_pb2.AttachRequest]) -> list[cache_pb2.AttachRequest]:
+    """The requests of these messages, in order."""
+    return [each for one in messages for each in (one.batch.requests if one.HasField("batch") else [one])]
 
 
 class Peer:
@@ -72,15 +77,20 @@ class Peer:
         if self.memory is not None:
             self.memory.close()
 
-    def sent(self) -> list[cache_pb2.AttachRequest]:
+    def messages(self) -> list[cache_pb2.AttachRequest]:
+        """As they are sent: several requests may be in one."""
         return self.session.take_outgoing()
+
+    def sent(self) -> list[cache_pb2.AttachRequest]:
+        """The requests, one by one."""
+        return taken_apart(self.messages())
 
     def say(self, request_id: int = 0, **body: object) -> None:
         """The daemon sends one message."""
         self.session.receive(cache_pb2.AttachResponse(id=request_id, **body))  # type: ignore[arg-type]
 
     def welcome(
-        self, epoch: int = 7, *, ready: bool = True, features: Sequence[str] = (), **limits: int
+        self, epoch: int = 7, *, ready: bool = True, features: Sequence[str] = FEATURES, **limits: int
     ) -> None:
         """Attaches and registers."""
         self.session.say_hello(b"t" * 16, daemon_pid=1)

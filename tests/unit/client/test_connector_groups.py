@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier import HIT, MISS, PENDING, GroupKind, Lookup
+from kvtier import HIT, MISS, PENDING, GroupKind, GroupLookup, Lookup
 from kvtier_vllm.groups import Groups, GroupShape
-from kvtier_vllm.scheduler.matching import SeveralGroups
+from kvtier_vllm.scheduler.question import Question
 from kvtier_vllm.scheduler.tables import newly_allocated, targets_of
 
 FULL = GroupShape(0, 16)
@@ -83,13 +83,13 @@ def test_only_blocks_to_be_written_count_as_given_away() -> None:
 
 
 def test_what_an_answer_waits_for_is_its_first_pending_block() -> None:
-    question = SeveralGroups(GROUPS)
+    question = Question(GROUPS)
     groups = (
-        Lookup(4, bytes([HIT] * 6), answered=True),
-        Lookup(4, bytes([MISS, HIT, HIT, HIT, HIT, PENDING]), answered=True),
-        Lookup(2, bytes([MISS, HIT, PENDING]), answered=True),
+        GroupLookup(0, 4, bytes([HIT] * 6)),
+        GroupLookup(1, 4, bytes([MISS, HIT, HIT, HIT, HIT, PENDING])),
+        GroupLookup(2, 2, bytes([MISS, HIT, PENDING])),
     )
-    answer = Lookup(4, answered=True, groups=groups)
+    answer = Lookup(groups, answered=True)
     assert question.hits(answer) == 2
     assert answer.pending
     assert question.pending_hash(answer, HASHES, 1) == HASHES[2 + 5]

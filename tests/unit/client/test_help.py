@@ -3,24 +3,25 @@
 import inspect
 import pydoc
 import re
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import kvtier
 import kvtier.aio
 import pytest
 from kvtier.base import ClientBase
 
+AnyClient = ClientBase[Any, Any]
 CLIENTS = (kvtier.Client, kvtier.aio.Client)
 KEYWORD = re.compile(r"(?P<name>\w+): (?P<type>.+?)(, default (?P<default>.+))?")
 NOT_A_QUANTITY = {"instance", "namespace", "role", "memory", "socket", "program", "groups", "on_ready"}
 KNOWN = vars(kvtier) | {"os": __import__("os"), "Sequence": __import__("collections").abc.Sequence}
 
 
-def keywords(client: type[ClientBase]) -> dict[str, inspect.Parameter]:
+def keywords(client: type[AnyClient]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(client).parameters)
 
 
-def described(client: type[ClientBase]) -> dict[str, tuple[str, str | None, str]]:
+def described(client: type[AnyClient]) -> dict[str, tuple[str, str | None, str]]:
     """What the help says of each keyword: its type, its default, and its meaning."""
     text = pydoc.plain(pydoc.render_doc(client))
     block = re.search(r"__init__\(self, \*.*?\n( \|      .*?)\n \|  \n? ?\|?  \S", text, flags=re.DOTALL)
@@ -39,11 +40,11 @@ def described(client: type[ClientBase]) -> dict[str, tuple[str, str | None, str]
 
 @pytest.mark.parametrize("client", CLIENTS)
 class TestHelp:
-    def test_it_lists_every_keyword_of_the_signature_with_a_meaning(self, client: type[ClientBase]) -> None:
+    def test_it_lists_every_keyword_of_the_signature_with_a_meaning(self, client: type[AnyClient]) -> None:
         assert list(described(client)) == list(keywords(client))
         assert [name for name, (_, _, meaning) in described(client).items() if len(meaning) < 40] == []
 
-    def test_types_and_defaults_are_those_of_the_signature(self, client: type[ClientBase]) -> None:
+    def test_types_and_defaults_are_those_of_the_signature(self, client: type[AnyClient]) -> None:
         for name, (kind, default, _) in described(client).items():
             parameter = keywords(client)[name]
             assert kind == _shown(parameter.annotation), name
@@ -53,11 +54,11 @@ class TestHelp:
                 assert default is not None, name
                 assert eval(default, dict(KNOWN)) == parameter.default, name
 
-    def test_a_quantity_has_its_range(self, client: type[ClientBase]) -> None:
+    def test_a_quantity_has_its_range(self, client: type[AnyClient]) -> None:
         for name, (_, _, meaning) in described(client).items():
             assert name in NOT_A_QUANTITY or re.search(r"\d[\d,.e]* to |from 0", meaning), name
 
-    def test_client_options_are_the_same_keywords_with_the_same_types(self, client: type[ClientBase]) -> None:
+    def test_client_options_are_the_same_keywords_with_the_same_types(self, client: type[AnyClient]) -> None:
         hints = get_type_hints(kvtier.ClientOptions)
         assert hints == {name: parameter.annotation for name, parameter in keywords(client).items()}
         required = {name for name, one in keywords(client).items() if one.default is inspect.Parameter.empty}
@@ -65,7 +66,7 @@ class TestHelp:
 
     @pytest.mark.parametrize("method", ["lookup", "store", "load"])
     def test_calls_say_what_each_argument_is_and_its_shape(
-        self, method: str, client: type[ClientBase]
+        self, method: str, client: type[AnyClient]
     ) -> None:
         called = getattr(client, method)
         text = inspect.getdoc(called) or ""

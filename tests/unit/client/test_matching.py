@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtier import HIT, MISS, PENDING, Client, Lookup, LookupMode, Role
+from kvtier import HIT, MISS, PENDING, Client, GroupQuery, Lookup, Role
 from kvtier.lookups import LookupRecord
-from kvtier.session import ProtocolState
+from kvtier.session.state import ProtocolState
 from kvtier.v1 import cache_pb2
+from kvtier_vllm.groups import Groups
 from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
     PENDING_POLL_S,
@@ -23,6 +24,7 @@ from kvtier_vllm.scheduler.matching import (
     STUCK_S,
     Matcher,
 )
+from kvtier_vllm.scheduler.question import Question
 
 from tests.unit.client.peer import Peer, hashes
 
@@ -62,7 +64,9 @@ class World:
 
     def __init__(self, peer: Peer, pending_wait_s: float = PENDING_WAIT_S) -> None:
         self.peer = peer
-        self.matcher = Matcher(0.0005, clock=lambda: peer.now_s, pending_wait_s=pending_wait_s)
+        self.matcher = Matcher(
+            Question(Groups.one(16)), 0.0005, clock=lambda: peer.now_s, pending_wait_s=pending_wait_s
+        )
         self.states: dict[bytes, int] = {}
         self.prompts: dict[str, list[bytes]] = {}
         self.leases: dict[int, str] = {}
@@ -113,14 +117,17 @@ class World:
 
     # --- the client, as the matcher sees it ---
 
-    def known_run(self, wanted: Sequence[bytes], first: int, end: int) -> int | None:
+    def known_run(self, wanted: Sequence[bytes], first: int, end: int, *, group: int) -> int | None:
+        assert group == 0
         if self.index is None:
             return None
         return next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
 
-    def start_lookup(self, wanted: Sequence[bytes], *, lease: bool, host_only: bool) -> Any:
+    def start_lookup(
+        self, wanted: Sequence[bytes], queries: Sequence[GroupQuery], *, lease: bool, host_only: bool
+    ) -> Any:
         assert not host_only
-        record = self.peer.session.lookup(0, b"".join(wanted), LookupMode.PREFIX, lease=lease)
+        record = self.peer.session.lookup(b"".join(wanted), queries, lease=lease)
         number = self.peer.session._next_id - 1
         self._names[number] = self._asking
         return Call(self.peer.session, record, self.serve, lambda: self._names.update({number: ""}))
@@ -140,7 +147,7 @@ class World:
                 self._answer(message)
 
     def _answer(self, message: cache_pb2.AttachRequest) -> None:
-        joined = message.lookup.queries[0].hashes
+        joined = message.lookup.hashes
         asked = [joined[at : at + 32] for at in range(0, len(joined), 32)]
         name = self._names[message.id]
         self.asked_s.setdefault(name, []).append(self.peer.now_s)

@@ -19,12 +19,14 @@ from kvtier import (
     Role,
     TransferState,
 )
-from kvtier.asking import Touch
+from kvtier.connection.steps import OpenStream, SideCall, SideReply, attach
 from kvtier.errors import ConnectionLostError
 from kvtier.lookups import Lease, LookupRecord
-from kvtier.session import PATIENCE_S, SILENCE_S
+from kvtier.queries import one_query
+from kvtier.session.state import PATIENCE_S, SILENCE_S
+from kvtier.spec import FEATURES
 from kvtier.transfers import TransferRecord
-from kvtier.v1 import cache_pb2, types_pb2
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 
 from tests.unit.client.peer import Peer, hashes
 
@@ -38,7 +40,7 @@ def wants_registration(peer: Peer) -> bool:
 
 
 def ask(peer: Peer, *numbers: int, lease: bool = False) -> LookupRecord:
-    return peer.session.lookup(0, hashes(*numbers), LookupMode.PREFIX, lease=lease)
+    return peer.session.lookup(hashes(*numbers), one_query(0), lease=lease)
 
 
 def part_of(record: TransferRecord) -> PartRef:
@@ -71,7 +73,10 @@ def test_is_connecting_until_welcomed_and_ready_once_registered_and_complete(
     assert hello.hello.token == b"t" * 16
     assert [g.group for g in hello.hello.groups] == [0]
     peer.say(
-        hello.id, welcome=cache_pb2.Welcome(epoch=3, instance=cache_pb2.InstanceEvent(missing_ranks=[0]))
+        hello.id,
+        welcome=cache_pb2.Welcome(
+            epoch=3, features=FEATURES, instance=cache_pb2.InstanceEvent(missing_ranks=[0])
+        ),
     )
     assert state(peer) is ClientState.ATTACHED
     assert "ranks [0]" in peer.session.status().why
@@ -162,8 +167,8 @@ def test_a_prefix_is_cut_to_the_limit_and_an_exact_lookup_is_not(make_peer: Call
     peer = make_peer()
     peer.welcome(lookup_hashes_max=2)
     ask(peer, 1, 2, 3)
-    assert peer.sent()[0].lookup.queries[0].hashes == hashes(1, 2)
-    exact = peer.session.lookup(0, hashes(1, 2, 3), LookupMode.EXACT, lease=False)
+    assert peer.sent()[0].lookup.hashes == hashes(1, 2)
+    exact = peer.session.lookup(hashes(1, 2, 3), one_query(0, LookupMode.EXACT), lease=False)
     assert exact.answer is not None
     assert exact.answer.error is not None
     assert exact.answer.error.reason is Reason.TOO_MANY_BLOCKS
@@ -256,14 +261,15 @@ def test_a_lookup_says_whether_it_ended_at_a_block_on_its_way(
 
 
 def prefetch(peer: Peer, *numbers: int, mode: LookupMode = LookupMode.PREFIX) -> LookupRecord:
-    return peer.session.prefetch(0, hashes(*numbers), mode)
+    return peer.session.prefetch(hashes(*numbers), one_query(0, mode))
 
 
 def test_a_prefetch_is_answered_with_states_and_no_lease(peer: Peer) -> None:
     record = prefetch(peer, 1, 2, 3, mode=LookupMode.EXACT)
     [request] = peer.sent()
     [query] = request.prefetch.queries
-    assert (query.mode, query.hashes) == (cache_pb2.LOOKUP_MODE_EXACT, hashes(1, 2, 3))
+    assert (query.mode, query.hash_stride) == (cache_pb2.LOOKUP_MODE_EXACT, 1)
+    assert request.prefetch.hashes == hashes(1, 2, 3)
     answer = cache_pb2.GroupAnswer(hits=1, states=b"\2\0\1")
     peer.say(request.id, prefetch=cache_pb2.PrefetchResponse(answers=[answer]))
     assert record.answer is not None
@@ -281,17 +287,17 @@ def test_a_prefetch_that_comes_to_nothing_says_why_and_counts_as_no_miss(
     assert record.answer is not None
     assert record.answer.error is not None
     assert record.answer.error.reason is Reason.NOT_ATTACHED
-    old = make_peer()
-    old.welcome(lookup_hashes_max=2)
-    record = prefetch(old, 1, 2, 3)
-    [request] = old.sent()
-    assert request.prefetch.queries[0].hashes == hashes(1, 2)
-    old.refuse(request, types_pb2.REASON_MALFORMED)  # a daemon that knows no such call
+    small = make_peer()
+    small.welcome(lookup_hashes_max=2)
+    record = prefetch(small, 1, 2, 3)
+    [request] = small.sent()
+    assert request.prefetch.hashes == hashes(1, 2)
+    small.refuse(request, types_pb2.REASON_MALFORMED)
     assert record.answer is not None
     assert record.answer.error is not None
-    assert old.session.abandon(prefetch(old, 1)).error is not None
+    assert small.session.abandon(prefetch(small, 1)).error is not None
     assert not away.session.counters.lookups_unanswered
-    assert not old.session.counters.lookups_unanswered
+    assert not small.session.counters.lookups_unanswered
 
 
 # --- how fast prompts are computed ---
@@ -602,6 +608,7 @@ def test_registers_again_when_its_worker_was_lost_but_not_for_an_old_request(pee
 
 BODIES = st.sampled_from(
     [
+        {"welcome": cache_pb2.Welcome(epoch=9, features=FEATURES)},
         {"welcome": cache_pb2.Welcome(epoch=9)},
         {"heartbeat_ack": cache_pb2.HeartbeatAck()},
         {"lookup": cache_pb2.LookupResponse()},
@@ -674,10 +681,8 @@ BOTH = [GroupQuery(0), GroupQuery(1, window_blocks=2, hash_stride=2)]
 
 
 def test_groups_are_asked_together_with_hashes_that_travel_once(scheduler: Peer) -> None:
-    scheduler.session.lost("restarted")
-    scheduler.welcome(features=["joint-lookup"])
-    record = scheduler.session.lookup_groups(hashes(1, 2, 3, 4), BOTH, lease=True)
-    [message] = [message for message in scheduler.sent() if message.HasField("lookup")]
+    record = scheduler.session.lookup(hashes(1, 2, 3, 4), BOTH, lease=True)
+    [message] = scheduler.sent()
     assert message.lookup.hashes == hashes(1, 2, 3, 4)
     assert [(query.hashes, query.hash_stride, query.window_blocks) for query in message.lookup.queries] == [
         (b"", 1, 0),
@@ -700,10 +705,41 @@ def test_groups_are_asked_together_with_hashes_that_travel_once(scheduler: Peer)
     assert list(release.release.lease_ids) == [7, 8]
 
 
-def test_a_daemon_that_cannot_is_not_asked(scheduler: Peer) -> None:
-    record = scheduler.session.lookup_groups(hashes(1), BOTH, lease=True)
+def test_a_miss_has_every_group_that_was_asked_about(make_peer: Callable[..., Peer]) -> None:
+    record = make_peer(Role.SCHEDULER).session.lookup(hashes(1), BOTH, lease=True)
+    assert record.answer is not None
+    assert [(found.group, found.hits, found.lease) for found in record.answer.groups] == [
+        (0, 0, None),
+        (1, 0, None),
+    ]
+
+
+def test_an_answer_to_other_queries_is_none(scheduler: Peer) -> None:
+    record = scheduler.session.lookup(hashes(1, 2), BOTH, lease=True)
+    [message] = scheduler.sent()
+    scheduler.answer_lookup(message, 1)
     assert record.answer is not None
     assert record.answer.error is not None
-    assert record.answer.error.reason is Reason.MODE_UNSUPPORTED
-    scheduler.session.touch(Touch(hashes(1), BOTH))
-    assert scheduler.sent() == []
+    assert (record.answer.answered, record.answer.error.reason) == (False, Reason.MALFORMED)
+
+
+def test_a_daemon_that_lacks_a_feature_is_named_and_not_used(make_peer: Callable[..., Peer]) -> None:
+    for lacking in FEATURES:
+        peer = make_peer(Role.SCHEDULER)
+        steps = attach(peer.session)
+        assert isinstance(next(steps), SideCall)
+        opened = side_pb2.SideResponse(opened=side_pb2.SideOpened(token=b"t" * 16, daemon_pid=1))
+        step = steps.send(SideReply(opened, []))
+        assert isinstance(step, OpenStream)
+        [hello] = peer.sent()
+        assert list(hello.hello.features) == list(FEATURES)
+        others = [feature for feature in FEATURES if feature != lacking]
+        welcome = cache_pb2.Welcome(
+            epoch=3, daemon_version="0.0.9", features=others, instance=cache_pb2.InstanceEvent(ready=True)
+        )
+        peer.say(hello.id, welcome=welcome)
+        assert step.record.event.is_set(), "nobody waits for more"
+        with pytest.raises(ConnectionLostError, match=rf"kvtierd 0\.0\.9 lacks .*\({lacking}\)"):
+            steps.send(None)
+        assert state(peer) is ClientState.CONNECTING
+        assert ask(peer, 1).answer is not None

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from kvtier import KvtierError, Reason
-from kvtier.attach import SideCall, SideReply
+from kvtier.connection.side_socket import SideSocket, call_blocking
+from kvtier.connection.steps import SideCall, SideReply
 from kvtier.errors import ConnectionLostError
-from kvtier.side import SideSocket, call_blocking
 from kvtier.v1 import side_pb2, types_pb2
 
 OPEN = SideCall(side_pb2.SideRequest(open=side_pb2.SideOpen(protocol_versions=[1])), (), timeout_s=20)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvtier import KvtierError, NotExportableError, Reason, SharedBuffer
-from kvtier.attach import NotRegisteredError, SideCall, SideReply, Steps, Work, register, unregister
+from kvtier.connection.steps import NotRegisteredError, SideCall, SideReply, Steps, Work, register, unregister
 from kvtier.errors import ConnectionLostError
 from kvtier.memory import ChunkPacket
 from kvtier.v1 import cache_pb2, side_pb2
@@ -155,7 +155,7 @@ class Daemon:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.attach.REGISTER_RETRY_S", 0.0)
+    monkeypatch.setattr("kvtier.connection.steps.REGISTER_RETRY_S", 0.0)
 
 
 @pytest.fixture

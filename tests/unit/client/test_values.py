@@ -14,11 +14,11 @@ import kvtier.v1.types_pb2 as types_pb2
 import numpy as np
 import pytest
 from kvtier import Group, GroupKind, KvtierError, Namespace, Reason, Role, SharedBuffer, default_socket
-from kvtier.address import Address, resolve
-from kvtier.attach import BACKOFF_MOST_S, Backoff
-from kvtier.errors import ERROR_METADATA, explain_rpc_error, from_rpc_error
+from kvtier.connection.address import Address, resolve
+from kvtier.connection.rpc_errors import ERROR_METADATA, explain_rpc_error, from_rpc_error
+from kvtier.connection.steps import BACKOFF_MOST_S, Backoff
 from kvtier.layout import check_layout
-from kvtier.lookups import join_hashes, list_block_ids
+from kvtier.queries import join_hashes, list_block_ids
 from kvtier.spec import AttachSpec
 
 from tests.unit.client.peer import BLOCK_BYTES, BLOCKS, NAMESPACE, group, plane

@@ -7,7 +7,7 @@ from pathlib import Path
 import kvtier
 import pytest
 from click.testing import CliRunner, Result
-from kvtier.address import resolve
+from kvtier.connection.address import resolve
 from kvtierd.cli import commands as cli
 from kvtierd.config import daemon as config
 from kvtierd.ctl import commands as ctl

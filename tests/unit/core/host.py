@@ -11,7 +11,6 @@ from kvtierd.core.actions import (
     Action,
     Attached,
     InstanceView,
-    JointReply,
     LookupReply,
     Notify,
     PostPart,
@@ -42,8 +41,6 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     GroupGeometry,
     LookupBlocks,
-    LookupGroups,
-    MatchMode,
     PartFinished,
     PartOutcome,
     RegisterMemory,
@@ -77,6 +74,19 @@ def keys(*numbers: int) -> np.ndarray:
     rows[:, 0] = [number % 256 for number in numbers]
     rows[:, 1] = [number // 256 for number in numbers]
     return rows
+
+
+class Told:
+    """What is told of a single group in prefix or exact mode, as the wire has it."""
+
+    def __init__(self, reply: LookupReply, blocks: int, *, exact: bool = False) -> None:
+        [group] = reply.groups
+        assert group.lease_first == 0
+        self.hits = group.hits
+        self.states = group.states if exact else group.up_to_first_miss(blocks)
+        self.readable = group.readable
+        self.lease = group.lease
+        self.lease_refused = reply.lease_refused
 
 
 class Host:
@@ -246,31 +256,26 @@ class Instance:
 
     # --- lookups ---
 
-    def lookup_of(self, hashes: np.ndarray, **changes: Any) -> LookupBlocks:
-        options: dict[str, Any] = {
-            "session": self.scheduler,
-            "epoch": self.epoch,
-            "group": 0,
-            "hashes": hashes,
-            "mode": MatchMode.PREFIX,
-            "lease": False,
-        }
-        return LookupBlocks(**options | changes)
+    def lookup_of(
+        self, hashes: np.ndarray, group: int = 0, *, exact: bool = False, **changes: Any
+    ) -> LookupBlocks:
+        """One query in prefix or exact mode."""
+        return self.lookup_groups_of(queries=(BlockQuery(group, hashes, exact=exact),), **changes)
 
-    def lookup(self, *numbers: int, **changes: Any) -> LookupReply:
+    def lookup(self, *numbers: int, **changes: Any) -> Told:
         reply = self.host.do(self.lookup_of(keys(*numbers), **changes))
         assert isinstance(reply, LookupReply)
-        return reply
+        return Told(reply, len(numbers), exact=changes.get("exact", False))
 
     def lookup_groups(
         self, *asked: tuple[int, Sequence[int]], lease: bool = False, **changes: Any
-    ) -> JointReply:
+    ) -> LookupReply:
         """`asked`: for each group, in order, its window in blocks (0: none) and the numbers of its keys."""
         reply = self.host.do(self.lookup_groups_of(*asked, lease=lease, **changes))
-        assert isinstance(reply, JointReply)
+        assert isinstance(reply, LookupReply)
         return reply
 
-    def lookup_groups_of(self, *asked: tuple[int, Sequence[int]], **changes: Any) -> LookupGroups:
+    def lookup_groups_of(self, *asked: tuple[int, Sequence[int]], **changes: Any) -> LookupBlocks:
         queries = tuple(
             BlockQuery(group, keys(*numbers), window) for group, (window, numbers) in enumerate(asked)
         )
@@ -280,7 +285,7 @@ class Instance:
             "queries": queries,
             "lease": False,
         }
-        return LookupGroups(**options | changes)
+        return LookupBlocks(**options | changes)
 
     def hits(self, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys are READY; looks without touching."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvtierd.core.errors import Reason
 from kvtierd.core.state.rates import Rate
-from kvtierd.core.stimuli import MatchMode, RenewSession
+from kvtierd.core.stimuli import RenewSession
 
 from tests.unit.core.disk import READ, DiskHost
 from tests.unit.core.host import Instance
@@ -48,7 +48,7 @@ class TestHits:
         reply = one.lookup(1, 2, lease=True)
         assert (reply.hits, reply.states.tolist(), reply.lease) == (0, [MISS], None)
         assert disk_host.counters.recompute_blocks == 2
-        assert one.lookup(1, 2, mode=MatchMode.EXACT).states.tolist() == [MISS, MISS]
+        assert one.lookup(1, 2, exact=True).states.tolist() == [MISS, MISS]
 
     def test_of_unknown_speed_are_hits(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
@@ -106,7 +106,7 @@ class TestPromotions:
         assert one.lookup(2, 3).states.tolist() == [MISS]
         assert disk_host.disk.jobs == []
         assert disk_host.counters.recompute_blocks == 2
-        assert one.lookup(2, 3, mode=MatchMode.EXACT).states.tolist() == [MISS, MISS]
+        assert one.lookup(2, 3, exact=True).states.tolist() == [MISS, MISS]
         computes(one, 16 * 1.9)
         assert one.lookup(2, 3).states.tolist() == [PENDING]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kvtierd.core.stimuli import Drain, MatchMode, ReleaseLeases, RenewSession, Tick
+from kvtierd.core.stimuli import Drain, ReleaseLeases, RenewSession, Tick
 
 from tests.unit.core.host import Host
 
@@ -46,7 +46,7 @@ class TestMisses:
         one = host.instance()
         one.stored(1)
         one.store(3)
-        one.lookup(1, 2, 3, 4, mode=MatchMode.EXACT)
+        one.lookup(1, 2, 3, 4, exact=True)
         assert misses(host) == {"absent": 2, "pending": 1}
 
     def test_what_clients_saw_in_the_index_page_was_absent(self, host: Host) -> None:

@@ -12,18 +12,17 @@ from kvtierd.core.actions import (
     FreeSlots,
     LookupReply,
     OpenSlots,
-    PrefetchReply,
     QuarantineSlots,
 )
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason
 from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CoreIntegrity,
     CoreLimits,
     Drain,
     EndSession,
-    MatchMode,
     PartOutcome,
     PrefetchBlocks,
     Resume,
@@ -32,7 +31,7 @@ from kvtierd.core.stimuli import (
 )
 
 from tests.unit.core.disk import READ, DiskHost, flagged
-from tests.unit.core.host import Instance, keys, released
+from tests.unit.core.host import Instance, Told, keys, released
 
 MISS, PENDING, HIT = 0, 1, 2
 EXISTS, STILL_PENDING, THROTTLED = 1, 2, 3
@@ -204,15 +203,15 @@ class TestExact:
     def test_each_block_for_itself(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 3)
         one.stored(2)
-        assert told(one, 1, 2, 3, 4, 1, mode=MatchMode.EXACT) == [PENDING, HIT, PENDING, MISS, PENDING]
+        assert told(one, 1, 2, 3, 4, 1, exact=True) == [PENDING, HIT, PENDING, MISS, PENDING]
         assert [len(job.disk_slots) for job in disk_host.disk.jobs] == [2]
         disk_host.disk.finish_all()
-        assert told(one, 1, 2, 3, 4, mode=MatchMode.EXACT) == [HIT, HIT, HIT, MISS]
+        assert told(one, 1, 2, 3, 4, exact=True) == [HIT, HIT, HIT, MISS]
 
     def test_what_finds_no_room_is_a_miss(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 2)
         one.store(*range(200, 255))  # WRITING: one slot is left to be had
-        assert told(one, 1, 2, mode=MatchMode.EXACT) == [PENDING, MISS]
+        assert told(one, 1, 2, exact=True) == [PENDING, MISS]
 
 
 class TestNotPromoted:
@@ -305,7 +304,7 @@ class TestFailure:
         disk_host.now_s += 10.1
         disk_host.do(Tick())
         assert told(one, 1) == [MISS]
-        assert told(one, 1, mode=MatchMode.EXACT) == [MISS]
+        assert told(one, 1, exact=True) == [MISS]
         assert one.store(1).results == [STILL_PENDING]
         disk_host.disk.finish_all()
         assert told(one, 1) == [HIT]
@@ -345,11 +344,11 @@ class TestStores:
 
 
 class TestPrefetch:
-    def prefetch(self, instance: Instance, *numbers: int, **changes: Any) -> PrefetchReply:
-        options: dict[str, Any] = {"group": 0, "hashes": keys(*numbers), "mode": MatchMode.PREFIX}
-        reply = instance.host.do(PrefetchBlocks(instance.scheduler, instance.epoch, **options | changes))
-        assert isinstance(reply, PrefetchReply)
-        return reply
+    def prefetch(self, instance: Instance, *numbers: int, exact: bool = False) -> Told:
+        queries = (BlockQuery(0, keys(*numbers), exact=exact),)
+        reply = instance.host.do(PrefetchBlocks(instance.scheduler, instance.epoch, queries))
+        assert isinstance(reply, LookupReply)
+        return Told(reply, len(numbers), exact=exact)
 
     def test_promotes_as_a_lookup_does_and_counts_no_lookup(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 2)
@@ -364,16 +363,16 @@ class TestPrefetch:
         one = host.instance()
         one.stored(1)
         assert self.prefetch(one, 1, 2).states.tolist() == [HIT, MISS]
-        assert self.prefetch(one, 2, 1, mode=MatchMode.EXACT).states.tolist() == [MISS, HIT]
+        assert self.prefetch(one, 2, 1, exact=True).states.tolist() == [MISS, HIT]
 
     def test_does_nothing_while_draining(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1)
         disk_host.do(Drain())
-        assert self.prefetch(one, 1, 2, mode=MatchMode.EXACT).states.tolist() == [MISS, MISS]
+        assert self.prefetch(one, 1, 2, exact=True).states.tolist() == [MISS, MISS]
 
     def test_is_checked_as_a_lookup_is(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
-        stimulus = PrefetchBlocks(one.scheduler, one.epoch, 0, keys(1)[:, :31], MatchMode.PREFIX)
+        stimulus = PrefetchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(1)[:, :31]),))
         assert disk_host.reason(stimulus) is Reason.MALFORMED
 
 
@@ -401,7 +400,7 @@ class TestALoad:
         one = cold(disk_host, 1, 2)
         one.lookup(1, 2)
         disk_host.disk.finish_all()
-        reply: LookupReply = one.lookup(1, 2, lease=True)
+        reply = one.lookup(1, 2, lease=True)
         assert reply.lease is not None
         running = one.load(reply.lease, [0, 1])
         assert running.posts[0].verify is None

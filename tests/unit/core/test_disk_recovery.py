@@ -15,7 +15,7 @@ from kvtierd.core.stimuli import Recovered, RecoveredExtent, Tick
 
 from tests.unit.core.disk import SLAB, DiskHost, flagged
 from tests.unit.core.host import NONE, keys
-from tests.unit.core.test_recovery import digest_of
+from tests.unit.core.recovering import digest_of
 
 MISS, PENDING, HIT = 0, 1, 2
 SLOTS = SLAB.slots_of(0, 4096).tolist()

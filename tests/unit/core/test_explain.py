@@ -12,7 +12,7 @@ from kvtierd.core.maintenance.explain import BlockVerdict, Explanation
 from kvtierd.core.stimuli import EndSession, PartOutcome, SlotsChecked, Tick
 
 from tests.unit.core.host import Host, Instance, keys
-from tests.unit.core.test_recovery import digest_of, recovered
+from tests.unit.core.recovering import digest_of, recovered
 
 SMALL_POOL = PoolGeometry(extents=1, extent_bytes=1 << 15, first_extent_offset=2 << 20)
 """Room for six blocks of 4 KiB."""

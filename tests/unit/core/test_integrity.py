@@ -31,7 +31,7 @@ from kvtierd.core.stimuli import (
 )
 
 from tests.unit.core.host import GEOMETRY, NONE, Host, Instance, keys
-from tests.unit.core.test_recovery import SMALL, digest_of, recovered
+from tests.unit.core.recovering import SMALL, digest_of, recovered
 
 ALWAYS = CoreIntegrity(Verify.ALWAYS, sample_bytes_per_s=0)
 SAMPLING = CoreIntegrity(sample_bytes_per_s=4096 * 10)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtierd.core.transfers.joint import Shape, longest
+from kvtierd.core.blocks.prefix import Shape, longest
 
 
 def ask(

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtierd.core.actions import JointReply
+from kvtierd.core.actions import LookupReply
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import LeaseId
 from kvtierd.core.stimuli import (
     BlockQuery,
     CoreLimits,
     Drain,
-    PrefetchGroups,
+    PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
-    TouchGroups,
+    TouchBlocks,
 )
 
 from tests.unit.core.disk import READ, DiskHost
@@ -34,15 +34,15 @@ def both(host: Host, **options: Any) -> Instance:
     return host.instance(**TWO | options)
 
 
-def hits(reply: JointReply) -> list[int]:
+def hits(reply: LookupReply) -> list[int]:
     return [answer.hits for answer in reply.groups]
 
 
-def states(reply: JointReply) -> list[list[int]]:
+def states(reply: LookupReply) -> list[list[int]]:
     return [answer.states.tolist() for answer in reply.groups]
 
 
-def leases(reply: JointReply) -> list[LeaseId]:
+def leases(reply: LookupReply) -> list[LeaseId]:
     found = [answer.lease for answer in reply.groups]
     assert None not in found
     return [lease for lease in found if lease is not None]
@@ -196,7 +196,7 @@ class TestLeases:
         for first in range(100, 152, 4):
             one.stored(*range(first, first + 4))
         queries = (BlockQuery(0, keys(1, 2)), BlockQuery(1, keys(2), 2))
-        host.do(TouchGroups(one.scheduler, one.epoch, queries))
+        host.do(TouchBlocks(one.scheduler, one.epoch, queries))
         one.stored(*range(200, 220))
         assert (one.hits(1, 2), one.hits(1, 2, group=1)) == ([1, 2], [2])
 
@@ -234,8 +234,8 @@ class TestDisks:
     def test_prefetch_brings_up_and_leases_nothing(self, disk_host: DiskHost) -> None:
         one = on_disk(disk_host)
         queries = (BlockQuery(0, keys(*PREFIX)), BlockQuery(1, keys(*PREFIX), 2))
-        reply = disk_host.do(PrefetchGroups(one.scheduler, one.epoch, queries))
-        assert isinstance(reply, JointReply)
+        reply = disk_host.do(PrefetchBlocks(one.scheduler, one.epoch, queries))
+        assert isinstance(reply, LookupReply)
         assert hits(reply) == [0, 0]
         disk_host.disk.finish_all()
         assert hits(one.lookup_groups((0, PREFIX), (2, PREFIX))) == [6, 6]

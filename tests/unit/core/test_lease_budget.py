@@ -43,13 +43,6 @@ def test_blocks_are_counted_once_however_often_they_are_held(
 
 @pytest.mark.parametrize("table", [NativeTable, OracleTable])
 class TestCounts:
-    def test_a_run_ends_before_the_first_that_finds_no_room(self, table: Any) -> None:
-        counts = table(ENTRIES, 100).hold_counts()
-        counts.add(entries(1, 3))
-        run = entries(0, 1, 2, 3, 4, 5)
-        assert [counts.fitting(run, room) for room in range(6)] == [0, 2, 4, 5, 6, 6]
-        assert counts.fitting(entries(), 0) == 0
-
     def test_what_nobody_holds_cannot_be_let_go(self, table: Any) -> None:
         counts = table(ENTRIES, 100).hold_counts()
         counts.add(entries(1, 2, 2))
@@ -59,7 +52,7 @@ class TestCounts:
 
     def test_entries_out_of_range_are_refused(self, table: Any) -> None:
         counts = table(ENTRIES, 100).hold_counts()
-        for call in (counts.add, counts.remove, counts.of, lambda each: counts.fitting(each, 9)):
+        for call in (counts.add, counts.remove, counts.of):
             with pytest.raises(ValueError):
                 call(entries(0, ENTRIES))
         assert counts.of(entries(0)).tolist() == [0]

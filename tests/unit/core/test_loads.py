@@ -17,7 +17,7 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import LeaseId
-from kvtierd.core.stimuli import MatchMode, PartOutcome, ReleaseLeases
+from kvtierd.core.stimuli import PartOutcome, ReleaseLeases
 
 from tests.unit.core.host import Host, Instance
 
@@ -102,7 +102,7 @@ class TestLease:
         two.load(lease, [0, 1]).finish()
 
     def test_of_exact_hits_may_hold_one_block_twice(self, host: Host, one: Instance) -> None:
-        reply = one.lookup(1, 1, mode=MatchMode.EXACT, lease=True)
+        reply = one.lookup(1, 1, exact=True, lease=True)
         assert reply.lease is not None
         ended = one.load(reply.lease, [0, 1]).finish()
         assert ended.succeeded.tolist() == [1, 1]

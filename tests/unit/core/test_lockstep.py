@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.actions import (
     Action,
-    JointReply,
+    LookupReply,
     Notify,
     PostDiskJob,
     PostPart,
@@ -33,11 +33,9 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     DiskJobFinished,
     EndSession,
-    LookupGroups,
-    MatchMode,
+    LookupBlocks,
     PartOutcome,
     PrefetchBlocks,
-    PrefetchGroups,
     ReleaseLeases,
     RetentionRequest,
     SessionReleased,
@@ -45,7 +43,6 @@ from kvtierd.core.stimuli import (
     Stimulus,
     Tick,
     TouchBlocks,
-    TouchGroups,
     UnregisterMemory,
     WorkerExited,
     WorkerLost,
@@ -161,14 +158,13 @@ class Lockstep(RuleBasedStateMachine):
         self.engines.append(Instance(self.host, f"engine {next(self.host.ids)}", sizes=shape, worker=worker))
 
     @precondition(lambda self: self.engines)
-    @rule(run=RUNS, data=st.data(), lease=st.booleans(), mode=st.sampled_from(MatchMode))
-    def look_up(self, run: list[int], data: st.DataObject, lease: bool, mode: MatchMode) -> None:
+    @rule(run=RUNS, data=st.data(), lease=st.booleans(), exact=st.booleans())
+    def look_up(self, run: list[int], data: st.DataObject, lease: bool, exact: bool) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes)))
-        reply = self.do(engine.lookup_of(keys(*run), lease=lease, mode=mode, group=group))
-        name = getattr(reply, "lease", None)
-        if name is not None:
-            self.leases.append((engine, name, group))
+        reply = self.do(engine.lookup_of(keys(*run), lease=lease, exact=exact, group=group))
+        if isinstance(reply, LookupReply) and reply.groups[0].lease is not None:
+            self.leases.append((engine, reply.groups[0].lease, group))
 
     @precondition(lambda self: self.engines)
     @rule(
@@ -179,14 +175,14 @@ class Lockstep(RuleBasedStateMachine):
         windows = [data.draw(st.integers(0, 3)) for _ in engine.sizes]
         queries = tuple(BlockQuery(group, keys(*run), window) for group, window in enumerate(windows))
         if ask == "touch":
-            self.do(TouchGroups(engine.scheduler, engine.epoch, queries, *data.draw(HOW)))
+            self.do(TouchBlocks(engine.scheduler, engine.epoch, queries, *data.draw(HOW)))
             return
         if ask == "prefetch":
-            self.do(PrefetchGroups(engine.scheduler, engine.epoch, queries))
+            self.do(PrefetchBlocks(engine.scheduler, engine.epoch, queries))
             return
         host_only = data.draw(st.booleans())
-        reply = self.do(LookupGroups(engine.scheduler, engine.epoch, queries, lease, host_only))
-        assert isinstance(reply, JointReply)
+        reply = self.do(LookupBlocks(engine.scheduler, engine.epoch, queries, lease, host_only))
+        assert isinstance(reply, LookupReply)
         for query, answer in zip(queries, reply.groups, strict=True):
             window = query.window_blocks
             assert answer.hits == reply.groups[0].hits
@@ -213,18 +209,20 @@ class Lockstep(RuleBasedStateMachine):
             self.tickets.append((engine, stimulus.signals.ticket))
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(MatchMode), how=HOW)
-    def touch(self, data: st.DataObject, run: list[int], mode: MatchMode, how: tuple[int, bool]) -> None:
+    @rule(data=st.data(), run=RUNS, exact=st.booleans(), how=HOW)
+    def touch(self, data: st.DataObject, run: list[int], exact: bool, how: tuple[int, bool]) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        self.do(TouchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode, *how))
+        queries = (BlockQuery(group, keys(*run), exact=exact),)
+        self.do(TouchBlocks(engine.scheduler, engine.epoch, queries, *how))
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), run=RUNS, mode=st.sampled_from(MatchMode))
-    def prefetch(self, data: st.DataObject, run: list[int], mode: MatchMode) -> None:
+    @rule(data=st.data(), run=RUNS, exact=st.booleans())
+    def prefetch(self, data: st.DataObject, run: list[int], exact: bool) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        self.do(PrefetchBlocks(engine.scheduler, engine.epoch, group, keys(*run), mode))
+        queries = (BlockQuery(group, keys(*run), exact=exact),)
+        self.do(PrefetchBlocks(engine.scheduler, engine.epoch, queries))
 
     @precondition(lambda self: self.disk_jobs)
     @rule(

@@ -9,9 +9,9 @@ import pytest
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, SessionId
 from kvtierd.core.stimuli import (
+    BlockQuery,
     CoreLimits,
     EndSession,
-    MatchMode,
     ReleaseLeases,
     RenewSession,
     Tick,
@@ -42,7 +42,7 @@ class TestLookup:
         one = host.instance()
         one.stored(1, 4)
         one.store(3)
-        reply = one.lookup(1, 2, 3, 4, mode=MatchMode.EXACT)
+        reply = one.lookup(1, 2, 3, 4, exact=True)
         assert (reply.hits, reply.states.tolist()) == (2, [HIT, MISS, PENDING, HIT])
 
     def test_groups_do_not_see_each_others_blocks(self, host: Host) -> None:
@@ -56,11 +56,11 @@ class TestLookup:
         assert host.instance("twin", together=False).lookup(1).hits == 1
         assert host.instance("stranger", fields=b"other").lookup(1).hits == 0
 
-    @pytest.mark.parametrize("mode", MatchMode)
-    def test_an_instance_that_is_not_ready_misses(self, host: Host, mode: MatchMode) -> None:
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_an_instance_that_is_not_ready_misses(self, host: Host, exact: bool) -> None:
         host.instance("one").stored(1)
         twin = host.instance("twin", worker=None)
-        reply = twin.lookup(1, mode=mode, lease=True)
+        reply = twin.lookup(1, exact=exact, lease=True)
         assert (reply.hits, reply.states.tolist(), reply.lease) == (0, [MISS], None)
 
     def test_only_the_scheduler_of_the_current_epoch_asks(self, host: Host) -> None:
@@ -112,7 +112,7 @@ class TestRecency:
     def test_a_touch_keeps_a_prefix_of_several_stores_in_order_and_is_no_lookup(self, host: Host) -> None:
         one = self.full(host)
         before = host.counters.lookups
-        touch = TouchBlocks(one.scheduler, one.epoch, 0, keys(*range(16), 999, 17), MatchMode.PREFIX)
+        touch = TouchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(*range(16), 999, 17)),))
         assert host.do(touch) is None
         assert host.counters.lookups == before
         one.stored(*range(100, 140))
@@ -127,7 +127,7 @@ class TestRecency:
             (one.sessions[0], one.epoch, Reason.ROLE),
             (one.scheduler, Epoch(999), Reason.WRONG_EPOCH),
         ):
-            touch = TouchBlocks(session, epoch, 0, hashes, MatchMode.PREFIX)
+            touch = TouchBlocks(session, epoch, (BlockQuery(0, hashes),))
             assert host.reason(touch) is reason
 
     def test_a_leased_block_is_recent_when_it_is_released(self, host: Host) -> None:
@@ -225,7 +225,7 @@ class TestLeases:
         assert again.lookup(1, 2, 3).hits == 3
 
     def test_exact_leases_hold_the_hits_only(self, host: Host, one: Instance) -> None:
-        reply = one.lookup(1, 9, 3, mode=MatchMode.EXACT, lease=True)
+        reply = one.lookup(1, 9, 3, exact=True, lease=True)
         assert reply.lease is not None
         assert host.machine.status().leased_blocks == 2
         load = one.load(reply.lease, [5, 6])
@@ -241,7 +241,7 @@ class TestLeaseRoom:
         for first in range(0, 56, 8):
             instances[0].stored(*range(first, first + 8))
         one = instances[0]
-        host.do(TouchBlocks(one.scheduler, one.epoch, 0, keys(*range(56)), MatchMode.PREFIX))
+        host.do(TouchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(*range(56))),)))
         return instances
 
     def test_the_longest_prefix_that_fits_is_leased(self, host: Host) -> None:
@@ -330,7 +330,7 @@ class TestLeaseRoom:
 
     def test_exact_leases_hold_the_first_that_fit(self, host: Host) -> None:
         [one] = self.full(host, "one")
-        reply = one.lookup(999, *range(56), lease=True, mode=MatchMode.EXACT)
+        reply = one.lookup(999, *range(56), lease=True, exact=True)
         assert reply.hits == 49
         assert reply.states.tolist() == [MISS] + [HIT] * 49 + [MISS] * 7
 

@@ -13,12 +13,10 @@ from kvtierd.core.stimuli import (
     ClearBlocks,
     CoreLimits,
     EndSession,
-    MatchMode,
     PartOutcome,
     RetentionRequest,
     Tick,
     TouchBlocks,
-    TouchGroups,
     WriteMode,
 )
 
@@ -39,7 +37,8 @@ def store(one: Instance, *numbers: int, **wishes: object) -> None:
 
 
 def touch(one: Instance, *numbers: int, hold_ms: int = 0, cold: bool = False) -> None:
-    one.host.do(TouchBlocks(one.scheduler, one.epoch, 0, keys(*numbers), MatchMode.EXACT, hold_ms, cold))
+    queries = (BlockQuery(0, keys(*numbers), exact=True),)
+    one.host.do(TouchBlocks(one.scheduler, one.epoch, queries, hold_ms, cold))
 
 
 def churn(one: Instance, blocks: int = 2 * POOL, first: int = 1_000) -> None:
@@ -89,8 +88,8 @@ class TestHolds:
         one = host.instance(sizes=((4096,), (4096,)))
         one.stored(1, 2)
         one.stored(1, 2, group=1)
-        queries = (BlockQuery(0, keys(1, 2)), BlockQuery(1, keys(1, 2), 2))
-        host.do(TouchGroups(one.scheduler, one.epoch, queries, hold_ms=10_000))
+        queries = (BlockQuery(0, keys(1, 2)), BlockQuery(1, keys(1, 2), exact=True))
+        host.do(TouchBlocks(one.scheduler, one.epoch, queries, hold_ms=10_000))
         assert held(host) == 4
 
     def test_no_longer_than_is_configured(self, make_host: MakeHost) -> None:
@@ -412,8 +411,8 @@ class TestDisks:
         one = host.instance()
         host.stored_on_disk(one, 1, 2)
         host.evict_all(one)
-        for mode in MatchMode:
-            assert not one.lookup(1, 2, mode=mode, host_only=True).states.any()
+        for exact in (False, True):
+            assert not one.lookup(1, 2, exact=exact, host_only=True).states.any()
         assert not one.lookup_groups((0, (1, 2)), host_only=True).groups[0].states.any()
         assert not host.disk.jobs
         assert one.lookup(1, 2).states.tolist() == [1]

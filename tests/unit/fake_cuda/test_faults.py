@@ -16,7 +16,7 @@ from tests.support.process import until
 from tests.unit.fake_cuda.host import Host
 from tests.unit.fake_cuda.peer import Peer
 from tests.unit.fake_cuda.raw import ANY, Failed, Raw
-from tests.unit.fake_cuda.test_sharing import refused
+from tests.unit.fake_cuda.refusals import refused
 
 MIB = 1 << 20
 BIN = Path(__file__).parent

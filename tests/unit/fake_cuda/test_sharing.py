@@ -11,15 +11,10 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.process import until
 from tests.unit.fake_cuda.peer import Peer
 from tests.unit.fake_cuda.raw import Failed, Raw
+from tests.unit.fake_cuda.refusals import refused
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
-
-
-def refused(code: int, function: Callable[..., object], *arguments: object) -> None:
-    with pytest.raises(Failed) as failure:
-        function(*arguments)
-    assert failure.value.code == code, failure.value
 
 
 def test_both_processes_see_the_same_bytes(raw: Raw, peer: Peer):

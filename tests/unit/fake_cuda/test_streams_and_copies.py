@@ -11,7 +11,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.process import until
 from tests.unit.fake_cuda.host import BYTES, Host
 from tests.unit.fake_cuda.raw import ANY, DURING_CALL, STREAM, Copy2D, Raw
-from tests.unit.fake_cuda.test_sharing import refused
+from tests.unit.fake_cuda.refusals import refused
 
 HALF = BYTES // 2
 LONG_S = 30.0

@@ -13,8 +13,8 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import CoreLimits, SlotsProven
 from kvtierd.memory.recovery import free_proven, recover
 
+from tests.unit.memory.copies import THOROUGH, Copy, copies, gone, write
 from tests.unit.memory.plain_pool import HEADER_AREA, MIB, PAGE, new_pool
-from tests.unit.memory.test_recovery import THOROUGH, Copy, copies, gone, write
 
 
 @THOROUGH

@@ -13,14 +13,14 @@ UID = 4711
 
 
 @pytest.fixture
-def logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def logins(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where systemd would make runtime directories; there is none of this user's yet."""
-    monkeypatch.setattr(greeting, "RUN_USER", tmp_path / "run-user")
+    monkeypatch.setattr(greeting, "RUN_USER", socket_dir / "run-user")
     monkeypatch.setattr("os.getuid", lambda: UID)
     for name in ("XDG_RUNTIME_DIR", "KVTIER_SOCKET", "KVTIER_SERVER_SOCKET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(config, "DEFAULT_FILE", tmp_path / "no-such.toml")
-    return tmp_path / "run-user"
+    monkeypatch.setattr(config, "DEFAULT_FILE", socket_dir / "no-such.toml")
+    return socket_dir / "run-user"
 
 
 def named(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, **flags: str) -> str:

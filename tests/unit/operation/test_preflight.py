@@ -109,9 +109,8 @@ class TestHost:
 
 
 class TestPool:
-    def test_one_on_a_disk_is_warned_of(self, config: Config, tmp_path: Path) -> None:
-        tmp_path.chmod(0o700)
-        found = findings(with_pool(config, path=tmp_path / "pool"))["pool file system"]
+    def test_one_on_a_disk_is_warned_of(self, config: Config, disk_dir: Path) -> None:
+        found = findings(with_pool(config, path=disk_dir / "pool"))["pool file system"]
         assert found.verdict is Verdict.WARNING
         assert "tmpfs or hugetlbfs" in found.remedy
 

@@ -11,9 +11,7 @@ from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.actions import (
     GroupHits,
     InstanceView,
-    JointReply,
     LookupReply,
-    PrefetchReply,
     SubmitReply,
     TransferEnd,
     TransferEnded,
@@ -24,14 +22,9 @@ from kvtierd.core.stimuli import (
     AuditReport,
     BlockQuery,
     CoreLimits,
-    LookupBlocks,
-    LookupGroups,
-    MatchMode,
-    PrefetchBlocks,
     RenewSession,
     RetentionRequest,
     Signals,
-    TouchGroups,
 )
 from kvtierd.rpc import convert, queries
 from kvtierd.rpc.queries import Caller
@@ -98,9 +91,9 @@ class TestHashes:
 class TestLookup:
     def test_a_sound_one(self) -> None:
         stimulus = convert.lookup_of(lookup(mode=cache_pb2.LOOKUP_MODE_EXACT, group=2), CALLER, LIMITS)
-        assert isinstance(stimulus, LookupBlocks)
-        assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 2)
-        assert stimulus.mode is MatchMode.EXACT
+        [query] = stimulus.queries
+        assert (stimulus.session, stimulus.epoch, query.group) == (3, 7, 2)
+        assert (query.exact, query.window_blocks) == (True, 0)
         assert not stimulus.lease
 
     @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_UNSPECIFIED, 99])
@@ -121,21 +114,36 @@ class TestLookup:
     def test_the_reply_says_why_there_is_no_lease(self) -> None:
         states = np.array([2, 2, 0], np.uint8)
         refused = Refusal(Reason.LEASE_LIMIT, "too many", field="leases", value=4)
-        response = convert.lookup_reply(1, LookupReply(2, states, None, refused))
-        assert response.answers[0] == cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\2\0")
+        asked = (BlockQuery(1, np.zeros((3, 32), np.uint8)),)
+        response = convert.lookup_reply(asked, LookupReply((GroupHits(2, states, 3),), refused))
+        assert response.answers[0] == cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\2\0", readable=3)
         assert response.lease_id == 0
         assert response.lease_refused.reason == types_pb2.REASON_LEASE_LIMIT
-        assert not convert.lookup_reply(1, LookupReply(2, states, LeaseId(9), None)).HasField("lease_refused")
+        response = convert.lookup_reply(asked, LookupReply((GroupHits(2, states, 2, LeaseId(9)),)))
+        assert response.lease_id == 9
+        assert not response.HasField("lease_refused")
+
+    @pytest.mark.parametrize(
+        ("states", "told"), [([2, 2], b"\2\2\0"), ([2, 2, 1, 1], b"\2\2\1"), ([2] * 5, b"\2\2\2")]
+    )
+    def test_a_prefix_by_itself_is_told_up_to_the_first_that_is_no_hit(
+        self, states: list[int], told: bytes
+    ) -> None:
+        asked = (BlockQuery(0, np.zeros((5, 32), np.uint8)),)
+        reply = LookupReply((GroupHits(2, np.array(states, np.uint8), 2),))
+        assert convert.lookup_reply(asked, reply).answers[0].states == told
+        whole = LookupReply((GroupHits(5, np.full(5, 2, np.uint8), 5),))
+        assert convert.lookup_reply(asked, whole).answers[0].states == b"\2" * 5
 
 
 class TestPrefetch:
     def test_a_sound_one(self) -> None:
         query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(3))
         stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
-        assert isinstance(stimulus, PrefetchBlocks)
-        assert (stimulus.session, stimulus.epoch, stimulus.group) == (3, 7, 1)
-        assert stimulus.mode is MatchMode.EXACT
-        assert stimulus.hashes.tobytes() == hashes(3)
+        [asked] = stimulus.queries
+        assert (stimulus.session, stimulus.epoch, asked.group) == (3, 7, 1)
+        assert asked.exact
+        assert asked.hashes.tobytes() == hashes(3)
 
     @pytest.mark.parametrize(
         ("changes", "why"),
@@ -156,9 +164,10 @@ class TestPrefetch:
     def test_the_reply_is_what_a_lookup_would_say(self) -> None:
         query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(4))
         stimulus = convert.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
-        assert isinstance(stimulus, PrefetchBlocks)
-        response = convert.prefetch_reply(stimulus, PrefetchReply(np.array([2, 1, 0, 2], np.uint8)))
-        assert list(response.answers) == [cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2")]
+        reply = LookupReply((GroupHits(2, np.array([2, 1, 0, 2], np.uint8), 2),))
+        response = convert.prefetch_reply(stimulus.queries, reply)
+        told = cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2", readable=2)
+        assert list(response.answers) == [told]
 
 
 PREFIX, EXACT, SUFFIX = (
@@ -179,7 +188,6 @@ class TestSeveralGroups:
         fine = {"group": 0, "mode": PREFIX, "hash_stride": 1}
         coarse = {"group": 1, "mode": SUFFIX, "window_blocks": 1, "hash_stride": 3}
         stimulus = convert.lookup_of(joint(fine, coarse, shared=8), CALLER, LIMITS)
-        assert isinstance(stimulus, LookupGroups)
         assert stimulus.lease
         [one, two] = stimulus.queries
         assert (one.group, one.window_blocks, two.group, two.window_blocks) == (0, 0, 1, 1)
@@ -188,10 +196,14 @@ class TestSeveralGroups:
         assert two.hashes.tobytes() == rows[[2, 5]].tobytes()
         assert two.hashes.flags.c_contiguous
 
-    def test_one_window_alone_is_joint_too(self) -> None:
+    def test_one_window_alone_is_answered_as_several_groups_are(self) -> None:
         request = joint({"mode": SUFFIX, "window_blocks": 2, "hashes": hashes(4)})
         stimulus = convert.lookup_of(request, CALLER, LIMITS)
-        assert isinstance(stimulus, LookupGroups)
+        assert stimulus.queries[0].window_blocks == 2
+        reply = LookupReply((GroupHits(3, np.array([0, 2, 2, 1], np.uint8), 3, LeaseId(8), 1),))
+        response = convert.lookup_reply(stimulus.queries, reply)
+        told = cache_pb2.GroupAnswer(hits=3, states=b"\0\2\2\1", lease_id=8, lease_first=1)
+        assert (list(response.answers), response.lease_id) == ([told], 0)
 
     @pytest.mark.parametrize(
         ("second", "shared", "why"),
@@ -214,7 +226,7 @@ class TestSeveralGroups:
         request = joint({"mode": PREFIX, "hashes": hashes(2)}, second | {"group": 1}, shared=shared)
         assert reason(convert.lookup_of, request, CALLER, LIMITS) == why
 
-    def test_a_touch_of_several_groups_takes_exact_ones_as_windows(self) -> None:
+    def test_a_touch_of_several_groups_takes_exact_ones(self) -> None:
         request = cache_pb2.TouchRequest(
             queries=[
                 cache_pb2.GroupQuery(group=0, mode=PREFIX, hash_stride=1),
@@ -223,8 +235,7 @@ class TestSeveralGroups:
             hashes=hashes(3),
         )
         stimulus = convert.touch_of(request, CALLER, LIMITS)
-        assert isinstance(stimulus, TouchGroups)
-        assert [(len(query.hashes), query.window_blocks) for query in stimulus.queries] == [(3, 0), (2, 2)]
+        assert [(len(query.hashes), query.exact) for query in stimulus.queries] == [(3, False), (2, True)]
         request.queries[1].mode = SUFFIX
         assert reason(convert.touch_of, request, CALLER, LIMITS)[1] == "queries[1].mode"
 
@@ -251,9 +262,9 @@ class TestSeveralGroups:
 
     def test_every_group_is_told_its_own_lease(self) -> None:
         states = np.array([0, 2], np.uint8)
-        reply = JointReply((GroupHits(2, states, LeaseId(9), 1), GroupHits(1, states[:1])))
+        reply = LookupReply((GroupHits(2, states, 3, LeaseId(9), 1), GroupHits(1, states[:1], 2)))
         asked = (BlockQuery(4, np.zeros((2, 32), np.uint8), 1), BlockQuery(5, np.zeros((1, 32), np.uint8)))
-        response = convert.joint_reply(asked, reply)
+        response = convert.lookup_reply(asked, reply)
         assert list(response.answers) == [
             cache_pb2.GroupAnswer(group=4, hits=2, states=b"\0\2", lease_id=9, lease_first=1),
             cache_pb2.GroupAnswer(group=5, hits=1, states=b"\0"),

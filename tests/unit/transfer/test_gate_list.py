@@ -69,7 +69,7 @@ def test_a_sweep_takes_out_what_is_late_or_revoked() -> None:
     for one in (late, revoked, patient):
         gates.add(one, 0.0)
     assert gates.swept(1.0) == []
-    assert owner.revoke(revoked)
+    assert owner.revoke(revoked.word, revoked.ticket)
     assert gates.swept(1.0 + SWEEP_S / 2) == []  # not at every poll
     assert gates.swept(2.0) == [revoked]
     assert gates.swept(5.0) == [late]
@@ -99,6 +99,6 @@ def test_words_that_say_nonsense_neither_open_nor_break_a_gate() -> None:
     gates.add(one, 0.0)
     assert gates.swept(1.0) == []
     assert gates.opened(1.0) == []
-    assert not owner.try_start(one)
-    assert not owner.revoke(one)
+    assert not owner.try_start(one.word, one.ticket)
+    assert not owner.revoke(one.word, one.ticket)
     assert owner.overwritten_words == 1

@@ -111,7 +111,9 @@ class Bench:
         os.close(fd)
         self.ends: dict[int, PartEnd] = {}
         self.unstarted: list[int] = []
-        self.startable: Callable[[PartTask], bool] = lambda part: part.session.try_start(part)
+        self.startable: Callable[[PartTask], bool] = lambda part: part.session.try_start(
+            part.word, part.ticket
+        )
         self.lanes = Lanes(
             self.device,
             self.status,
@@ -270,7 +272,7 @@ def test_what_is_withdrawn_never_starts(bench: Bench) -> None:
 
 
 def test_a_part_that_may_not_start_is_ended_unstarted(bench: Bench) -> None:
-    bench.startable = lambda part: part.number != 1 and part.session.try_start(part)
+    bench.startable = lambda part: part.number != 1 and part.session.try_start(part.word, part.ticket)
     one = session(1)
     for number, blocks in ((1, 3 * BLOCKS), (2, BLOCKS), (3, 0)):
         bench.post(number, one, blocks)

@@ -3,7 +3,7 @@ slot goes through here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import NO_ENTRY, DiskId, Entries, Hashes, Slots, SpaceId
 from kvtierd.core.status import SizeStatus
 from kvtierd.core.stimuli import CoreIntegrity, Verify
-
-if TYPE_CHECKING:
-    from kvtierd.core.blocks.retention import BlockRetention
 
 EVICTING = int(BlockState.EVICTING)
 READY = int(BlockState.READY)
@@ -105,8 +102,11 @@ class Blocks:
         self.actions: list[Action] = []
         self.leaving: Callable[[Entries, Fate], None] | None = None
         """Told of READY blocks that are being evicted or condemned, while they still are in the table."""
-        self.retention: BlockRetention | None = None
-        """What is wished of the host's blocks."""
+        self.condemning: Callable[[Entries], object] | None = None
+        """Told of READY blocks that are being condemned, after `leaving`. It drops the pins of its holds, so
+        that the blocks go with the last pin of those that use them."""
+        self.removed: Callable[[Entries], None] | None = None
+        """Told of entries that are not in the table any more, before others can have their numbers."""
 
     # --- life of a block ---
 
@@ -151,8 +151,8 @@ class Blocks:
         if n == 0:
             return
         self.table.remove(entries)
-        if self.retention is not None:
-            self.retention.forget(entries)
+        if self.removed is not None:
+            self.removed(entries)
         self.live -= n
         domain.blocks -= n
         if slots is None:
@@ -216,8 +216,8 @@ class Blocks:
             if self.leaving is not None:
                 self.leaving(ready, Fate.CORRUPT)
             self.remember(ready, Fate.CORRUPT)
-            if self.retention is not None:
-                self.retention.release(ready)
+            if self.condemning is not None:
+                self.condemning(ready)
             self.table.condemn(ready)
             self.table.set_flags(ready, VERIFY)  # whoever still loads it shall see it fail
             self.condemned += len(ready)
@@ -255,7 +255,11 @@ class Blocks:
     def touch(self, entries: Entries) -> None:
         """Makes blocks recent, the first most of all."""
         self.table.touch(tail_first(entries))
-        self.used_at[entries] = self.now
+        self.used(entries)
+
+    def used(self, entries: Entries) -> None:
+        """Remembers when blocks were used."""
+        self.used_at[entries.astype(np.intp)] = self.now  # numpy takes twice as long with other indexes
 
     def cool(self, domain: Domain, entries: Entries) -> None:
         """Makes those of a domain that may be evicted the next to be, the first of them last. For other
@@ -268,7 +272,7 @@ class Blocks:
 
     def mark_used(self, entries: Entries, slots: Slots) -> None:
         """Remembers when blocks and their extents were used."""
-        self.used_at[entries] = self.now
+        self.used(entries)
         self.slots.used_at[self.geometry.extent_of(slots.reshape(-1))] = self.now
 
     def slots_of(self, domain: Domain, entries: Entries) -> Slots:

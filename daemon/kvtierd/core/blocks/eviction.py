@@ -15,6 +15,7 @@ import numpy as np
 from kvtierd.core.actions import AssignExtent
 from kvtierd.core.blocks.blocks import READY, STAMPS_PER_S, Blocks, owned
 from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.retention import BlockRetention
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.ids import NO_ENTRY, Entries
 from kvtierd.core.status import DiskTally, Tally
@@ -33,8 +34,12 @@ RECLAIM_PAUSE_S = 1.0
 class Eviction:
     """Finds room in the slots and in the block table of one tier."""
 
-    def __init__(self, blocks: Blocks, tally: Tally | DiskTally) -> None:
+    def __init__(
+        self, blocks: Blocks, tally: Tally | DiskTally, retention: BlockRetention | None = None
+    ) -> None:
+        """`retention`: of these blocks; None if none of them is ever held for a time, as on disks."""
         self._blocks = blocks
+        self._retention = retention
         self._table = blocks.table
         self._slots = blocks.slots
         self._tally = tally
@@ -118,8 +123,7 @@ class Eviction:
 
     def _give_up(self, domains: Collection[Domain], wanted: int) -> bool:
         """Lets go of up to so many held blocks; False if there are none of these domains."""
-        retention = self._blocks.retention
-        return retention is not None and retention.give_up(domains, wanted)
+        return self._retention is not None and self._retention.give_up(domains, wanted)
 
     # --- ages ---
 
@@ -172,7 +176,7 @@ class Eviction:
     def _reclaim(self, domain: Domain, age: int, *, held: bool = False) -> bool:
         """Takes the coldest extent of a size that the domain does not use, if it is that old and nothing
         holds it. `held`: one that only blocks that are held for a time are in the way of."""
-        slots, now, retention = self._slots, self._blocks.now, self._blocks.retention
+        slots, now, retention = self._slots, self._blocks.now, self._retention
         if held and (retention is None or not retention.held_blocks):
             return False
         old = slots.used_at <= now - age if age <= now else np.zeros(len(slots.used_at), np.bool_)
@@ -200,7 +204,7 @@ class Eviction:
             return False  # some are quarantined
         if (table.states(entries) != READY).any():
             return False
-        retention = self._blocks.retention
+        retention = self._retention
         if held and retention is not None and (table.pins(entries) == retention.is_held(entries)).all():
             retention.give_up_these(entries)
         if table.pins(entries).any():

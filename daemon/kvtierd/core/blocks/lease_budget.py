@@ -111,14 +111,6 @@ class LeaseBudget:
         costs: npt.NDArray[np.bool_] = self.all.counts.of(entries) == 0
         return costs
 
-    def fitting(self, own: HeldBlocks, domain: Domain, entries: Entries) -> int:
-        """How many of these blocks, from the first on, an instance may hold now. If nobody holds anything it
-        is one at least, however small the pool."""
-        room_blocks = self.room_bytes(own) // self.block_bytes(domain)
-        if not self.all.bytes:
-            room_blocks = max(1, room_blocks)
-        return self.all.counts.fitting(entries, room_blocks)
-
     def add(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """A lease or load of an instance holds these blocks from now on."""
         block_bytes = self.block_bytes(domain)

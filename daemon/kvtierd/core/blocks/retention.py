@@ -64,7 +64,9 @@ class BlockRetention:
     """Of the host's blocks. Batches; their order is that of a sequence, its head first."""
 
     def __init__(self, blocks: Blocks, tally: Tally, limits: CoreLimits) -> None:
+        """`blocks` tells it from now on which of them are condemned, and which have been removed."""
         self._blocks = blocks
+        blocks.condemning, blocks.removed = self.release, self.forget
         self._tally = tally
         self._limits = limits
         self.held_until: U32 = np.zeros(blocks.capacity, np.uint32)

@@ -62,10 +62,6 @@ class HoldCounts(Protocol):
         """Undoes an `add` of the same entries. Returns how many entries have none now."""
         ...
 
-    def fitting(self, entries: Entries, room: int) -> int:
-        """The longest run of entries, from the first on, of which no more than `room` are held by nobody."""
-        ...
-
     def of(self, entries: Entries) -> U32:
         """How many hold each entry."""
         ...

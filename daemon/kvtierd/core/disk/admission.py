@@ -4,7 +4,7 @@ Whatever is not known, or was not measured lately, counts as fast: what is told 
 again."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtierd.core.actions import Direction, DiskJobKind
 from kvtierd.core.state.core_state import CoreState
@@ -31,33 +31,17 @@ class Admission:
             rate = self._loads.setdefault(part.mapping.worker.device, Rate())
             rate.measured(self._core.now_s, stimulus.copied_bytes, stimulus.copy_s)
 
-    def load_loses(self, instance: Instance, plan: GroupPlan, blocks: int) -> bool:
-        """Of blocks that are on the host."""
-        return self.loads_lose(instance, [(plan, blocks)], blocks * plan.block_tokens)
-
-    def loads_lose(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
+    def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
         """Of so many blocks of each group, all on the host, which spare computing so many tokens."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
         return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 
     def promotion_loses(
-        self, instance: Instance, plan: GroupPlan, blocks: int, of_disk: list[tuple[Disk, int]]
-    ) -> bool:
-        """Of `blocks` that disks have, so many each, and that are loaded afterwards."""
-        block_bytes = plan.domain.block_bytes
-        return self.promotions_lose(
-            instance,
-            [(plan, blocks)],
-            [(disk, count * block_bytes) for disk, count in of_disk],
-            blocks * plan.block_tokens,
-        )
-
-    def promotions_lose(
         self,
         instance: Instance,
         wanted: Sequence[tuple[GroupPlan, int]],
-        of_disk: Sequence[tuple[Disk, int]],
+        of_disk: Mapping[Disk, int],
         tokens: int,
     ) -> bool:
         """Of so many blocks of each group, and so many bytes on each disk: read, loaded afterwards, they
@@ -67,7 +51,7 @@ class Admission:
         now_s = self._core.now_s
         read_s = max(
             disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count_bytes)
-            for disk, count_bytes in of_disk
+            for disk, count_bytes in of_disk.items()
         )
         return read_s + self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 

@@ -1,5 +1,6 @@
 """The disk tier as the rest of the core sees it: what it is told, and what it does as time passes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtierd.core.blocks.domains import Domain
@@ -10,6 +11,7 @@ from kvtierd.core.disk.promotion import Promotion
 from kvtierd.core.disk.scrub import Scrubs
 from kvtierd.core.disk.writing import Writing
 from kvtierd.core.ids import Entries
+from kvtierd.core.state.asks import Ask
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk
 from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, TransferPart, WorkerRecord
@@ -61,11 +63,14 @@ class DiskTier:
         if self._disks:
             self.admission.part_finished(part, stimulus)
 
-    def recompute(self, instance: Instance, plan: GroupPlan, hits: int) -> bool:
-        """Whether computing blocks anew that are on the host is faster than loading them; counted."""
-        if hits == 0 or not self.admission.load_loses(instance, plan, hits):
+    def recompute(self, instance: Instance, asks: Sequence[Ask], tokens: int) -> bool:
+        """Whether computing the `tokens` that were found on the host is faster than loading them; counted."""
+        if not self._disks or not instance.prefill_tokens_per_s:
             return False
-        self._core.tally.recompute_blocks += hits
+        wanted = [(ask.plan, len(ask.found)) for ask in asks]
+        if not self.admission.load_loses(instance, wanted, tokens):
+            return False
+        self._core.tally.recompute_blocks += sum(blocks for _, blocks in wanted)
         return True
 
     # --- stimuli ---

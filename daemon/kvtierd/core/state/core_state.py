@@ -76,8 +76,8 @@ class CoreState:
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
-        self.retention = self.blocks.retention = BlockRetention(self.blocks, self.tally, self.limits)
-        self.eviction = Eviction(self.blocks, self.tally)
+        self.retention = BlockRetention(self.blocks, self.tally, self.limits)
+        self.eviction = Eviction(self.blocks, self.tally, self.retention)
         self.lease_budget = LeaseBudget(
             self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max
         )

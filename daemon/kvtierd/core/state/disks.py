@@ -166,7 +166,7 @@ class Disks:
 
     @property
     def any_live(self) -> bool:
-        return any(disk.live for disk in self.all)
+        return bool(self.all) and any(disk.live for disk in self.all)
 
     def begin(self) -> None:
         """A stimulus begins: all tiers share its time and its actions."""

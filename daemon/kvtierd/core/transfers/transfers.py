@@ -12,7 +12,8 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import GroupPlan, Instance, TransferJob, TransferPart
 from kvtierd.core.state.transitions import Event, MappingState, TransferPartState
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
-from kvtierd.core.transfers.leases import Leases, check_hashes
+from kvtierd.core.transfers.checks import check_hashes
+from kvtierd.core.transfers.leases import Leases
 
 TICKET_MAX = 2**56 - 1
 PINS_MANY = 1 << 19

@@ -9,8 +9,9 @@ from kvtier_kernels import CopyPlan, PoolRecords
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.checks import check_before_load
-from kvtierd.workers.copy.device import Area, Blocks, Chunk, Flight, MappedMemory
+from kvtierd.workers.copy.device import Area, Blocks, Flight
 from kvtierd.workers.copy.memfds import map_memfd, unmap
+from kvtierd.workers.copy.memory import Chunk, MappedMemory
 from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 CHUNK_BYTES = 4 * 1024 * 1024

@@ -5,7 +5,7 @@ Engine, sessions and lanes know only this. `cpu.py` and `gpu/` are the two kinds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.errors import Refusal
-from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.copy.memory import MemoryMapper
 from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 Blocks = npt.NDArray[np.bool_]
@@ -30,35 +30,6 @@ class DeviceUnusableError(Exception):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))
         self.refusal = refusal
-
-
-class FragmentPlan(Protocol):
-    """Where the fragments of one group's blocks lie."""
-
-    @property
-    def slot_bytes(self) -> int: ...
-    @property
-    def planes(self) -> int: ...
-
-
-class MappedMemory(Protocol):
-    """A rank's memory, mapped into this process for one registration."""
-
-    def plan(self, group: wire.MappedGroup) -> FragmentPlan:
-        """Refusal if the group does not lie inside the memory."""
-
-    def unmap(self) -> None:
-        """Lets go of it; no plan may be in use. May take long.
-
-        Raises if it cannot: then only the end of the process helps.
-        """
-
-
-class Chunk(Protocol):
-    """A chunk of physical GPU memory that waits for the registration that it is a piece of."""
-
-    def release(self) -> None:
-        """Lets go of it, after or instead of mapping it. Raises as `MappedMemory.unmap`."""
 
 
 @dataclass(slots=True)
@@ -111,7 +82,7 @@ class Copier(Protocol):
         nothing remains."""
 
 
-class Device(Protocol):
+class Device(MemoryMapper, Protocol):
     """A device that is ready to be copied from and to. Made in the main thread."""
 
     @property
@@ -130,18 +101,6 @@ class Device(Protocol):
 
     def join(self, timeout_s: float) -> bool:
         """Waits for its own threads after `stop`; False if they have not ended."""
-
-    def map_memory(
-        self, message: wire.MapMemory, fds: Sequence[int], chunks: Sequence[Chunk]
-    ) -> tuple[MappedMemory, int]:
-        """Maps what the message says, from descriptors that stay the caller's, or from the first of a
-        session's chunks; says how many of them it took, which the caller then releases. Main thread.
-
-        Refusal, and nothing changed, if it is not what the message says.
-        """
-
-    def import_chunk(self, fd: int, size_bytes: int) -> Chunk:
-        """Takes a chunk; the descriptor stays the caller's. Refusal if it is none. Main thread."""
 
     def pool_areas(self) -> Iterable[Area]:
         """What of the pool to prepare ahead of use, in this order; looked at as it is gone through."""

@@ -201,7 +201,7 @@ class CopyEngine:
                 refused = str(error)
             else:
                 self._parts[part.number] = part
-                session.unfinished.add(part)
+                session.unfinished += 1
                 self._lanes.submit(part)
                 return
             if session is not None:
@@ -232,7 +232,7 @@ class CopyEngine:
             if session is not None:
                 session.releases += 1
                 withdrawn = self._lanes.withdraw(lambda part: part.session is session)
-                self._lanes.abandon(session.unfinished)
+                self._lanes.abandon(part for part in self._parts.values() if part.session is session)
         if session is None:
             self._send_released(number)
             return
@@ -241,11 +241,12 @@ class CopyEngine:
         self._unmap_if_fenced(session)
 
     def _start(self, part: PartTask) -> bool:
-        return part.session.try_start(part)
+        return part.session.try_start(part.word, part.ticket)
 
     def _landed(self, copier: Copier, part: PartTask, end: PartEnd) -> None:
         """Writes the word of a started part of which nothing flies; its report follows when it is settled."""
-        if not part.session.finish(part, PART_DONE if end.outcome == wire.DONE else PART_FAILED):
+        state = PART_DONE if end.outcome == wire.DONE else PART_FAILED
+        if not part.session.finish(part.word, part.ticket, state, is_load=part.is_load):
             if part.is_load:
                 end = replace(end, message=_OVERWRITTEN)
             else:
@@ -257,8 +258,9 @@ class CopyEngine:
         """Ends a part that is in no queue and was never started."""
         outcome = wire.REVOKED
         if part.doorbell is not None and part.gate_deadline_s <= time.monotonic():
-            outcome = wire.REVOKED if part.session.is_revoked(part) else wire.GATE_DEADLINE
-        as_expected = part.session.revoke(part)
+            is_revoked = part.session.is_revoked(part.word, part.ticket)
+            outcome = wire.REVOKED if is_revoked else wire.GATE_DEADLINE
+        as_expected = part.session.revoke(part.word, part.ticket)
         self._over(part, PartEnd(outcome, "" if as_expected else _OVERWRITTEN))
 
     def _over(self, part: PartTask, end: PartEnd) -> None:
@@ -268,7 +270,7 @@ class CopyEngine:
         with self._lock:
             part.state = PartTaskState.OVER
             del self._parts[part.number]
-            part.session.unfinished.discard(part)
+            part.session.unfinished -= 1
         self._unmap_if_fenced(part.session)
 
     def _unmap_if_fenced(self, session: MappedSession) -> None:

@@ -64,7 +64,9 @@ class Gates:
         if now_s - self._swept_s < SWEEP_S:
             return []
         self._swept_s = now_s
-        return self.take(lambda part: part.gate_deadline_s <= now_s or part.session.is_revoked(part))
+        return self.take(
+            lambda part: part.gate_deadline_s <= now_s or part.session.is_revoked(part.word, part.ticket)
+        )
 
     def take(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the parts for which `wanted` is true."""

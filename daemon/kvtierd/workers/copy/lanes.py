@@ -300,7 +300,7 @@ class Lanes:
                 self._ended(lane)
                 return
             part.run = PartRun(np.zeros(len(part.block_ids), np.bool_))
-        elif not part.is_load and part.session.is_revoked(part):
+        elif not part.is_load and part.session.is_revoked(part.word, part.ticket):
             # Its client has withdrawn it: what it would still read may be somebody else's by now.
             chunk = None
             part.run.error = part.run.error or "withdrawn"

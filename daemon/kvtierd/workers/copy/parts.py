@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import TICKET_MAX
 
 from kvtierd.wire import worker_pb2 as wire
-
-if TYPE_CHECKING:
-    from kvtierd.workers.copy.device import FragmentPlan
-    from kvtierd.workers.copy.sessions import MappedSession
-
+from kvtierd.workers.copy.memory import FragmentPlan
+from kvtierd.workers.copy.sessions import MappedSession
 
 _Item = TypeVar("_Item", np.uint8, np.uint32, np.uint64)
 

@@ -4,13 +4,12 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier_kernels import PART_FAILED, PART_REVOKED, TICKET_MAX, SharedWords
+from kvtier_kernels import PART_REVOKED, TICKET_MAX, SharedWords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.device import Chunk, Device, FragmentPlan, MappedMemory
 from kvtierd.workers.copy.memfds import map_memfd, unmap
-from kvtierd.workers.copy.parts import PartTask
+from kvtierd.workers.copy.memory import Chunk, FragmentPlan, MappedMemory, MemoryMapper
 
 SEALED = TICKET_MAX << 8 | PART_REVOKED
 """What a client raises its words to when nothing may start on their page any more."""
@@ -27,13 +26,13 @@ CHUNKS_MAX = 65_536
 
 @dataclass(slots=True, eq=False)
 class MappedSession:
-    """Everything that is mapped for one session, and its unfinished parts.
+    """Everything that is mapped for one session.
 
     The main thread maps; the thread that unmaps comes when nothing else uses the session. Between them the
     engine's lock guards what both lanes use.
 
     The words are memory that a client can write whatever it likes to: every use of them here says what then
-    happens.
+    happens. `word` is the index of a part word among them, doorbells included.
     """
 
     number: int
@@ -48,7 +47,8 @@ class MappedSession:
     """By registration."""
     chunks: list[Chunk] = field(default_factory=list)
     """Added, and not used up by a registration yet."""
-    unfinished: set[PartTask] = field(default_factory=set)
+    unfinished: int = 0
+    """Parts of it that were posted and are not over: while there are any, nothing of it may be unmapped."""
     releases: int = 0
     """Times its release was asked for; from the first on it takes no more."""
     is_fenced: bool = False
@@ -59,44 +59,41 @@ class MappedSession:
     def load_word(self, index: int) -> int:
         return 0 if self.words is None else self.words.load(index)
 
-    def try_start(self, part: PartTask) -> bool:
-        """The part's word from armed to STARTED; False if the part must not run."""
-        return self.words is not None and self.words.try_start(part.word, part.ticket)
+    def try_start(self, word: int, ticket: int) -> bool:
+        """A part's word from armed to STARTED; False if the part must not run."""
+        return self.words is not None and self.words.try_start(word, ticket)
 
-    def is_revoked(self, part: PartTask) -> bool:
-        """True if the part's word says that its client has revoked it."""
+    def is_revoked(self, word: int, ticket: int) -> bool:
+        """True if a part's word says that its client has revoked it."""
         try:
-            return self.words is None or self.words.part_state(part.word, part.ticket) == PART_REVOKED
+            return self.words is None or self.words.part_state(word, ticket) == PART_REVOKED
         except RuntimeError:
             # No value that anybody may have written. The part shows it when it tries to start.
             return False
 
-    def revoke(self, part: PartTask) -> bool:
+    def revoke(self, word: int, ticket: int) -> bool:
         """Writes REVOKED for a part that has not been started; False if its word had been overwritten. A
         sealed word says REVOKED already."""
-        return self._try_revoke(part.word, part.ticket)
+        if self.words is None or self.words.try_revoke(word, ticket):
+            return True
+        return self._noted(self.words.load(word) == SEALED)
 
     def revoke_word(self, part_word: int, ticket: int) -> None:
         """Writes REVOKED for a part that was refused; nothing if it names no word of this session."""
         if part_word < self.parts and 0 < ticket <= TICKET_MAX:
-            self._try_revoke(self.doorbells + part_word, ticket)
+            self.revoke(self.doorbells + part_word, ticket)
 
-    def finish(self, part: PartTask, state: int = PART_FAILED) -> bool:
+    def finish(self, word: int, ticket: int, state: int, *, is_load: bool) -> bool:
         """Writes the terminal word of a started part; False if its word had been overwritten, and is left so:
         by the client, which may withdraw a store that runs, or by somebody else."""
         try:
             if self.words is not None:
-                self.words.finish(part.word, part.ticket, state)
+                self.words.finish(word, ticket, state)
         except RuntimeError:
-            if part.is_load or not self.is_revoked(part):
+            if is_load or not self.is_revoked(word, ticket):
                 self._noted(False)
             return False
         return True
-
-    def _try_revoke(self, word: int, ticket: int) -> bool:
-        if self.words is None or self.words.try_revoke(word, ticket):
-            return True
-        return self._noted(self.words.load(word) == SEALED)
 
     def _noted(self, as_expected: bool) -> bool:
         if not as_expected:
@@ -126,7 +123,7 @@ class MappedSession:
         self.doorbells = doorbells
         self.parts = parts
 
-    def add_chunks(self, device: Device, fds: Sequence[int], sizes: Sequence[int]) -> None:
+    def add_chunks(self, mapper: MemoryMapper, fds: Sequence[int], sizes: Sequence[int]) -> None:
         """Imports chunks for the next registration. Refusal, and nothing changed, if one cannot be. The
         descriptors stay the caller's."""
         if len(self.chunks) + len(fds) > CHUNKS_MAX:
@@ -139,14 +136,14 @@ class MappedSession:
         added: list[Chunk] = []
         try:
             for fd, size_bytes in zip(fds, sizes, strict=True):
-                added.append(device.import_chunk(fd, size_bytes))
+                added.append(mapper.import_chunk(fd, size_bytes))
         except BaseException:
             for chunk in added:
                 chunk.release()
             raise
         self.chunks += added
 
-    def map_memory(self, device: Device, fds: Sequence[int], message: wire.MapMemory) -> None:
+    def map_memory(self, mapper: MemoryMapper, fds: Sequence[int], message: wire.MapMemory) -> None:
         """Maps a rank's memory. Refusal, and nothing changed, if it is not what the message says.
 
         Without the engine's lock: much memory takes a while.
@@ -165,7 +162,7 @@ class MappedSession:
                 field="registration",
                 value=message.registration,
             )
-        memory, chunks_used = device.map_memory(message, fds, self.chunks)
+        memory, chunks_used = mapper.map_memory(message, fds, self.chunks)
         plans: dict[tuple[int, int], FragmentPlan] = {}
         try:
             for group in message.groups:

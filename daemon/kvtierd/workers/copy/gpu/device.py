@@ -22,13 +22,14 @@ from kvtier_kernels.cuda import (
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusPage, StatusWord
-from kvtierd.workers.copy.device import Area, Chunk, DeviceUnusableError, MappedMemory
+from kvtierd.workers.copy.device import Area, DeviceUnusableError
 from kvtierd.workers.copy.gpu import numa
 from kvtierd.workers.copy.gpu.copying import Batches, Descriptors, GpuCopier, Rows
 from kvtierd.workers.copy.gpu.fatal import context_guard
 from kvtierd.workers.copy.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
+from kvtierd.workers.copy.memory import Chunk, MappedMemory
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)

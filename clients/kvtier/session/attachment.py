@@ -1,11 +1,7 @@
 """One attachment: what the daemon's Welcome said, and what has changed since."""
 
-from kvtier.batches import BATCHES
-from kvtier.errors import KvtierError, Reason
-from kvtier.index import FEATURE, Index
-from kvtier.joint import JOINT_LOOKUP
-from kvtier.leases import LeaseTracker
-from kvtier.retention import RETENTION
+from kvtier.session.index import Index
+from kvtier.session.leases import LeaseTracker
 from kvtier.spec import AttachSpec
 from kvtier.transfers import PartWords, TransferRecord
 from kvtier.v1 import cache_pb2
@@ -16,11 +12,6 @@ MESSAGE_REST_BYTES = 1_024
 stream."""
 BLOCK_ID_BYTES = 5
 """Of a 32-bit number in protobuf's encoding, at most."""
-_CANNOT = {
-    JOINT_LOOKUP: "answer for several groups together",
-    RETENTION: "hold, expire or cool blocks, or look at the host alone",
-}
-"""What a daemon without the feature does not do."""
 
 
 class Attachment:
@@ -31,8 +22,6 @@ class Attachment:
         self.welcome = welcome
         self.epoch: int = welcome.epoch
         """Of the instance."""
-        self.takes_batches = BATCHES in welcome.features
-        """Whether several requests may go in one message."""
         self.instance = welcome.instance
         self.ready: bool = welcome.instance.ready
         """Whether the instance is."""
@@ -43,10 +32,15 @@ class Attachment:
         self.heartbeat_pending = False
         self._next_heartbeat_s = now_s + self.heartbeat_interval_s
         self.index = Index(welcome.boot_nonce, spec.namespace.hash_bytes)
-        self._index_wanted = spec.role.submits and FEATURE in welcome.features
+        self._index_wanted = spec.role.submits
         self.registration: int | None = None
         """The daemon's number of the memory that is registered, as far as this client was told."""
         self._registered = not spec.role.holds_rank
+        limits, hash_bytes = welcome.limits, spec.namespace.hash_bytes
+        self.lookup_hashes_max = self._fitting(limits.lookup_hashes_max, hash_bytes)
+        """Hashes that fit one lookup."""
+        self.transfer_blocks_max = self._fitting(limits.transfer_blocks_max, hash_bytes + BLOCK_ID_BYTES)
+        """Blocks that fit one store or load."""
         self._stale_requests = False
 
     @property
@@ -67,16 +61,6 @@ class Attachment:
     def next_heartbeat_in_s(self, now_s: float) -> float:
         """Seconds until `heartbeat_due` must be asked again."""
         return max(0.0, self._next_heartbeat_s - now_s)
-
-    # --- features ---
-
-    def lacks(self, feature: str, field: str, value: object) -> KvtierError | None:
-        """Why the daemon cannot do what needs this feature; None if it can. `field`, `value`: what asks for
-        it."""
-        if feature in self.welcome.features:
-            return None
-        message = f"this daemon does not {_CANNOT[feature]}: use a newer one"
-        return KvtierError(Reason.MODE_UNSUPPORTED, message, field=field, value=value)
 
     # --- index pages ---
 
@@ -123,18 +107,6 @@ class Attachment:
             self._registered = False
 
     # --- limits ---
-
-    @property
-    def lookup_hashes_max(self) -> int:
-        """Hashes that fit one lookup."""
-        return self._fitting(self.welcome.limits.lookup_hashes_max, self._spec.namespace.hash_bytes)
-
-    @property
-    def transfer_blocks_max(self) -> int:
-        """Blocks that fit one store or load."""
-        return self._fitting(
-            self.welcome.limits.transfer_blocks_max, self._spec.namespace.hash_bytes + BLOCK_ID_BYTES
-        )
 
     def _fitting(self, count_max: int, item_bytes: int) -> int:
         room_bytes = self.welcome.limits.message_bytes_max - MESSAGE_REST_BYTES

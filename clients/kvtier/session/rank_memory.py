@@ -3,9 +3,9 @@
 Like the session that owns it: no input or output, used with the session's lock held.
 """
 
-from kvtier.attachment import Attachment
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.memory import Memory, device_of
+from kvtier.session.attachment import Attachment
 from kvtier.spec import AttachSpec
 from kvtier.words import RankWords, WordsPage
 

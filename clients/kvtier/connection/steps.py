@@ -1,8 +1,8 @@
-"""How a client gets attached and registered, as steps: the shells perform them, blocking or async, and send
-back what came of it.
+"""How a client gets attached and registered, as steps: the session's thread performs them, and sends back
+what came of it.
 
 Each generator runs under the session's lock between two steps, and without it while a step is performed. A
-step that fails is thrown into the generator, which may know what to do; else it comes out of the shell again:
+step that fails is thrown into the generator, which may know what to do; else it ends the session:
 KvtierError if something was refused, ConnectionLostError if the daemon is gone or late.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError, Reason
-from kvtier.index import GROUPS_MAX
 from kvtier.memory import Export, StreamDoorbells, fd_of, on_device
-from kvtier.pending import HelloRecord
-from kvtier.session import ProtocolState
+from kvtier.session.index import GROUPS_MAX
+from kvtier.session.pending import HelloRecord
+from kvtier.session.state import ProtocolState
 from kvtier.spec import PROTOCOL_VERSION, AttachSpec
 from kvtier.v1 import side_pb2
 from kvtier.words import WordsPage

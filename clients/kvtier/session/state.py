@@ -1,39 +1,29 @@
 """The session of one client, without any input or output: what it knows, what it has asked, what it wants to
 send.
 
-A shell (client.py, aio.py) feeds it messages, takes messages from it, calls `tick`, and tells it when the
-connection is lost; it never waits, and never fails because of the daemon. Not thread-safe: the shell's lock
-is held around every call.
-"""
+The connection (kvtier.connection.threads) feeds it messages, takes messages from it, calls `tick`, and tells
+it when it is lost; the session never waits, and never fails because of the daemon. Not thread-safe: the
+connection's lock is held around every call."""
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from threading import Event
 
-from kvtier.asking import Ask, Touch
-from kvtier.attachment import Attachment
-from kvtier.batches import in_batches
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
-from kvtier.index import Index
-from kvtier.joint import JOINT_LOOKUP, GroupQuery, hashes_max
-from kvtier.lookups import (
-    Lease,
-    Lookup,
-    LookupMode,
-    LookupRecord,
-    answer_of,
-    unanswered,
-)
-from kvtier.news import News
-from kvtier.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
-from kvtier.rank_memory import RankMemory
-from kvtier.retention import RETENTION, Retention
-from kvtier.spec import AttachSpec
+from kvtier.lookups import Lease, Lookup, LookupRecord, answer_of
+from kvtier.queries import GroupQuery, LookupMode, Touch, hashes_max
+from kvtier.retention import Retention
+from kvtier.session.attachment import Attachment
+from kvtier.session.batches import in_batches
+from kvtier.session.index import Index
+from kvtier.session.news import News
+from kvtier.session.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
+from kvtier.session.rank_memory import RankMemory
+from kvtier.spec import FEATURES, AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
 from kvtier.transfers import (
     ACTIVE,
-    EventLike,
     Outcome,
     TransferRecord,
     TransferState,
@@ -42,7 +32,7 @@ from kvtier.transfers import (
 )
 from kvtier.v1 import cache_pb2
 from kvtier.v1.types_pb2 import GATE_DOORBELL, GATE_NONE
-from kvtier.words import Direction, PartRef, PartState, RankWords
+from kvtier.words import Direction, Doorbell, PartRef, PartState, RankWords
 
 SILENCE_S = 1.0
 """A daemon that owes an answer for this long is unresponsive: nothing waits for it until it speaks again."""
@@ -55,16 +45,6 @@ OUTGOING_MAX = 1_024
 """Messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
 """Requests that wait for an answer; more are refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Doorbell:
-    """A part starts when the doorbell word `index` of its rank has reached `value`."""
-
-    index: int
-    value: int
-
-
 UNHURRIED_MAX = 64
 """Messages that wait for others to go with; more, and they are sent."""
 
@@ -77,7 +57,7 @@ class ProtocolState:
         spec: AttachSpec,
         *,
         clock: Callable[[], float],
-        make_event: Callable[[], EventLike],
+        make_event: Callable[[], Event],
         release: Callable[[Lease], None] | None = None,
     ) -> None:
         """`release` is what a Lookup calls to give its lease back: `release` below, with the lock held."""
@@ -87,7 +67,7 @@ class ProtocolState:
         self.memory = RankMemory(spec, self.words)
         self.counters = Counters()
         self.ended: str | None = None
-        """Why the connection is over, once that is known; the shell then calls `lost`."""
+        """Why the connection is over, once that is known; the connection then calls `lost`."""
         self._clock = clock
         self._make_event = make_event
         self._release = release or self.release
@@ -108,7 +88,7 @@ class ProtocolState:
         """Of which `take_ready` has told."""
         self._news = News(spec.prefill_tokens_per_s)
 
-    # --- what the shell does for the connection ---
+    # --- what the connection does ---
 
     def say_hello(self, token: bytes, daemon_pid: int) -> HelloRecord:
         """Starts a new connection with its first message."""
@@ -124,7 +104,7 @@ class ProtocolState:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the shell has something to do besides sending."""
+        """Whether the session thread has something to do besides sending."""
         wanted = self.memory.wants_registration or self.wants_index or self._newly_ready
         return self.ended is not None or wanted
 
@@ -146,6 +126,11 @@ class ProtocolState:
             return None
         self._attachment.index_asked()
         return self._attachment.index
+
+    @property
+    def last_error(self) -> str:
+        """What went wrong last; empty if nothing ever did."""
+        return self._last_error
 
     def note(self, problem: str) -> None:
         """Something did not work, and the session goes on without."""
@@ -173,9 +158,7 @@ class ProtocolState:
         self._clear_outgoing()
         if messages and self._silent_since_s is None:
             self._silent_since_s = self._clock()
-        if len(messages) > 1 and self._attachment is not None and self._attachment.takes_batches:
-            return list(in_batches(messages))
-        return messages
+        return list(in_batches(messages)) if len(messages) > 1 else messages
 
     def receive(self, message: cache_pb2.AttachResponse) -> None:
         """One message of the stream. What it does not expect it ignores."""
@@ -211,7 +194,7 @@ class ProtocolState:
                 self.end(f"the daemon ended the session: {KvtierError.from_proto(message.goodbye.why)}")
 
     def end(self, why: str) -> None:
-        """The connection is known to be over; the shell will call `lost`. The first reason given is kept."""
+        """The connection is known to be over; `lost` will be called. The first reason given is kept."""
         if self.ended is None:
             self.ended = why
         for waiting in self._pending.values():
@@ -247,7 +230,7 @@ class ProtocolState:
             if isinstance(waiting, HelloRecord):
                 waiting.event.set()
             elif isinstance(waiting, LookupRecord) and not waiting.abandoned:
-                waiting.end(unanswered(Reason.NOT_ATTACHED, why))
+                waiting.end_without(KvtierError(Reason.NOT_ATTACHED, why))
         if attachment is None:
             return
         self.counters.epochs_lost += 1
@@ -331,11 +314,47 @@ class ProtocolState:
         )
 
     def lookup(
-        self, group: int, hashes: bytes, mode: LookupMode, *, lease: bool, host_only: bool = False
+        self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool, host_only: bool = False
     ) -> LookupRecord:
         """Asks; the record's event is set with the answer, at once if it is known already."""
-        self._count_lookup(lease)
-        return self._ask(Ask(lease=lease, host_only=host_only), group, hashes, mode)
+        self.counters.lookups += 1
+        if lease:
+            self._send_releases()  # what was given back first, because leases are bounded
+        record, asked = self._admit(hashes, queries, counts=True)
+        if asked:
+            wire = [query.to_proto() for query in queries]
+            body = cache_pb2.LookupRequest(queries=wire, hashes=asked, lease=lease, host_only=host_only)
+            self._send(record, lookup=body)
+        return record
+
+    def prefetch(self, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
+        """Has blocks promoted. The answer comes as for a lookup."""
+        record, asked = self._admit(hashes, queries, counts=False)
+        if asked:
+            wire = [query.to_proto() for query in queries]
+            self._send(record, prefetch=cache_pb2.PrefetchRequest(queries=wire, hashes=asked))
+        return record
+
+    def _admit(
+        self, hashes: bytes, queries: Sequence[GroupQuery], *, counts: bool
+    ) -> tuple[LookupRecord, bytes]:
+        """A record, and the hashes to ask about: what lies beyond them is a miss. Without hashes it has ended
+        already."""
+        record = LookupRecord(queries, self._make_event(), self._clock(), counts)
+        attachment, error = self._attachment, None
+        if hashes and (error := self._why_not_now()) is None and attachment is not None:
+            hash_bytes = self.spec.namespace.hash_bytes
+            count, most = len(hashes) // hash_bytes, hashes_max(queries, attachment.lookup_hashes_max)
+            if count <= most:
+                return record, hashes
+            if queries[0].mode is LookupMode.PREFIX:
+                return record, hashes[: most * hash_bytes]
+            message = f"{count} hashes; the daemon takes {most} at once: split it"
+            error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)
+        if error is not None:
+            self.counters.lookups_unanswered += counts
+        record.end_without(error)
+        return record, b""
 
     def known_run(
         self, group: int, hashes: Sequence[bytes], first: int, end: int, *, counted: bool
@@ -350,65 +369,6 @@ class ProtocolState:
             self.counters.lookups_local += 1
             self._news.spared(max(0, min(end, len(hashes)) - first))
         return known
-
-    def prefetch(self, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
-        """Has blocks promoted. The answer comes as for a lookup."""
-        return self._ask(Ask(prefetch=True), group, hashes, mode)
-
-    def lookup_groups(
-        self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool, host_only: bool = False
-    ) -> LookupRecord:
-        """As `lookup`, of several groups together."""
-        self._count_lookup(lease)
-        return self._ask_groups(Ask(lease=lease, host_only=host_only), hashes, queries)
-
-    def prefetch_groups(self, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
-        """As `prefetch`, of several groups together."""
-        return self._ask_groups(Ask(prefetch=True), hashes, queries)
-
-    def _count_lookup(self, lease: bool) -> None:
-        self.counters.lookups += 1
-        if lease:
-            self._send_releases()  # what was given back first, because leases are bounded
-
-    def _ask_groups(self, ask: Ask, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
-        record = LookupRecord(self._make_event(), self._clock(), counts=not ask.prefetch, joint=len(queries))
-        attachment = self._attachment
-        error = self._why_not_now() or self._lacks(JOINT_LOOKUP, "queries", len(queries))
-        error = error or (self._lacks(RETENTION, "host_only", True) if ask.host_only else None)
-        if error is not None or attachment is None:
-            return self._not_asked(record, error)
-        # What lies beyond is a miss.
-        most = hashes_max(queries, attachment.lookup_hashes_max)
-        hashes = hashes[: most * self.spec.namespace.hash_bytes]
-        self._send(record, **ask.body([query.to_proto() for query in queries], hashes))
-        return record
-
-    def _ask(self, ask: Ask, group: int, hashes: bytes, mode: LookupMode) -> LookupRecord:
-        record = LookupRecord(self._make_event(), self._clock(), counts=not ask.prefetch)
-        hash_bytes = self.spec.namespace.hash_bytes
-        count = len(hashes) // hash_bytes
-        if count == 0:
-            record.end(Lookup(answered=True))
-            return record
-        attachment, error = self._attachment, self._why_not_now()
-        error = error or (self._lacks(RETENTION, "host_only", True) if ask.host_only else None)
-        if error is None and attachment is not None and count > attachment.lookup_hashes_max:
-            if mode is LookupMode.PREFIX:  # what lies beyond is a miss
-                hashes = hashes[: attachment.lookup_hashes_max * hash_bytes]
-            else:
-                message = f"{count} hashes; the daemon takes {attachment.lookup_hashes_max} at once: split it"
-                error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)
-        if error is not None:
-            return self._not_asked(record, error)
-        wire_mode = cache_pb2.LookupMode.ValueType(mode.value)
-        self._send(record, **ask.body([cache_pb2.GroupQuery(group=group, mode=wire_mode, hashes=hashes)]))
-        return record
-
-    def _not_asked(self, record: LookupRecord, error: KvtierError | None) -> LookupRecord:
-        self.counters.lookups_unanswered += record.counts
-        record.end(Lookup(error=error))
-        return record
 
     def report_audit(self, audit: cache_pb2.Audit) -> None:
         """The daemon hears of it with a heartbeat."""
@@ -431,20 +391,14 @@ class ProtocolState:
         silent = self._silent_since_s is not None and self._silent_since_s <= record.sent_s
         if silent and self._clock() - record.sent_s >= PATIENCE_S:
             self._suspect = True
-        answer = unanswered(Reason.DEADLINE, "the daemon did not answer in time")
-        record.end(answer)
-        return answer
+        return record.end_without(KvtierError(Reason.DEADLINE, "the daemon did not answer in time"))
 
     def touch(self, touch: Touch, *, lazily: bool = False) -> None:
-        """Tells the daemon of blocks that are in use, or will not be. Dropped if it cannot be told now; if it
-        never can, that is noted. `lazily`: with the next message, which may be a heartbeat."""
+        """Tells the daemon of blocks that are in use, or will not be. Dropped if it cannot be told now.
+        `lazily`: with the next message, which may be a heartbeat."""
         attachment = self._attachment
         if not touch.hashes or attachment is None or self._why_not_now() is not None:
             return
-        for feature in touch.needs:
-            if (error := self._lacks(feature, "touch", "cold" if touch.cold else touch.hold_s)) is not None:
-                self.note(str(error))
-                return
         request = touch.to_proto(self.spec.namespace.hash_bytes, attachment.lookup_hashes_max)
         (self._send_lazily if lazily else self._send)(Ignored(), touch=request)
 
@@ -461,10 +415,8 @@ class ProtocolState:
         """Submits a store of as many hashes as block ids. The arguments are checked already. `lazily`: its
         message may be sent with the next, and its end be told a little later, with that of others."""
         self.counters.stores += 1
-        error, wishes = None, None
-        if retention is not None and not retention.plain:
-            error, wishes = self._lacks(RETENTION, "retention", retention), retention.to_proto()
-        record, signals = self._submit("store", len(block_ids), doorbell, error)
+        wishes = None if retention is None or retention.plain else retention.to_proto()
+        record, signals = self._submit("store", len(block_ids), doorbell, None)
         if signals is not None:
             request = cache_pb2.StoreRequest(
                 signals=signals,
@@ -559,8 +511,7 @@ class ProtocolState:
 
     def _send_lazily(self, pending: Pending, **body: object) -> None:
         """With the next message."""
-        attachment = self._attachment
-        if attachment is not None and attachment.takes_batches and len(self._outgoing) < UNHURRIED_MAX:
+        if len(self._outgoing) < UNHURRIED_MAX:
             self._queue(pending, body)
         else:
             self._send(pending, **body)
@@ -613,6 +564,13 @@ class ProtocolState:
         return record, None
 
     def _on_welcome(self, hello: HelloRecord, welcome: cache_pb2.Welcome) -> None:
+        if missing := sorted(set(FEATURES).difference(welcome.features)):
+            self.end(
+                f"kvtierd {welcome.daemon_version} lacks what this client needs ({', '.join(missing)}): "
+                "use a daemon of the client's version"
+            )
+            hello.event.set()
+            return
         self._welcome = welcome
         self._attachment = Attachment(self.spec, welcome, self._next_ticket, self._clock())
         self.memory.attach(self._attachment)
@@ -625,7 +583,11 @@ class ProtocolState:
         self, record: LookupRecord, response: cache_pb2.LookupResponse | cache_pb2.PrefetchResponse
     ) -> None:
         assert self._attachment is not None
-        answer = answer_of(response, self._attachment.epoch, self._release, record.joint)
+        if len(response.answers) != len(record.queries):
+            said = f"the daemon sent {len(response.answers)} answers to {len(record.queries)} queries"
+            self._on_error(record, KvtierError(Reason.MALFORMED, said))
+            return
+        answer = answer_of(response, record.queries, self._attachment.epoch, self._release)
         for lease in answer.leases:
             self._attachment.leases.add(lease.lease_id)
         if record.abandoned:
@@ -654,7 +616,7 @@ class ProtocolState:
                 pending.event.set()
             case LookupRecord() if not pending.abandoned:
                 self.counters.lookups_unanswered += pending.counts
-                pending.end(Lookup(error=error))
+                pending.end_without(error)
             case Submitted() if error.reason is Reason.INTERNAL:
                 # No refusal, which would mean that nothing changed: some ranks may have their parts already.
                 self.end(str(error))
@@ -712,11 +674,6 @@ class ProtocolState:
         if ranks := sorted({*instance.missing_ranks, *instance.reregister_ranks}):
             return f"ranks {ranks} of the instance have not registered"
         return "the instance is not ready"
-
-    def _lacks(self, feature: str, field: str, value: object) -> KvtierError | None:
-        """Why this daemon, if there is one, cannot do what needs `feature`; None if it can."""
-        attachment = self._attachment
-        return None if attachment is None else attachment.lacks(feature, field, value)
 
     def _why_not_now(self) -> KvtierError | None:
         """Why nothing can be asked now; None if it can."""

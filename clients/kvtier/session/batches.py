@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator
 
 from kvtier.v1 import cache_pb2
 
-BATCHES = "batches"
-"""Feature of a daemon that takes several requests in one message, and answers likewise."""
 MESSAGES_MAX = 64
 """Of one batch: what a daemon takes."""
 BATCH_BYTES_MAX = 64 << 10

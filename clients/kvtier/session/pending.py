@@ -1,17 +1,18 @@
 """What a session has sent and not been answered yet."""
 
 from dataclasses import dataclass
+from threading import Event
 
 from kvtier.errors import KvtierError
 from kvtier.lookups import LookupRecord
-from kvtier.transfers import EventLike, TransferRecord
+from kvtier.transfers import TransferRecord
 
 
 @dataclass(slots=True, eq=False)
 class HelloRecord:
     """A Hello on its way."""
 
-    event: EventLike
+    event: Event
     welcomed: bool = False
     error: KvtierError | None = None
 

@@ -8,8 +8,6 @@ from kvtier_kernels import IndexReader
 
 from kvtier.errors import KvtierError, Reason
 
-FEATURE = "index-page"
-"""Of daemons that have them, in Hello and Welcome."""
 GROUPS_MAX = 64
 
 

@@ -1,5 +1,5 @@
-"""The longest prefix that several groups of an engine can serve together: what an engine with sliding windows
-or recurrent layers beside full attention can go on from. Pure, and without a Python object per block.
+"""The longest prefix that all groups of an engine can serve: what an engine with sliding windows or recurrent
+layers beside full attention can go on from. Pure, and without a Python object per block.
 """
 
 import math
@@ -21,7 +21,7 @@ There = Callable[[int, int, int], Mask]
 """`there(query, first, end)`: which blocks of a query are there, of those from `first` to `end`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Shape:
     """What one group needs of a prefix."""
 
@@ -35,6 +35,25 @@ class Shape:
         """The first of its blocks that a prefix of so many tokens needs, and the end of them."""
         end = tokens // self.block_tokens
         return (max(0, end - self.window_blocks) if self.window_blocks else 0), end
+
+    def needed_beyond(self, tokens: int, longer: int) -> tuple[int, int]:
+        """The same of a prefix of `longer` tokens, without what a prefix of `tokens` needs already."""
+        first, end = self.needed(longer)
+        return max(first, tokens // self.block_tokens), end
+
+
+def common_tokens(shapes: Sequence[Shape]) -> int:
+    """Tokens after which every group has a block's end, again and again."""
+    if len(shapes) == 1:
+        return shapes[0].block_tokens
+    return math.lcm(*[shape.block_tokens for shape in shapes])
+
+
+def asked_tokens(shapes: Sequence[Shape]) -> int:
+    """Tokens that all groups were asked for."""
+    if len(shapes) == 1:
+        return shapes[0].blocks * shapes[0].block_tokens
+    return min([shape.blocks * shape.block_tokens for shape in shapes])
 
 
 def longest(
@@ -51,16 +70,22 @@ def longest(
     Asks `leading` once of each group that needs all, and `there` of windows only, from the longest prefix
     down to the first that will do.
     """
-    step = math.lcm(*(shape.block_tokens for shape in shapes))
-    high = min(shape.blocks * shape.block_tokens for shape in shapes)
+    first = shapes[0]
+    if len(shapes) == 1 and not first.window_blocks:
+        end = first.blocks if most_tokens is None else min(first.blocks, most_tokens // first.block_tokens)
+        return max(above, leading(0, end) * first.block_tokens)
+    step = common_tokens(shapes)
+    high = asked_tokens(shapes)
     if most_tokens is not None:
         high = min(high, most_tokens)
+    windows = []
     for query, shape in enumerate(shapes):
         high -= high % step
-        if not shape.window_blocks and high > above:
+        if shape.window_blocks:
+            windows.append(query)
+        elif high > above:
             high = min(high, leading(query, high // shape.block_tokens) * shape.block_tokens)
     high -= high % step
-    windows = [query for query, shape in enumerate(shapes) if shape.window_blocks]
     ends = FIRST_ENDS
     while windows and high > above:
         low = max(above - above % step, high - ends * step)

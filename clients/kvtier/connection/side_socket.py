@@ -1,7 +1,7 @@
 """The side socket: SOCK_SEQPACKET beside the gRPC socket, one message a packet, one exchange at a time.
 
 It shows the daemon who we are, carries descriptors, and lives as long as the session. `SideSocket` never
-waits; the shells wait for readiness in their own way.
+waits; `call_blocking` does, for readiness.
 """
 
 import array
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.attach import SideCall, SideReply
+from kvtier.connection.reach import Reach, explain, look
+from kvtier.connection.steps import SideCall, SideReply
 from kvtier.errors import ConnectionLostError, KvtierError
-from kvtier.reach import Reach, explain, look
 from kvtier.v1 import side_pb2
 
 PACKET_BYTES_MAX = 65_536

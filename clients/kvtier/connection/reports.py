@@ -1,0 +1,63 @@
+"""What people are told of a connection: that it is lost, that it works again, that memory cannot be
+registered."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from kvtier.connection.steps import NotRegisteredError
+from kvtier.status import ClientStatus
+
+log = logging.getLogger("kvtier")
+
+
+class ConnectionReports:
+    """Tells each change once. Used by the thread that keeps the session; never called with the lock held."""
+
+    def __init__(
+        self,
+        socket: Path,
+        on_ready: Callable[[ClientStatus], None] | None,
+        hand_over: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`on_ready`: is told instead of the log that the client works. `hand_over`: calls it where its owner
+        wants it to be called."""
+        self._socket = socket
+        self._on_ready = on_ready
+        self._hand_over = hand_over
+        self._not_registered = ""
+        self._works = False
+        """As the log has it: `ready` was the last to write, not `lost`."""
+        self._warned = False
+
+    def not_registered(self, error: NotRegisteredError) -> None:
+        """Memory is not registered, which is told if the reason will not go by itself."""
+        why = str(error)
+        if error.lasting and why != self._not_registered:
+            self._not_registered = why
+            self._warn(why)
+
+    def lost(self, why: str, told_before: str) -> None:
+        """There is no session, and why. `told_before`: why there was none before."""
+        if self._works or why != told_before:
+            self._works, self._warned = False, True
+            self._warn(why)
+
+    def ready(self, status: ClientStatus) -> None:
+        """The client works."""
+        warned = self._warned
+        self._works, self._warned = True, False
+        if self._on_ready is not None:
+            self._hand_over(partial(self._tell_owner, self._on_ready, status))
+        elif warned:
+            log.info("kvtier %s: attached to kvtierd %s", self._socket, status.daemon_version)
+
+    def _tell_owner(self, on_ready: Callable[[ClientStatus], None], status: ClientStatus) -> None:
+        try:
+            on_ready(status)
+        except Exception:
+            log.exception("kvtier: on_ready failed")
+
+    def _warn(self, why: str) -> None:
+        log.warning("kvtier %s: %s; without it every lookup misses", self._socket, why)

@@ -1,0 +1,56 @@
+"""How blocks are asked for: in units, which end at a block's end in every group of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier import PENDING, Client, Lookup, LookupCall
+
+from kvtier_vllm.groups import Groups
+
+
+class Question:
+    """Counts in units; hashes are a request's, of the blocks that vLLM hashes."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._whole = next((shape for shape in groups.shapes if not shape.window_blocks), None)
+        """A group of which a prefix needs all, so that it tells how long one can be."""
+
+    def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+        """How many of units `first` to `end` are worth a lookup, as the index page has it; None: it cannot
+        tell. Asks nobody."""
+        whole, size = self._whole, self._groups.unit_hashes
+        if whole is None:
+            return None
+        stride = whole.hash_stride
+        own = hashes if stride == 1 else hashes[stride - 1 : end * size : stride]
+        blocks = client.known_run(own, first * size // stride, end * size // stride, group=whole.group)
+        return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
+
+    def ask(
+        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
+    ) -> LookupCall:
+        """Begins a lookup of units `first` to `end`, with leases; `host_only`: not on disks."""
+        size, queries = self._groups.unit_hashes, self._groups.queries
+        return client.start_lookup(
+            hashes[first * size : end * size], queries, lease=True, host_only=host_only
+        )
+
+    def prefetch(self, client: Client, hashes: Sequence[bytes], end: int) -> None:
+        """Has units up to `end` promoted. The answer is of no interest."""
+        client.start_prefetch(hashes[: end * self._groups.unit_hashes], self._groups.queries)
+
+    def hits(self, answer: Lookup) -> int:
+        """Units that can be loaded, from the first on."""
+        return answer.hits * self._groups.shapes[0].block_tokens // self._groups.unit_tokens
+
+    def pending_hash(self, answer: Lookup, hashes: Sequence[bytes], first: int) -> bytes:
+        """Of the block at which a PENDING answer to a question from unit `first` on ends. Of several such
+        blocks, the one that comes first."""
+        ends = [
+            (found.states.index(PENDING) + 1) * shape.hash_stride
+            for found, shape in zip(answer.groups, self._groups.shapes, strict=True)
+            if PENDING in found.states
+        ]
+        return hashes[first * self._groups.unit_hashes + min(ends) - 1]
