@@ -11,7 +11,7 @@ from kvtierd.core.actions import LookupReply, SubmitReply
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.logs import logger
-from kvtierd.rpc import convert
+from kvtierd.rpc import replies, requests
 from kvtierd.rpc.queries import Caller
 
 TELL_EVERY_S = 60.0
@@ -39,14 +39,25 @@ class Calls:
             "cancel": lambda request, caller: ("cancel", self.cancel(request, caller)),
         }
         """By a request's field in AttachRequest: gives the reply and its field in AttachResponse."""
+        self.by_method: dict[str, Callable[[Any, Caller], Any]] = {
+            "Lookup": self.lookup,
+            "Touch": self.touch,
+            "Prefetch": self.prefetch,
+            "Store": self.store,
+            "Load": self.load,
+            "Release": self.release,
+            "Cancel": self.cancel,
+            "Wait": self.wait,
+        }
+        """By the name of a unary call."""
 
     def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
-        stimulus = convert.lookup_of(request, caller, self._limits)
+        stimulus = requests.lookup_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
         assert isinstance(reply, LookupReply)
         if reply.lease_refused is not None:
             self._tell(caller, reply.lease_refused)
-        return convert.lookup_reply(stimulus.queries, reply)
+        return replies.lookup_reply(stimulus.queries, reply)
 
     def _tell(self, caller: Caller, refused: Refusal) -> None:
         """That blocks are there and were not leased: in the log, now and then; all of them are counted."""
@@ -58,41 +69,41 @@ class Calls:
             )
 
     def touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
-        self._cache.handle(convert.touch_of(request, caller, self._limits))
+        self._cache.handle(requests.touch_of(request, caller, self._limits))
         return cache_pb2.TouchResponse()
 
     def prefetch(self, request: cache_pb2.PrefetchRequest, caller: Caller) -> cache_pb2.PrefetchResponse:
-        stimulus = convert.prefetch_of(request, caller, self._limits)
+        stimulus = requests.prefetch_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
         assert isinstance(reply, LookupReply)
-        return convert.prefetch_reply(stimulus.queries, reply)
+        return replies.prefetch_reply(stimulus.queries, reply)
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:
-        reply = self._cache.handle(convert.store_of(request, caller, self._limits))
+        reply = self._cache.handle(requests.store_of(request, caller, self._limits))
         assert isinstance(reply, SubmitReply)
-        return convert.submit_reply(self._cache.boot_nonce, reply)
+        return replies.submit_reply(self._cache.boot_nonce, reply)
 
     def load(self, request: cache_pb2.LoadRequest, caller: Caller) -> cache_pb2.SubmitResponse:
-        reply = self._cache.handle(convert.load_of(request, caller, self._limits))
+        reply = self._cache.handle(requests.load_of(request, caller, self._limits))
         assert isinstance(reply, SubmitReply)
-        return convert.submit_reply(self._cache.boot_nonce, reply)
+        return replies.submit_reply(self._cache.boot_nonce, reply)
 
     def release(self, request: cache_pb2.ReleaseRequest, caller: Caller) -> cache_pb2.ReleaseResponse:
-        self._cache.handle(convert.release_of(request, caller, self._limits))
+        self._cache.handle(requests.release_of(request, caller, self._limits))
         return cache_pb2.ReleaseResponse()
 
     def cancel(self, request: cache_pb2.CancelRequest, caller: Caller) -> cache_pb2.CancelResponse:
-        self._cache.handle(convert.cancel_of(request, caller, self._limits))
+        self._cache.handle(requests.cancel_of(request, caller, self._limits))
         return cache_pb2.CancelResponse()
 
     async def wait(self, request: cache_pb2.WaitRequest, caller: Caller) -> cache_pb2.WaitResponse:
-        tickets = convert.waited_for(request)
-        timeout_s = convert.wait_timeout_s(request)
+        tickets = requests.waited_for(request)
+        timeout_s = requests.wait_timeout_s(request)
         ended = await self._cache.wait(caller.session, caller.epoch, tickets, timeout_s)
         events = [
             cache_pb2.TransferEvent(ticket=ticket, state=types_pb2.TRANSFER_STATE_ACTIVE)
             if event is None
-            else convert.transfer_event(self._cache.boot_nonce, event)
+            else replies.transfer_event(self._cache.boot_nonce, event)
             for ticket, event in zip(tickets, ended, strict=True)
         ]
         return cache_pb2.WaitResponse(transfers=events)

@@ -3,14 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 from kvtier.v1 import admin_pb2
 
 from kvtierd.cache import Cache
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.rpc.errors import abort
-from kvtierd.rpc.guard import Undecodable
 from kvtierd.rpc.status import AboutDaemon
 
 POLL_S = 0.02
@@ -40,12 +37,11 @@ class Draining:
         self._stopping = True
         await self._tell_health(False)
 
-    async def drain(self, request: Any, context: Any) -> AsyncIterator[admin_pb2.DrainProgress]:
-        """Admin.Drain. Whoever asked for a restart and went away gets none, but the drain stays."""
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
+    async def drain(self, request: admin_pb2.DrainRequest) -> AsyncIterator[admin_pb2.DrainProgress]:
+        """Admin.Drain. Whoever asked for a restart and went away gets none, but the drain stays. Raises
+        Refusal."""
         if request.for_restart and not self._cache.snapshot().pool.path:
-            await abort(context, _nothing_would_be_left())
+            raise _nothing_would_be_left()
         deadline_s = time.monotonic() + request.timeout_ms / 1000
         self._cache.drain()
         await self._tell_health(False)
@@ -62,12 +58,10 @@ class Draining:
             self._stop()  # even if nobody is left to hear it: it was asked for, and the moment has come
         yield progress
 
-    async def resume(self, request: Any, context: Any) -> admin_pb2.ResumeResponse:
-        """Admin.Resume."""
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
+    async def resume(self, request: admin_pb2.ResumeRequest) -> admin_pb2.ResumeResponse:
+        """Admin.Resume. Raises Refusal."""
         if self._stopping or self._cache.poisoned.is_set():
-            await abort(context, Refusal(Reason.DRAINING, "the daemon is stopping: start it again"))
+            raise Refusal(Reason.DRAINING, "the daemon is stopping: start it again")
         was_draining = self._cache.draining
         self._cache.resume()
         await self._tell_health(True)

@@ -8,26 +8,23 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvtier.v1 import admin_pb2, cache_pb2
 
 from kvtierd.cache import Cache
 from kvtierd.config.reload import Reload
-from kvtierd.config.settings import ConfigError
-from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import CoreLimits
+from kvtierd.rpc.admin import AdminCalls
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.draining import Draining
-from kvtierd.rpc.errors import abort
-from kvtierd.rpc.explaining import explain_response
-from kvtierd.rpc.guard import HARD_LIMIT_FACTOR, Undecodable, decoder
+from kvtierd.rpc.guard import HARD_LIMIT_FACTOR
+from kvtierd.rpc.handlers import Serve, answering, generic_handler
 from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sessions import Connections
 from kvtierd.rpc.sockets import SocketError
-from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, reload_response, status_response
+from kvtierd.rpc.status import AboutDaemon
 from kvtierd.rpc.stream import AttachStream, StreamSettings
 
 CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
@@ -73,11 +70,10 @@ class RpcServer:
         """`stop` begins the end of the daemon, as an operator's signal would."""
         self._cache = cache
         self._sessions = sessions
-        self._about = about
         self._observe = observe
-        self._reload = reload
         self._calls = Calls(cache, limits)
         self._draining = Draining(cache, about, self._set_health, stop)
+        self._admin = AdminCalls(cache, about, self._draining, reload)
         self._bytes_max = settings.message_bytes_max
         self._health_listen = settings.health_listen
         self._health_server: HealthServer | None = None
@@ -108,77 +104,12 @@ class RpcServer:
         self._add_services()
 
     def _add_services(self) -> None:
-        # Generic handlers, because the generated ones fix the deserialiser.
-        unary: dict[str, Callable[[Any, Caller], Any]] = {
-            "Lookup": self._calls.lookup,
-            "Touch": self._calls.touch,
-            "Prefetch": self._calls.prefetch,
-            "Store": self._calls.store,
-            "Load": self._calls.load,
-            "Release": self._calls.release,
-            "Cancel": self._calls.cancel,
-            "Wait": self._calls.wait,
-        }
-        handlers = {name: self._unary(name, call) for name, call in unary.items()}
-        handlers["Attach"] = grpc.stream_stream_rpc_method_handler(
-            self._attach,
-            request_deserializer=decoder(cache_pb2.AttachRequest, self._bytes_max),
-            response_serializer=cache_pb2.AttachResponse.SerializeToString,
-        )
-        status = grpc.unary_unary_rpc_method_handler(
-            self._status,
-            request_deserializer=decoder(admin_pb2.StatusRequest, self._bytes_max),
-            response_serializer=admin_pb2.StatusResponse.SerializeToString,
-        )
-        drain = grpc.unary_stream_rpc_method_handler(
-            self._draining.drain,
-            request_deserializer=decoder(admin_pb2.DrainRequest, self._bytes_max),
-            response_serializer=admin_pb2.DrainProgress.SerializeToString,
-        )
-        resume = grpc.unary_unary_rpc_method_handler(
-            self._draining.resume,
-            request_deserializer=decoder(admin_pb2.ResumeRequest, self._bytes_max),
-            response_serializer=admin_pb2.ResumeResponse.SerializeToString,
-        )
-        explain = grpc.unary_unary_rpc_method_handler(
-            self._explain,
-            request_deserializer=decoder(admin_pb2.ExplainRequest, self._bytes_max),
-            response_serializer=admin_pb2.ExplainResponse.SerializeToString,
-        )
-        scrub = grpc.unary_unary_rpc_method_handler(
-            self._scrub,
-            request_deserializer=decoder(admin_pb2.ScrubRequest, self._bytes_max),
-            response_serializer=admin_pb2.ScrubResponse.SerializeToString,
-        )
-        clear = grpc.unary_unary_rpc_method_handler(
-            self._clear,
-            request_deserializer=decoder(admin_pb2.ClearRequest, self._bytes_max),
-            response_serializer=admin_pb2.ClearResponse.SerializeToString,
-        )
-        namespaces = grpc.unary_unary_rpc_method_handler(
-            self._namespaces,
-            request_deserializer=decoder(admin_pb2.ListNamespacesRequest, self._bytes_max),
-            response_serializer=admin_pb2.ListNamespacesResponse.SerializeToString,
-        )
-        reload = grpc.unary_unary_rpc_method_handler(
-            self._reloading,
-            request_deserializer=decoder(admin_pb2.ReloadRequest, self._bytes_max),
-            response_serializer=admin_pb2.ReloadResponse.SerializeToString,
-        )
-        admin = {
-            "Status": status,
-            "Drain": drain,
-            "Resume": resume,
-            "Explain": explain,
-            "Scrub": scrub,
-            "Clear": clear,
-            "ListNamespaces": namespaces,
-            "Reload": reload,
-        }
+        cache = {name: self._unary(name, call) for name, call in self._calls.by_method.items()}
+        cache["Attach"] = self._attach
         self._server.add_generic_rpc_handlers(
             (
-                grpc.method_handlers_generic_handler(CACHE.full_name, handlers),
-                grpc.method_handlers_generic_handler(ADMIN.full_name, admin),
+                generic_handler(CACHE, cache, self._bytes_max),
+                generic_handler(ADMIN, self._admin.by_method, self._bytes_max),
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -226,81 +157,19 @@ class RpcServer:
             self._sessions, self._calls, renew, self._stream_settings, self._observe, context
         ).run()
 
-    async def _status(self, request: Any, context: Any) -> admin_pb2.StatusResponse:
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
-        return status_response(self._about, self._cache.snapshot())
-
-    async def _namespaces(self, request: Any, context: Any) -> admin_pb2.ListNamespacesResponse:
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
-        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, self._cache.namespaces()))
-
-    async def _explain(self, request: Any, context: Any) -> admin_pb2.ExplainResponse:
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
-        group = request.group if request.HasField("group") else None
-        try:
-            explained = self._cache.explain(request.hash, request.namespace, group)
-        except Refusal as refusal:
-            await abort(context, refusal)
-        return explain_response(explained, self._cache.uptime_s)
-
-    async def _scrub(self, request: Any, context: Any) -> admin_pb2.ScrubResponse:
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
-        try:
-            paths = self._cache.scrub()
-        except Refusal as refusal:
-            await abort(context, refusal)
-        return admin_pb2.ScrubResponse(paths=paths)
-
-    async def _clear(self, request: Any, context: Any) -> admin_pb2.ClearResponse:
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
-        try:
-            cleared = await self._cache.clear(request.namespace, request.timeout_ms / 1000)
-        except Refusal as refusal:
-            await abort(context, refusal)
-        return clear_response(cleared)
-
-    async def _reloading(self, request: Any, context: Any) -> admin_pb2.ReloadResponse:
-        if isinstance(request, Undecodable):
-            await abort(context, request.refusal)
-        try:
-            found = self._reload()
-        except ConfigError as error:
-            refusal = Refusal(Reason.MALFORMED, f"{error}; nothing has changed", field=error.field)
-            await abort(context, refusal)
-        except Refusal as refusal:
-            await abort(context, refusal)
-        return reload_response(found)
-
-    def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> "grpc.RpcMethodHandler[Any, Any]":
-        method = CACHE.methods_by_name[name]
+    def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> Serve:
         observed = name.lower()
 
-        async def serve(request: Any, context: Any) -> Any:
+        def answer(request: Any) -> Any:
             started_s = time.perf_counter()
-            try:
-                if isinstance(request, Undecodable):
-                    raise request.refusal
-                session = self._sessions.by_token(request.session.token)
-                self._sessions.heard(session)
-                reply = call(request, session.caller(request.session.epoch))
-                if isinstance(reply, Awaitable):
-                    return await reply
+            session = self._sessions.by_token(request.session.token)
+            self._sessions.heard(session)
+            reply = call(request, session.caller(request.session.epoch))
+            if not isinstance(reply, Awaitable):
                 self._observe(observed, time.perf_counter() - started_s)
-                return reply
-            except Refusal as refusal:
-                await abort(context, refusal)
+            return reply
 
-        request_type: type[Message] = getattr(cache_pb2, method.input_type.name)
-        return grpc.unary_unary_rpc_method_handler(
-            serve,
-            request_deserializer=decoder(request_type, self._bytes_max),
-            response_serializer=getattr(cache_pb2, method.output_type.name).SerializeToString,
-        )
+        return answering(answer)
 
 
 def wire_limits(limits: CoreLimits, settings: RpcSettings) -> cache_pb2.Limits:

@@ -16,10 +16,10 @@ from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc import memory_check
-from kvtierd.rpc.convert import places_of, ranges_of
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
 from kvtierd.rpc.memory_check import GroupPlace
+from kvtierd.rpc.requests import places_of, ranges_of
 from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 
 SO_PEERPIDFD = 77

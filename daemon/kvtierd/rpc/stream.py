@@ -15,13 +15,14 @@ from kvtierd.core.actions import Attached, SessionEnded, TransferEnded
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch
 from kvtierd.core.stimuli import RenewSession
-from kvtierd.rpc import convert
 from kvtierd.rpc.batches import BATCHES, REQUESTS_MAX, in_batches
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.guard import Undecodable
 from kvtierd.rpc.hello import greeting_of
 from kvtierd.rpc.queries import Caller
+from kvtierd.rpc.replies import instance_event, transfer_event
+from kvtierd.rpc.requests import renew_of
 from kvtierd.rpc.sessions import Connection, Connections
 
 GOODBYE_DEADLINE_S = 1.0
@@ -255,7 +256,7 @@ class AttachStream:
             daemon_version=self._settings.daemon_version,
             limits=self._settings.limits,
             layout_fingerprint=attached.fingerprint.hex() if attached.fingerprint else "",
-            instance=convert.instance_event(attached.instance),
+            instance=instance_event(attached.instance),
             pool_bytes=self._settings.pool_bytes,
         )
         return cache_pb2.AttachResponse(id=request.id, welcome=welcome)
@@ -302,7 +303,7 @@ class AttachStream:
     ) -> cache_pb2.AttachResponse | None:
         """The answer, None if there is none now. Raises Refusal."""
         if body == "heartbeat":
-            renewal = convert.renew_of(request.heartbeat, session.id)
+            renewal = renew_of(request.heartbeat, session.id)
             self._sessions.told_audits(session, renewal.audits)
             self._renew(renewal)
             if not request.id:
@@ -366,11 +367,11 @@ class AttachStream:
 
     def _event(self, event: Event) -> None:
         if isinstance(event, TransferEnded):
-            transfer = convert.transfer_event(self._boot_nonce, event)
+            transfer = transfer_event(self._boot_nonce, event)
             lazily = event.ticket in self._lazy
             self._lazy.discard(event.ticket)
             self._push(cache_pb2.AttachResponse(transfer=transfer), lazily=lazily)
         elif isinstance(event, SessionEnded):
             self._end(event.why)
         else:
-            self._push(cache_pb2.AttachResponse(instance=convert.instance_event(event)))
+            self._push(cache_pb2.AttachResponse(instance=instance_event(event)))

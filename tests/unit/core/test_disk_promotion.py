@@ -208,6 +208,17 @@ class TestExact:
         disk_host.disk.finish_all()
         assert told(one, 1, 2, 3, 4, exact=True) == [HIT, HIT, HIT, MISS]
 
+    def test_what_comes_late_is_a_miss_where_not_all_hits_can_be_leased(self, make_disk_host: Make) -> None:
+        host = make_disk_host(limits=CoreLimits(leased_fraction_max=0.001))
+        one = cold(host, 1)
+        one.lookup(1)
+        host.now_s += 10.1
+        host.do(Tick())
+        one.stored(2, 3)
+        reply = one.lookup(1, 2, 3, exact=True, lease=True)
+        assert reply.states.tolist() == [MISS, HIT, MISS]
+        assert reply.lease_refused is not None
+
     def test_what_finds_no_room_is_a_miss(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 2)
         one.store(*range(200, 255))  # WRITING: one slot is left to be had

@@ -18,6 +18,7 @@ from kvtierd.core.stimuli import (
     PrefetchBlocks,
     ReleaseLeases,
     RenewSession,
+    Resume,
     TouchBlocks,
 )
 
@@ -110,6 +111,8 @@ class TestWhatIsFound:
         assert reason(query, BlockQuery(1, keys(1), -1)) is Reason.MALFORMED
         assert reason(query, BlockQuery(1, np.zeros((1, 16), np.uint8))) is Reason.MALFORMED
         assert reason(query, BlockQuery(1, keys(1, 2, 3, 4))) is Reason.TOO_MANY_BLOCKS
+        assert reason(query, BlockQuery(1, keys(1), exact=True)) is Reason.MODE_UNSUPPORTED
+        assert reason(BlockQuery(0, keys(1), 1, exact=True)) is Reason.MODE_UNSUPPORTED
 
 
 class TestLeases:
@@ -189,14 +192,18 @@ class TestLeases:
         reply = one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True)
         assert hits(reply) == [6, 6]
 
-    def test_touch_keeps_what_several_groups_use(self, host: Host) -> None:
+    @pytest.mark.parametrize("draining", [False, True])
+    def test_touch_keeps_what_several_groups_use(self, host: Host, draining: bool) -> None:
         one = both(host)
         one.stored(1, 2)
         one.stored(1, 2, group=1)
         for first in range(100, 152, 4):
             one.stored(*range(first, first + 4))
         queries = (BlockQuery(0, keys(1, 2)), BlockQuery(1, keys(2), 2))
+        if draining:
+            host.do(Drain())
         host.do(TouchBlocks(one.scheduler, one.epoch, queries))
+        host.do(Resume())
         one.stored(*range(200, 220))
         assert (one.hits(1, 2), one.hits(1, 2, group=1)) == ([1, 2], [2])
 
@@ -231,6 +238,29 @@ class TestDisks:
         disk_host.disk.finish_all()
         assert (one.hits(*PREFIX), one.hits(*PREFIX, group=1)) == ([1], [1])
 
+    @pytest.mark.parametrize("window", [0, 2])
+    def test_what_comes_is_waited_for_where_the_host_has_no_room_for_all(
+        self, disk_host: DiskHost, window: int
+    ) -> None:
+        one = on_disk(disk_host)
+        one.stored(*PREFIX, group=1)
+        assert one.lookup(*PREFIX, group=1, lease=True).hits == 6
+        one.store(*range(100, 148))  # WRITING: besides what is leased, two slots are left
+        reply = one.lookup_groups((0, PREFIX), (window, PREFIX))
+        assert states(reply) == [[PENDING] * 2, [HIT] * 2]
+        disk_host.disk.finish_all()
+        assert hits(one.lookup_groups((0, PREFIX), (window, PREFIX))) == [2, 2]
+
+    def test_a_window_of_what_comes_is_not_waited_for_if_nothing_brings_it_up(
+        self, disk_host: DiskHost
+    ) -> None:
+        one = on_disk(disk_host)
+        one.stored(5, 6, group=1)
+        one.store(*range(100, 152))  # WRITING: with the last window's blocks, two slots are left
+        assert states(one.lookup_groups((0, PREFIX), (2, PREFIX))) == [[], []]
+        disk_host.disk.finish_all()
+        assert (one.hits(*PREFIX), one.hits(*PREFIX, group=1)) == ([1, 2], [5, 6])
+
     def test_prefetch_brings_up_and_leases_nothing(self, disk_host: DiskHost) -> None:
         one = on_disk(disk_host)
         queries = (BlockQuery(0, keys(*PREFIX)), BlockQuery(1, keys(*PREFIX), 2))
@@ -250,6 +280,16 @@ class TestDisks:
         assert [len(told) for told in states(reply)] == [4, 4]
         host.disk.finish_all()
         assert len(leases(one.lookup_groups((0, PREFIX), (2, PREFIX), lease=True))) == 2
+
+    def test_what_is_being_stored_is_waited_for_although_no_more_can_be_leased(
+        self, make_host: Callable[..., Host]
+    ) -> None:
+        one = both(make_host(CoreLimits(leased_fraction_max=4.5 / 56)))
+        one.stored(1, 2)
+        one.stored(1, 2, group=1)
+        one.store(3, group=0)
+        one.store(3, group=1)
+        assert states(one.lookup_groups((0, PREFIX), (0, PREFIX))) == [[HIT, HIT, PENDING]] * 2
 
     def test_a_promotion_that_takes_longer_than_computing_is_not_begun(self, disk_host: DiskHost) -> None:
         one = on_disk(disk_host)

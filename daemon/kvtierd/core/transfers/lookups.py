@@ -147,9 +147,9 @@ class Lookups:
         return fitting, refused
 
     def _fitting(self, asks: Sequence[Ask], tokens: int, instance: Instance | None) -> int:
-        """Tokens of the longest prefix, of the `tokens` that were found, that an instance may hold now; while
-        nobody holds anything, one block of each group at least, however small the pool. None: that any may
-        hold while nobody holds anything."""
+        """Tokens of the longest prefix, of the `tokens` that were found, that an instance may hold now; of a
+        single group one block at least while nobody holds anything, however small the pool. None: that any
+        may hold while nobody holds anything."""
         room = self._core.lease_budget
         room_bytes = room.alone_bytes if instance is None else room.room_bytes(instance.held)
         cost = 0
@@ -173,7 +173,7 @@ class Lookups:
         if cost <= room_bytes:
             return tokens
         most = step * int(np.searchsorted(costs, room_bytes, "right"))
-        if alone:
+        if alone and len(asks) == 1:
             most = max(most, step)
         return self._shorter(asks, most) if most else 0
 

@@ -1,4 +1,4 @@
-"""Between the wire and the core: every message is checked here, whole, before the core sees a stimulus.
+"""Stimuli from the messages of clients: every message is checked here, whole, before the core sees one.
 
 Pure functions. Hashes stay one numpy array; where they have 32 bytes it is a view of the message's own bytes.
 """
@@ -10,19 +10,11 @@ import numpy.typing as npt
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 
 from kvtierd.cache import DeviceRange
-from kvtierd.core.actions import (
-    InstanceView,
-    LookupReply,
-    SubmitReply,
-    TransferEnd,
-    TransferEnded,
-)
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import HASH_BYTES_MAX, LeaseId, SessionId, Ticket, TransferNumber
+from kvtierd.core.ids import HASH_BYTES_MAX, LeaseId, SessionId, Ticket
 from kvtierd.core.stimuli import (
     NO_RETENTION,
     AuditReport,
-    BlockQuery,
     CancelTransfers,
     CoreLimits,
     LookupBlocks,
@@ -35,7 +27,6 @@ from kvtierd.core.stimuli import (
     SubmitStore,
     TouchBlocks,
 )
-from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.memory_check import GroupPlace, PlanePlace
 from kvtierd.rpc.queries import Caller, hashes_of, queries_of, touched_of
 
@@ -43,10 +34,10 @@ TICKET_MAX = 2**56 - 1
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
 """What an engine can be believed to compute; the core divides by it."""
 INDEX_TOLD_MAX = 1_000_000_000
+"""Lookups, and hashes, that one heartbeat may tell of."""
 AUDITS_MAX = 16
 AUDIT_ERROR_MAX = 1e6
 AUDIT_DETAIL_BYTES_MAX = 512
-"""Lookups, and hashes, that one heartbeat may tell of."""
 WAIT_TIMEOUT_MS_MAX = 60_000
 WAIT_TICKETS_MAX = 256
 """So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
@@ -69,45 +60,6 @@ def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits
 def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits) -> PrefetchBlocks:
     queries = queries_of(request.queries, request.hashes, caller, limits)
     return PrefetchBlocks(caller.session, caller.epoch, queries)
-
-
-def lookup_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.LookupResponse:
-    response = cache_pb2.LookupResponse(answers=_answers(queries, reply))
-    if _by_itself(queries):
-        response.lease_id = reply.groups[0].lease or 0
-    if reply.lease_refused is not None:
-        response.lease_refused.CopyFrom(to_error(reply.lease_refused))
-    return response
-
-
-def prefetch_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.PrefetchResponse:
-    return cache_pb2.PrefetchResponse(answers=_answers(queries, reply))
-
-
-def _by_itself(queries: Sequence[BlockQuery]) -> bool:
-    """Whether the answer has the form for one query in prefix or exact mode, which has no need of a lease for
-    each group, and tells no more than where a prefix ends."""
-    return len(queries) == 1 and not queries[0].window_blocks
-
-
-def _answers(queries: Sequence[BlockQuery], reply: LookupReply) -> list[cache_pb2.GroupAnswer]:
-    if _by_itself(queries):
-        query, [found] = queries[0], reply.groups
-        states = found.states if query.exact else found.up_to_first_miss(len(query.hashes))
-        answer = cache_pb2.GroupAnswer(
-            group=query.group, hits=found.hits, states=states.tobytes(), readable=found.readable
-        )
-        return [answer]
-    return [
-        cache_pb2.GroupAnswer(
-            group=query.group,
-            hits=found.hits,
-            states=found.states.tobytes(),
-            lease_id=found.lease or 0,
-            lease_first=found.lease_first,
-        )
-        for query, found in zip(queries, reply.groups, strict=True)
-    ]
 
 
 def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession:
@@ -202,12 +154,6 @@ def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) 
     )
 
 
-def submit_reply(boot_nonce: int, reply: SubmitReply) -> cache_pb2.SubmitResponse:
-    return cache_pb2.SubmitResponse(
-        transfer=_transfer_id(boot_nonce, reply.transfer), results=reply.results.tobytes()
-    )
-
-
 def release_of(request: cache_pb2.ReleaseRequest, caller: Caller, limits: CoreLimits) -> ReleaseLeases:
     leases = _bounded(request.lease_ids, limits.leases_max, "lease_ids")
     return ReleaseLeases(caller.session, caller.epoch, tuple(LeaseId(lease) for lease in leases))
@@ -231,28 +177,6 @@ def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:
             value=request.timeout_ms,
         )
     return request.timeout_ms / 1000
-
-
-def transfer_event(boot_nonce: int, event: TransferEnded) -> cache_pb2.TransferEvent:
-    message = cache_pb2.TransferEvent(
-        transfer=_transfer_id(boot_nonce, event.transfer),
-        ticket=event.ticket,
-        state=_END[event.end],
-        succeeded=event.succeeded.tobytes(),
-    )
-    if event.error is not None:
-        message.error.CopyFrom(to_error(event.error))
-    return message
-
-
-def instance_event(view: InstanceView) -> cache_pb2.InstanceEvent:
-    return cache_pb2.InstanceEvent(
-        ready=view.ready,
-        missing_ranks=view.missing_ranks,
-        namespace_digest=view.namespace.hex() if view.namespace else "",
-        reregister_ranks=view.reregister_ranks,
-        prefix_tokens_max=view.prefix_tokens_max,
-    )
 
 
 def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
@@ -282,17 +206,6 @@ def _range_of(field: str, part: side_pb2.DeviceRange) -> DeviceRange:
         field=f"{field}.source",
         value=part.WhichOneof("source") or "none",
     )
-
-
-_END = {
-    TransferEnd.DONE: types_pb2.TRANSFER_STATE_DONE,
-    TransferEnd.FAILED: types_pb2.TRANSFER_STATE_FAILED,
-    TransferEnd.CANCELLED: types_pb2.TRANSFER_STATE_CANCELLED,
-}
-
-
-def _transfer_id(boot_nonce: int, number: TransferNumber) -> types_pb2.TransferId:
-    return types_pb2.TransferId(boot_nonce=boot_nonce, number=number)
 
 
 def _signals(signals: cache_pb2.Signals) -> Signals:

@@ -1,0 +1,73 @@
+"""gRPC handlers for the methods of a service, from a table of functions: what a method takes, gives and
+streams is read from the service's description."""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from kvtierd.core.errors import Refusal
+from kvtierd.rpc.errors import abort
+from kvtierd.rpc.guard import Undecodable, decoder
+
+Serve = Callable[[Any, Any], Any]
+"""Answers one call, of a request (or `Undecodable`) and a context, as grpc.aio wants it."""
+
+_KINDS: dict[tuple[bool, bool], Callable[..., "grpc.RpcMethodHandler[Any, Any]"]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether the client and the daemon send a stream."""
+
+
+def generic_handler(
+    service: ServiceDescriptor, serve: Mapping[str, Serve], bytes_max: int
+) -> grpc.GenericRpcHandler:
+    """Of a whole service: `serve` has every method of it. The generated handlers would fix the
+    deserialiser."""
+    assert serve.keys() == service.methods_by_name.keys(), "every method has its function"
+    methods = {name: _handler(service.methods_by_name[name], call, bytes_max) for name, call in serve.items()}
+    return grpc.method_handlers_generic_handler(service.full_name, methods)
+
+
+def _handler(method: MethodDescriptor, serve: Serve, bytes_max: int) -> "grpc.RpcMethodHandler[Any, Any]":
+    return _KINDS[method.client_streaming, method.server_streaming](
+        serve,
+        request_deserializer=decoder(GetMessageClass(method.input_type), bytes_max),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def answering(call: Callable[[Any], Any]) -> Serve:
+    """Of a function, perhaps a coroutine, from a request to its response. A Refusal ends the call."""
+
+    async def serve(request: Any, context: Any) -> Any:
+        try:
+            if isinstance(request, Undecodable):
+                raise request.refusal
+            response = call(request)
+            return await response if isinstance(response, Awaitable) else response
+        except Refusal as refusal:
+            await abort(context, refusal)
+
+    return serve
+
+
+def streaming(call: Callable[[Any], Any]) -> Serve:
+    """The same of an asynchronous generator of responses."""
+
+    async def serve(request: Any, context: Any) -> Any:
+        try:
+            if isinstance(request, Undecodable):
+                raise request.refusal
+            async with contextlib.aclosing(call(request)) as responses:
+                async for response in responses:
+                    yield response
+        except Refusal as refusal:
+            await abort(context, refusal)
+
+    return serve
