@@ -29,7 +29,7 @@ def generic_handler(
 ) -> grpc.GenericRpcHandler:
     """Of a whole service: `serve` has every method of it. The generated handlers would fix the
     deserialiser."""
-    assert serve.keys() == service.methods_by_name.keys(), "every method has its function"
+    assert set(serve) == set(service.methods_by_name), "every method has its function"
     methods = {name: _handler(service.methods_by_name[name], call, bytes_max) for name, call in serve.items()}
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
