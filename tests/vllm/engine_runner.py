@@ -72,10 +72,12 @@ def _reload_weights(worker: Any, folder: str) -> None:
 
 
 def _load_weights(worker: Any, folder: str) -> int:
-    """Runs in each worker of an engine: as most programs that train give weights to an engine."""
+    """Runs in each worker of an engine: as most programs that train give weights to an engine. Norms only,
+    see `_scale_weights`."""
     from safetensors.torch import load_file
 
-    return len(worker.model_runner.model.load_weights(iter(load_file(f"{folder}/model.safetensors").items())))
+    tensors = load_file(f"{folder}/model.safetensors").items()
+    return len(worker.model_runner.model.load_weights((name, one) for name, one in tensors if "norm" in name))
 
 
 def _tell_weights(worker: Any, revision: str | None) -> bool:
@@ -234,8 +236,11 @@ class Runner:
             self._llm.apply_model(functools.partial(_scale_norms, factor=factor))
         elif way == "look":
             self._llm.apply_model(lambda model: len(list(model.parameters())))
+        elif way == "sleep of workers":
+            self._llm.collective_rpc("sleep", args=(2,))
+            self._llm.collective_rpc("wake_up")
         else:
-            self._llm.sleep(level={"sleep 1": 1, "sleep 2": 2}[way])
+            self._llm.sleep(level=2)
             self._llm.wake_up()
         return {}
 

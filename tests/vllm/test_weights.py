@@ -226,59 +226,68 @@ def scaled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def change(rig: Rig, way: str, folder: Path) -> None:
+def change(rig: Rig, way: str, folder: Path | str = "", factor: float = 1.0) -> None:
     rig.engine.drain()
-    rig.engine.call("change_weights", way=way, folder=str(folder), factor=FACTOR)
+    rig.engine.call("change_weights", way=way, folder=str(folder), factor=factor)
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_a_call_that_changes_weights_is_noticed_whatever_follows(
-    start: Start, model: Path, scaled: Path, tmp_path: Path, way: str
+    start: Start, model: Path, scaled: Path, tmp_path: Path
 ) -> None:
     """Without a reset at first, and then with one that means nothing."""
-    new = right_answer(model, FACTOR, tmp_path / "plain")
-    more = prompt(6 * BLOCK + 3, seed=22)
+    others = [prompt(6 * BLOCK + 3, seed=22 + number) for number in range(len(WAYS))]
     with start(on_reset="keep") as rig:
-        old = rig.generate(TOKENS)
+        right = [rig.generate(TOKENS).tokens, right_answer(model, FACTOR, tmp_path / "plain")]
+        assert right[0] != right[1], "or this test would prove nothing"
         rig.wait_stored()
-        change(rig, way, scaled)
-        settled(rig)
-        rig.generate(more)  # by new weights, and nothing else
-        rig.wait_stored()
-        rig.engine.drain()
-        rig.engine.reset_prefix_cache()
-        got = rig.generate(TOKENS)
-        assert (got.num_cached_tokens, got.tokens) == (0, new)
-        assert old.tokens != new
-        tell(rig, f"by {way}")
-        rig.engine.reset_prefix_cache()
-        settled(rig)
-        rig.generate(TOKENS)
-        rig.wait_stored()
+        for number, (way, more) in enumerate(zip(WAYS, others, strict=True), 1):
+            to = number % 2  # there and back
+            change(rig, way, (model, scaled)[to], (1 / FACTOR, FACTOR)[to])
+            settled(rig)
+            rig.generate(more)
+            rig.wait_stored()
+            rig.engine.drain()
+            rig.engine.reset_prefix_cache()
+            got = rig.generate(TOKENS)
+            assert (got.num_cached_tokens, got.tokens) == (0, right[to]), way
+            tell(rig, f"by {way}")
+            rig.engine.reset_prefix_cache()
+            settled(rig)
+            assert rig.generate(TOKENS).num_cached_tokens == 0, way
+            rig.wait_stored()
+            rig.engine.drain()
+            rig.engine.reset_prefix_cache()
+            got = rig.generate(TOKENS)
+            assert (got.num_cached_tokens, got.tokens) == (HIT, right[to]), way
     with start(on_reset="keep") as fresh:
-        assert fresh.generate(more).num_cached_tokens == 0
+        assert [fresh.generate(more).num_cached_tokens for more in others] == [0] * len(WAYS)
         found = fresh.generate(TOKENS)
-        assert (found.num_cached_tokens, found.tokens) == (HIT, old.tokens)
-        change(fresh, way, scaled)
-        tell(fresh, f"by {way}")
+        assert (found.num_cached_tokens, found.tokens) == (HIT, right[0])
+        change(fresh, WAYS[0], scaled)
+        tell(fresh, f"by {WAYS[0]}")
         fresh.engine.reset_prefix_cache()
         settled(fresh)
         found = fresh.generate(TOKENS)
-        assert (found.num_cached_tokens, found.tokens) == (HIT, new)
+        assert (found.num_cached_tokens, found.tokens) == (HIT, right[1])
 
 
-def test_weights_that_were_discarded_in_sleep_are_others_afterwards(start: Start, model: Path) -> None:
+def test_weights_that_were_discarded_in_sleep_are_others_afterwards(start: Start) -> None:
     """Whatever resets mean. A processor's engine keeps its weights in fact, so what it computes is known."""
+    more = prompt(6 * BLOCK + 3, seed=29)
     with start(on_reset="keep") as rig:
         rig.generate(TOKENS)
         rig.wait_stored()
-        change(rig, "sleep 1", model)
-        change(rig, "look", model)
+        change(rig, "look")
+        rig.engine.reset_prefix_cache()
         assert rig.generate(TOKENS).num_cached_tokens == HIT
-        change(rig, "sleep 2", model)
+        change(rig, "sleep of workers")  # nothing has been reset
         settled(rig)
+        rig.generate(more)
+        rig.wait_stored()
+        rig.engine.drain()
+        rig.engine.reset_prefix_cache()
         assert rig.generate(TOKENS).num_cached_tokens == 0
-        change(rig, "sleep 2", model)
+        change(rig, "sleep")
         tell(rig, "after sleep")  # sleeping has reset the cache
         settled(rig)
         assert rig.generate(TOKENS).num_cached_tokens == 0
@@ -286,6 +295,8 @@ def test_weights_that_were_discarded_in_sleep_are_others_afterwards(start: Start
         rig.engine.drain()
         rig.engine.reset_prefix_cache()
         assert rig.generate(TOKENS).num_cached_tokens == HIT
+    with start() as fresh:
+        assert fresh.generate(more).num_cached_tokens == 0
     with start(weights_revision="after sleep") as other:
         assert other.generate(TOKENS).num_cached_tokens == HIT
 

@@ -16,7 +16,9 @@ from typing import Any, get_type_hints
 
 ENV_PREFIX = "KVTIER_"
 
-SIZE_FORMS = "64Gi or 64GiB is 64 x 2^30 bytes; 64G, 64g or 64GB is 64 x 10^9; K, M, T, P likewise"
+SIZE_FORMS = (
+    "64Gi or 64GiB is 64 x 2^30 bytes; 64G, 64g or 64GB is 64 x 10^9; K, M, T and P work in the same way"
+)
 """The ways to write a size, for error messages and help."""
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power

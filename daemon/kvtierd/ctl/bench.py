@@ -248,7 +248,8 @@ def lines(figures: Figures) -> Iterator[str]:
     size = figures.blocks * figures.block_bytes
     yield f"kvtierd {figures.daemon_version}, {figures.blocks:,} blocks of {human_size(figures.block_bytes)}"
     yield f"  store   {figures.store_gb_per_s:6.2f} GB/s   {human_size(size)}"
-    yield f"  load    {figures.load_gb_per_s:6.2f} GB/s   likewise, median of {LOADS}, every byte compared"
+    how = f"{human_size(size)}, median of {LOADS}, every byte compared"
+    yield f"  load    {figures.load_gb_per_s:6.2f} GB/s   {how}"
     for what, latency in (
         ("there", figures.lookup_hit_one),
         ("there", figures.lookup_hit_all),

@@ -219,15 +219,20 @@ def wall_clock_readings(source: Path) -> Iterator[str]:
             )
 
 
+COMPARED_WITH_FILES = {"clients/kvtier_vllm/model/weights.py": 1}
+"""How often each of these reads the wall clock, which is where file systems take the times of changes from."""
+
+
 def test_nothing_of_ours_reads_the_wall_clock() -> None:
-    """But for the time stamps of log lines, which Python's logging makes."""
+    """But for the time stamps of log lines, which Python's logging makes, and the age of files."""
     sources = [
         *(REPO / "daemon").rglob("*.py"),
         *(REPO / "clients").rglob("*.py"),
         *(REPO / "kernels").rglob("*.py"),
     ]
     assert len(sources) > 100
-    assert [found for source in sources for found in wall_clock_readings(source)] == []
+    found = Counter(at.split(":")[0] for source in sources for at in wall_clock_readings(source))
+    assert found == COMPARED_WITH_FILES
     native = [file for kind in ("cpp", "hpp", "h", "cc") for file in (REPO / "kernels").rglob(f"*.{kind}")]
     assert native
     for file in native:

@@ -62,7 +62,8 @@ def test_what_is_not_leased_is_no_hit_and_says_why(tight: DaemonHost, connect_to
     assert hit.states == bytes([HIT] * hit.hits + [MISS])
     assert hit.error is not None
     assert hit.error.reason is Reason.LEASE_LIMIT
-    assert f"{hit.hits} of {len(PREFIX)} readable blocks" in str(hit.error)
+    tokens = 16 * hit.hits, 16 * len(PREFIX)
+    assert "{} of {} readable tokens".format(*tokens) in str(hit.error)
     behind = plain.lookup(PREFIX[hit.hits :], lease=True)
     assert (behind.hits, behind.lease, behind.unleased) == (0, None, len(PREFIX) - hit.hits)
     assert behind.states == bytes([PENDING])

@@ -80,7 +80,7 @@ def test_a_unary_prefetch_is_the_same_and_is_checked_as_a_lookup_is(raw: RawSess
         query = cache_pb2.GroupQuery(**fields)
         return raw.stub.Prefetch(cache_pb2.PrefetchRequest(session=raw.ref(), queries=[query]))
 
-    assert ask().answers[0] == cache_pb2.GroupAnswer(hits=2, states=b"\2\2\0")
+    assert ask().answers[0] == cache_pb2.GroupAnswer(hits=2, states=b"\2\2\0", readable=2)
     assert raw.attached.call(prefetch=_on_stream(joined)).prefetch == ask()
     for changes, reason in (
         ({"hashes": b"x"}, Reason.HASH_LENGTH),
