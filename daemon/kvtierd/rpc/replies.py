@@ -17,7 +17,7 @@ _END = {
 
 
 def lookup_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.LookupResponse:
-    response = cache_pb2.LookupResponse(answers=_answers(queries, reply, leasable=True))
+    response = cache_pb2.LookupResponse(answers=_answers(queries, reply))
     if _by_itself(queries):
         response.lease_id = reply.groups[0].lease or 0
     if reply.lease_refused is not None:
@@ -26,7 +26,7 @@ def lookup_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2
 
 
 def prefetch_reply(queries: Sequence[BlockQuery], reply: LookupReply) -> cache_pb2.PrefetchResponse:
-    return cache_pb2.PrefetchResponse(answers=_answers(queries, reply, leasable=False))
+    return cache_pb2.PrefetchResponse(answers=_answers(queries, reply))
 
 
 def submit_reply(boot_nonce: int, reply: SubmitReply) -> cache_pb2.SubmitResponse:
@@ -63,16 +63,13 @@ def _by_itself(queries: Sequence[BlockQuery]) -> bool:
     return len(queries) == 1 and not queries[0].window_blocks
 
 
-def _answers(
-    queries: Sequence[BlockQuery], reply: LookupReply, *, leasable: bool
-) -> list[cache_pb2.GroupAnswer]:
-    """`leasable`: a lease could have been asked for, so it is told what is readable without one."""
+def _answers(queries: Sequence[BlockQuery], reply: LookupReply) -> list[cache_pb2.GroupAnswer]:
     if _by_itself(queries):
         query, [found] = queries[0], reply.groups
         states = found.states if query.exact else found.up_to_first_miss(len(query.hashes))
-        answer = cache_pb2.GroupAnswer(group=query.group, hits=found.hits, states=states.tobytes())
-        if leasable:
-            answer.readable = found.readable
+        answer = cache_pb2.GroupAnswer(
+            group=query.group, hits=found.hits, states=states.tobytes(), readable=found.readable
+        )
         return [answer]
     return [
         cache_pb2.GroupAnswer(

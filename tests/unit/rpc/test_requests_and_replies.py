@@ -166,7 +166,7 @@ class TestPrefetch:
         stimulus = requests.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
         reply = LookupReply((GroupHits(2, np.array([2, 1, 0, 2], np.uint8), 2),))
         response = replies.prefetch_reply(stimulus.queries, reply)
-        told = cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2")
+        told = cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2", readable=2)
         assert list(response.answers) == [told]
 
 
