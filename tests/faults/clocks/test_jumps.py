@@ -220,7 +220,7 @@ def wall_clock_readings(source: Path) -> Iterator[str]:
 
 
 COMPARED_WITH_FILES = {"clients/kvtier_vllm/model/weights.py": 1}
-"""How often each of these reads the wall clock, which is where file systems take the times of changes from."""
+"""How often each of these reads the wall clock, from which file systems take the times of changes."""
 
 
 def test_nothing_of_ours_reads_the_wall_clock() -> None:
