@@ -26,6 +26,7 @@ from tests.simulation.engine import (
     Engine,
 )
 from tests.simulation.nonsense import ask_nonsense
+from tests.simulation.together import lookup_together
 from tests.simulation.worker import FakeWorker
 from tests.simulation.world import DEVICES, ENGINES, Crash, World
 
@@ -155,7 +156,8 @@ def _respawn(world: World) -> None:
 
 
 USES: dict[Callable[[World, Engine], None], float] = {
-    uses.lookup: 20,
+    uses.lookup: 16,
+    lookup_together: 4,
     uses.store: 20,
     uses.load: 24,
     uses.ring: 16,

@@ -60,6 +60,7 @@ from kvtierd.core.stimuli import (
     WorkerLive,
     WorkerLost,
 )
+from kvtierd.core.tier import NoTier, Tier
 from kvtierd.core.transfers.fencing import Fencing
 from kvtierd.core.transfers.leases import Leases
 from kvtierd.core.transfers.lookups import Lookups
@@ -103,17 +104,19 @@ class Machine:
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator, and for looking; nobody else changes anything in it."""
-        self._tier = DiskTier(self.core)
+        of_disks = DiskTier(self.core)
+        self.tier: Tier = of_disks if disks else NoTier()
+        """What is below the host; for tests of it."""
         self._leases = Leases(self.core)
-        self._lookups = Lookups(self.core, self._leases, self._tier)
+        self._lookups = Lookups(self.core, self._leases, self.tier)
         self._transfers = Transfers(self.core, self._leases)
         self._clearing = BlockClearing(self.core)
-        self._fencing = Fencing(self.core, self._transfers, self._tier)
+        self._fencing = Fencing(self.core, self._transfers, self.tier)
         self._sampler = Sampler(
             self.core, blocks.integrity.sample_bytes_per_s, randomness or np.random.default_rng(0)
         )
         self._instances = Instances(
-            self.core, self._leases, self._transfers, self._fencing, self._sampler, self._tier
+            self.core, self._leases, self._transfers, self._fencing, self._sampler, self.tier
         )
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
             AttachSession: self._instances.attach,
@@ -132,15 +135,15 @@ class Machine:
             PublishPage: self._publish_page,
             PartFinished: self._fencing.part_finished,
             SlotsChecked: self._sampler.checked,
-            DiskJobFinished: self._tier.job_finished,
-            StartScrub: self._tier.start_scrub,
+            DiskJobFinished: of_disks.job_finished,
+            StartScrub: of_disks.start_scrub,
             ClearBlocks: self._clearing.clear,
             SessionReleased: self._instances.session_released,
             WorkerLive: self._instances.worker_live,
             WorkerLost: self._instances.worker_lost,
             WorkerExited: self._instances.worker_exited,
             Recovered: self._recovered,
-            DiskRecovered: self._tier.recovered,
+            DiskRecovered: of_disks.recovered,
             SlotsProven: self._slots_proven,
             Drain: self._drain,
             Resume: self._resume,
@@ -163,7 +166,7 @@ class Machine:
         assert not core.instances, "recovery comes before any session"
         core.recovered = True
         recover(core.blocks, stimulus)
-        self._tier.host_recovered()
+        self.tier.host_recovered()
 
     def _slots_proven(self, stimulus: SlotsProven) -> None:
         """Frees those of the slots that are quarantined."""
@@ -184,14 +187,14 @@ class Machine:
         self._sampler.bytes_per_s = rate
         blocks = self.core.blocks
         blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
-        self._tier.reconfigure(stimulus.disks)
+        self.tier.reconfigure(stimulus.disks)
 
     def _tick(self, stimulus: Tick) -> None:
         self._leases.expire()
         self.core.retention.tick()
         self._transfers.cancel_overdue()
         self._sampler.tick()
-        self._tier.tick()
+        self.tier.tick()
         self.core.pages.tick()
 
     # --- index pages ---

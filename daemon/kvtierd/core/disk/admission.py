@@ -4,9 +4,10 @@ Whatever is not known, or was not measured lately, counts as fast: what is told 
 again."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvtierd.core.actions import Direction, DiskJobKind
+from kvtierd.core.ids import Hashes
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk
 from kvtierd.core.state.entities import GroupPlan, Instance, TransferPart
@@ -22,8 +23,7 @@ class Admission:
 
     @property
     def _on(self) -> bool:
-        disks = self._core.disks
-        return disks.policy.recompute_if_faster and bool(disks)
+        return self._core.disks.policy.recompute_if_faster
 
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """Learns from a load how fast its worker copies."""
@@ -38,22 +38,23 @@ class Admission:
         return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 
     def promotion_loses(
-        self,
-        instance: Instance,
-        wanted: Sequence[tuple[GroupPlan, int]],
-        of_disk: Mapping[Disk, int],
-        tokens: int,
+        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
     ) -> bool:
-        """Of so many blocks of each group, and so many bytes on each disk: read, loaded afterwards, they
-        spare computing so many tokens."""
+        """Of these blocks of each group, all on disks: read, loaded afterwards, they spare computing so many
+        tokens."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
+        of_disk: Counter[Disk] = Counter()
+        for plan, hashes in wanted:
+            for disk, own in self._core.disks.by_disk(hashes):
+                of_disk[disk] += len(own) * plan.domain.block_bytes
         now_s = self._core.now_s
         read_s = max(
             disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count_bytes)
             for disk, count_bytes in of_disk.items()
         )
-        return read_s + self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
+        loads_s = self._loads_s([(plan, len(hashes)) for plan, hashes in wanted])
+        return read_s + loads_s > tokens / instance.prefill_tokens_per_s
 
     def _loads_s(self, wanted: Sequence[tuple[GroupPlan, int]]) -> float:
         """Ranks on different devices are copied to at once, groups one after another."""

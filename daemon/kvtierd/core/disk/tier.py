@@ -1,25 +1,29 @@
-"""The disk tier as the rest of the core sees it: what it is told, and what it does as time passes."""
+"""Disks, as the tier below the host."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.prefix import Mask
 from kvtierd.core.disk.admission import Admission
 from kvtierd.core.disk.disk_health import DiskHealth
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.disk.promotion import Promotion
 from kvtierd.core.disk.scrub import Scrubs
 from kvtierd.core.disk.writing import Writing
-from kvtierd.core.ids import Entries
-from kvtierd.core.state.asks import Ask
+from kvtierd.core.ids import Entries, Hashes, SpaceId
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.disks import Disk
+from kvtierd.core.state.disks import LATE, Disk
 from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, TransferPart, WorkerRecord
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PartFinished, StartScrub
 
 
 class DiskTier:
-    """Does nothing, at no cost, if there are no disks."""
+    """A `Tier`, and what only disks have: jobs, scrubs, recovery."""
+
+    keeps_evicted = True
 
     def __init__(self, core: CoreState) -> None:
         self._core = core
@@ -28,24 +32,46 @@ class DiskTier:
         self._health = DiskHealth(core, self._jobs)
         self._scrubs = Scrubs(core, self._jobs)
         self._writing = Writing(core, self._jobs)
-        self.admission = Admission(core)
-        self.promotion = Promotion(core, self._jobs, self.admission)
+        self._admission = Admission(core)
+        self._promotion = Promotion(core, self._jobs)
 
-    def __bool__(self) -> bool:
-        return bool(self._disks)
+    # --- lookups ---
+
+    @property
+    def reads(self) -> bool:
+        return self._disks.any_live
+
+    def find(self, space: SpaceId, hashes: Hashes) -> Entries:
+        return self._disks.find(space, hashes)
+
+    def in_time(self, entries: Entries) -> Mask:
+        if not self._disks.late_jobs:
+            return np.ones(len(entries), np.bool_)
+        in_time: Mask = self._core.blocks.table.flags(entries) & LATE == 0
+        return in_time
+
+    def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
+        return self._admission.load_loses(instance, wanted, tokens)
+
+    def bringing_up_loses(
+        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
+    ) -> bool:
+        return self._admission.promotion_loses(instance, wanted, tokens)
+
+    def bring_up(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
+        return self._promotion.begin(plan, hashes, copies, in_order=in_order)
 
     # --- what becomes of blocks on the host ---
 
     def stored(self, plan: GroupPlan, entries: Entries) -> None:
         """A store has made blocks READY; the head of a sequence first."""
-        if self._disks and len(entries):
+        if len(entries):
             self._disks.settle(plan.space, entries)
             self._writing.stored(plan.domain, entries)
 
     def found(self, domain: Domain, entries: Entries) -> None:
         """A lookup has hit blocks; the head of a sequence first."""
-        if self._disks:
-            self._writing.found(domain, entries)
+        self._writing.found(domain, entries)
 
     def reconfigure(self, policy: CoreDisks) -> None:
         """As `Reconfigure` says."""
@@ -60,18 +86,7 @@ class DiskTier:
 
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """A copy worker has ended a part."""
-        if self._disks:
-            self.admission.part_finished(part, stimulus)
-
-    def recompute(self, instance: Instance, asks: Sequence[Ask], tokens: int) -> bool:
-        """Whether computing the `tokens` that were found on the host is faster than loading them; counted."""
-        if not self._disks or not instance.prefill_tokens_per_s:
-            return False
-        wanted = [(ask.plan, len(ask.found)) for ask in asks]
-        if not self.admission.load_loses(instance, wanted, tokens):
-            return False
-        self._core.tally.recompute_blocks += sum(blocks for _, blocks in wanted)
-        return True
+        self._admission.part_finished(part, stimulus)
 
     # --- stimuli ---
 
@@ -96,8 +111,7 @@ class DiskTier:
         self._health.recovered(disk)
 
     def host_recovered(self) -> None:
-        if self._disks:
-            self._disks.host_recovered()
+        self._disks.host_recovered()
 
     def worker_live(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)
@@ -123,8 +137,6 @@ class DiskTier:
         return self._disks.all[int(worker.device.removeprefix(DISK_DEVICE_PREFIX))]
 
     def tick(self) -> None:
-        if not self._disks:
-            return
         for disk in self._disks.all:
             self._health.tick(disk)
             self._scrubs.go_on(disk)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 from kvtierd.core.actions import Attached, InstanceView, ReleaseSession, SessionEnded
 from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest
-from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.engines.hello import check_hello, check_prefill, shards_of
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
@@ -28,6 +27,7 @@ from kvtierd.core.stimuli import (
     WorkerLive,
     WorkerLost,
 )
+from kvtierd.core.tier import Tier
 from kvtierd.core.transfers.fencing import Fencing
 from kvtierd.core.transfers.leases import Leases
 from kvtierd.core.transfers.transfers import Transfers
@@ -41,7 +41,7 @@ class Instances:
         transfers: Transfers,
         fencing: Fencing,
         sampler: Sampler,
-        tier: DiskTier,
+        tier: Tier,
     ) -> None:
         self._core = core
         self._blocks = core.blocks
@@ -403,7 +403,7 @@ class Instances:
     def view(self, instance: Instance) -> InstanceView:
         missing = self._missing(instance)
         lost = [rank for rank, session in instance.ranks.items() if session.lost]
-        longest = 0 if self._tier else self._core.lease_budget.prefix_tokens(instance.plans)
+        longest = 0 if self._tier.keeps_evicted else self._core.lease_budget.prefix_tokens(instance.plans)
         return InstanceView(not missing, missing, instance.digest, tuple(sorted(lost)), longest)
 
     @staticmethod

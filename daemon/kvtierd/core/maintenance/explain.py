@@ -194,7 +194,7 @@ def _state(core: CoreState, space: SpaceId, row: Hashes) -> int:
 
 
 def _is_on_disk(core: CoreState, space: SpaceId, row: Hashes) -> bool:
-    return bool(core.disks) and core.disks.has(space, row)
+    return bool(core.disks.find(space, row)[0] != NO_ENTRY)
 
 
 def _is_there(core: CoreState, space: SpaceId, row: Hashes) -> bool:

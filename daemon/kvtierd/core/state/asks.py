@@ -26,6 +26,7 @@ class Ask(Shape):
     all READY ones."""
     ended: int = READY
     """The state of the block behind the run; READY if nobody has looked so far."""
+    each: Entries = field(init=False)
     states: U8 = field(init=False)
     """Of an exact query: of every block, as in the table."""
     found: Entries = field(init=False)
@@ -45,8 +46,8 @@ class Ask(Shape):
 
     def look_at_each(self, table: BlockTable) -> int:
         """Looks at every block by itself. Returns how many are READY."""
-        entries, self.states = table.lookup(self.plan.space, self.query.hashes)
-        self.run = entries[self.states == READY]
+        self.each, self.states = table.lookup(self.plan.space, self.query.hashes)
+        self.run = self.each[self.states == READY]
         return len(self.run)
 
     def entries(self, table: BlockTable, tokens: int) -> Entries:

@@ -195,16 +195,13 @@ class Disks:
 
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         """Entries, on their disks, of the blocks that LIVE disks can read; NO_ENTRY for the others."""
+        if len(self.all) == 1 and self.all[0].live:
+            return self.all[0].find(space, hashes)
         found = np.full(len(hashes), NO_ENTRY, np.uint32)
         for disk, own in self.by_disk(hashes):
             if disk.live:
                 found[own] = disk.find(space, np.ascontiguousarray(hashes[own]))
         return found
-
-    def has(self, space: SpaceId, key: Hashes) -> bool:
-        """Whether a LIVE disk can read one block, `key` of shape (1, 32)."""
-        disk = self.all[0] if len(self.all) == 1 else self.all[int(self.place(key)[0])]
-        return disk.live and bool(disk.find(space, key)[0] != NO_ENTRY)
 
     # --- what the host says of disks ---
 

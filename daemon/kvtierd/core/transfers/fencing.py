@@ -6,12 +6,12 @@ from kvtierd.core.actions import Direction, TransferEnd, TransferEnded
 from kvtierd.core.blocks.blocks import RECOVERED
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import U8, U32, BlockState
-from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import Instance, TransferJob, TransferPart, WorkerMapping
 from kvtierd.core.state.transitions import Event, TransferPartState
 from kvtierd.core.stimuli import PartFinished, PartOutcome
+from kvtierd.core.tier import Tier
 from kvtierd.core.transfers.transfers import Transfers
 
 READY = int(BlockState.READY)
@@ -19,7 +19,7 @@ _NONE = np.empty(0, np.uint32)
 
 
 class Fencing:
-    def __init__(self, core: CoreState, transfers: Transfers, tier: DiskTier) -> None:
+    def __init__(self, core: CoreState, transfers: Transfers, tier: Tier) -> None:
         self._core = core
         self._tier = tier
         self._blocks = core.blocks

@@ -7,24 +7,25 @@ import numpy as np
 from kvtierd.core.actions import GroupHits, LookupReply
 from kvtierd.core.blocks.prefix import Mask, There, common_tokens, longest
 from kvtierd.core.blocks.table import U8
-from kvtierd.core.disk.promotion import HIT, MISS, PENDING, WRITING
-from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.errors import Refusal
 from kvtierd.core.state.asks import READY, Ask
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import Instance, LeaseCut
 from kvtierd.core.stimuli import BlockQuery, LookupBlocks, PrefetchBlocks, TouchBlocks
+from kvtierd.core.tier import Tier
 from kvtierd.core.transfers.checks import check_queries
 from kvtierd.core.transfers.leases import Leases
+from kvtierd.core.transfers.outlook import HIT, MISS, PENDING, WRITING, Outlook
 
 
 class Lookups:
-    def __init__(self, core: CoreState, leases: Leases, tier: DiskTier) -> None:
+    def __init__(self, core: CoreState, leases: Leases, tier: Tier) -> None:
         self._core = core
         self._blocks = core.blocks
         self._table = core.blocks.table
         self._leases = leases
         self._tier = tier
+        self._outlook = Outlook(core, tier)
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
         """The longest prefix that all groups can load now, or each block of an exact query by itself. What it
@@ -41,8 +42,10 @@ class Lookups:
             self._count_unanswered(queries)
             return _nothing(queries)
         tokens = self._find(asks)
-        if tokens and self._tier.recompute(instance, asks, tokens):
-            return self._recomputed(asks, tokens)
+        if tokens and instance.prefill_tokens_per_s:
+            wanted = [(ask.plan, len(ask.found)) for ask in asks]
+            if self._tier.load_loses(instance, wanted, tokens):
+                return self._recomputed(asks, tokens)
         leased, refused = tokens, None
         if stimulus.lease and tokens:
             leased, refused = self._lease(instance, asks, tokens)
@@ -181,11 +184,10 @@ class Lookups:
 
     def _tell(self, instance: Instance, asks: Sequence[Ask], tokens: int, *, host_only: bool) -> None:
         """With what is on its way; begins to bring up what disks have."""
-        promotion = self._tier.promotion
         if asks[0].query.exact:
-            asks[0].told = promotion.exact(instance, asks[0], host_only=host_only)
+            asks[0].told = self._outlook.exact(instance, asks[0], host_only=host_only)
             return
-        longer = promotion.beyond(instance, asks, tokens, host_only=host_only)
+        longer = self._outlook.beyond(instance, asks, tokens, host_only=host_only)
         for ask in asks:
             ask.told = told = _hit(ask, tokens, longer)
             if longer > tokens:
@@ -202,7 +204,7 @@ class Lookups:
             hits, later, readable = (length // ask.block_tokens for length in (leased, longer, tokens))
             ask.plan.cut = LeaseCut(self._blocks.now, hits, readable)
             if ask.query.exact:
-                ask.told = told = self._tier.promotion.on_host(ask)
+                ask.told = told = self._outlook.on_host(ask)
                 told[np.flatnonzero(told == HIT)[hits:]] = PENDING if later > hits else MISS
             else:
                 ask.told = told = _hit(ask, leased, longer)
@@ -225,6 +227,7 @@ class Lookups:
         reply, tally = _nothing([ask.query for ask in asks]), self._core.tally
         for ask, group in zip(asks, reply.groups, strict=True):
             ask.told = group.states
+            tally.recompute_blocks += len(ask.found)
         before = tally.lookup_hits
         self._count(asks, tokens, tokens)
         tally.missed_recompute += tally.lookup_hits - before
