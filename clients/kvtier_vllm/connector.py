@@ -150,7 +150,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return engine_gpu()
 
     # --- the scheduler's hooks
-    # ------------------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         side = self._scheduler
@@ -272,7 +271,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     # --- weights that change (`updates`)
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> str:
@@ -298,7 +296,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard(lambda: side.weights_changed([change]), None)
 
     # --- adapters (`adapter_loads`)
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def lora_config(self) -> Any:
@@ -315,7 +312,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard(lambda: scheduler.adapters_loaded(loads, at_once=True), None)
 
     # --- the worker's hooks
-    # ------------------------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         side = self._worker
@@ -410,7 +406,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._guard(side.close, None)
 
     # --- inside
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def _is_off(self) -> bool:

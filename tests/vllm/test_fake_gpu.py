@@ -229,7 +229,6 @@ def test_no_import_is_left_open(machine: Machine) -> None:
 
 
 # --- what cannot be exported
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -331,7 +330,6 @@ def test_a_mirror_that_falls_behind_gives_stores_up_and_computes(
 
 
 # --- sleep
-# ----------------------------------------------------------------------------------------------------------
 
 
 def remap(machine: Machine, address: int, size_bytes: int) -> None:

@@ -47,7 +47,6 @@ def engine(**extra: object) -> Any:
 
 
 # --- what is asked of the engine
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_device_is_the_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +96,6 @@ def test_sleep_mode_needs_a_vllm_that_tells_of_it() -> None:
 
 
 # --- where the KV cache lies
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layout", "across_layers"), [("LBHNC", False), ("BLHNC", True)])

@@ -146,7 +146,6 @@ def test_one_wrong_block_would_show(report: Report, form: Form) -> None:
 
 
 # --- the judge itself
-# ------------------------------------------------------------------------------------------------------------
 
 
 def answer(*steps: tuple[int, dict[int, float]], reason: str = "length") -> dict[str, object]:

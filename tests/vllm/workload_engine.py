@@ -147,7 +147,6 @@ class Work:
         worker.poll = spoiling
 
     # --- inside
-    # ------------------------------------------------------------------------------------------------------
 
     def _replace(self, block: int) -> None:
         """By what the next one holds, which is of another place or another prompt."""

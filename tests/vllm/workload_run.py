@@ -237,7 +237,6 @@ class Workload:
         return Report(self.counts, right, known, mistakes(right, known), wrong, mistakes(wrong, known))
 
     # --- the engines at work
-    # ------------------------------------------------------------------------------------------------------
 
     def _share_one(self) -> None:
         """What one engine has stored the other loads."""
@@ -429,7 +428,6 @@ class Workload:
         assert done.returncode == 0, done.stdout + done.stderr
 
     # --- what is left
-    # ------------------------------------------------------------------------------------------------------
 
     def _account(self) -> None:
         """No request, no block, and nothing in anybody's books."""

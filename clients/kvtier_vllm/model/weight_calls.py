@@ -148,9 +148,10 @@ def _told_of_the_models(tell: Tell, method: Any) -> Any:
 
 
 def digest_of_parameters(model: Any) -> bytes:
-    """Of all parameters and buffers of a torch module: another one when a value of it has changed, a row or a
-    column has moved, or a tensor has another place. Reads them all; of a module that cannot be read it is
-    another one each time."""
+    """A digest of the sums of all rows and columns of a torch module's parameters and buffers. Reads them all.
+
+    It differs when the weights were trained, replaced, scaled or moved. It is no proof against somebody who
+    exchanges values so that no sum changes. Of a module that cannot be read it differs each time."""
     import torch
 
     whole = hashlib.sha256()

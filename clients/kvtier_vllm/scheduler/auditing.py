@@ -276,7 +276,6 @@ class Audits:
                 self._forget(ticket, audit)
 
     # --- inside
-    # ------------------------------------------------------------------------------------------------------
 
     def _is_computed(self, audit: _Audit) -> bool:
         return audit.places[0].computed is not None

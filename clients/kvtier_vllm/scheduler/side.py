@@ -197,7 +197,6 @@ class SchedulerSide:
         return len(self._leaving) > 0 and not self._stopped
 
     # --- what vLLM asks
-    # ------------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """A new request, which vLLM asks about when it is its turn."""
@@ -516,7 +515,6 @@ class SchedulerSide:
         self._link.close(CLOSE_TIMEOUT_S)
 
     # --- inside
-    # ------------------------------------------------------------------------------------------------------
 
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)

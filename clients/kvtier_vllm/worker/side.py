@@ -130,7 +130,6 @@ class WorkerSide:
         self._stopped = False
 
     # --- the memory
-    # ------------------------------------------------------------------------------------------------------
 
     def memory_context(self, kv_cache_config: Any) -> contextlib.AbstractContextManager[None] | None:
         """Around the allocation of the KV cache; None leaves it alone, as on a GPU. Raises NotShareable."""
@@ -206,7 +205,6 @@ class WorkerSide:
         return self._link
 
     # --- a step
-    # ------------------------------------------------------------------------------------------------------
 
     def fence(self, meta: KvtierMetadata) -> None:
         """Before anything of the step: stores of blocks that are given to others are withdrawn, those that
@@ -314,7 +312,6 @@ class WorkerSide:
         return self._change
 
     # --- the end
-    # ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Disables this side for good: nothing starts any more. `fence` and `poll` go on for what is open."""
@@ -338,7 +335,6 @@ class WorkerSide:
             self._log.warning("kvtier: a copy of the KV cache was still running at shutdown")
 
     # --- inside
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def _client(self) -> Client | None:
