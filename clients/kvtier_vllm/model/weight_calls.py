@@ -148,10 +148,10 @@ def _told_of_the_models(tell: Tell, method: Any) -> Any:
 
 
 def digest_of_parameters(model: Any) -> bytes:
-    """A digest of the sums of all rows and columns of a torch module's parameters and buffers. Reads them all.
+    """A digest of the sums of all rows and columns of a torch module's parameters and buffers.
 
     It differs when the weights were trained, replaced, scaled or moved. It is no proof against somebody who
-    exchanges values so that no sum changes. Of a module that cannot be read it differs each time."""
+    exchanges values so that no sum changes. It reads everything; where it cannot, it differs each time."""
     import torch
 
     whole = hashlib.sha256()
