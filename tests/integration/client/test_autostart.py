@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
-from kvtier_vllm import autostart
+from kvtier_vllm import autostart, detach
 
 from tests.support.daemon import until
 from tests.support.plain_client import PlainClient, block_hashes
@@ -24,12 +24,15 @@ HASHES = block_hashes("sequence", range(8))
 
 
 def daemons(socket: Path) -> list[psutil.Process]:
-    """Daemons that were started at this socket, without their copy workers."""
+    """Daemons that were started at this socket, without their copy workers, and without `detach`, which has
+    their command in its own and may take a moment to see that nobody waits for it any more."""
     wanted = f"--server-socket={socket}"
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if wanted in (process.info["cmdline"] or []) and "serve" in process.info["cmdline"]
+        if wanted in (command := process.info["cmdline"] or [])
+        and "serve" in command
+        and detach.__file__ not in command
     ]
 
 
