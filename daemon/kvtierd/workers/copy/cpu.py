@@ -8,11 +8,10 @@ from kvtier_kernels import CopyPlan, PoolRecords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.checks import check_before_load
 from kvtierd.workers.copy.device import Area, Blocks, Flight
-from kvtierd.workers.copy.memfds import map_memfd, unmap
 from kvtierd.workers.copy.memory import Chunk, MappedMemory
 from kvtierd.workers.copy.parts import PartEnd, PartTask
+from kvtierd.workers.copy.sessions import map_memfd, unmap
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Data of one copy call. It bounds how long a load waits for a store and a dead engine's memory for a copy,
@@ -118,7 +117,7 @@ class CpuCopier:
     def _load(self, part: PartTask, plan: CopyPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
-        good = check_before_load(self._records, part, chunk)
+        good = part.loadable(self._records, chunk)
         if good.all():
             plan.scatter(part.block_ids[chunk], self._pool, slots)
         else:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import TICKET_MAX
+from kvtier_kernels import TICKET_MAX, PoolRecords
 
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.memory import FragmentPlan
@@ -58,6 +58,19 @@ class PartTask:
     @property
     def slot_bytes(self) -> int:
         return 0 if self.plan is None else self.plan.slot_bytes
+
+    def loadable(self, records: PoolRecords, chunk: slice) -> npt.NDArray[np.bool_]:
+        """Which blocks of a chunk may be loaded: their records say what the part says, and their data is
+        intact where that is to be verified."""
+        slots = self.slots[chunk]
+        generations = self.generations[chunk]
+        good = records.check(slots, generations, self.slot_bytes).astype(np.bool_)
+        if self.verify is not None:
+            suspects = np.flatnonzero(good & self.verify[chunk])
+            if len(suspects):
+                intact = records.verify_data(slots[suspects], generations[suspects])
+                good[suspects] = intact.astype(np.bool_)
+        return good
 
 
 @dataclass(slots=True)

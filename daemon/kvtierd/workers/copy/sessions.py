@@ -1,6 +1,10 @@
 """What a worker has mapped of each session: the shared words, and the engine's memory."""
 
+import fcntl
+import gc
 import mmap
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +12,6 @@ from kvtier_kernels import PART_REVOKED, TICKET_MAX, SharedWords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.copy.memfds import map_memfd, unmap
 from kvtierd.workers.copy.memory import Chunk, FragmentPlan, MappedMemory, MemoryMapper
 
 SEALED = TICKET_MAX << 8 | PART_REVOKED
@@ -195,3 +198,55 @@ class MappedSession:
         if self.words_mapping is not None:
             unmap(self.words_mapping)
             self.words_mapping = None
+
+
+def map_memfd(fd: int, length: int) -> mmap.mmap:
+    """Maps the first `length` bytes of a memfd that cannot shrink; a truncated one would be the worker's
+    death. Refusal if it is none."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        status = os.fstat(fd)
+    except OSError as error:
+        raise Refusal(
+            Reason.MAPPING_INVALID, f"the descriptor is no memfd: {error}", field="descriptor", value=fd
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise Refusal(Reason.MAPPING_INVALID, "the descriptor is no memfd", field="descriptor", value=fd)
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise Refusal(
+            Reason.MAPPING_NOT_SEALED,
+            "seal the memfd with F_SEAL_SHRINK before it is registered",
+            field="seals",
+            value=hex(seals),
+        )
+    if not 0 < length <= status.st_size:
+        raise Refusal(
+            Reason.MAPPING_INVALID,
+            f"the memfd has {status.st_size} bytes",
+            field="mapping_bytes",
+            value=length,
+        )
+    # Whole pages of the file: munmap takes no part of a huge page.
+    whole = min(-(-length // status.st_blksize) * status.st_blksize, status.st_size)
+    try:
+        return mmap.mmap(fd, whole)
+    except (OSError, ValueError, OverflowError) as error:
+        raise Refusal(
+            Reason.MAPPING_INVALID,
+            f"the memfd cannot be mapped: {error}",
+            field="mapping_bytes",
+            value=length,
+        ) from None
+
+
+def unmap(mapping: mmap.mmap) -> None:
+    """RuntimeError if something still holds it: then only the end of the process helps."""
+    try:
+        mapping.close()
+    except BufferError:
+        # Something in a reference cycle, an exception's traceback for one, still holds a view.
+        gc.collect()
+        try:
+            mapping.close()
+        except BufferError as error:
+            raise RuntimeError(f"a session's mapping is still in use: {error}") from error

@@ -12,7 +12,6 @@ from kvtier_kernels import DevicePlan, PoolRecords
 from kvtier_kernels.cuda import Copies, CudaError, Driver
 
 from kvtierd.core.ids import Slots
-from kvtierd.workers.copy.checks import check_before_load
 from kvtierd.workers.copy.device import Blocks, Flight
 from kvtierd.workers.copy.gpu.fatal import context_guard, must_succeed
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
@@ -127,7 +126,7 @@ class GpuCopier:
         assert isinstance(part.plan, DevicePlan)
         block_ids, slots = part.block_ids[chunk], part.slots[chunk]
         if part.is_load:
-            good = check_before_load(self._records, part, chunk)
+            good = part.loadable(self._records, chunk)
         else:
             good = self._check_writing(slots, part.generations[chunk], part.slot_bytes)
         if not good.all():
