@@ -8,7 +8,7 @@ from kvtierd.cache.disks import DiskFile
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
-from kvtierd.workers.channel.channel import PacketChannel
+from kvtierd.workers.channel.packets import PacketChannel
 from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping
 
 __all__ = [

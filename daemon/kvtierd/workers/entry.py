@@ -24,8 +24,13 @@ from kvtierd.core.errors import Refusal
 from kvtierd.logs import Fields
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers import signals
-from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.packets import PacketError, ProtocolError, close_fds
+from kvtierd.workers.channel.packets import (
+    BlockingPacketChannel,
+    ChannelEndedError,
+    PacketError,
+    ProtocolError,
+    close_fds,
+)
 from kvtierd.workers.channel.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.workers.populate import Populator
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.channel.blocking import ChannelEndedError
+from kvtierd.workers.channel.packets import ChannelEndedError
 
 from tests.integration.disk.rig import MIB, Block, Front, Place
 from tests.support.length import LONG

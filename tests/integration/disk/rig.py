@@ -27,8 +27,7 @@ from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import SLAB_NAME
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.channel.blocking import BlockingPacketChannel
-from kvtierd.workers.channel.packets import packet_socketpair
+from kvtierd.workers.channel.packets import BlockingPacketChannel, packet_socketpair
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 
 from tests.support.process import readable

@@ -22,8 +22,7 @@ from kvtierd.core.stimuli import PartFinished, PartOutcome, WorkerExited, Worker
 from kvtierd.memory import HostPool, PoolLocked
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel import blocking
-from kvtierd.workers.channel.blocking import BlockingPacketChannel
-from kvtierd.workers.channel.packets import packet_socketpair
+from kvtierd.workers.channel.packets import BlockingPacketChannel, packet_socketpair
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.workers.supervisor.supervisor import CPU, SupervisorLimits, WorkerStartError
 

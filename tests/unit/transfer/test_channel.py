@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 
 import pytest
 import pytest_asyncio
-from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.channel import PacketChannel
-from kvtierd.workers.channel.packets import FDS_MAX, PACKET_BYTES_MAX, PacketError, packet_socketpair, prepare
+from kvtierd.workers.channel.packets import (
+    FDS_MAX,
+    PACKET_BYTES_MAX,
+    BlockingPacketChannel,
+    ChannelEndedError,
+    PacketChannel,
+    PacketError,
+    packet_socketpair,
+    prepare,
+)
 
 SLACK_S = 20.0
 PART_OF_8192_BLOCKS_BYTES = 8_192 * 17 + 64

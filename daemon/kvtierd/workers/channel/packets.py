@@ -1,4 +1,5 @@
-"""Packets with file descriptors over a Unix SOCK_SEQPACKET socket: what both kinds of channel share.
+"""Packets with file descriptors over a Unix SOCK_SEQPACKET socket, and both kinds of ends that it has: one on
+an event loop, for the daemon's front, and a blocking one, for the threads of a worker.
 
 One message is one packet. A packet is not empty: an empty one cannot be told from the end of the connection.
 """
@@ -6,8 +7,12 @@ One message is one packet. A packet is not empty: an empty one cannot be told fr
 import array
 import errno
 import os
+import select
 import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 PACKET_BYTES_MAX = 192 * 1024
 """Largest packet. The largest message is a part of 8,192 blocks: 17 bytes a block, 139,264 in all, and a few
@@ -26,6 +31,15 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(FDS_MAX * _FD_BYTES)
 TRANSIENT_ERRNOS = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 """The kernel has no room for this packet just now; the same call may succeed a little later."""
 
+PEER_CLOSED = "the peer closed the connection"
+"""The reason of a channel that its peer ended in good order, or by dying."""
+
+_PACKETS_PER_TURN = 64
+"""Read before other callbacks of the loop get their turn: one busy peer must not starve the others."""
+
+_RETRY_S = 0.005
+_RETRIES_MAX = 400
+
 
 class PacketError(Exception):
     """What arrived is no packet of ours; the connection cannot be used any longer."""
@@ -33,6 +47,10 @@ class PacketError(Exception):
 
 class ProtocolError(Exception):
     """The front sent a packet that no version of it sends: a worker ends instead of guessing its meaning."""
+
+
+class ChannelEndedError(Exception):
+    """The peer is gone: nothing that is sent can arrive."""
 
 
 def packet_socketpair() -> tuple[socket.socket, socket.socket]:
@@ -136,3 +154,230 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[list[int]
         else:
             foreign = True
     return list(fds), foreign
+
+
+class _Queued(NamedTuple):
+    packet: bytes
+    fds: tuple[int, ...]
+
+
+class PacketChannel:
+    """One end of a SOCK_SEQPACKET connection, on the event loop it was made on (asyncio's own or uvloop's).
+
+    `on_packet(packet, fds)` gets every packet in order, from a callback of the loop; the descriptors are the
+    callee's to close. `on_closed(reason)` is called exactly once, from a callback of the loop and never from
+    inside a method of the channel, whichever side closed it; `reason` is a sentence. It owns the socket.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_packet: Callable[[bytes, list[int]], None],
+        on_closed: Callable[[str], None],
+        *,
+        queue_packets_max: int = 4_096,
+        queue_bytes_max: int = 64 * 1024 * 1024,
+    ) -> None:
+        """Starts reading at once. ValueError, and the socket left open, if it cannot carry our packets."""
+        import asyncio  # here: a worker, which has no event loop, is spared the 5 MiB that it takes
+
+        prepare(sock)
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._reader = PacketReader(sock)
+        self._on_packet = on_packet
+        self._on_closed = on_closed
+        self._queue: deque[_Queued] = deque()
+        self._queue_bytes = 0
+        self._queue_packets_max = queue_packets_max
+        self._queue_bytes_max = queue_bytes_max
+        self._retries = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._writing = False
+        self._closed = False
+        self._loop.add_reader(self._fd, self._readable)
+
+    @property
+    def closed(self) -> bool:
+        """True from the moment of closing, before `on_closed` is called."""
+        return self._closed
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Packets and bytes that wait because the peer does not read."""
+        return len(self._queue), self._queue_bytes
+
+    def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        """Sends now or queues; never blocks. False if the channel is closed, be it by a full queue.
+
+        The descriptors stay the caller's, and may be closed once this returns. ValueError if the packet is
+        empty, larger than PACKET_BYTES_MAX, or carries too many descriptors; OSError, and nothing queued, if
+        they would have to wait and the process has no room for copies of them.
+        """
+        check_packet(packet, fds)
+        if self._closed:
+            return False
+        if not self._queue and self._try_send(packet, fds):
+            return not self._closed
+        if (
+            len(self._queue) >= self._queue_packets_max
+            or self._queue_bytes + len(packet) > self._queue_bytes_max
+        ):
+            self.close(
+                f"its outgoing queue is full ({len(self._queue)} packets, {self._queue_bytes} bytes): "
+                "the peer does not read"
+            )
+            return False
+        self._queue.append(_Queued(packet, tuple(_copies(fds))))
+        self._queue_bytes += len(packet)
+        if self._retry is None:
+            self._want_writable(True)
+        return True
+
+    def drain(self) -> None:
+        """Hands on every packet that has arrived; for a peer that is known to be gone."""
+        while self._read_one():
+            pass
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Closes the socket and forgets what was queued. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        self._want_writable(False)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self._sock.close()
+        for queued in self._queue:
+            close_fds(queued.fds)
+        self._queue.clear()
+        self._queue_bytes = 0
+        self._loop.call_soon(self._on_closed, reason)
+
+    def _readable(self) -> None:
+        for _ in range(_PACKETS_PER_TURN):
+            if not self._read_one():
+                return
+
+    def _read_one(self) -> bool:
+        """Reads and hands on one packet; False if there is none, now or ever."""
+        if self._closed:
+            return False
+        try:
+            received = self._reader.receive()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (PacketError, OSError) as error:
+            self.close(f"receiving failed: {error}")
+            return False
+        if received is None:
+            self.close(PEER_CLOSED)
+            return False
+        self._on_packet(*received)
+        return True
+
+    def _try_send(self, packet: bytes, fds: Sequence[int]) -> bool:
+        """True if there is nothing left to do for this packet: it is sent, or nobody is there to read it."""
+        try:
+            send_packet(self._sock, packet, fds)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            # What the peer sent before it went is still to be read; the reader then finds the end and closes.
+            return True
+        except OSError as error:
+            if error.errno in TRANSIENT_ERRNOS and self._retries < _RETRIES_MAX:
+                self._retries += 1
+                if self._retry is None:
+                    self._want_writable(False)
+                    self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
+                return False
+            self.close(f"sending failed: {error}")
+            return True
+        self._retries = 0
+        return True
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self._writable()
+
+    def _writable(self) -> None:
+        while self._queue:
+            packet, fds = self._queue[0]
+            if not self._try_send(packet, fds):
+                if self._retry is None:
+                    self._want_writable(True)
+                return
+            if self._closed:
+                return
+            self._queue.popleft()
+            self._queue_bytes -= len(packet)
+            close_fds(fds)
+        self._want_writable(False)
+
+    def _want_writable(self, wanted: bool) -> None:
+        if wanted == self._writing:
+            return
+        self._writing = wanted
+        if wanted:
+            self._loop.add_writer(self._fd, self._writable)
+        else:
+            self._loop.remove_writer(self._fd)
+
+
+def _copies(fds: Sequence[int]) -> list[int]:
+    """All or none: OSError."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        close_fds(copies)
+        raise
+    return copies
+
+
+class BlockingPacketChannel:
+    """One end of a SOCK_SEQPACKET connection, which it owns. Any thread may send, one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """ValueError, and the socket left open, if it cannot carry our packets."""
+        prepare(sock)
+        sock.setblocking(True)
+        self._sock = sock
+        self._reader = PacketReader(sock)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def wait(self, timeout_s: float) -> bool:
+        """True if `receive` would not block, False if nothing came in that time."""
+        return bool(self._poll.poll(timeout_s * 1000))
+
+    def receive(self) -> tuple[bytes, list[int]] | None:
+        """As `PacketReader.receive`; blocks while nothing is there."""
+        return self._reader.receive()
+
+    def send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """Sends one packet; blocks while the peer does not read. Raises ChannelEndedError once it is gone,
+        and OSError if the kernel has no room for the packet for seconds: it is lost then, and the peer lives.
+
+        A packet goes out whole or not at all, so threads need no lock.
+        """
+        check_packet(packet, fds)
+        for retries_left in reversed(range(_RETRIES_MAX)):
+            try:
+                send_packet(self._sock, packet, fds)
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                raise ChannelEndedError from None
+            except OSError as error:
+                if error.errno not in TRANSIENT_ERRNOS or not retries_left:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        self._sock.close()

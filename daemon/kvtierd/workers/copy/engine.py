@@ -11,8 +11,7 @@ from kvtier_kernels import PART_DONE, PART_FAILED, PoolRecords
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
-from kvtierd.workers.channel.packets import FDS_MAX, ProtocolError
+from kvtierd.workers.channel.packets import FDS_MAX, BlockingPacketChannel, ChannelEndedError, ProtocolError
 from kvtierd.workers.channel.status import StatusPage
 from kvtierd.workers.copy.checking import Checker
 from kvtierd.workers.copy.device import Copier, Device

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.channel.blocking import BlockingPacketChannel, ChannelEndedError
+from kvtierd.workers.channel.packets import BlockingPacketChannel, ChannelEndedError
 from kvtierd.workers.disk.jobs import JobQueue, PersistAll, SlotJob
 from kvtierd.workers.disk.moving import Mover
 from kvtierd.workers.log import logger

@@ -9,8 +9,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import WorkerId
 from kvtierd.core.stimuli import WorkerExited, WorkerLost
 from kvtierd.logs import logger
-from kvtierd.workers.channel.channel import PEER_CLOSED
-from kvtierd.workers.channel.packets import close_fds
+from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
 from kvtierd.workers.supervisor import messages
 from kvtierd.workers.supervisor.devices import SupervisedDevices
 from kvtierd.workers.supervisor.handles import (

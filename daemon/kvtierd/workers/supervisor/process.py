@@ -8,8 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtierd.workers.channel.channel import PacketChannel
-from kvtierd.workers.channel.packets import packet_socketpair
+from kvtierd.workers.channel.packets import PacketChannel, packet_socketpair
 from kvtierd.workers.channel.status import StatusPage, create_status_fd
 from kvtierd.workers.signals import held_back
 from kvtierd.workers.supervisor.kinds import WorkerKind
