@@ -1,21 +1,40 @@
 """What each call does, for the stream and the unary services: convert, ask the façade, convert back."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.cache import Cache
 from kvtierd.core.actions import LookupReply, SubmitReply
-from kvtierd.core.errors import Refusal
-from kvtierd.core.stimuli import CoreLimits
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.ids import LeaseId, Ticket
+from kvtierd.core.stimuli import (
+    NO_RETENTION,
+    CancelTransfers,
+    CoreLimits,
+    LookupBlocks,
+    PrefetchBlocks,
+    ReleaseLeases,
+    RetentionRequest,
+    Signals,
+    SubmitLoad,
+    SubmitStore,
+    TouchBlocks,
+)
 from kvtierd.logs import logger
-from kvtierd.rpc import replies, requests
-from kvtierd.rpc.queries import Caller
+from kvtierd.rpc import replies
+from kvtierd.rpc.queries import Caller, hashes_of, queries_of, touched_of
 
 TELL_EVERY_S = 60.0
 """Between two lines of the log about leases that are too small."""
+TICKET_MAX = 2**56 - 1
+WAIT_TIMEOUT_MS_MAX = 60_000
+WAIT_TICKETS_MAX = 256
+"""So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
 
 log = logger(__name__)
 
@@ -52,7 +71,7 @@ class Calls:
         """By the name of a unary call."""
 
     def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
-        stimulus = requests.lookup_of(request, caller, self._limits)
+        stimulus = lookup_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
         assert isinstance(reply, LookupReply)
         if reply.lease_refused is not None:
@@ -69,36 +88,36 @@ class Calls:
             )
 
     def touch(self, request: cache_pb2.TouchRequest, caller: Caller) -> cache_pb2.TouchResponse:
-        self._cache.handle(requests.touch_of(request, caller, self._limits))
+        self._cache.handle(touch_of(request, caller, self._limits))
         return cache_pb2.TouchResponse()
 
     def prefetch(self, request: cache_pb2.PrefetchRequest, caller: Caller) -> cache_pb2.PrefetchResponse:
-        stimulus = requests.prefetch_of(request, caller, self._limits)
+        stimulus = prefetch_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
         assert isinstance(reply, LookupReply)
         return replies.prefetch_reply(stimulus.queries, reply)
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:
-        reply = self._cache.handle(requests.store_of(request, caller, self._limits))
+        reply = self._cache.handle(store_of(request, caller, self._limits))
         assert isinstance(reply, SubmitReply)
         return replies.submit_reply(self._cache.boot_nonce, reply)
 
     def load(self, request: cache_pb2.LoadRequest, caller: Caller) -> cache_pb2.SubmitResponse:
-        reply = self._cache.handle(requests.load_of(request, caller, self._limits))
+        reply = self._cache.handle(load_of(request, caller, self._limits))
         assert isinstance(reply, SubmitReply)
         return replies.submit_reply(self._cache.boot_nonce, reply)
 
     def release(self, request: cache_pb2.ReleaseRequest, caller: Caller) -> cache_pb2.ReleaseResponse:
-        self._cache.handle(requests.release_of(request, caller, self._limits))
+        self._cache.handle(release_of(request, caller, self._limits))
         return cache_pb2.ReleaseResponse()
 
     def cancel(self, request: cache_pb2.CancelRequest, caller: Caller) -> cache_pb2.CancelResponse:
-        self._cache.handle(requests.cancel_of(request, caller, self._limits))
+        self._cache.handle(cancel_of(request, caller, self._limits))
         return cache_pb2.CancelResponse()
 
     async def wait(self, request: cache_pb2.WaitRequest, caller: Caller) -> cache_pb2.WaitResponse:
-        tickets = requests.waited_for(request)
-        timeout_s = requests.wait_timeout_s(request)
+        tickets = waited_for(request)
+        timeout_s = wait_timeout_s(request)
         ended = await self._cache.wait(caller.session, caller.epoch, tickets, timeout_s)
         events = [
             cache_pb2.TransferEvent(ticket=ticket, state=types_pb2.TRANSFER_STATE_ACTIVE)
@@ -107,3 +126,131 @@ class Calls:
             for ticket, event in zip(tickets, ended, strict=True)
         ]
         return cache_pb2.WaitResponse(transfers=events)
+
+
+# --- stimuli from messages: pure, and each message is checked whole before the core sees one ---
+
+
+def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
+    queries = queries_of(request.queries, request.hashes, caller, limits)
+    return LookupBlocks(caller.session, caller.epoch, queries, request.lease, request.host_only)
+
+
+def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits) -> TouchBlocks:
+    if request.cold and request.hold_ms:
+        raise Refusal(
+            Reason.MALFORMED, "blocks that are to go first are not held: send one of the two", field="cold"
+        )
+    queries = touched_of(request.queries, request.hashes, caller, limits)
+    return TouchBlocks(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
+
+
+def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits) -> PrefetchBlocks:
+    queries = queries_of(request.queries, request.hashes, caller, limits)
+    return PrefetchBlocks(caller.session, caller.epoch, queries)
+
+
+def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits) -> SubmitStore:
+    hashes = hashes_of(request.hashes, caller.hash_bytes, "hashes", limits.transfer_blocks_max)
+    block_ids = _block_ids(request.block_ids, limits)
+    if len(block_ids) != len(hashes):
+        raise Refusal(
+            Reason.COUNT_MISMATCH,
+            f"one block id for each of the {len(hashes)} hashes",
+            field="block_ids",
+            value=len(block_ids),
+        )
+    signals = _signals(request.signals)
+    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_RETENTION
+    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, wishes)
+
+
+def wishes_of(retention: cache_pb2.Retention) -> RetentionRequest:
+    """Refusal MALFORMED for blocks that are to be held longer than they live."""
+    if 0 < retention.ttl_ms < retention.hold_ms:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"blocks that are dropped after {retention.ttl_ms} ms cannot be held longer: make ttl_ms longer, "
+            "or 0",
+            field="retention.hold_ms",
+            value=retention.hold_ms,
+        )
+    return RetentionRequest(retention.hold_ms, retention.ttl_ms, retention.host_only)
+
+
+def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) -> SubmitLoad:
+    return SubmitLoad(
+        session=caller.session,
+        epoch=caller.epoch,
+        signals=_signals(request.signals),
+        group=request.group,
+        lease=LeaseId(request.lease_id),
+        first=request.first,
+        block_ids=_block_ids(request.block_ids, limits),
+        keep_lease=request.keep_lease,
+    )
+
+
+def release_of(request: cache_pb2.ReleaseRequest, caller: Caller, limits: CoreLimits) -> ReleaseLeases:
+    leases = _bounded(request.lease_ids, limits.leases_max, "lease_ids")
+    return ReleaseLeases(caller.session, caller.epoch, tuple(LeaseId(lease) for lease in leases))
+
+
+def cancel_of(request: cache_pb2.CancelRequest, caller: Caller, limits: CoreLimits) -> CancelTransfers:
+    tickets = _bounded(request.tickets, limits.terminal_kept + limits.transfers_max, "tickets")
+    return CancelTransfers(caller.session, caller.epoch, tuple(Ticket(ticket) for ticket in tickets))
+
+
+def waited_for(request: cache_pb2.WaitRequest) -> tuple[Ticket, ...]:
+    return tuple(Ticket(ticket) for ticket in _bounded(request.tickets, WAIT_TICKETS_MAX, "tickets"))
+
+
+def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:
+    if request.timeout_ms > WAIT_TIMEOUT_MS_MAX:
+        raise Refusal(
+            Reason.DEADLINE,
+            f"wait at most {WAIT_TIMEOUT_MS_MAX} ms at a time",
+            field="timeout_ms",
+            value=request.timeout_ms,
+        )
+    return request.timeout_ms / 1000
+
+
+def _signals(signals: cache_pb2.Signals) -> Signals:
+    if not 0 < signals.ticket <= TICKET_MAX:
+        raise Refusal(
+            Reason.TICKET_ORDER,
+            "tickets are above zero, below 2^56 and strictly increasing",
+            field="signals.ticket",
+            value=signals.ticket,
+        )
+    if signals.gate not in (types_pb2.GATE_NONE, types_pb2.GATE_DOORBELL):
+        raise Refusal(
+            Reason.MODE_UNSUPPORTED,
+            "use GATE_NONE or GATE_DOORBELL",
+            field="signals.gate",
+            value=signals.gate,
+        )
+    return Signals(
+        ticket=Ticket(signals.ticket),
+        part_word=signals.part_word,
+        gated=signals.gate == types_pb2.GATE_DOORBELL,
+        doorbell=signals.doorbell,
+        doorbell_value=signals.doorbell_value,
+    )
+
+
+def _block_ids(ids: Sequence[int], limits: CoreLimits) -> npt.NDArray[np.uint32]:
+    bounded = _bounded(ids, limits.transfer_blocks_max, "block_ids")
+    return np.fromiter(bounded, np.uint32, len(bounded))
+
+
+def _bounded(values: Sequence[int], count_max: int, field: str) -> Sequence[int]:
+    if len(values) > count_max:
+        raise Refusal(
+            Reason.TOO_MANY_BLOCKS,
+            f"at most {count_max} in one call: split it",
+            field=field,
+            value=len(values),
+        )
+    return values

@@ -11,7 +11,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
 from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
 from kvtierd.rpc.batches import BATCHES
-from kvtierd.rpc.requests import prefill_rate
+from kvtierd.rpc.heartbeats import prefill_rate
 
 PROTOCOL_VERSIONS = (1,)
 FEATURES = frozenset({"index-page", "joint-lookup", "retention", BATCHES})

@@ -13,6 +13,8 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.v1 import side_pb2
+
 from kvtierd.cache import CPU, DeviceRange
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import GroupGeometry
@@ -58,6 +60,35 @@ class GroupPlace:
     group: int
     num_blocks: int
     planes: tuple[PlanePlace, ...]
+
+
+def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
+    return tuple(
+        GroupPlace(
+            group=group.group,
+            num_blocks=group.num_blocks,
+            planes=tuple(PlanePlace(plane.base_offset, plane.block_stride_bytes) for plane in group.planes),
+        )
+        for group in request.groups
+    )
+
+
+def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
+    """Refusal for a range that is neither of an allocation nor of chunks."""
+    return tuple(_range_of(f"ranges[{index}]", part) for index, part in enumerate(request.ranges))
+
+
+def _range_of(field: str, part: side_pb2.DeviceRange) -> DeviceRange:
+    if part.HasField("ipc"):
+        return DeviceRange(part.bytes, part.ipc.offset, part.ipc.handle, part.ipc.buffer_id)
+    if part.HasField("chunks") and part.chunks.count:
+        return DeviceRange(part.bytes, part.chunks.offset, chunks=part.chunks.count)
+    raise Refusal(
+        Reason.DEVICE_MEMORY_INVALID,
+        "a range has an IPC handle, or takes one chunk at least",
+        field=f"{field}.source",
+        value=part.WhichOneof("source") or "none",
+    )
 
 
 def device_name(text: str) -> str:

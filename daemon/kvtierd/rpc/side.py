@@ -18,8 +18,7 @@ from kvtierd.logs import logger
 from kvtierd.rpc import memory_check
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
-from kvtierd.rpc.memory_check import GroupPlace
-from kvtierd.rpc.requests import places_of, ranges_of
+from kvtierd.rpc.memory_check import GroupPlace, places_of, ranges_of
 from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 
 SO_PEERPIDFD = 77

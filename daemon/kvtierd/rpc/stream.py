@@ -19,10 +19,10 @@ from kvtierd.rpc.batches import BATCHES, REQUESTS_MAX, in_batches
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.guard import Undecodable
+from kvtierd.rpc.heartbeats import renew_of
 from kvtierd.rpc.hello import greeting_of
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.replies import instance_event, transfer_event
-from kvtierd.rpc.requests import renew_of
 from kvtierd.rpc.sessions import Connection, Connections
 
 GOODBYE_DEADLINE_S = 1.0

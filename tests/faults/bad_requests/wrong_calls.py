@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 from kvtier.v1 import cache_pb2, types_pb2
 from kvtierd.core.errors import Reason
-from kvtierd.rpc.requests import TICKET_MAX, WAIT_TICKETS_MAX, WAIT_TIMEOUT_MS_MAX
+from kvtierd.rpc.calls import TICKET_MAX, WAIT_TICKETS_MAX, WAIT_TIMEOUT_MS_MAX
 
 from tests.faults.bad_requests.front import LIMITS, MESSAGE_BYTES_MAX
 from tests.faults.bad_requests.guest import BATCH, BLOCKS, DOORBELLS, PARTS, Guest, Held

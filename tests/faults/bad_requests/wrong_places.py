@@ -9,7 +9,7 @@ from kvtier.v1 import side_pb2
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc import memory_check
-from kvtierd.rpc.requests import places_of
+from kvtierd.rpc.memory_check import places_of
 
 from tests.faults.bad_requests.guest import RankMemory
 

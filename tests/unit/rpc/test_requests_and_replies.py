@@ -26,7 +26,7 @@ from kvtierd.core.stimuli import (
     RetentionRequest,
     Signals,
 )
-from kvtierd.rpc import queries, replies, requests
+from kvtierd.rpc import calls, heartbeats, queries, replies
 from kvtierd.rpc.queries import Caller
 
 LIMITS = CoreLimits(
@@ -90,7 +90,7 @@ class TestHashes:
 
 class TestLookup:
     def test_a_sound_one(self) -> None:
-        stimulus = requests.lookup_of(lookup(mode=cache_pb2.LOOKUP_MODE_EXACT, group=2), CALLER, LIMITS)
+        stimulus = calls.lookup_of(lookup(mode=cache_pb2.LOOKUP_MODE_EXACT, group=2), CALLER, LIMITS)
         [query] = stimulus.queries
         assert (stimulus.session, stimulus.epoch, query.group) == (3, 7, 2)
         assert (query.exact, query.window_blocks) == (True, 0)
@@ -98,18 +98,18 @@ class TestLookup:
 
     @pytest.mark.parametrize("mode", [cache_pb2.LOOKUP_MODE_UNSPECIFIED, 99])
     def test_modes_of_other_versions_are_refused(self, mode: int) -> None:
-        found = reason(requests.lookup_of, lookup(mode=mode), CALLER, LIMITS)
+        found = reason(calls.lookup_of, lookup(mode=mode), CALLER, LIMITS)
         assert found == (Reason.MODE_UNSUPPORTED, "queries[0].mode")
 
     def test_only_a_suffix_has_a_window_and_it_needs_one(self) -> None:
-        window = reason(requests.lookup_of, lookup(window_blocks=4), CALLER, LIMITS)
-        none = reason(requests.lookup_of, lookup(mode=cache_pb2.LOOKUP_MODE_SUFFIX), CALLER, LIMITS)
+        window = reason(calls.lookup_of, lookup(window_blocks=4), CALLER, LIMITS)
+        none = reason(calls.lookup_of, lookup(mode=cache_pb2.LOOKUP_MODE_SUFFIX), CALLER, LIMITS)
         assert window == none == (Reason.MODE_UNSUPPORTED, "queries[0].window_blocks")
 
     @pytest.mark.parametrize("count", [0, 65])
     def test_there_is_a_query_for_each_group(self, count: int) -> None:
         request = cache_pb2.LookupRequest(queries=[cache_pb2.GroupQuery()] * count)
-        assert reason(requests.lookup_of, request, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
+        assert reason(calls.lookup_of, request, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
 
     def test_the_reply_says_why_there_is_no_lease(self) -> None:
         states = np.array([2, 2, 0], np.uint8)
@@ -139,7 +139,7 @@ class TestLookup:
 class TestPrefetch:
     def test_a_sound_one(self) -> None:
         query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(3))
-        stimulus = requests.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
+        stimulus = calls.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
         [asked] = stimulus.queries
         assert (stimulus.session, stimulus.epoch, asked.group) == (3, 7, 1)
         assert asked.exact
@@ -157,13 +157,13 @@ class TestPrefetch:
     )
     def test_it_is_bounded_as_a_lookup_is(self, changes: dict[str, object], why: tuple[Reason, str]) -> None:
         request = cache_pb2.PrefetchRequest(queries=lookup(**changes).queries)
-        assert reason(requests.prefetch_of, request, CALLER, LIMITS) == why
+        assert reason(calls.prefetch_of, request, CALLER, LIMITS) == why
         many = cache_pb2.PrefetchRequest(queries=[cache_pb2.GroupQuery()] * 65)
-        assert reason(requests.prefetch_of, many, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
+        assert reason(calls.prefetch_of, many, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "queries")
 
     def test_the_reply_is_what_a_lookup_would_say(self) -> None:
         query = cache_pb2.GroupQuery(group=1, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=hashes(4))
-        stimulus = requests.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
+        stimulus = calls.prefetch_of(cache_pb2.PrefetchRequest(queries=[query]), CALLER, LIMITS)
         reply = LookupReply((GroupHits(2, np.array([2, 1, 0, 2], np.uint8), 2),))
         response = replies.prefetch_reply(stimulus.queries, reply)
         told = cache_pb2.GroupAnswer(group=1, hits=2, states=b"\2\1\0\2", readable=2)
@@ -187,7 +187,7 @@ class TestSeveralGroups:
     def test_hashes_travel_once_and_coarser_blocks_take_the_last_of_theirs(self) -> None:
         fine = {"group": 0, "mode": PREFIX, "hash_stride": 1}
         coarse = {"group": 1, "mode": SUFFIX, "window_blocks": 1, "hash_stride": 3}
-        stimulus = requests.lookup_of(joint(fine, coarse, shared=8), CALLER, LIMITS)
+        stimulus = calls.lookup_of(joint(fine, coarse, shared=8), CALLER, LIMITS)
         assert stimulus.lease
         [one, two] = stimulus.queries
         assert (one.group, one.window_blocks, two.group, two.window_blocks) == (0, 0, 1, 1)
@@ -198,7 +198,7 @@ class TestSeveralGroups:
 
     def test_one_window_alone_is_answered_as_several_groups_are(self) -> None:
         request = joint({"mode": SUFFIX, "window_blocks": 2, "hashes": hashes(4)})
-        stimulus = requests.lookup_of(request, CALLER, LIMITS)
+        stimulus = calls.lookup_of(request, CALLER, LIMITS)
         assert stimulus.queries[0].window_blocks == 2
         reply = LookupReply((GroupHits(3, np.array([0, 2, 2, 1], np.uint8), 3, LeaseId(8), 1),))
         response = replies.lookup_reply(stimulus.queries, reply)
@@ -224,7 +224,7 @@ class TestSeveralGroups:
         self, second: dict[str, Any], shared: int, why: tuple[Reason, str]
     ) -> None:
         request = joint({"mode": PREFIX, "hashes": hashes(2)}, second | {"group": 1}, shared=shared)
-        assert reason(requests.lookup_of, request, CALLER, LIMITS) == why
+        assert reason(calls.lookup_of, request, CALLER, LIMITS) == why
 
     def test_a_touch_of_several_groups_takes_exact_ones(self) -> None:
         request = cache_pb2.TouchRequest(
@@ -234,21 +234,21 @@ class TestSeveralGroups:
             ],
             hashes=hashes(3),
         )
-        stimulus = requests.touch_of(request, CALLER, LIMITS)
+        stimulus = calls.touch_of(request, CALLER, LIMITS)
         assert [(len(query.hashes), query.exact) for query in stimulus.queries] == [(3, False), (2, True)]
         request.queries[1].mode = SUFFIX
-        assert reason(requests.touch_of, request, CALLER, LIMITS)[1] == "queries[1].mode"
+        assert reason(calls.touch_of, request, CALLER, LIMITS)[1] == "queries[1].mode"
 
     @pytest.mark.parametrize("groups", [1, 2])
     def test_a_touch_holds_or_cools(self, groups: int) -> None:
         asked = [cache_pb2.GroupQuery(group=group, mode=PREFIX, hash_stride=1) for group in range(groups)]
         request = cache_pb2.TouchRequest(queries=asked, hashes=hashes(3), hold_ms=2**64 - 1)
-        stimulus = requests.touch_of(request, CALLER, LIMITS)
+        stimulus = calls.touch_of(request, CALLER, LIMITS)
         assert (stimulus.hold_ms, stimulus.cold) == (2**64 - 1, False)
         request.cold = True
-        assert reason(requests.touch_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "cold")
+        assert reason(calls.touch_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "cold")
         request.hold_ms = 0
-        assert requests.touch_of(request, CALLER, LIMITS).cold
+        assert calls.touch_of(request, CALLER, LIMITS).cold
 
     @pytest.mark.parametrize("groups", [1, 2])
     def test_a_lookup_of_the_host_alone(self, groups: int) -> None:
@@ -257,7 +257,7 @@ class TestSeveralGroups:
         )
         for host_only in (False, True):
             request.host_only = host_only
-            stimulus = requests.lookup_of(request, CALLER, LIMITS)
+            stimulus = calls.lookup_of(request, CALLER, LIMITS)
             assert stimulus.host_only is host_only
 
     def test_every_group_is_told_its_own_lease(self) -> None:
@@ -275,13 +275,13 @@ class TestSeveralGroups:
 class TestHeartbeat:
     @given(st.floats(1e-3, 1e9) | st.just(0.0))
     def test_a_rate_goes_to_the_core_as_it_is(self, rate: float) -> None:
-        stimulus = requests.renew_of(cache_pb2.Heartbeat(prefill_tokens_per_s=rate), SessionId(4))
+        stimulus = heartbeats.renew_of(cache_pb2.Heartbeat(prefill_tokens_per_s=rate), SessionId(4))
         assert stimulus == RenewSession(SessionId(4), rate)
 
     @given(st.floats().filter(lambda rate: rate != 0 and not 1e-3 <= rate <= 1e9))
     def test_no_engine_computes_like_that(self, rate: float) -> None:
         beat = cache_pb2.Heartbeat(prefill_tokens_per_s=rate)
-        assert reason(requests.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "prefill_tokens_per_s")
+        assert reason(heartbeats.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "prefill_tokens_per_s")
 
 
 class TestAudits:
@@ -290,7 +290,7 @@ class TestAudits:
     )
 
     def test_a_sound_one_goes_to_the_core_as_it_is(self) -> None:
-        renewal = requests.renew_of(cache_pb2.Heartbeat(audits=[self.SOUND]), SessionId(4))
+        renewal = heartbeats.renew_of(cache_pb2.Heartbeat(audits=[self.SOUND]), SessionId(4))
         assert renewal.audits == (AuditReport(False, 0.5, 0.2, 1, b"h" * 32, "l"),)
 
     @pytest.mark.parametrize(
@@ -312,16 +312,16 @@ class TestAudits:
         if changes.get("block_hash") == b"":
             audit.block_hash = b""
         beat = cache_pb2.Heartbeat(audits=[audit])
-        assert reason(requests.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, field)
+        assert reason(heartbeats.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, field)
 
     def test_a_heartbeat_has_some_at_most(self) -> None:
         beat = cache_pb2.Heartbeat(audits=[self.SOUND] * 17)
-        assert reason(requests.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "audits")
+        assert reason(heartbeats.renew_of, beat, SessionId(4)) == (Reason.MALFORMED, "audits")
 
 
 class TestSubmissions:
     def test_a_sound_store(self) -> None:
-        stimulus = requests.store_of(
+        stimulus = calls.store_of(
             store(
                 2,
                 [7, 2**32 - 1],
@@ -340,35 +340,35 @@ class TestSubmissions:
 
     def test_its_wishes(self) -> None:
         request = store()
-        assert requests.store_of(request, CALLER, LIMITS).wishes == RetentionRequest()
+        assert calls.store_of(request, CALLER, LIMITS).wishes == RetentionRequest()
         request.retention.CopyFrom(cache_pb2.Retention(hold_ms=5, ttl_ms=5, host_only=True))
-        assert requests.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(5, 5, True)
+        assert calls.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(5, 5, True)
         request.retention.hold_ms = 6
-        assert reason(requests.store_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "retention.hold_ms")
+        assert reason(calls.store_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "retention.hold_ms")
         request.retention.ttl_ms = 0
-        assert requests.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(6, 0, True)
+        assert calls.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(6, 0, True)
 
     def test_one_block_id_for_each_hash(self) -> None:
-        assert reason(requests.store_of, store(2, [1]), CALLER, LIMITS) == (
+        assert reason(calls.store_of, store(2, [1]), CALLER, LIMITS) == (
             Reason.COUNT_MISMATCH,
             "block_ids",
         )
 
     @pytest.mark.parametrize("ticket", [0, 2**56, 2**64 - 1])
     def test_a_ticket_no_part_word_can_hold_is_refused(self, ticket: int) -> None:
-        found = reason(requests.store_of, store(ticket=ticket), CALLER, LIMITS)
+        found = reason(calls.store_of, store(ticket=ticket), CALLER, LIMITS)
         assert found == (Reason.TICKET_ORDER, "signals.ticket")
 
     def test_an_unknown_gate_is_refused(self) -> None:
-        assert reason(requests.store_of, store(gate=2), CALLER, LIMITS) == (
+        assert reason(calls.store_of, store(gate=2), CALLER, LIMITS) == (
             Reason.MODE_UNSUPPORTED,
             "signals.gate",
         )
 
     def test_too_many_blocks_are_refused(self) -> None:
-        assert reason(requests.store_of, store(11), CALLER, LIMITS)[0] is Reason.TOO_MANY_BLOCKS
+        assert reason(calls.store_of, store(11), CALLER, LIMITS)[0] is Reason.TOO_MANY_BLOCKS
         load = cache_pb2.LoadRequest(signals=cache_pb2.Signals(ticket=1), block_ids=list(range(11)))
-        assert reason(requests.load_of, load, CALLER, LIMITS)[0] is Reason.TOO_MANY_BLOCKS
+        assert reason(calls.load_of, load, CALLER, LIMITS)[0] is Reason.TOO_MANY_BLOCKS
 
     def test_a_sound_load(self) -> None:
         request = cache_pb2.LoadRequest(
@@ -379,7 +379,7 @@ class TestSubmissions:
             block_ids=[5, 4],
             keep_lease=True,
         )
-        stimulus = requests.load_of(request, CALLER, LIMITS)
+        stimulus = calls.load_of(request, CALLER, LIMITS)
         assert (stimulus.lease, stimulus.first, stimulus.keep_lease) == (8, 3, True)
         assert stimulus.block_ids.tolist() == [5, 4]
 
@@ -393,18 +393,18 @@ class TestSubmissions:
 class TestTheRest:
     def test_lists_of_leases_and_tickets_are_bounded(self) -> None:
         many = cache_pb2.ReleaseRequest(lease_ids=range(6))
-        assert reason(requests.release_of, many, CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "lease_ids")
+        assert reason(calls.release_of, many, CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "lease_ids")
         tickets = cache_pb2.CancelRequest(tickets=range(6))
-        assert reason(requests.cancel_of, tickets, CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "tickets")
-        assert requests.release_of(cache_pb2.ReleaseRequest(lease_ids=[1, 2]), CALLER, LIMITS).leases == (
+        assert reason(calls.cancel_of, tickets, CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "tickets")
+        assert calls.release_of(cache_pb2.ReleaseRequest(lease_ids=[1, 2]), CALLER, LIMITS).leases == (
             1,
             2,
         )
-        assert requests.cancel_of(cache_pb2.CancelRequest(tickets=[4]), CALLER, LIMITS).tickets == (4,)
+        assert calls.cancel_of(cache_pb2.CancelRequest(tickets=[4]), CALLER, LIMITS).tickets == (4,)
 
     def test_a_wait_has_an_end(self) -> None:
-        assert requests.wait_timeout_s(cache_pb2.WaitRequest(timeout_ms=1500)) == 1.5
-        assert reason(requests.wait_timeout_s, cache_pb2.WaitRequest(timeout_ms=60_001))[0] is Reason.DEADLINE
+        assert calls.wait_timeout_s(cache_pb2.WaitRequest(timeout_ms=1500)) == 1.5
+        assert reason(calls.wait_timeout_s, cache_pb2.WaitRequest(timeout_ms=60_001))[0] is Reason.DEADLINE
 
     @pytest.mark.parametrize("end", list(TransferEnd))
     def test_an_ended_transfer(self, end: TransferEnd) -> None:
