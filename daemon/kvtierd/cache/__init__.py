@@ -9,7 +9,8 @@ from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
 from kvtierd.workers.channel.packets import PacketChannel
-from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping
+from kvtierd.workers.supervisor.handles import CPU
+from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
 
 __all__ = [
     "CPU",

@@ -117,7 +117,7 @@ class _Disk:
         warned = False
         while self._done < self._wanted:
             asked = self._wanted
-            why = await self._workers.persist_all(self._disk.device)
+            why = await self._workers.orders.persist_all(self._disk.device)
             if why:  # a worker that is lost has a successor
                 if not warned:
                     log.warning("a disk cannot keep yet what was cleared", path=str(self._disk.path), why=why)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
-from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping, Supervisor
+from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
+from kvtierd.workers.supervisor.supervisor import CPU, Supervisor
 
 CHUNKS_MAX = 65_536
 """Of one session: more than a terabyte in chunks of 20 MiB."""
@@ -59,14 +60,14 @@ class Mappings:
             raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
         worker = await self._workers.worker_for(device)
         pid = self._workers.workers[worker].pid
-        await self._workers.map_words(worker, session, fd, doorbells, parts)
+        await self._workers.orders.map_words(worker, session, fd, doorbells, parts)
         try:
             self._tell_core(RegisterWords(session, worker, doorbells, parts))
         except Refusal:
             # The core does not know that this worker holds something of the session: it will not release it.
             if worker in self._workers.workers:
                 self._unowned.add((worker, session))
-            self._workers.release_session(worker, session)
+            self._workers.orders.release_session(worker, session)
             raise
         self._mapped[session] = _Mapped(worker, device)
         return pid, self._workers.pidfd_for(worker)
@@ -113,7 +114,7 @@ class Mappings:
                 field="bytes",
                 value=len(mapped.chunks) + len(sizes),
             )
-        await self._workers.add_chunks(mapped.worker, session, fds, sizes)
+        await self._workers.orders.add_chunks(mapped.worker, session, fds, sizes)
         mapped.chunks += sizes
         return len(mapped.chunks)
 
@@ -129,7 +130,7 @@ class Mappings:
         the caller's. Raises Refusal; the chunks that were added are still there then."""
         mapped = self._expected(session)
         registration = RegistrationId(next(self._registrations))
-        await self._workers.map_memory(
+        await self._workers.orders.map_memory(
             mapped.worker, session, registration, fd, mapping_bytes, groups, ranges
         )
         # If the session ended meanwhile the core refuses, and the release of the words, which came after this

@@ -61,7 +61,7 @@ class Performer:
         match action:
             case PostPart():
                 generations = self._pool.records.generations(action.slots)
-                self._workers.post(action, generations, self._gate_deadline_ms)
+                self._workers.orders.post(action, generations, self._gate_deadline_ms)
             case OpenSlots():
                 self._open(action)
             case CommitSlots():
@@ -73,13 +73,13 @@ class Performer:
             case PostDiskJob():
                 self._post_disk_job(action)
             case CheckSlots():
-                self._workers.check_slots(action, self._pool.records.generations(action.slots))
+                self._workers.orders.check_slots(action, self._pool.records.generations(action.slots))
             case Notify():
                 self._notify(action)
             case RevokePart():
-                self._workers.revoke(action.worker, action.part)
+                self._workers.orders.revoke(action.worker, action.part)
             case ReleaseSession():
-                self._workers.release_session(action.worker, action.session)
+                self._workers.orders.release_session(action.worker, action.session)
             case WithdrawPage():
                 self._withdraw_page(action.space)
             case AssignExtent():
@@ -96,12 +96,12 @@ class Performer:
             return
         disk = self._disks[action.disk]
         disk.image.set_aside(action.slots)
-        self._workers.persist_records(disk.device, action.slots)
+        self._workers.orders.persist_records(disk.device, action.slots)
 
     def _post_disk_job(self, action: PostDiskJob) -> None:
         on_disk = self._records(action.disk).generations(action.disk_slots)
         on_host = self._pool.records.generations(action.host_slots)
-        self._workers.post_disk_job(action, on_disk, on_host)
+        self._workers.orders.post_disk_job(action, on_disk, on_host)
 
     def _open(self, action: OpenSlots) -> None:
         self._records(action.disk).open(

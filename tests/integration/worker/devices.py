@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 from kvtier_kernels import cuda
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.workers.supervisor.supervisor import DeviceRange, GroupMapping, Supervisor
+from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 from tests.support.fake_cuda import FakeCuda
 
@@ -110,7 +111,7 @@ class Memfd:
         groups: Sequence[GroupMapping],
     ) -> None:
         size = self.array.nbytes
-        await supervisor.map_memory(worker, session, registration, self.fd, size, groups)
+        await supervisor.orders.map_memory(worker, session, registration, self.fd, size, groups)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -142,13 +143,13 @@ class DeviceMemory:
         fds, sizes = self.chunk_fds()
         try:
             if fds:
-                await supervisor.add_chunks(worker, session, fds, sizes)
+                await supervisor.orders.add_chunks(worker, session, fds, sizes)
         finally:
             for fd in fds:
                 os.close(fd)
         ranges = self.ranges()
         size = sum(range_.size_bytes for range_ in ranges)
-        await supervisor.map_memory(worker, session, registration, None, size, groups, ranges)
+        await supervisor.orders.map_memory(worker, session, registration, None, size, groups, ranges)
 
     def close(self) -> None:
         pass

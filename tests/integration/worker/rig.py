@@ -19,13 +19,14 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
 from kvtierd.memory import HostPool
+from kvtierd.workers.supervisor.orders import GroupMapping
 from kvtierd.workers.supervisor.supervisor import (
     CPU,
-    GroupMapping,
     Supervisor,
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
+    WorkerProcessState,
     WorkerStimulus,
 )
 
@@ -40,6 +41,12 @@ PARTS = 64
 GROUP = 3
 
 _Event = TypeVar("_Event")
+
+
+def live_worker(supervisor: Supervisor, device: str) -> WorkerId | None:
+    """The live worker of a device."""
+    handle = supervisor.devices.worker(device)
+    return handle.worker if handle is not None and handle.state is WorkerProcessState.LIVE else None
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ class Rig:
 
     @property
     def worker(self) -> WorkerId:
-        worker = self.supervisor.current(self.device)
+        worker = live_worker(self.supervisor, self.device)
         assert worker is not None
         return worker
 
@@ -249,7 +256,7 @@ class Rig:
         await self.map_memory(client)
 
     async def map_words(self, client: Client) -> None:
-        await self.supervisor.map_words(self.worker, client.session, client.words_fd, DOORBELLS, PARTS)
+        await self.supervisor.orders.map_words(self.worker, client.session, client.words_fd, DOORBELLS, PARTS)
 
     async def map_memory(self, client: Client) -> None:
         groups = [client.layout.mapping()]
@@ -317,7 +324,7 @@ class Rig:
         action = PostPart(**{**fields, **changed})
         if generations is None:
             generations = self.pool.records.generations(slots)
-        self.supervisor.post(action, generations, gate_deadline_ms)
+        self.supervisor.orders.post(action, generations, gate_deadline_ms)
         return action.part, ticket
 
     def is_over(self, part: PartId) -> bool:

@@ -21,14 +21,14 @@ from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import PartFinished, PartOutcome, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool, PoolLocked
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.channel import blocking
+from kvtierd.workers.channel import packets
 from kvtierd.workers.channel.packets import BlockingPacketChannel, packet_socketpair
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.workers.supervisor.supervisor import CPU, SupervisorLimits, WorkerStartError
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, Allocation, Gpu, Memfd, Mode, on
-from tests.integration.worker.rig import SLACK_S, Client, Layout, Rig, until
+from tests.integration.worker.rig import SLACK_S, Client, Layout, Rig, live_worker, until
 from tests.support.process import readable
 
 pytestmark = pytest.mark.faults
@@ -120,7 +120,7 @@ async def test_a_session_that_is_not_released_in_time_loses_the_worker(start_rig
     rig = await start_rig(limits=SupervisorLimits(release_deadline_s=1.0))
     client = await rig.client()
     os.kill(rig.pid, signal.SIGSTOP)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await until(lambda: rig.seen(WorkerLost))
     assert "has not released a session" in rig.seen(WorkerLost)[0].why
     await replaced(rig)
@@ -135,7 +135,7 @@ async def test_a_worker_whose_queue_overflows_is_lost_but_not_inside_post(start_
     many = slots[[0] * 8_192]
     worker = rig.worker
     while (
-        rig.supervisor.current(rig.device) is not None
+        live_worker(rig.supervisor, rig.device) is not None
         and not rig.supervisor._lives.processes[worker].channel.closed
     ):
         rig.post(client, Direction.STORE, blocks, many, worker=worker)
@@ -399,8 +399,8 @@ def test_a_packet_that_the_kernel_never_takes_is_no_end_of_the_peer(monkeypatch:
         sent.append(1)
         raise OSError(errno.ENOBUFS, "no buffer space available")
 
-    monkeypatch.setattr(blocking, "send_packet", no_room)
-    monkeypatch.setattr(blocking, "_RETRY_S", 0)
+    monkeypatch.setattr(packets, "send_packet", no_room)
+    monkeypatch.setattr(packets, "_RETRY_S", 0)
     with theirs, pytest.raises(OSError, match="no buffer space"):
         BlockingPacketChannel(ours).send(b"report")
     assert len(sent) > 1

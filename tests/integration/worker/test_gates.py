@@ -97,10 +97,10 @@ async def test_the_front_revokes_what_has_not_started(rig: Rig) -> None:
     client = await rig.client()
     slots = await rig.store(client, [0])
     part, ticket = rig.post(client, Direction.LOAD, [1], slots, gate=(0, 1))
-    rig.supervisor.revoke(rig.worker, part)
+    rig.supervisor.orders.revoke(rig.worker, part)
     assert (await rig.finished(part)).outcome == PartOutcome.REVOKED
     assert client.part_state(ticket) == PART_REVOKED
-    rig.supervisor.revoke(rig.worker, part)  # over: nothing more comes of it
+    rig.supervisor.orders.revoke(rig.worker, part)  # over: nothing more comes of it
     await rig.store(client, [2])
 
 
@@ -112,8 +112,8 @@ async def test_a_started_part_runs_on_when_the_front_revokes_it(start_rig: Start
     posted = [rig.post(client, Direction.STORE, [i], slots[i : i + 1]) for i in range(3)]
     (first, ticket), _, (third, _) = posted
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    rig.supervisor.revoke(rig.worker, third)
-    rig.supervisor.revoke(rig.worker, first)
+    rig.supervisor.orders.revoke(rig.worker, third)
+    rig.supervisor.orders.revoke(rig.worker, first)
     assert (await rig.finished(third)).outcome == PartOutcome.REVOKED
     assert (await rig.finished(first)).outcome == PartOutcome.DONE
     assert [event.part for event in rig.seen(PartFinished)][:2] == [third, first]

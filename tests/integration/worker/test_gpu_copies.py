@@ -90,7 +90,7 @@ async def test_a_queued_part_is_revoked_while_another_copies(start_rig: StartRig
     third, asked = rig.post(client, Direction.LOAD, range(44, 48), slots[44:])
     await until(lambda: client.part_state(started) == PART_STARTED)
     before = client.block(44)
-    rig.supervisor.revoke(rig.worker, third)
+    rig.supervisor.orders.revoke(rig.worker, third)
     assert (await rig.finished(third)).outcome == PartOutcome.REVOKED
     assert not rig.is_over(first)
     assert client.part_state(asked) == PART_REVOKED
@@ -109,7 +109,7 @@ async def test_release_in_the_middle_of_a_load_is_its_fence(start_rig: StartRig,
     part, ticket = rig.post(client, Direction.LOAD, range(96), slots)
     queued, _ = rig.post(client, Direction.LOAD, range(1), slots[:1])
     await until(lambda: client.block(0) == rig.slot(int(slots[0]), BIG.slot_bytes), "bytes to arrive")
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     assert (await rig.finished(queued)).outcome == PartOutcome.REVOKED  # so the worker knows
     release(rig, gpu)
     await until(lambda: client.part_state(ticket) == PART_FAILED)
@@ -132,7 +132,7 @@ async def test_release_in_the_middle_of_a_store_leaves_its_rest_undone(start_rig
     part, ticket = rig.post(client, Direction.STORE, range(96), slots[:96])
     queued, _ = rig.post(client, Direction.STORE, range(1), slots[96:])
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     assert (await rig.finished(queued)).outcome == PartOutcome.REVOKED  # so the worker knows
     release(rig, gpu)
     await rig.released(client.session)
@@ -156,7 +156,7 @@ async def test_sessions_take_turns(start_rig: StartRig, gpu: Gpu) -> None:
     await rig.client()  # is answered after that has been queued
     release(rig, gpu)
     assert (await rig.finished(quick)).outcome == PartOutcome.DONE
-    rig.supervisor.release_session(rig.worker, large.session)
+    rig.supervisor.orders.release_session(rig.worker, large.session)
     await rig.released(large.session)
     assert rig.is_over(first)
     ended = [event.part for event in rig.seen(PartFinished)]

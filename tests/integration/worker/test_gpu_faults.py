@@ -78,7 +78,7 @@ async def test_a_copy_of_which_nobody_knows_whether_it_landed_ends_the_worker(
 async def test_a_context_lost_while_memory_is_let_go_of_ends_the_worker(rig: Rig, gpu: Gpu) -> None:
     client = await rig.client()
     gpu.fake.arm("cuIpcCloseMemHandle", 1, LAUNCH_FAILED, rig.pid)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await until(lambda: rig.seen(WorkerExited))
     assert LOST in rig.seen(WorkerLost)[0].why
     await replaced(rig)
@@ -140,7 +140,7 @@ async def test_memory_that_the_driver_does_not_let_go_of_kills_only_its_worker(
     healthy = rig.beside(other_gpu)
     client, other = await rig.client(), await rig.client()
     gpu.fake.hang("cuIpcCloseMemHandle", 1, rig.pid)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await until(lambda: gpu.fake.calls("cuIpcCloseMemHandle", rig.pid) == 1)
     await rig.store(other, [0])  # neither its lanes
     await rig.client()  # nor new sessions wait
@@ -234,7 +234,7 @@ async def test_a_worker_that_no_session_uses_ends_and_frees_its_context(
     assert gpu.fake.hbm_used(contexts=True) > ours
     await asyncio.sleep(1.0)
     await rig.store(client, [0])  # it is used, if only by what is mapped
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await until(lambda: rig.seen(WorkerExited))
     client.cache.close()
     assert gpu.fake.hbm_used(contexts=True) == ours

@@ -12,7 +12,7 @@ import pytest
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import PartOutcome
-from kvtierd.workers.supervisor.supervisor import DeviceRange
+from kvtierd.workers.supervisor.orders import DeviceRange
 
 from tests.integration.worker.devices import (
     GPU_13,
@@ -58,7 +58,7 @@ async def test_memory_made_of_chunks_is_shared_by_descriptors(rig: Rig, gpu: Gpu
     assert memory.chunks > 4
     client = await rig.client(large, memory)
     await round_trip(rig, client)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert rig.mapped() == []
 
@@ -73,7 +73,7 @@ async def test_each_plane_may_lie_in_a_range_of_its_own(rig: Rig, gpu: Gpu) -> N
     ]
     client = await rig.client(LAYOUT, Joined(memories))
     await round_trip(rig, client)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert rig.mapped() == []
 
@@ -83,11 +83,11 @@ async def test_chunks_that_no_registration_took_are_let_go_of_with_the_session(r
     client = rig.new_client(LAYOUT, memory)
     await rig.map_words(client)
     fds, sizes = memory.chunk_fds()
-    await rig.supervisor.add_chunks(rig.worker, client.session, fds, sizes)
+    await rig.supervisor.orders.add_chunks(rig.worker, client.session, fds, sizes)
     for fd in fds:
         os.close(fd)
     assert len(rig.mapped()) == 1 + len(fds)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert rig.mapped() == []
 
@@ -117,7 +117,7 @@ async def refused(rig: Rig, cache: DeviceMemory) -> Refusal:
     client.cache = rig.new_memory(SIZE)
     await rig.map_memory(client)
     await round_trip(rig, client)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert rig.mapped() == []
     return refusal.value
@@ -187,7 +187,7 @@ async def test_host_memory_is_refused_and_the_device_named(rig: Rig, gpu: Gpu) -
     await rig.map_words(client)
     fd = memfd(SIZE)
     with pytest.raises(Refusal, match=f"name {gpu.name}"):
-        await rig.supervisor.map_memory(
+        await rig.supervisor.orders.map_memory(
             rig.worker, client.session, client.registration, fd, SIZE, [LAYOUT.mapping()]
         )
     os.close(fd)
@@ -208,7 +208,7 @@ async def test_a_handle_that_came_back_with_other_memory_waits_for_the_old_to_go
     with pytest.raises(Refusal, match="stale") as refusal:
         await rig.map_memory(second)
     assert refusal.value.reason == Reason.WORKER_UNAVAILABLE
-    rig.supervisor.release_session(rig.worker, first.session)
+    rig.supervisor.orders.release_session(rig.worker, first.session)
     await rig.released(first.session)
     await rig.map_memory(second)
     await round_trip(rig, second)
@@ -220,12 +220,12 @@ async def test_sessions_share_an_allocation_and_let_go_of_it_one_by_one(rig: Rig
     for client in clients:
         await rig.map(client)
     for client in clients[:2]:
-        rig.supervisor.release_session(rig.worker, client.session)
+        rig.supervisor.orders.release_session(rig.worker, client.session)
         await rig.released(client.session)
     last = clients[2]
     last.cache = memory
     await round_trip(rig, last)
-    rig.supervisor.release_session(rig.worker, last.session)
+    rig.supervisor.orders.release_session(rig.worker, last.session)
     await rig.released(last.session)
     assert rig.mapped() == []
 
@@ -256,7 +256,7 @@ async def test_a_killed_engines_memory_is_free_when_its_session_has_been_release
     assert gpu.fake.hbm_used() - used >= SIZE  # as long as anybody has it open
     slots = await rig.store(client, [0, 1])  # which is still safe
     assert set(rig.slot(int(slots[1]), LAYOUT.slot_bytes)) == {0xAB}
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert gpu.fake.hbm_used() == used
     await until(lambda: rig.mapped() == [])

@@ -13,7 +13,7 @@ from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool
 from kvtierd.workers.supervisor.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
 
-from tests.integration.worker.rig import SLACK_S, until
+from tests.integration.worker.rig import SLACK_S, live_worker, until
 from tests.support.fake_cuda import FakeCuda
 
 pytestmark = [pytest.mark.faults, pytest.mark.fake_gpu]
@@ -81,7 +81,7 @@ async def test_all_who_wait_share_one_and_the_core_hears_of_it_first(start_host:
     found = await asyncio.gather(*(ask() for _ in range(8)))
     assert len(set(found)) == 1
     assert heard == [["WorkerLive"]] * 8
-    assert host.supervisor.current(host.device) == found[0]
+    assert live_worker(host.supervisor, host.device) == found[0]
     assert await host.supervisor.worker_for(host.device) == found[0]
 
 
@@ -91,7 +91,7 @@ async def test_one_who_gives_up_takes_nothing_from_the_others(start_host: StartH
     await until(host.pids)
     waiting[0].cancel()
     waiting[2].cancel()
-    assert await waiting[1] == host.supervisor.current(host.device)
+    assert await waiting[1] == live_worker(host.supervisor, host.device)
 
 
 async def test_a_worker_that_is_never_ready_ends_at_the_deadline(start_host: StartHost) -> None:
@@ -140,7 +140,7 @@ async def test_an_idle_worker_that_does_not_end_is_killed(start_host: StartHost)
     host = await start_host(SupervisorLimits(gpu_idle_s=0.1, end_deadline_s=1.0))
     worker = await host.supervisor.worker_for(host.device)
     os.kill(host.supervisor.workers[worker].pid, signal.SIGSTOP)
-    await until(lambda: host.supervisor.current(host.device) is None)
+    await until(lambda: live_worker(host.supervisor, host.device) is None)
     refusal = await host.refused()
     assert refusal.reason is Reason.WORKER_UNAVAILABLE
     await until(lambda: not host.pids())
@@ -153,11 +153,11 @@ async def test_a_refused_mapping_holds_nothing(start_host: StartHost) -> None:
     worker = await host.supervisor.worker_for(host.device)
     reading, writing = os.pipe()
     with pytest.raises(Refusal):
-        await host.supervisor.map_words(worker, SessionId(1), reading, 1, 1)
+        await host.supervisor.orders.map_words(worker, SessionId(1), reading, 1, 1)
     with pytest.raises(Refusal):
-        await host.supervisor.add_chunks(worker, SessionId(1), [reading], [2 << 20])
+        await host.supervisor.orders.add_chunks(worker, SessionId(1), [reading], [2 << 20])
     assert host.supervisor.workers[worker].sessions == set()
-    host.supervisor.release_session(worker, SessionId(1))
+    host.supervisor.orders.release_session(worker, SessionId(1))
     await until(lambda: len(host.events) == 2)
     assert host.told() == ["WorkerLive", "SessionReleased"]
     os.close(reading)

@@ -11,7 +11,7 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased
-from kvtierd.workers.supervisor.supervisor import GroupMapping
+from kvtierd.workers.supervisor.orders import GroupMapping
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, memfd, on
@@ -27,7 +27,7 @@ async def test_release_revokes_reports_and_unmaps_in_this_order(rig: Rig) -> Non
     slots = await rig.store(client, [0])
     rig.events.clear()
     gated = [rig.post(client, Direction.LOAD, [i], slots, gate=(0, i)) for i in range(1, 20)]
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert rig.mapped() == []
     assert isinstance(rig.events[-1], SessionReleased)
@@ -46,7 +46,7 @@ async def test_release_during_a_copy_ends_it_at_the_next_chunk(start_rig: StartR
     store, store_ticket = rig.post(client, Direction.STORE, list(range(60)), rig.open(60, BIG.slot_bytes))
     await until(lambda: client.part_state(store_ticket) == PART_STARTED)
     queued, queued_ticket = rig.post(client, Direction.STORE, [60], rig.open(1, BIG.slot_bytes))
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert (await rig.finished(store)).outcome == PartOutcome.FAILED
     assert (await rig.finished(queued)).outcome == PartOutcome.REVOKED
@@ -62,7 +62,7 @@ async def test_a_copy_that_runs_keeps_its_memory_mapped_until_it_ends(start_rig:
     client = await rig.client()
     part, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    rig.supervisor.release_session(rig.worker, client.session)
+    rig.supervisor.orders.release_session(rig.worker, client.session)
     await rig.released(client.session)
     assert (await rig.finished(part)).outcome == PartOutcome.DONE  # it was its only chunk
     assert client.part_state(ticket) == PART_DONE
@@ -72,7 +72,7 @@ async def test_a_copy_that_runs_keeps_its_memory_mapped_until_it_ends(start_rig:
 async def test_every_release_is_answered_also_of_a_stranger(rig: Rig) -> None:
     client = await rig.client()
     for session in (client.session, client.session, STRANGER):
-        rig.supervisor.release_session(rig.worker, session)
+        rig.supervisor.orders.release_session(rig.worker, session)
     await until(lambda: len(rig.seen(SessionReleased)) == 3)
     part, _ = rig.post(client, Direction.LOAD, [], rig.slots(0, 4096))
     finished = await rig.finished(part)
@@ -93,7 +93,7 @@ async def _refused(rig: Rig, fd: int, **changed: object) -> Refusal:
     }
     try:
         with pytest.raises(Refusal) as refused:
-            await rig.supervisor.map_memory(fd=fd, **arguments)  # type: ignore[arg-type]
+            await rig.supervisor.orders.map_memory(fd=fd, **arguments)  # type: ignore[arg-type]
     finally:
         os.close(fd)
     assert rig.mapped() == []
@@ -166,7 +166,7 @@ async def test_words_beyond_their_memfd_are_refused(rig: Rig) -> None:
     client = await rig.client()
     for doorbells, parts in ((0, 0), (DOORBELLS, 1_000_000), (0xFFFF_FFFF, 0xFFFF_FFFF)):
         with pytest.raises(Refusal, match="MAPPING_INVALID"):
-            await rig.supervisor.map_words(rig.worker, STRANGER, client.words_fd, doorbells, parts)
+            await rig.supervisor.orders.map_words(rig.worker, STRANGER, client.words_fd, doorbells, parts)
 
 
 async def test_a_worker_without_descriptors_left_refuses_and_goes_on(rig: Rig) -> None:
@@ -176,13 +176,15 @@ async def test_a_worker_without_descriptors_left_refuses_and_goes_on(rig: Rig) -
 
     async def map_many() -> None:
         for session in range(2_000, 2_048):
-            await rig.supervisor.map_words(rig.worker, SessionId(session), client.words_fd, DOORBELLS, PARTS)
+            await rig.supervisor.orders.map_words(
+                rig.worker, SessionId(session), client.words_fd, DOORBELLS, PARTS
+            )
 
     with pytest.raises(Refusal, match="112 descriptors"):
         await map_many()
     await rig.store(client, [0])
     for session in (SessionId(2_000), SessionId(2_001)):
-        rig.supervisor.release_session(rig.worker, session)
+        rig.supervisor.orders.release_session(rig.worker, session)
         await rig.released(session)
     await rig.client()  # takes two mappings
 
@@ -200,7 +202,7 @@ async def test_a_part_on_a_page_that_its_client_has_sealed_never_starts(rig: Rig
 
 async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
     fd = memfd(8 * (DOORBELLS + PARTS))
-    asking = asyncio.create_task(rig.supervisor.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
+    asking = asyncio.create_task(rig.supervisor.orders.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
     await asyncio.sleep(0)
     asking.cancel()
     os.close(fd)
@@ -215,7 +217,7 @@ async def test_a_mapping_whose_asker_went_away_is_released(rig: Rig) -> None:
 async def test_a_mapping_whose_asker_went_away_before_it_heard_the_answer_is_released(rig: Rig) -> None:
     handle = rig.handle
     fd = memfd(8 * (DOORBELLS + PARTS))
-    asking = asyncio.create_task(rig.supervisor.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
+    asking = asyncio.create_task(rig.supervisor.orders.map_words(rig.worker, STRANGER, fd, DOORBELLS, PARTS))
     await asyncio.sleep(0)
     [request] = handle.requests.values()
 
@@ -237,6 +239,6 @@ async def test_a_mapping_whose_asker_went_away_before_it_heard_the_answer_is_rel
 
 async def test_unknown_workers_are_refused_by_name(rig: Rig) -> None:
     with pytest.raises(Refusal, match="WORKER_UNAVAILABLE"):
-        await rig.supervisor.map_words(WorkerId(99), STRANGER, 0, 1, 1)
+        await rig.supervisor.orders.map_words(WorkerId(99), STRANGER, 0, 1, 1)
     with pytest.raises(Refusal, match="WORKER_UNAVAILABLE"):
         rig.supervisor.pidfd_for(WorkerId(99))

@@ -15,10 +15,11 @@ GPU = "GPU-0000beef-0000-0000-0000-000000000001"
 
 
 class Workers:
-    """As far as `Mappings` knows the supervisor."""
+    """As far as `Mappings` knows the supervisor and its orders."""
 
     def __init__(self) -> None:
         self.workers = {WorkerId(1): SimpleNamespace(pid=os.getpid())}
+        self.orders = self
         self.refuse: Refusal | None = None
 
     async def worker_for(self, device: str) -> WorkerId:

@@ -21,7 +21,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 from kvtierd.workers.copy.parts import PartRefusedError, read_part
 from kvtierd.workers.copy.sessions import MappedSession
-from kvtierd.workers.supervisor import messages
+from kvtierd.workers.supervisor import orders, supervisor
 
 
 def action(count: int, **changed: object) -> PostPart:
@@ -43,15 +43,15 @@ def action(count: int, **changed: object) -> PostPart:
 
 def test_the_largest_part_fits_a_packet() -> None:
     largest = np.full(8_192, 2**64 - 1, np.uint64)
-    packet = messages.post_part_packet(
-        action(8_192, verify=np.ones(8_192, np.uint8)), largest, messages.GATE_DEADLINE_MS_MAX
+    packet = orders.post_part_packet(
+        action(8_192, verify=np.ones(8_192, np.uint8)), largest, orders.GATE_DEADLINE_MS_MAX
     )
     assert 8_192 * 17 < len(packet) < PACKET_BYTES_MAX
 
 
 def test_a_worker_reads_what_the_front_wrote() -> None:
     generations = np.array([], np.uint64)
-    packet = messages.post_part_packet(action(0), generations, 1_500)
+    packet = orders.post_part_packet(action(0), generations, 1_500)
     session = MappedSession(5, doorbells=2, parts=4, words=SharedWords(bytearray(48), 6))
     part = read_part(wire.ToWorker.FromString(packet).post_part, session, now_s=100.0)
     assert (part.number, part.ticket, part.word) == (2**63, TICKET_MAX, 2 + 3)
@@ -61,14 +61,14 @@ def test_a_worker_reads_what_the_front_wrote() -> None:
 
 def test_arrays_that_are_not_parallel_are_refused_by_both_ends() -> None:
     with pytest.raises(ValueError, match="3 block ids"):
-        messages.post_part_packet(action(3), np.zeros(2, np.uint64), 1)
+        orders.post_part_packet(action(3), np.zeros(2, np.uint64), 1)
     with pytest.raises(ValueError, match="slots"):
-        messages.post_part_packet(action(3, slots=np.zeros((3, 1), np.uint32)), np.zeros(3, np.uint64), 1)
+        orders.post_part_packet(action(3, slots=np.zeros((3, 1), np.uint32)), np.zeros(3, np.uint64), 1)
     with pytest.raises(ValueError, match="verify"):
-        messages.post_part_packet(action(3, verify=np.ones(4, np.uint8)), np.zeros(3, np.uint64), 1)
+        orders.post_part_packet(action(3, verify=np.ones(4, np.uint8)), np.zeros(3, np.uint64), 1)
     for deadline_ms in (0, -1, 1 << 32):
         with pytest.raises(ValueError, match="gate_deadline_ms"):
-            messages.post_part_packet(action(0), np.zeros(0, np.uint64), deadline_ms)
+            orders.post_part_packet(action(0), np.zeros(0, np.uint64), deadline_ms)
 
     session = MappedSession(5, doorbells=2, parts=4)
     good = {"direction": wire.LOAD, "ticket": 1}
@@ -87,12 +87,12 @@ def test_arrays_that_are_not_parallel_are_refused_by_both_ends() -> None:
 
 
 def test_memory_of_a_gpu_is_described_range_by_range() -> None:
-    groups = [messages.GroupMapping(0, 2**32 - 1, [0, 5], [7, 2**63], [6, 1])]
+    groups = [orders.GroupMapping(0, 2**32 - 1, [0, 5], [7, 2**63], [6, 1])]
     ranges = [
-        messages.DeviceRange(2**62, 2**61, bytes(range(64)), 2**64 - 1),
-        messages.DeviceRange(4096, 17, chunks=3),
+        orders.DeviceRange(2**62, 2**61, bytes(range(64)), 2**64 - 1),
+        orders.DeviceRange(4096, 17, chunks=3),
     ]
-    packet = messages.map_memory_packet(9, SessionId(5), RegistrationId(6), 2**62 + 4096, groups, ranges)
+    packet = orders.map_memory_packet(9, SessionId(5), RegistrationId(6), 2**62 + 4096, groups, ranges)
     found = wire.ToWorker.FromString(packet).map_memory
     assert (found.request, found.session, found.registration) == (9, 5, 6)
     assert found.mapping_bytes == 2**62 + 4096
@@ -101,22 +101,22 @@ def test_memory_of_a_gpu_is_described_range_by_range() -> None:
     assert (ipc.buffer_id, ipc.chunks) == (2**64 - 1, 0)
     assert (chunks.bytes, chunks.offset, chunks.ipc_handle, chunks.chunks) == (4096, 17, b"", 3)
     assert not wire.ToWorker.FromString(
-        messages.map_memory_packet(9, SessionId(5), RegistrationId(6), 1, groups)
+        orders.map_memory_packet(9, SessionId(5), RegistrationId(6), 1, groups)
     ).map_memory.ranges
 
 
 def test_chunks_travel_with_their_sizes() -> None:
-    found = wire.ToWorker.FromString(messages.add_chunks_packet(9, SessionId(5), [1, 2**62])).add_chunks
+    found = wire.ToWorker.FromString(orders.add_chunks_packet(9, SessionId(5), [1, 2**62])).add_chunks
     assert (found.request, found.session, list(found.bytes)) == (9, 5, [1, 2**62])
 
 
 @pytest.mark.parametrize("message", [wire.MapRefused, wire.Unusable])
 def test_refusals_keep_every_word(message: type[wire.MapRefused] | type[wire.Unusable]) -> None:
-    refusal = messages.refusal_of(message(reason=17, field="device", value="GPU-1", message="no such"))
+    refusal = supervisor.refusal_of(message(reason=17, field="device", value="GPU-1", message="no such"))
     assert (refusal.reason, refusal.field) == (Reason.DEVICE_UNKNOWN, "device")
     assert (refusal.value, refusal.message) == ("GPU-1", "no such")
     with pytest.raises(ValueError):
-        messages.refusal_of(message(reason=12_345))
+        supervisor.refusal_of(message(reason=12_345))
 
 
 def test_reports_become_stimuli_and_nonsense_an_error() -> None:
@@ -129,34 +129,34 @@ def test_reports_become_stimuli_and_nonsense_an_error() -> None:
         copied_bytes=2**40,
         copy_ns=2_500_000_000,
     )
-    stimulus = messages.part_finished(WorkerId(4), report)
+    stimulus = supervisor.part_finished(WorkerId(4), report)
     assert (stimulus.worker, stimulus.part, stimulus.outcome) == (4, 9, PartOutcome.FAILED)
     assert stimulus.failed.tolist() == [3, 1]
     assert (stimulus.corrupt, stimulus.message) == (True, "why")
     assert (stimulus.copied_bytes, stimulus.copy_s) == (2**40, 2.5)
     for nonsense in (wire.PartFinished(part=1), wire.PartFinished(part=1, outcome=wire.DONE, failed=b"abc")):
         with pytest.raises(ValueError):
-            messages.part_finished(WorkerId(4), nonsense)
+            supervisor.part_finished(WorkerId(4), nonsense)
 
 
 def test_checks_and_their_answers_arrive_whole() -> None:
     slots, generations = np.array([7, 2**32 - 1], np.uint32), np.array([1, 2**40 - 1], np.uint64)
     request = CheckSlots(WorkerId(4), CheckId(2**63), slots)
-    found = wire.ToWorker.FromString(messages.check_slots_packet(request, generations)).check_slots
+    found = wire.ToWorker.FromString(orders.check_slots_packet(request, generations)).check_slots
     assert found.check == 2**63
     assert np.frombuffer(found.slots, "<u4").tolist() == slots.tolist()
     assert np.frombuffer(found.generations, "<u8").tolist() == generations.tolist()
     answer = wire.SlotsChecked(check=5, looked_at=2, corrupt=np.array([1], "<u4").tobytes())
-    stimulus = messages.slots_checked(WorkerId(4), answer)
+    stimulus = supervisor.slots_checked(WorkerId(4), answer)
     assert (stimulus.worker, stimulus.check, stimulus.looked_at) == (4, 5, 2)
     assert stimulus.corrupt.tolist() == [1]
     with pytest.raises(ValueError):
-        messages.slots_checked(WorkerId(4), wire.SlotsChecked(check=5, corrupt=b"abc"))
+        supervisor.slots_checked(WorkerId(4), wire.SlotsChecked(check=5, corrupt=b"abc"))
 
 
 def test_the_largest_check_fits_a_packet() -> None:
     request = CheckSlots(WorkerId(1), CheckId(2**63), np.zeros(SLOTS_MAX, np.uint32))
-    packet = messages.check_slots_packet(request, np.full(SLOTS_MAX, 2**64 - 1, np.uint64))
+    packet = orders.check_slots_packet(request, np.full(SLOTS_MAX, 2**64 - 1, np.uint64))
     assert len(packet) <= PACKET_BYTES_MAX
 
 
@@ -188,7 +188,7 @@ def test_a_disk_s_worker_is_told_everything_of_a_job(kind: DiskJobKind) -> None:
     job = disk_job(kind, 3)
     disk_generations = np.array([1, 2, 2**40 - 1], np.uint64)
     host_generations = disk_generations[: len(job.host_slots)] + 1
-    packet = messages.disk_job_packet(job, disk_generations, host_generations)
+    packet = orders.disk_job_packet(job, disk_generations, host_generations)
     found = wire.ToWorker.FromString(packet).disk_job
     assert (found.job, wire.DiskJobKind.Name(found.kind)) == (2**63, f"DISK_{kind.name}")
     for sent, kind_of_number, array in (
@@ -217,19 +217,19 @@ def test_a_disk_job_of_arrays_that_do_not_fit_is_refused(
     generations = np.ones(3, np.uint64)
     host = NO_NUMBERS if kind is DiskJobKind.CHECK else generations
     with pytest.raises(ValueError, match=f"9223372036854775808 .{kind.name}"):
-        messages.disk_job_packet(disk_job(kind, 3, **changed), generations, host)
+        orders.disk_job_packet(disk_job(kind, 3, **changed), generations, host)
 
 
 def test_the_largest_disk_job_fits_a_packet() -> None:
     count = CoreDisks().job_bytes // 4096
     generations = np.full(count, 2**40 - 1, np.uint64)
-    packet = messages.disk_job_packet(disk_job(DiskJobKind.WRITE, count), generations, generations)
+    packet = orders.disk_job_packet(disk_job(DiskJobKind.WRITE, count), generations, generations)
     assert count * 32 < len(packet) < PACKET_BYTES_MAX
 
 
 def test_records_to_be_persisted_are_named_one_by_one() -> None:
     slots = np.array([5, 2**32 - 1], np.uint32)
-    found = wire.ToWorker.FromString(messages.persist_records_packet(slots)).persist_records
+    found = wire.ToWorker.FromString(orders.persist_records_packet(slots)).persist_records
     assert np.frombuffer(found.slots, "<u4").tolist() == slots.tolist()
 
 
@@ -242,11 +242,11 @@ def test_what_a_disk_s_worker_reports_arrives_whole() -> None:
         bytes=2**40,
         busy_ns=1_500_000_000,
     )
-    found = messages.disk_job_finished(WorkerId(4), report)
+    found = supervisor.disk_job_finished(WorkerId(4), report)
     assert (found.worker, found.job, found.failed.tolist(), found.corrupt.tolist()) == (4, 7, [3], [1, 0])
     assert (found.error, found.bytes, found.busy_s) == ("EIO", 2**40, 1.5)
     with pytest.raises(ValueError):
-        messages.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, failed=b"abc"))
+        supervisor.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, failed=b"abc"))
 
 
 def test_disk_jobs_have_the_numbers_of_the_wire() -> None:

@@ -9,8 +9,8 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import WorkerId
 from kvtierd.core.stimuli import WorkerExited, WorkerLost
 from kvtierd.logs import logger
+from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
-from kvtierd.workers.supervisor import messages
 from kvtierd.workers.supervisor.devices import SupervisedDevices
 from kvtierd.workers.supervisor.handles import (
     CPU,
@@ -32,6 +32,7 @@ EXIT_GRACE_S = 1.0
 and on a busy machine takes its time."""
 WATCH_SILENCE_MAX_S = 5.0
 """Between two rounds of the watch, which are 20 in that time."""
+_STOP = wire.ToWorker(stop=wire.Stop()).SerializeToString()
 
 
 class Lifecycle:
@@ -117,7 +118,7 @@ class Lifecycle:
         for handle in list(self.workers.values()):
             if handle.state is WorkerProcessState.STARTING:
                 self.lose(handle, "the daemon stops")
-            self.send(handle, messages.stop_packet())
+            self._tell_to_stop(handle)
         if grace_s > 0:
             await self._all_gone(grace_s)
         for handle in list(self.workers.values()):
@@ -163,12 +164,23 @@ class Lifecycle:
                 value=device,
             ) from error
 
-    def send(self, handle: WorkerHandle, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """False if the worker is not live, or its queue is full, which loses it. OSError if the descriptors
-        would have to wait and there is none left for them."""
+    def serving(self, worker: WorkerId) -> WorkerHandle:
+        """A live worker. Refusal if it is lost, or ends."""
+        handle = self.workers.get(worker)
+        if handle is None or handle.state is not WorkerProcessState.LIVE:
+            raise Refusal(
+                Reason.WORKER_UNAVAILABLE,
+                "the copy worker is gone; a new one is being started, try again in a second",
+                field="worker",
+                value=worker,
+            )
+        return handle
+
+    def _tell_to_stop(self, handle: WorkerHandle) -> bool:
+        """False if it is not live, or its queue is full, which loses it."""
         if handle.state is not WorkerProcessState.LIVE:
             return False
-        return self.processes[handle.worker].channel.send(packet, fds)
+        return self.processes[handle.worker].channel.send(_STOP)
 
     def _spawn(self, device: str) -> WorkerHandle:
         """OSError or ValueError, and nothing has changed, if no process can be started."""
@@ -385,5 +397,5 @@ class Lifecycle:
                 if why is not None:
                     self.lose(handle, why)
         for handle in self.devices.idle(self.watch.now_s):
-            if self.send(handle, messages.stop_packet()):
+            if self._tell_to_stop(handle):
                 self._end(handle, f"no session has used it for {self._limits.gpu_idle_s:g} s")

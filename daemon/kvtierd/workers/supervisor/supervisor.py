@@ -1,21 +1,21 @@
-"""Talks to workers, and tells the core the truth about them."""
+"""Workers as the front has them: started and watched, told what to do (`orders`), and what they say told to
+the core."""
 
 import asyncio
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from kvtierd.core.actions import CheckSlots, Direction, PostDiskJob, PostPart
+from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PartId, RegistrationId, SessionId, Slots, WorkerId
+from kvtierd.core.ids import CheckId, DiskJobId, PartId, SessionId, WorkerId
 from kvtierd.core.stimuli import (
     DiskJobFinished,
     PartFinished,
+    PartOutcome,
     SessionReleased,
     SlotsChecked,
     WorkerExited,
@@ -24,29 +24,23 @@ from kvtierd.core.stimuli import (
 )
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
-from kvtierd.workers.supervisor import messages
 from kvtierd.workers.supervisor.handles import (
     CPU,
     CopyTotals,
-    MappingRequest,
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
     WorkerProcessState,
     WorkerStartError,
-    unavailable,
 )
 from kvtierd.workers.supervisor.kinds import DiskOptions, disk_device
 from kvtierd.workers.supervisor.lifecycle import Lifecycle
-from kvtierd.workers.supervisor.messages import DeviceRange, GroupMapping
+from kvtierd.workers.supervisor.orders import WorkerOrders
 
 __all__ = [
     "CPU",
     "CopyTotals",
-    "DeviceRange",
     "DiskOptions",
-    "GroupMapping",
     "Supervisor",
     "SupervisorLimits",
     "WorkerHandle",
@@ -58,8 +52,6 @@ __all__ = [
 ]
 
 _log = logger(__name__)
-
-RECORDS_PER_PACKET = 32_768
 
 WorkerStimulus = (
     WorkerLive | PartFinished | SlotsChecked | DiskJobFinished | SessionReleased | WorkerLost | WorkerExited
@@ -103,7 +95,6 @@ class Supervisor:
         self.totals = {direction: CopyTotals() for direction in Direction}
         self._register_writer = register_writer
         self._events = events
-        self._request_ids = itertools.count(1)
         self._lives = Lifecycle(
             pool_fd=pool_fd,
             pool_bytes=pool_bytes,
@@ -118,6 +109,7 @@ class Supervisor:
         self.workers: Mapping[WorkerId, WorkerHandle] = self._lives.workers
         """From the start of a worker's process to the delivery of its WorkerExited."""
         self.devices = self._lives.devices
+        self.orders = WorkerOrders(self._lives, self.limits.release_deadline_s)
 
     async def start(self) -> None:
         """Starts the workers that there are from the start, and returns when all but those of disks are live.
@@ -150,11 +142,6 @@ class Supervisor:
         """
         return (await self._lives.worker_for(device)).worker
 
-    def current(self, device: str) -> WorkerId | None:
-        """The live worker of a device."""
-        handle = self.devices.worker(device)
-        return handle.worker if handle is not None and handle.state is WorkerProcessState.LIVE else None
-
     def unattended(self) -> list[str]:
         """Workers that nobody looks after, each in a sentence: it should never be, and no worker's own doing.
 
@@ -184,188 +171,13 @@ class Supervisor:
     def pidfd_for(self, worker: WorkerId) -> int:
         """A pidfd of a live worker, for a client that waits for its end; the caller closes it. Refusal if it
         is lost."""
-        self._live(worker)
+        self._lives.serving(worker)
         return os.dup(self._lives.processes[worker].pidfd)
-
-    def post(self, action: PostPart, generations: npt.NDArray[np.uint64], gate_deadline_ms: int) -> None:
-        """Hands a part to its worker; PartFinished follows, or the worker's end. Never blocks.
-
-        For a worker that is not live nothing happens: WorkerLost has been told, or is about to be. A worker
-        whose queue is full is lost. ValueError if the arrays are not parallel or too long, and nothing was
-        posted.
-        """
-        packet = messages.post_part_packet(action, generations, gate_deadline_ms)
-        if len(packet) > PACKET_BYTES_MAX:
-            raise ValueError(
-                f"part {action.part} of {len(action.block_ids)} blocks is too large for one packet"
-            )
-        handle = self.workers.get(action.worker)
-        if handle is not None and self._lives.send(handle, packet):
-            handle.parts[action.part] = action.direction
-
-    def check_slots(self, action: CheckSlots, generations: npt.NDArray[np.uint64]) -> None:
-        """Has a worker look at slots; SlotsChecked follows, or the worker's end. Otherwise as `post`."""
-        handle = self.workers.get(action.worker)
-        if handle is not None:
-            self._lives.send(handle, messages.check_slots_packet(action, generations))
-
-    def post_disk_job(
-        self,
-        action: PostDiskJob,
-        disk_generations: npt.NDArray[np.uint64],
-        host_generations: npt.NDArray[np.uint64],
-    ) -> None:
-        """Hands a job to a disk's worker; DiskJobFinished follows, or the worker's end. Otherwise as
-        `post`."""
-        packet = messages.disk_job_packet(action, disk_generations, host_generations)
-        if len(packet) > PACKET_BYTES_MAX:
-            raise ValueError(
-                f"disk job {action.job} of {len(action.disk_slots)} slots is too large for one packet"
-            )
-        handle = self.workers.get(action.worker)
-        if handle is not None and self._lives.send(handle, packet):
-            handle.jobs.add(action.job)
-
-    def persist_records(self, device: str, slots: Slots) -> None:
-        """Has a disk's worker write the records of these slots to its file, as they are in the image. If it
-        has no live worker nothing happens."""
-        handle = self.devices.worker(device)
-        if handle is not None:
-            for first in range(0, len(slots), RECORDS_PER_PACKET):
-                part = slots[first : first + RECORDS_PER_PACKET]
-                self._lives.send(handle, messages.persist_records_packet(part))
-
-    async def persist_all(self, device: str) -> str:
-        """Has a disk's worker write all records to its file, as they are in the image, and returns "" once
-        they are there, or why they are not: there is no live worker, it was lost, the disk failed. As long as
-        the worker takes for it."""
-        worker = self.current(device)
-        if worker is None:
-            return "it has no worker just now"
-        handle, request = self.workers[worker], next(self._request_ids)
-        answer: asyncio.Future[str] = self._loop.create_future()
-        handle.persisting[request] = answer
-        try:
-            if not self._lives.send(handle, messages.persist_all_packet(request)):
-                return f"its worker was lost: {handle.why}"
-            return await answer
-        finally:
-            handle.persisting.pop(request, None)
 
     def reject(self, device: str, why: str) -> None:
         """A disk's first worker has filled the image with what cannot be used: it is lost, and the next one
         fills the image anew."""
         self._lives.reject(device, why)
-
-    def revoke(self, worker: WorkerId, part: PartId) -> None:
-        """Ends a part that has not started; PartFinished follows either way. Otherwise as `post`."""
-        handle = self.workers.get(worker)
-        if handle is not None:
-            self._lives.send(handle, messages.revoke_part_packet(part))
-
-    def release_session(self, worker: WorkerId, session: SessionId) -> None:
-        """Fences and unmaps all that the worker holds of a session; SessionReleased follows, also if it held
-        nothing.
-
-        Otherwise as `post`.
-        """
-        handle = self.workers.get(worker)
-        if handle is not None and self._lives.send(handle, messages.release_session_packet(session)):
-            handle.releases.setdefault(session, []).append(
-                self._lives.watch.now_s + self.limits.release_deadline_s
-            )
-
-    async def map_words(
-        self, worker: WorkerId, session: SessionId, fd: int, doorbells: int, parts: int
-    ) -> None:
-        """Has the worker map a session's shared words: `doorbells` words, then `parts` words.
-
-        The descriptor stays the caller's. Refusal if the worker refuses it or is lost; a worker that does not
-        answer in time is lost. If the caller is cancelled, the session's mappings are released.
-        """
-        request = next(self._request_ids)
-        packet = messages.map_words_packet(request, session, doorbells, parts)
-        await self._map(worker, session, request, [fd], packet)
-
-    async def add_chunks(
-        self, worker: WorkerId, session: SessionId, fds: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        """Has a GPU's worker import chunks of physical memory, which the session's next `map_memory` uses up.
-
-        `sizes` are their bytes, parallel to `fds`. Otherwise as `map_words`.
-        """
-        request = next(self._request_ids)
-        packet = messages.add_chunks_packet(request, session, sizes)
-        await self._map(worker, session, request, fds, packet)
-
-    async def map_memory(
-        self,
-        worker: WorkerId,
-        session: SessionId,
-        registration: RegistrationId,
-        fd: int | None,
-        mapping_bytes: int,
-        groups: Sequence[GroupMapping],
-        ranges: Sequence[DeviceRange] = (),
-    ) -> None:
-        """Has the worker map a rank's memory: the first `mapping_bytes` of `fd`, or a GPU's `ranges`, which
-        are so many together. Otherwise as `map_words`."""
-        request = next(self._request_ids)
-        packet = messages.map_memory_packet(request, session, registration, mapping_bytes, groups, ranges)
-        if len(packet) > PACKET_BYTES_MAX:
-            planes = sum(len(group.base_offsets) for group in groups)
-            raise Refusal(
-                Reason.LAYOUT_INVALID,
-                "too many planes and ranges to describe in one packet; register a layout with fewer, larger "
-                "ones",
-                field="groups.planes",
-                value=f"{planes} planes, {len(ranges)} ranges",
-            )
-        await self._map(worker, session, request, [] if fd is None else [fd], packet)
-
-    async def _map(
-        self, worker: WorkerId, session: SessionId, request: int, fds: Sequence[int], packet: bytes
-    ) -> None:
-        handle = self._live(worker)
-        answer: asyncio.Future[None] = self._loop.create_future()
-        deadline_s = self._lives.watch.now_s + handle.kind.map_deadline_s
-        handle.requests[request] = MappingRequest(session, answer, deadline_s)
-        is_first = session not in handle.sessions
-        handle.sessions.add(session)
-        try:
-            if not self._lives.send(handle, packet, fds):
-                raise unavailable(handle)
-            await answer
-        except asyncio.CancelledError:
-            # Nobody will tell the core of this mapping, so nobody else would have it released. The answer
-            # may have come already, and not been heard.
-            if handle.state is WorkerProcessState.LIVE and not _is_refused(answer):
-                self.release_session(worker, session)
-                handle.own_releases[session] += 1
-            raise
-        except OSError as error:
-            raise Refusal(
-                Reason.QUEUE_FULL,
-                f"the daemon cannot pass so many descriptors on just now ({error}): try again, or raise its "
-                "limit of open files",
-                field="descriptors",
-                value=len(fds),
-            ) from error
-        finally:
-            handle.requests.pop(request, None)
-            if is_first and (not answer.done() or _is_refused(answer)) and session not in handle.releases:
-                handle.sessions.discard(session)
-
-    def _live(self, worker: WorkerId) -> WorkerHandle:
-        handle = self.workers.get(worker)
-        if handle is None or handle.state is not WorkerProcessState.LIVE:
-            raise Refusal(
-                Reason.WORKER_UNAVAILABLE,
-                "the copy worker is gone; a new one is being started, try again in a second",
-                field="worker",
-                value=worker,
-            )
-        return handle
 
     def _packet(self, handle: WorkerHandle, packet: bytes) -> None:
         try:
@@ -390,18 +202,18 @@ class Supervisor:
         if kind == "ready":
             return self._ready(handle, message.ready)
         if kind == "unusable":
-            self._lives.unusable(handle, messages.refusal_of(message.unusable))
+            self._lives.unusable(handle, refusal_of(message.unusable))
             return None
         if kind == "part_finished":
             finished = message.part_finished
-            stimulus = messages.part_finished(handle.worker, finished)
+            stimulus = part_finished(handle.worker, finished)
             totals = self.totals[handle.parts.pop(stimulus.part)]
             totals.outcomes[stimulus.outcome.name] += 1
             totals.copied_bytes += finished.copied_bytes
             totals.copy_ns += finished.copy_ns
             return stimulus
         if kind == "disk_job_finished":
-            done = messages.disk_job_finished(handle.worker, message.disk_job_finished)
+            done = disk_job_finished(handle.worker, message.disk_job_finished)
             handle.jobs.remove(done.job)
             return done
         if kind == "records_persisted":
@@ -410,7 +222,7 @@ class Supervisor:
                 answer.set_result(message.records_persisted.error)
             return None
         if kind == "slots_checked":
-            return messages.slots_checked(handle.worker, message.slots_checked)
+            return slots_checked(handle.worker, message.slots_checked)
         if kind == "session_released":
             session = SessionId(message.session_released.session)
             deadlines = handle.releases[session]
@@ -429,7 +241,7 @@ class Supervisor:
                 request.answer.set_result(None)
             return None
         if kind == "map_refused":
-            refusal = messages.refusal_of(message.map_refused)
+            refusal = refusal_of(message.map_refused)
             request = handle.requests.pop(message.map_refused.request, None)
             if request is not None and not request.answer.done():
                 request.answer.set_exception(refusal)
@@ -455,5 +267,43 @@ class Supervisor:
         self._loop.call_soon(self._events, stimulus)
 
 
-def _is_refused(answer: "asyncio.Future[None]") -> bool:
-    return answer.done() and not answer.cancelled() and answer.exception() is not None
+def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
+    """ValueError if the reason is none of ours."""
+    return Refusal(Reason(message.reason), message.message, field=message.field, value=message.value)
+
+
+def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
+    """ValueError if the message holds what no worker of ours sends."""
+    return PartFinished(
+        worker=worker,
+        part=PartId(message.part),
+        outcome=PartOutcome(message.outcome),
+        failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
+        corrupt=message.corrupt,
+        message=message.message,
+        copied_bytes=message.copied_bytes,
+        copy_s=message.copy_ns / 1e9,
+    )
+
+
+def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
+    """ValueError if the message holds what no worker of ours sends."""
+    return SlotsChecked(
+        worker=worker,
+        check=CheckId(message.check),
+        looked_at=message.looked_at,
+        corrupt=np.frombuffer(message.corrupt, "<u4").astype(np.uint32, copy=False),
+    )
+
+
+def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> DiskJobFinished:
+    """ValueError if the message holds what no worker of ours sends."""
+    return DiskJobFinished(
+        worker=worker,
+        job=DiskJobId(message.job),
+        failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
+        corrupt=np.frombuffer(message.corrupt, "<u4").astype(np.uint32, copy=False),
+        error=message.error,
+        bytes=message.bytes,
+        busy_s=message.busy_ns / 1e9,
+    )
