@@ -7,6 +7,7 @@ from kvtierd.cache.clearing import Cleared
 from kvtierd.cache.disks import DiskFile
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
+from kvtierd.cache.ticks import run_ticks
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
 from kvtierd.workers.channel.packets import PacketChannel
 from kvtierd.workers.supervisor.handles import CPU
@@ -26,4 +27,5 @@ __all__ = [
     "PacketChannel",
     "SessionAbout",
     "Snapshot",
+    "run_ticks",
 ]

@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
+
+import numpy as np
+from kvtier_kernels import PoolRecords
 
 from kvtierd.cache.clearing import Cleared, Clearing
 from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.pages import SharedPages
-from kvtierd.cache.perform import Performer
 from kvtierd.cache.snapshot import (
     CopySnapshot,
     DeviceSnapshot,
@@ -22,12 +25,30 @@ from kvtierd.cache.snapshot import (
     WorkerSnapshot,
 )
 from kvtierd.cache.waiters import Waiters
-from kvtierd.core.actions import Attached, InstanceView, Notify, Reply, SessionEnded, TransferEnded
+from kvtierd.core.actions import (
+    Action,
+    AssignExtent,
+    Attached,
+    CheckSlots,
+    CommitSlots,
+    FreeSlots,
+    InstanceView,
+    Notify,
+    OpenSlots,
+    PostDiskJob,
+    PostPart,
+    QuarantineSlots,
+    ReleaseSession,
+    Reply,
+    RevokePart,
+    SessionEnded,
+    TransferEnded,
+    WithdrawPage,
+)
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import Epoch, SessionId, Ticket, WorkerId
+from kvtierd.core.ids import DiskId, Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus
-from kvtierd.core.status import DiskStatus
 from kvtierd.core.stimuli import (
     AttachSession,
     CoreLimits,
@@ -35,20 +56,16 @@ from kvtierd.core.stimuli import (
     EndSession,
     Resume,
     SessionReleased,
-    SlotsProven,
     StartScrub,
     Stimulus,
-    Tick,
     WorkerExited,
     WorkerLive,
     WorkerLost,
 )
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
+from kvtierd.tiers.disk.image import WRITER
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
-
-TICK_S = 0.1
-QUARANTINE_RETRY_TICKS = 50
 
 Event = TransferEnded | InstanceView | SessionEnded
 Listener = Callable[[Event], None]
@@ -80,28 +97,18 @@ class Cache:
         disks: Sequence[DiskFile] = (),
         pool_path: Path | None,
         clock: Callable[[], float] = time.monotonic,
-        observe_lag: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`observe_lag` is told, with every tick, how many seconds late the event loop was."""
         self._machine = machine
         self._pool = pool
         self._workers = workers
         self._pool_path = pool_path
         self._clock = clock
-        self._observe_lag = observe_lag
         self._started_at_s = clock()
         self._writers: dict[WorkerId, int] = {}
+        """The pool's writer id of every worker that was ever live."""
         self.disks = DiskFiles(disks, workers, pool.boot_nonce, self.post)
         self.pages = SharedPages(machine, self.handle, pool.boot_nonce)
-        self._performer = Performer(
-            pool,
-            workers,
-            self.disks,
-            self._writers,
-            self._notify,
-            round(limits.gate_deadline_s * 1000),
-            self.pages.withdraw,
-        )
+        self._gate_deadline_ms = round(limits.gate_deadline_s * 1000)
         self._clearing = Clearing(machine, self.handle, self.disks, workers)
         self._sessions: dict[SessionId, _Session] = {}
         self._waiters = Waiters()
@@ -112,7 +119,7 @@ class Cache:
         self.poisoned = asyncio.Event()
         """Set after an internal error: nothing is handled any more, and the daemon must be started again."""
 
-    # --- deciding and doing ---
+    # --- deciding ---
 
     def handle(self, stimulus: Stimulus) -> Reply:
         """Decides and performs, wholly, before it returns. Raises Refusal; nothing has changed then.
@@ -126,7 +133,8 @@ class Cache:
         try:
             reply, actions = self._machine.handle(stimulus)
             try:
-                self._performer.perform(actions)
+                for action in actions:
+                    self._perform(action)
             except Refusal as refusal:
                 raise RuntimeError(f"an action was refused: {refusal}") from refusal
         except Refusal:
@@ -163,6 +171,75 @@ class Cache:
         )
         self._posted.clear()
         self.poisoned.set()
+
+    # --- doing ---
+
+    def _perform(self, action: Action) -> None:
+        """At once: slot records in the pool and in disks' images, packets to workers. Any exception means a
+        bug or a broken pool."""
+        match action:
+            case PostPart():
+                generations = self._pool.records.generations(action.slots)
+                self._workers.orders.post(action, generations, self._gate_deadline_ms)
+            case OpenSlots():
+                self._open(action)
+            case CommitSlots():
+                self._commit(action)
+            case FreeSlots():
+                self._records(action.disk).free(np.ascontiguousarray(action.slots).reshape(-1))
+            case QuarantineSlots():
+                self._set_aside(action)
+            case PostDiskJob():
+                self._post_disk_job(action)
+            case CheckSlots():
+                self._workers.orders.check_slots(action, self._pool.records.generations(action.slots))
+            case Notify():
+                self._notify(action)
+            case RevokePart():
+                self._workers.orders.revoke(action.worker, action.part)
+            case ReleaseSession():
+                self._workers.orders.release_session(action.worker, action.session)
+            case WithdrawPage():
+                self.pages.withdraw(action.space)
+            case AssignExtent():
+                self._records(action.disk).format_extent(action.extent, action.slot_bytes)
+            case _:
+                assert_never(action)
+
+    def _records(self, disk: DiskId | None) -> PoolRecords:
+        return self._pool.records if disk is None else self.disks[disk].image.records
+
+    def _set_aside(self, action: QuarantineSlots) -> None:
+        if action.disk is None:
+            self._pool.set_aside(action.slots)
+            return
+        disk = self.disks[action.disk]
+        disk.image.set_aside(action.slots)
+        self._workers.orders.persist_records(disk.device, action.slots)
+
+    def _post_disk_job(self, action: PostDiskJob) -> None:
+        on_disk = self._records(action.disk).generations(action.disk_slots)
+        on_host = self._pool.records.generations(action.host_slots)
+        self._workers.orders.post_disk_job(action, on_disk, on_host)
+
+    def _open(self, action: OpenSlots) -> None:
+        self._records(action.disk).open(
+            action.slots,
+            self._writers[action.worker] if action.disk is None else WRITER,
+            self._pool.boot_nonce,
+            action.store,
+            action.namespace,
+            action.group,
+            action.shard,
+            action.world_size,
+            action.hashes,
+            action.data_bytes,
+        )
+
+    def _commit(self, action: CommitSlots) -> None:
+        blocks, world = action.slots.shape
+        clocks = np.uint64(action.first_clock) - np.arange(blocks, dtype=np.uint64)
+        self._pool.records.commit(action.slots.reshape(-1), np.repeat(clocks, world))
 
     def _notify(self, action: Notify) -> None:
         session = self._sessions.get(action.session)
@@ -218,29 +295,6 @@ class Cache:
             self.post(stimulus)
 
     # --- the life of the daemon ---
-
-    async def run_ticks(self) -> None:
-        """Ticks until it is cancelled, or the daemon is poisoned."""
-        loop = asyncio.get_running_loop()
-        ticks = 0
-        while not self.poisoned.is_set():
-            due = loop.time() + TICK_S
-            await asyncio.sleep(TICK_S)
-            self._observe_lag(max(0.0, loop.time() - due))
-            self.post(Tick())
-            ticks += 1
-            if ticks % QUARANTINE_RETRY_TICKS == 0:
-                self._retry_quarantine()
-
-    def _retry_quarantine(self) -> None:
-        try:
-            proven = self._pool.retry_quarantine()
-        except OSError as error:  # /proc cannot be read, for want of descriptors for example: next time
-            log.warning("whether writers of quarantined slots are gone cannot be told", error=str(error))
-            return
-        if len(proven):
-            log.info("writers of quarantined slots are gone", slots=len(proven))
-            self.post(SlotsProven(proven))
 
     def drain(self) -> None:
         """Refuses new sessions, stores and loads from now on, and lookups miss; what runs goes on."""
@@ -318,72 +372,28 @@ class Cache:
 
     def snapshot(self) -> Snapshot:
         """A picture of everything, for people and metrics. Costs about as much as a few lookups."""
-        now = self._clock()
-        start = self._pool.start
-        core = self._machine.status()
+        core, workers = self._machine.status(), self._workers
         mapped = {worker.worker: worker.mapped_bytes for worker in core.workers}
         return Snapshot(
             state="draining" if self._draining or self.poisoned.is_set() else "serving",
-            now_s=now,
+            now_s=self._clock(),
             uptime_s=self.uptime_s,
             boot_nonce=self._pool.boot_nonce,
-            pool=PoolSnapshot(
-                path=str(self._pool_path or ""),
-                size_bytes=self._pool.size_bytes,
-                file_bytes=len(self._pool.array),
-                capacity_bytes=self._pool.geometry.capacity_bytes,
-                warm=start.warm,
-                cold_reason=start.cold_reason,
-                recovered_blocks=start.recovered_blocks,
-                recovered_bytes=start.recovered_bytes,
-                quarantined_slots=self._pool.quarantined_slots,
-                discarded_slots=start.discarded_slots,
-                recovery_s=start.seconds,
-            ),
+            pool=PoolSnapshot.of(self._pool, self._pool_path),
             core=core,
             sessions={session: known.about for session, known in self._sessions.items()},
-            devices=tuple(
-                DeviceSnapshot(device.name, device.idle, device.respawns)
-                for device in self._workers.devices
-                if device.is_known
+            devices=tuple(DeviceSnapshot.of(device) for device in workers.devices if device.is_known),
+            disks=tuple(
+                DiskSnapshot.of(disk, status, workers.devices[disk.device])
+                for disk, status in zip(self.disks, core.disks, strict=True)
             ),
-            disks=tuple(map(self._disk_snapshot, self.disks, core.disks)),
             workers=tuple(
-                WorkerSnapshot(
-                    w.device,
-                    w.pid,
-                    w.state.value,
-                    w.respawns,
-                    w.parts_active,
-                    mapped_bytes=mapped.get(w.worker, 0),
-                    registered_bytes=self._workers.registered_bytes(w.worker),
-                    remote_bytes=self._workers.remote_bytes(w.worker),
-                )
-                for w in self._workers.workers.values()
+                WorkerSnapshot.of(handle, workers, mapped.get(handle.worker, 0))
+                for handle in workers.workers.values()
             ),
             copies={
-                direction.name.lower(): CopySnapshot(
-                    total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes)
-                )
-                for direction, total in self._workers.totals.items()
+                direction.name.lower(): CopySnapshot.of(total) for direction, total in workers.totals.items()
             },
-        )
-
-    def _disk_snapshot(self, disk: DiskFile, core: DiskStatus) -> DiskSnapshot:
-        device, start = self._workers.devices[disk.device], disk.start
-        # Of one that was never live the core knows nothing.
-        state = "off" if core.state == "starting" and device.why else core.state
-        return DiskSnapshot(
-            path=str(disk.path),
-            capacity_bytes=disk.image.geometry.capacity_bytes,
-            state=state,
-            why="" if state == "live" else device.why or core.why,
-            cold_reason=start.cold_reason if start else "",
-            direct_io=start is not None and start.direct_io,
-            recovered_blocks=start.blocks if start else 0,
-            recovered_bytes=start.data_bytes if start else 0,
-            recovery_s=start.seconds if start else 0.0,
-            core=core,
         )
 
 

@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
+from kvtierd.cache.disks import DiskFile
 from kvtierd.core.ids import SessionId
 from kvtierd.core.status import CoreStatus, DiskStatus
+from kvtierd.memory import HostPool
+from kvtierd.workers.supervisor.devices import SupervisedDevice
+from kvtierd.workers.supervisor.supervisor import CopyTotals, Supervisor, WorkerHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,23 @@ class PoolSnapshot:
     discarded_slots: int
     recovery_s: float
 
+    @classmethod
+    def of(cls, pool: HostPool, path: Path | None) -> Self:
+        start = pool.start
+        return cls(
+            path=str(path or ""),
+            size_bytes=pool.size_bytes,
+            file_bytes=len(pool.array),
+            capacity_bytes=pool.geometry.capacity_bytes,
+            warm=start.warm,
+            cold_reason=start.cold_reason,
+            recovered_blocks=start.recovered_blocks,
+            recovered_bytes=start.recovered_bytes,
+            quarantined_slots=pool.quarantined_slots,
+            discarded_slots=start.discarded_slots,
+            recovery_s=start.seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
@@ -54,6 +77,19 @@ class WorkerSnapshot:
     remote_bytes: int
     """Of the pool, that seem to lie on another memory node than the GPU."""
 
+    @classmethod
+    def of(cls, handle: WorkerHandle, workers: Supervisor, mapped_bytes: int) -> Self:
+        return cls(
+            handle.device,
+            handle.pid,
+            handle.state.value,
+            handle.respawns,
+            handle.parts_active,
+            mapped_bytes=mapped_bytes,
+            registered_bytes=workers.registered_bytes(handle.worker),
+            remote_bytes=workers.remote_bytes(handle.worker),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSnapshot:
@@ -64,6 +100,10 @@ class DeviceSnapshot:
     """It has no worker because no session needs one."""
     respawns: int
     """Workers started in place of lost ones."""
+
+    @classmethod
+    def of(cls, device: SupervisedDevice) -> Self:
+        return cls(device.name, device.idle, device.respawns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +123,24 @@ class DiskSnapshot:
     recovery_s: float
     core: DiskStatus
 
+    @classmethod
+    def of(cls, disk: DiskFile, core: DiskStatus, device: SupervisedDevice) -> Self:
+        start = disk.start
+        # Of one that was never live the core knows nothing.
+        state = "off" if core.state == "starting" and device.why else core.state
+        return cls(
+            path=str(disk.path),
+            capacity_bytes=disk.image.geometry.capacity_bytes,
+            state=state,
+            why="" if state == "live" else device.why or core.why,
+            cold_reason=start.cold_reason if start else "",
+            direct_io=start is not None and start.direct_io,
+            recovered_blocks=start.blocks if start else 0,
+            recovered_bytes=start.data_bytes if start else 0,
+            recovery_s=start.seconds if start else 0.0,
+            core=core,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CopySnapshot:
@@ -92,6 +150,10 @@ class CopySnapshot:
     copy_s: float
     outcomes: Mapping[str, int]
     """Parts by how they ended."""
+
+    @classmethod
+    def of(cls, total: CopyTotals) -> Self:
+        return cls(total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
-from kvtierd.cache import Cache, DiskFile
+from kvtierd.cache import Cache, DiskFile, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.reload import Reloaded, compare
@@ -166,6 +166,7 @@ class _Serving:
     rpc: RpcServer
     side: SideServer
     manager: ServiceManager
+    metrics: Metrics
 
 
 class _Daemon:
@@ -208,7 +209,7 @@ class _Daemon:
     async def _serve(self, serving: "_Serving") -> None:
         cache = serving.cache
         background = [
-            asyncio.create_task(cache.run_ticks(), name="ticks"),
+            asyncio.create_task(run_ticks(cache, self._pool, serving.metrics.observe_lag), name="ticks"),
             asyncio.create_task(self._end_silent(serving.sessions), name="silence"),
             asyncio.create_task(serving.manager.run(), name="service manager"),
         ]
@@ -266,7 +267,6 @@ class _Daemon:
             disks=self._disks,
             pool_path=config.pool.file,
             clock=clock,
-            observe_lag=metrics.observe_lag,
         )
         cache.handle(self._pool.recovered)
         stack.push_async_callback(workers.stop, 0)
@@ -298,7 +298,7 @@ class _Daemon:
         side = await self._listen(rpc, sessions, cache, stack)
         greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
         manager.ready()
-        return _Serving(cache, workers, sessions, rpc, side, manager)
+        return _Serving(cache, workers, sessions, rpc, side, manager, metrics)
 
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import Message
 from kvtier.v1 import cache_pb2
 from kvtier_kernels import BlockTable
-from kvtierd.cache import Cache, Event
+from kvtierd.cache import Cache, Event, run_ticks
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
 from kvtierd.core.status import Tally
@@ -83,7 +83,7 @@ class Front:
     async def start(self) -> Self:
         await self.workers.start()
         await asyncio.wait_for(self._live.wait(), DEADLINE_S)
-        self._ticks = asyncio.create_task(self.cache.run_ticks())
+        self._ticks = asyncio.create_task(run_ticks(self.cache, self.pool))
         return self
 
     def _worker_event(self, stimulus: WorkerStimulus) -> None:

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords, format_pool
-from kvtierd.cache.disks import DiskFile, DiskFiles
-from kvtierd.cache.perform import Performer
-from kvtierd.core.actions import Action, AssignExtent, FreeSlots, OpenSlots, QuarantineSlots
+from kvtierd.cache.disks import DiskFile
+from kvtierd.cache.facade import Cache
+from kvtierd.core.actions import Action, AssignExtent, FreeSlots, OpenSlots, QuarantineSlots, Reply
 from kvtierd.core.ids import DiskId, NamespaceDigest, Rank, TransferNumber, WorkerId
+from kvtierd.core.stimuli import CoreLimits, Stimulus, Tick
 from kvtierd.memory import HostPool
 from kvtierd.memory.pool_file import config_digest
 from kvtierd.memory.recovery import NOBODY
@@ -31,13 +33,19 @@ class Front:
             register_writer=self.pool.register_writer,
             events=lambda _: None,
         )
-        tier = DiskFiles(self.disks, workers, self.pool.boot_nonce, lambda _: None)
-        self._performer = Performer(self.pool, workers, tier, {}, lambda _: None, 1, lambda _: None)
+        self._decided: list[Action] = []
+        decider: Any = self
+        self._cache = Cache(decider, self.pool, workers, CoreLimits(), disks=self.disks, pool_path=None)
         for disk in self.disks:
             disk.image.recover(self.pool.boot_nonce)
 
     def perform(self, *actions: Action) -> None:
-        self._performer.perform(actions)
+        self._decided = list(actions)
+        self._cache.handle(Tick())
+
+    def handle(self, stimulus: Stimulus) -> tuple[Reply, list[Action]]:
+        """As the core's machine, which here decides what the test wants."""
+        return None, self._decided
 
     def in_use(self) -> list[bool]:
         """Whether extent 0 is assigned: of the pool, and of each disk."""

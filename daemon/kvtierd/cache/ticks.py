@@ -1,0 +1,42 @@
+"""What happens as time goes by: a tick for the core, and now and then a look at quarantined slots."""
+
+import asyncio
+from collections.abc import Callable
+
+from kvtierd.cache.facade import Cache
+from kvtierd.core.stimuli import SlotsProven, Tick
+from kvtierd.logs import logger
+from kvtierd.memory import HostPool
+
+TICK_S = 0.1
+QUARANTINE_RETRY_TICKS = 50
+
+log = logger(__name__)
+
+
+async def run_ticks(
+    cache: Cache, pool: HostPool, observe_lag: Callable[[float], None] = lambda _: None
+) -> None:
+    """Ticks until it is cancelled, or the daemon is poisoned. `observe_lag` is told, with every tick, how
+    many seconds late the event loop was."""
+    loop = asyncio.get_running_loop()
+    ticks = 0
+    while not cache.poisoned.is_set():
+        due = loop.time() + TICK_S
+        await asyncio.sleep(TICK_S)
+        observe_lag(max(0.0, loop.time() - due))
+        cache.post(Tick())
+        ticks += 1
+        if ticks % QUARANTINE_RETRY_TICKS == 0:
+            _retry_quarantine(cache, pool)
+
+
+def _retry_quarantine(cache: Cache, pool: HostPool) -> None:
+    try:
+        proven = pool.retry_quarantine()
+    except OSError as error:  # /proc cannot be read, for want of descriptors for example: next time
+        log.warning("whether writers of quarantined slots are gone cannot be told", error=str(error))
+        return
+    if len(proven):
+        log.info("writers of quarantined slots are gone", slots=len(proven))
+        cache.post(SlotsProven(proven))
