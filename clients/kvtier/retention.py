@@ -1,4 +1,4 @@
-"""How long, and where, blocks are kept: what a store may wish of them besides."""
+"""How long, and where, blocks are kept: what a store may ask of them besides."""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ SECONDS_MAX = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Wishes for all blocks of a store, also for those that are there already. Of different wishes for one
-    block the daemon grants the one that keeps it longer, in more tiers; none outlives the daemon.
+    """What is asked of all blocks of a store, also of those that are there already. Of different requests for
+    one block the daemon grants the one that keeps it longer, in more tiers; none outlives the daemon.
 
     Raises KvtierError MALFORMED, naming the field, for what makes no sense.
     """
@@ -37,7 +37,7 @@ class Retention:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is wished."""
+        """Whether nothing is asked."""
         return not (self.hold_s or self.ttl_s or self.host_only)
 
     def to_proto(self) -> cache_pb2.Retention:
@@ -57,5 +57,5 @@ def check_seconds(field: str, seconds: float) -> None:
 
 
 def milliseconds(seconds: float) -> int:
-    """Rounded up: a wish for less than a millisecond is still one."""
+    """Rounded up: less than a millisecond is still asked for."""
     return math.ceil(seconds * 1_000)

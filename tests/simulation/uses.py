@@ -149,7 +149,7 @@ def _signals(world: World, engine: Engine, word: int) -> Signals:
     return Signals(Ticket(next(engine.tickets)), word, gated, doorbell, value)
 
 
-def _wishes(world: World) -> RetentionRequest:
+def _retention(world: World) -> RetentionRequest:
     if world.random.random() < 0.85:
         return NO_RETENTION
     hold_ms = world.random.choice((0, 0, 500, 5_000, 1 << 50))
@@ -178,7 +178,7 @@ def store(world: World, engine: Engine) -> None:
         group,
         as_hashes(keys),
         np.array(blocks, np.uint32),
-        _wishes(world),
+        _retention(world),
     )
     # The daemon may post and the engine's memory must be right before anything can be copied.
     engine.fill(group, keys, blocks)

@@ -221,7 +221,7 @@ class World:
         self.transitions.update(core.transitions.counts)
         self.outcomes["blocks promoted"] += core.tally.promoted_blocks
         self.outcomes["blocks whose time was over"] += core.tally.expired_blocks
-        self.outcomes["blocks not held as wished"] += core.tally.unheld_blocks
+        self.outcomes["blocks not held as was asked"] += core.tally.unheld_blocks
         self.outcomes["blocks evicted before a disk had them"] += core.tally.evicted_unwritten_blocks
         self.outcomes["blocks corrupt on a disk"] += core.tally.corrupt_on_disk
         for disk in core.disks.all:

@@ -415,7 +415,6 @@ class ProtocolState:
         """Submits a store of as many hashes as block ids. The arguments are checked already. `lazily`: its
         message may be sent with the next, and its end be told a little later, with that of others."""
         self.counters.stores += 1
-        wishes = None if retention is None or retention.plain else retention.to_proto()
         record, signals = self._submit("store", len(block_ids), doorbell, None)
         if signals is not None:
             request = cache_pb2.StoreRequest(
@@ -423,7 +422,7 @@ class ProtocolState:
                 group=group,
                 hashes=hashes,
                 block_ids=block_ids,
-                retention=wishes,
+                retention=None if retention is None or retention.plain else retention.to_proto(),
                 lazily=lazily,
             )
             send = self._send_lazily if lazily else self._send

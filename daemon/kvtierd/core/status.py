@@ -221,7 +221,7 @@ class CoreStatus:
     """Set aside because they have failed a check, by this daemon or an earlier one."""
     integrity: CoreIntegrity
     held_blocks: int
-    """For a time, as wished."""
+    """For a time, as was asked."""
     held_bytes: int
     expected_detection_s: float | None
     """How long sampling takes, on average, to find a slot that has rotted, if copies leave it its time; None

@@ -135,7 +135,7 @@ class RenewSession:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRequest:
-    """What is wished of blocks besides being stored (kvtier.v1.Retention). Times count from when they are
+    """What is asked of blocks besides being stored (kvtier.v1.Retention). Times count from when they are
     READY."""
 
     hold_ms: int = 0
@@ -219,7 +219,7 @@ class SubmitStore:
     group: int
     hashes: Hashes
     block_ids: npt.NDArray[np.uint32]
-    wishes: RetentionRequest = NO_RETENTION
+    retention: RetentionRequest = NO_RETENTION
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def _check_counters(tally: Tally) -> None:
 
 
 def _check_pins(core: CoreState, dump: Dump) -> None:
-    """The pins in the table are those of leases, transfers and wishes, one by one."""
+    """The pins in the table are those of leases, transfers and holds, one by one."""
     held = [lease.entries for lease in core.leases.values()]
     held.append(np.flatnonzero(core.retention.held_until).astype(np.uint32))
     for transfer in core.transfers.values():
@@ -92,7 +92,7 @@ def _check_pins(core: CoreState, dump: Dump) -> None:
     counted[dump["entries"]] = dump["pins"]
     wrong = np.flatnonzero(counted != owed)
     assert len(wrong) == 0, (
-        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases, transfers and wishes hold {owed[wrong[0]]}"
+        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases, transfers and holds hold {owed[wrong[0]]}"
     )
     states = np.zeros(core.blocks.capacity, np.uint8)
     states[dump["entries"]] = dump["states"]

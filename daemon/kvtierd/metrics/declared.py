@@ -272,7 +272,7 @@ DECLARED = (
         "kvtier_unheld_blocks",
         (),
         "Blocks that were to be held for a time and are not, or not as long: no room.",
-        "Rising: engines wish for more than limits.held_fraction_max of the pool, or stores found no "
+        "Rising: engines ask for more than limits.held_fraction_max of the pool, or stores found no "
         "other room.",
     ),
     Declared(
@@ -287,7 +287,7 @@ DECLARED = (
         "kvtier_held_bytes",
         (),
         "Bytes of the blocks that are held for a time.",
-        "Near limits.held_fraction_max of the pool: further wishes are not granted.",
+        "Near limits.held_fraction_max of the pool: further holds are not granted.",
     ),
     Declared(
         _S,

@@ -161,11 +161,11 @@ def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits
             value=len(block_ids),
         )
     signals = _signals(request.signals)
-    wishes = wishes_of(request.retention) if request.HasField("retention") else NO_RETENTION
-    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, wishes)
+    retention = retention_of(request.retention) if request.HasField("retention") else NO_RETENTION
+    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, retention)
 
 
-def wishes_of(retention: cache_pb2.Retention) -> RetentionRequest:
+def retention_of(retention: cache_pb2.Retention) -> RetentionRequest:
     """Refusal MALFORMED for blocks that are to be held longer than they live."""
     if 0 < retention.ttl_ms < retention.hold_ms:
         raise Refusal(

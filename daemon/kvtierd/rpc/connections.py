@@ -1,4 +1,5 @@
-"""Sessions as the rpc layer knows them: token, peer, stream, silence. The core knows only their ids.
+"""Connections: sessions as the rpc layer knows them, with token, peer, stream and silence. The core knows
+only their ids.
 
 A session begins with a side connection, attaches with Hello on a stream, and ends at once when either closes,
 when its process dies, or when it has been silent for too long.
@@ -99,30 +100,32 @@ class Connections:
                 f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
             )
         now = self._clock()
-        session = Connection(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
-        self._by_token[session.token] = session
+        connection = Connection(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
+        self._by_token[connection.token] = connection
         asyncio.get_running_loop().add_reader(
-            peer.pidfd, self.end, session, Refusal(Reason.EPOCH_ENDED, "its process has died")
+            peer.pidfd, self.end, connection, Refusal(Reason.EPOCH_ENDED, "its process has died")
         )
-        return session
+        return connection
 
     def by_token(self, token: bytes) -> Connection:
         """Raises Refusal UNKNOWN_TOKEN."""
-        session = self._by_token.get(token)
-        if session is None:
+        connection = self._by_token.get(token)
+        if connection is None:
             raise Refusal(
                 Reason.UNKNOWN_TOKEN,
                 "no session has this token: open the side socket and use the one it issues",
             )
-        return session
+        return connection
 
-    def heard(self, session: Connection) -> None:
+    def heard(self, connection: Connection) -> None:
         """The session has sent something."""
-        session.heard_at_s = self._clock()
+        connection.heard_at_s = self._clock()
 
-    def attach(self, session: Connection, greeting: Greeting, listener: Callable[[Event], None]) -> Attached:
+    def attach(
+        self, connection: Connection, greeting: Greeting, listener: Callable[[Event], None]
+    ) -> Attached:
         """Raises Refusal; the session may then try again with another Hello on another stream."""
-        if session.greeting is not None:
+        if connection.greeting is not None:
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
         attach = greeting.attach
         names = {
@@ -132,19 +135,19 @@ class Connections:
         }
         about = SessionAbout(
             names[attach.role],
-            session.peer.pid,
+            connection.peer.pid,
             greeting.client,
             self._clock(),
             greeting.configuration,
         )
         reply = self._cache.attach(attach, about, listener)
-        session.greeting = greeting
-        session.epoch = reply.epoch
+        connection.greeting = greeting
+        connection.epoch = reply.epoch
         if SessionRole.SCHEDULER in attach.role:
             self._engines.add(greeting)
         log.info(
             "session attached",
-            session=session.id,
+            session=connection.id,
             instance=attach.instance,
             epoch=reply.epoch,
             role=about.role,
@@ -153,44 +156,44 @@ class Connections:
         )
         return reply
 
-    def told_audits(self, session: Connection, reports: tuple[AuditReport, ...]) -> None:
+    def told_audits(self, connection: Connection, reports: tuple[AuditReport, ...]) -> None:
         """What an engine has found; for the log. Raises Refusal ROLE for any but the scheduler's session."""
-        if reports and session.greeting is not None:
-            refuse_of_ranks(SessionRole.SCHEDULER in session.greeting.attach.role, reports)
-            self._engines.tell(session.greeting, reports)
+        if reports and connection.greeting is not None:
+            refuse_of_ranks(SessionRole.SCHEDULER in connection.greeting.attach.role, reports)
+            self._engines.tell(connection.greeting, reports)
 
-    def end(self, session: Connection, why: Refusal) -> None:
+    def end(self, connection: Connection, why: Refusal) -> None:
         """Ends a session, everywhere; a second call does nothing."""
-        if session.ended is not None:
+        if connection.ended is not None:
             return
-        session.ended = why
-        del self._by_token[session.token]
-        asyncio.get_running_loop().remove_reader(session.peer.pidfd)
-        os.close(session.peer.pidfd)
-        if session.greeting is not None:
-            log.info("session ended", session=session.id, pid=session.peer.pid, why=why.message)
-            self._cache.end_session(session.id, why.message)
-        for callback in session.on_end:
+        connection.ended = why
+        del self._by_token[connection.token]
+        asyncio.get_running_loop().remove_reader(connection.peer.pidfd)
+        os.close(connection.peer.pidfd)
+        if connection.greeting is not None:
+            log.info("session ended", session=connection.id, pid=connection.peer.pid, why=why.message)
+            self._cache.end_session(connection.id, why.message)
+        for callback in connection.on_end:
             callback(why)
-        session.on_end.clear()
+        connection.on_end.clear()
 
     def end_all(self, why: Refusal) -> None:
         """Ends every session and opens no more."""
         self._closing = True
-        for session in list(self._by_token.values()):
-            self.end(session, why)
+        for connection in list(self._by_token.values()):
+            self.end(connection, why)
 
     def end_silent(self) -> None:
         """Ends sessions that have been without Hello, or silent, for too long. Call it about every second."""
         now = self._clock()
-        for session in list(self._by_token.values()):
-            if session.greeting is None and now - session.opened_at_s > self._hello_deadline_s:
+        for connection in list(self._by_token.values()):
+            if connection.greeting is None and now - connection.opened_at_s > self._hello_deadline_s:
                 self.end(
-                    session,
+                    connection,
                     Refusal(Reason.DEADLINE, f"no Hello within {self._hello_deadline_s:g} s of connecting"),
                 )
-            elif now - session.heard_at_s > self.silence_s:
-                self.end(session, Refusal(Reason.DEADLINE, f"silent for {self.silence_s:g} s"))
+            elif now - connection.heard_at_s > self.silence_s:
+                self.end(connection, Refusal(Reason.DEADLINE, f"silent for {self.silence_s:g} s"))
 
     @property
     def boot_nonce(self) -> int:

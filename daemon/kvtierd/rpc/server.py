@@ -17,12 +17,12 @@ from kvtierd.config.reload import Reload
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc.admin import AdminCalls
 from kvtierd.rpc.calls import Calls
+from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR
 from kvtierd.rpc.handlers import Serve, answering, generic_handler
 from kvtierd.rpc.health import LIVE, HealthServer, status_of
 from kvtierd.rpc.queries import Caller
-from kvtierd.rpc.sessions import Connections
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon
 from kvtierd.rpc.stream import AttachStream, StreamSettings
@@ -59,7 +59,7 @@ class RpcServer:
     def __init__(
         self,
         cache: Cache,
-        sessions: Connections,
+        connections: Connections,
         limits: CoreLimits,
         settings: RpcSettings,
         about: AboutDaemon,
@@ -69,7 +69,7 @@ class RpcServer:
     ) -> None:
         """`stop` begins the end of the daemon, as an operator's signal would."""
         self._cache = cache
-        self._sessions = sessions
+        self._connections = connections
         self._observe = observe
         self._calls = Calls(cache, limits)
         self._draining = Draining(cache, about, self._set_health, stop)
@@ -154,7 +154,7 @@ class RpcServer:
     async def _attach(self, _: Any, context: Any) -> None:
         renew = self._cache.handle
         await AttachStream(
-            self._sessions, self._calls, renew, self._stream_settings, self._observe, context
+            self._connections, self._calls, renew, self._stream_settings, self._observe, context
         ).run()
 
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> Serve:
@@ -162,9 +162,9 @@ class RpcServer:
 
         def answer(request: Any) -> Any:
             started_s = time.perf_counter()
-            session = self._sessions.by_token(request.session.token)
-            self._sessions.heard(session)
-            reply = call(request, session.caller(request.session.epoch))
+            connection = self._connections.by_token(request.session.token)
+            self._connections.heard(connection)
+            reply = call(request, connection.caller(request.session.epoch))
             if not isinstance(reply, Awaitable):
                 self._observe(observed, time.perf_counter() - started_s)
             return reply

@@ -16,10 +16,10 @@ from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc import memory_check
+from kvtierd.rpc.connections import Connection, Connections, PeerProcess
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
 from kvtierd.rpc.memory_check import GroupPlace, places_of, ranges_of
-from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 
 SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
@@ -41,10 +41,12 @@ log = logger(__name__)
 class SideServer:
     """Accepts side connections on a bound, listening socket; each is one session."""
 
-    def __init__(self, listener: socket.socket, sessions: Connections, cache: Cache, gid: int | None) -> None:
+    def __init__(
+        self, listener: socket.socket, connections: Connections, cache: Cache, gid: int | None
+    ) -> None:
         """`gid`: group whose members may connect besides this process's user and root."""
         self._listener = listener
-        self._sessions = sessions
+        self._connections = connections
         self._cache = cache
         self._gid = gid
         self._loop = asyncio.get_running_loop()
@@ -57,7 +59,7 @@ class SideServer:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            sock, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
@@ -67,53 +69,51 @@ class SideServer:
             self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
             return
         try:
-            peer = self._peer(connection)
+            peer = self._peer(sock)
         except (OSError, PermissionError) as error:
             log.warning("a side connection was refused", error=str(error))
-            connection.close()
+            sock.close()
             return
-        connection.setblocking(False)
+        sock.setblocking(False)
         try:
-            session = self._sessions.open(peer)
+            connection = self._connections.open(peer)
         except Refusal as refusal:
             os.close(peer.pidfd)
             response = side_pb2.SideResponse(error=to_error(refusal))
             try:
-                connection.send(response.SerializeToString())
+                sock.send(response.SerializeToString())
             except OSError:
                 pass  # it is gone already, or does not read
-            connection.close()
+            sock.close()
             return
-        _Connection(connection, session, self._sessions, self._cache)
+        _SideConnection(sock, connection, self._connections, self._cache)
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _peer(self, connection: socket.socket) -> PeerProcess:
+    def _peer(self, sock: socket.socket) -> PeerProcess:
         """Who connected. PermissionError if it may not, OSError if it is gone already."""
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, gid = struct.unpack("3i", raw)
-        if uid not in (0, os.geteuid()) and not (
-            self._gid is not None and self._gid in groups_of(connection, gid)
-        ):
+        if uid not in (0, os.geteuid()) and not (self._gid is not None and self._gid in groups_of(sock, gid)):
             raise PermissionError(f"uid {uid} (pid {pid}) is neither this daemon's user nor in its group")
-        return PeerProcess(pid, uid, gid, pidfd_of(connection, pid))
+        return PeerProcess(pid, uid, gid, pidfd_of(sock, pid))
 
 
-def groups_of(connection: socket.socket, gid: int) -> set[int]:
+def groups_of(sock: socket.socket, gid: int) -> set[int]:
     """All groups of the process that connected; only its first one, `gid`, if it has more than 256 others."""
     try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GETSOCKOPT_BYTES_MAX)
+        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GETSOCKOPT_BYTES_MAX)
     except OSError:
         return {gid}
     return {gid, *struct.unpack(f"{len(raw) // 4}I", raw)}
 
 
-def pidfd_of(connection: socket.socket, pid: int) -> int:
+def pidfd_of(sock: socket.socket, pid: int) -> int:
     """A pidfd of the process that connected, not inheritable. OSError if it is gone."""
     try:
-        return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
         if pid == 0 and error.errno != errno.ENOPROTOOPT:
             raise
@@ -125,20 +125,20 @@ def pidfd_of(connection: socket.socket, pid: int) -> int:
         return os.pidfd_open(pid)  # kernels before 6.5; the peer is alive as long as its end is open
 
 
-class _Connection:
+class _SideConnection:
     """One side connection: one request after another."""
 
     def __init__(
-        self, connection: socket.socket, session: Connection, sessions: Connections, cache: Cache
+        self, sock: socket.socket, connection: Connection, connections: Connections, cache: Cache
     ) -> None:
-        self._session = session
-        self._sessions = sessions
+        self._connection = connection
+        self._connections = connections
         self._cache = cache
         self._opened = False
         self._waiting_descriptors = 0
         self._requests: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue(WAITING_REQUESTS_MAX)
         self._channel = PacketChannel(
-            connection,
+            sock,
             self._packet,
             self._closed,
             queue_packets_max=QUEUED_REPLIES_MAX,
@@ -146,7 +146,7 @@ class _Connection:
         )
         self._task = asyncio.create_task(self._serve())
         self._task.add_done_callback(self._served)
-        session.on_end.append(self._end)
+        connection.on_end.append(self._end)
 
     def _packet(self, packet: bytes, fds: list[int]) -> None:
         if not self._requests.full() and self._waiting_descriptors + len(fds) <= WAITING_DESCRIPTORS_MAX:
@@ -154,14 +154,14 @@ class _Connection:
             self._requests.put_nowait((packet, fds))
         else:
             _close(fds)
-            self._sessions.end(
-                self._session,
+            self._connections.end(
+                self._connection,
                 Refusal(Reason.QUEUE_FULL, "it sends on the side socket without reading replies"),
             )
 
     def _closed(self, reason: str) -> None:
-        self._sessions.end(
-            self._session, Refusal(Reason.EPOCH_ENDED, f"its side connection has ended: {reason}")
+        self._connections.end(
+            self._connection, Refusal(Reason.EPOCH_ENDED, f"its side connection has ended: {reason}")
         )
 
     def _end(self, why: Refusal) -> None:
@@ -178,14 +178,14 @@ class _Connection:
 
     def _served(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a side connection failed", session=self._session.id, exc_info=error)
-            self._sessions.end(
-                self._session, Refusal(Reason.INTERNAL, "its side connection failed inside the daemon")
+            log.error("a side connection failed", session=self._connection.id, exc_info=error)
+            self._connections.end(
+                self._connection, Refusal(Reason.INTERNAL, "its side connection failed inside the daemon")
             )
 
     async def _serve_one(self, packet: bytes, fds: list[int]) -> None:
         """Answers one request; its descriptors are closed before the answer leaves."""
-        self._sessions.heard(self._session)
+        self._connections.heard(self._connection)
         request = side_pb2.SideRequest()
         reply_fds: list[int] = []
         try:
@@ -226,11 +226,11 @@ class _Connection:
             chunks = await self._add_chunks(request.add_chunks, fds)
             return side_pb2.SideResponse(chunks_added=side_pb2.ChunksAdded(chunks=chunks))
         if body == "open_index":
-            reply_fds.append(self._cache.pages.open(self._session.id, request.open_index.group))
+            reply_fds.append(self._cache.pages.open(self._connection.id, request.open_index.group))
             return side_pb2.SideResponse(index_opened=side_pb2.IndexOpened())
         if body == "unregister_memory":
             registration = RegistrationId(request.unregister_memory.registration_id)
-            await self._cache.mappings.unregister_memory(self._session.id, registration)
+            await self._cache.mappings.unregister_memory(self._connection.id, registration)
             return side_pb2.SideResponse(memory_unregistered=side_pb2.MemoryUnregistered())
         raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
 
@@ -241,7 +241,7 @@ class _Connection:
         self._opened = True
         return side_pb2.SideOpened(
             protocol_version=version,
-            token=self._session.token,
+            token=self._connection.token,
             boot_nonce=self._cache.boot_nonce,
             daemon_pid=os.getpid(),
         )
@@ -251,18 +251,18 @@ class _Connection:
         device = memory_check.device_name(request.device)
         memory_check.check_words(memory_check.inspect(fd), request.doorbells, request.parts)
         return await self._cache.mappings.register_words(
-            self._session.id, device, fd, request.doorbells, request.parts
+            self._connection.id, device, fd, request.doorbells, request.parts
         )
 
     async def _add_chunks(self, request: side_pb2.AddChunks, fds: Sequence[int]) -> int:
         self._check_rank()
         memory_check.check_chunks(len(fds), request.bytes)
-        return await self._cache.mappings.add_chunks(self._session.id, fds, request.bytes)
+        return await self._cache.mappings.add_chunks(self._connection.id, fds, request.bytes)
 
     async def _register_memory(self, request: side_pb2.RegisterMemory, fds: Sequence[int]) -> RegistrationId:
         self._check_rank()
-        device, chunks = self._cache.mappings.expected(self._session.id)
-        ranges, places, geometry = ranges_of(request), places_of(request), self._session.groups
+        device, chunks = self._cache.mappings.expected(self._connection.id)
+        ranges, places, geometry = ranges_of(request), places_of(request), self._connection.groups
         if (device != CPU) != bool(ranges):
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,
@@ -281,11 +281,11 @@ class _Connection:
         ]
         fd = fds[0] if fds else None
         return await self._cache.mappings.register_memory(
-            self._session.id, fd, request.mapping_bytes, groups, ranges
+            self._connection.id, fd, request.mapping_bytes, groups, ranges
         )
 
     def _check_rank(self) -> None:
-        greeting = self._session.greeting
+        greeting = self._connection.greeting
         if greeting is None:
             raise Refusal(Reason.NOT_ATTACHED, "send Hello on an Attach stream first")
         if not greeting.attach.role & SessionRole.RANK:

@@ -17,13 +17,13 @@ from kvtierd.core.ids import Epoch
 from kvtierd.core.stimuli import RenewSession
 from kvtierd.rpc.batches import BATCHES, REQUESTS_MAX, in_batches
 from kvtierd.rpc.calls import Calls
+from kvtierd.rpc.connections import Connection, Connections
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.guard import Undecodable
 from kvtierd.rpc.heartbeats import renew_of
 from kvtierd.rpc.hello import greeting_of
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.replies import instance_event, transfer_event
-from kvtierd.rpc.sessions import Connection, Connections
 
 GOODBYE_DEADLINE_S = 1.0
 """For the last messages to leave; a client that does not read misses them."""
@@ -55,21 +55,21 @@ class AttachStream:
 
     def __init__(
         self,
-        sessions: Connections,
+        connections: Connections,
         calls: Calls,
         renew: Callable[[RenewSession], object],
         settings: StreamSettings,
         observe: Callable[[str, float], None],
         context: Context,
     ) -> None:
-        self._sessions = sessions
+        self._connections = connections
         self._calls = calls
         self._renew = renew
         self._settings = settings
         self._observe = observe
         self._context = context
-        self._session: Connection | None = None
-        self._boot_nonce = sessions.boot_nonce
+        self._connection: Connection | None = None
+        self._boot_nonce = connections.boot_nonce
         self._queue: deque[cache_pb2.AttachResponse] = deque()
         self._writing = asyncio.Lock()
         self._replying = 0
@@ -197,8 +197,8 @@ class AttachStream:
 
     def _end(self, why: Refusal) -> None:
         self._finish(why)
-        if self._session is not None:
-            self._sessions.end(self._session, why)
+        if self._connection is not None:
+            self._connections.end(self._connection, why)
 
     # --- incoming ---
 
@@ -215,12 +215,12 @@ class AttachStream:
             if isinstance(request, Undecodable):
                 self._end(request.refusal)
                 return
-            if self._session is None:
+            if self._connection is None:
                 if not await self._hello(request):
                     return
             else:
-                self._sessions.heard(self._session)
-                await self._answer(self._session, request)
+                self._connections.heard(self._connection)
+                await self._answer(self._connection, request)
             request = await self._context.read()
 
     async def _hello(self, request: cache_pb2.AttachRequest) -> bool:
@@ -228,15 +228,15 @@ class AttachStream:
         try:
             if request.WhichOneof("body") != "hello":
                 raise Refusal(Reason.NOT_ATTACHED, "the first message of a stream is a Hello", field="body")
-            session = self._sessions.by_token(request.hello.token)
-            greeting = greeting_of(request.hello, session.id)
-            attached = self._sessions.attach(session, greeting, self._event)
+            connection = self._connections.by_token(request.hello.token)
+            greeting = greeting_of(request.hello, connection.id)
+            attached = self._connections.attach(connection, greeting, self._event)
         except Refusal as refusal:
             self._push(cache_pb2.AttachResponse(id=request.id, error=to_error(refusal)))
             self._finish(refusal)
             return False
-        self._session = session
-        session.on_end.append(self._finish)
+        self._connection = connection
+        connection.on_end.append(self._finish)
         await self._send([self._welcome(request, greeting.protocol_version, greeting.features, attached)])
         self._batches = BATCHES in greeting.features
         return True
@@ -261,7 +261,7 @@ class AttachStream:
         )
         return cache_pb2.AttachResponse(id=request.id, welcome=welcome)
 
-    async def _answer(self, session: Connection, request: cache_pb2.AttachRequest) -> None:
+    async def _answer(self, connection: Connection, request: cache_pb2.AttachRequest) -> None:
         requests = [request]
         if self._batches and request.WhichOneof("body") == "batch":
             requests = list(request.batch.requests)
@@ -273,7 +273,7 @@ class AttachStream:
                 return
         hurried = []
         for each in requests:
-            reply = self._reply(session, each)
+            reply = self._reply(connection, each)
             if reply is None:
                 continue
             if self._batches and each.WhichOneof("body") in UNHURRIED and not reply.HasField("error"):
@@ -286,12 +286,12 @@ class AttachStream:
             self._write_within(REPLY_DELAY_S)
 
     def _reply(
-        self, session: Connection, request: cache_pb2.AttachRequest
+        self, connection: Connection, request: cache_pb2.AttachRequest
     ) -> cache_pb2.AttachResponse | None:
         started_s = time.perf_counter()
         body = request.WhichOneof("body")
         try:
-            response = self._respond(session, body, request)
+            response = self._respond(connection, body, request)
         except Refusal as refusal:
             response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
         if body is not None and body != "wait":
@@ -299,12 +299,12 @@ class AttachStream:
         return response
 
     def _respond(
-        self, session: Connection, body: str | None, request: cache_pb2.AttachRequest
+        self, connection: Connection, body: str | None, request: cache_pb2.AttachRequest
     ) -> cache_pb2.AttachResponse | None:
         """The answer, None if there is none now. Raises Refusal."""
         if body == "heartbeat":
-            renewal = renew_of(request.heartbeat, session.id)
-            self._sessions.told_audits(session, renewal.audits)
+            renewal = renew_of(request.heartbeat, connection.id)
+            self._connections.told_audits(connection, renewal.audits)
             self._renew(renewal)
             if not request.id:
                 return None
@@ -317,7 +317,7 @@ class AttachStream:
         if not request.id:
             raise Refusal(Reason.MALFORMED, "a request needs an id above zero", field="id", value=0)
         message = getattr(request, body)
-        caller = self._caller(session, message)
+        caller = self._caller(connection, message)
         if body == "wait":
             self._start_wait(request, caller)
             return None
@@ -331,13 +331,13 @@ class AttachStream:
             raise
         return cache_pb2.AttachResponse(**{"id": request.id, field: reply})
 
-    def _caller(self, session: Connection, message: Any) -> Caller:
+    def _caller(self, connection: Connection, message: Any) -> Caller:
         if not message.HasField("session"):
-            return session.caller(None)
+            return connection.caller(None)
         ref = message.session
-        if ref.token and ref.token != session.token:
+        if ref.token and ref.token != connection.token:
             raise Refusal(Reason.FOREIGN, "a stream carries its own session only", field="session.token")
-        return session.caller(Epoch(ref.epoch) if ref.epoch else None)
+        return connection.caller(Epoch(ref.epoch) if ref.epoch else None)
 
     def _start_wait(self, request: cache_pb2.AttachRequest, caller: Caller) -> None:
         if len(self._waits) >= WAITS_PER_EPOCH_MAX:

@@ -31,8 +31,8 @@ from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import descriptors_wanted, require
+from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.server import RpcServer, RpcSettings
-from kvtierd.rpc.sessions import Connections
 from kvtierd.rpc.side import SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
@@ -162,7 +162,7 @@ class _Serving:
 
     cache: Cache
     workers: Supervisor
-    sessions: Connections
+    connections: Connections
     rpc: RpcServer
     side: SideServer
     manager: ServiceManager
@@ -210,13 +210,13 @@ class _Daemon:
         cache = serving.cache
         background = [
             asyncio.create_task(run_ticks(cache, self._pool, serving.metrics.observe_lag), name="ticks"),
-            asyncio.create_task(self._end_silent(serving.sessions), name="silence"),
+            asyncio.create_task(self._end_silent(serving.connections), name="silence"),
             asyncio.create_task(serving.manager.run(), name="service manager"),
         ]
         try:
             await self._until_told(cache, background)
             self._notifier.stopping("Stopping", self._config.server.drain_s + END_S)
-            await self._wind_down(cache, serving.sessions, serving.rpc, serving.side)
+            await self._wind_down(cache, serving.connections, serving.rpc, serving.side)
         finally:
             for task in background:
                 task.cancel()
@@ -276,7 +276,7 @@ class _Daemon:
             starting_s = config.disk.start_deadline_s + EXTENSION_S
             self._notifier.starting("Reading what the disks hold", starting_s)
         await self._wait_for_disks(workers, cache)
-        sessions = Connections(
+        connections = Connections(
             cache,
             sessions_max=config.server.sessions_max,
             hello_deadline_s=config.server.hello_deadline_s,
@@ -286,19 +286,19 @@ class _Daemon:
         metrics_url = self._serve_metrics(metrics, cache, stack)
         rpc = RpcServer(
             cache,
-            sessions,
+            connections,
             limits,
             self._rpc_settings(),
             AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
             metrics.observe_rpc,
             self._drained,
-            lambda: self._reload(cache, workers, sessions, manager),
+            lambda: self._reload(cache, workers, connections, manager),
         )
         manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
-        side = await self._listen(rpc, sessions, cache, stack)
+        side = await self._listen(rpc, connections, cache, stack)
         greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
         manager.ready()
-        return _Serving(cache, workers, sessions, rpc, side, manager, metrics)
+        return _Serving(cache, workers, connections, rpc, side, manager, metrics)
 
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config
@@ -366,13 +366,13 @@ class _Daemon:
         return server.url
 
     async def _listen(
-        self, rpc: RpcServer, sessions: Connections, cache: Cache, stack: AsyncExitStack
+        self, rpc: RpcServer, connections: Connections, cache: Cache, stack: AsyncExitStack
     ) -> SideServer:
         with self._sockets.binding():
             rpc.bind(self._sockets.grpc_path)
         listener = self._sockets.bind_side()
         self._sockets.open_to_group()
-        side = SideServer(listener, sessions, cache, self._gid)
+        side = SideServer(listener, connections, cache, self._gid)
         stack.callback(side.close)
         stack.push_async_callback(rpc.stop, 0)
         await rpc.start()
@@ -381,7 +381,7 @@ class _Daemon:
     # --- running and stopping ---
 
     def _reload(
-        self, cache: Cache, workers: Supervisor, sessions: Connections, manager: ServiceManager
+        self, cache: Cache, workers: Supervisor, connections: Connections, manager: ServiceManager
     ) -> Reloaded:
         """Reads the configuration again and takes over what can change. Raises ConfigError; nothing has
         changed then."""
@@ -392,7 +392,7 @@ class _Daemon:
             if found.applied:
                 rate = config.integrity.sample_bytes_per_s
                 cache.handle(Reconfigure(rate, config.disk.to_core()))
-                sessions.silence_s = config.server.session_silence_s
+                connections.silence_s = config.server.session_silence_s
                 logs.set_level(config.log.level)
                 workers.set_log_level(config.log.level)
                 self._config = config
@@ -434,12 +434,14 @@ class _Daemon:
                 error = task.exception() or RuntimeError("it ended")
                 cache.poison(error, f"background task {task.get_name()}")
 
-    async def _end_silent(self, sessions: Connections) -> None:
+    async def _end_silent(self, connections: Connections) -> None:
         while True:
             await asyncio.sleep(SILENCE_CHECK_S)
-            sessions.end_silent()
+            connections.end_silent()
 
-    async def _wind_down(self, cache: Cache, sessions: Connections, rpc: RpcServer, side: SideServer) -> None:
+    async def _wind_down(
+        self, cache: Cache, connections: Connections, rpc: RpcServer, side: SideServer
+    ) -> None:
         """Refuses what is new, lets transfers finish, says goodbye."""
         await rpc.stopping()
         if cache.poisoned.is_set():
@@ -448,7 +450,7 @@ class _Daemon:
             cache.drain()
             await self._transfers_over(cache)
             why = Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
-        sessions.end_all(why)
+        connections.end_all(why)
         await rpc.stop(STREAMS_GRACE_S)
 
     async def _transfers_over(self, cache: Cache) -> None:

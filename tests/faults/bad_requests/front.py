@@ -21,9 +21,9 @@ from kvtierd.core.stimuli import CoreLimits, WorkerLive
 from kvtierd.core.validate import validate
 from kvtierd.memory import HostPool
 from kvtierd.rpc.calls import Calls
+from kvtierd.rpc.connections import Connection, Connections, PeerProcess
 from kvtierd.rpc.guard import Undecodable, decoder
 from kvtierd.rpc.hello import greeting_of
-from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.simulation.world import snapshot
@@ -72,7 +72,7 @@ class Front:
         )
         self.cache = Cache(self.machine, self.pool, self.workers, LIMITS, pool_path=None, clock=clock)
         self.cache.handle(self.pool.recovered)
-        self.sessions = Connections(
+        self.connections = Connections(
             self.cache, sessions_max=64, hello_deadline_s=3_600, silence_s=silence_s, clock=clock
         )
         calls = Calls(self.cache, LIMITS)
@@ -105,21 +105,21 @@ class Front:
         request = decode(data)
         if isinstance(request, Undecodable):
             raise request.refusal
-        session = self.sessions.by_token(request.session.token)
-        self.sessions.heard(session)
-        return serve(request, session.caller(request.session.epoch))
+        connection = self.connections.by_token(request.session.token)
+        self.connections.heard(connection)
+        return serve(request, connection.caller(request.session.epoch))
 
     def open(self) -> Connection:
         """A session of this process, as the side socket makes one."""
-        return self.sessions.open(
+        return self.connections.open(
             PeerProcess(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid()))
         )
 
     def hello(self, hello: cache_pb2.Hello, listener: Callable[[Event], None]) -> Connection:
         """What the session stream does with its first message. Raises Refusal."""
-        session = self.sessions.by_token(hello.token)
-        self.sessions.attach(session, greeting_of(hello, session.id), listener)
-        return session
+        connection = self.connections.by_token(hello.token)
+        self.connections.attach(connection, greeting_of(hello, connection.id), listener)
+        return connection
 
     # --- what may not change ---
 
@@ -136,7 +136,7 @@ class Front:
             len(core.parts),
             len(core.sessions),
             len(core.instances),
-            len(self.sessions),
+            len(self.connections),
             [(i.last_ticket, i.alive_at_s, i.leased_bytes) for i in core.instances.values()],
         )
 

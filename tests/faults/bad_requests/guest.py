@@ -18,7 +18,7 @@ from kvtier_kernels import SharedWords
 from kvtierd.cache import CPU, Event, GroupMapping
 from kvtierd.core.actions import SessionEnded, TransferEnd, TransferEnded
 from kvtierd.core.stimuli import GroupGeometry
-from kvtierd.rpc.sessions import Connection
+from kvtierd.rpc.connections import Connection
 
 from tests.faults.bad_requests.front import DEADLINE_S, LIMITS, Front
 from tests.integration.daemon.raw import memfd
@@ -118,7 +118,7 @@ class Guest:
         self.front = front
         self.kind = kind
         self.count = count
-        self.sessions: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}
         self.epoch = 0
         self.past_epochs: list[int] = []
         self.stale_tokens: list[bytes] = []
@@ -143,7 +143,7 @@ class Guest:
 
     @property
     def scheduler(self) -> Connection:
-        return self.sessions[SCHEDULER if self.kind.apart else 0]
+        return self.connections[SCHEDULER if self.kind.apart else 0]
 
     def hello(self, process: int, token: bytes) -> cache_pb2.Hello:
         """A right one."""
@@ -184,39 +184,39 @@ class Guest:
     def attach_one(self, process: int) -> None:
         session = self.front.open()
         self.front.hello(self.hello(process, session.token), lambda event: self._event(session, event))
-        self.sessions[process] = session
+        self.connections[process] = session
         assert session.epoch is not None
         self.epoch = session.epoch
 
     async def _register(self, rank: int) -> None:
         memory = RankMemory(self.kind)
         self.ranks.append(memory)
-        session, mappings = self.sessions[rank].id, self.front.cache.mappings
+        session, mappings = self.connections[rank].id, self.front.cache.mappings
         _, pidfd = await mappings.register_words(session, CPU, memory.words_fd, DOORBELLS, PARTS)
         os.close(pidfd)
         await mappings.register_memory(session, memory.fd, memory.bytes, memory.mappings)
 
-    def _event(self, session: Connection, event: Event) -> None:
+    def _event(self, connection: Connection, event: Event) -> None:
         if isinstance(event, TransferEnded):
             self._ended[event.ticket] = event
         elif isinstance(event, SessionEnded):
-            self.front.sessions.end(session, event.why)  # as its stream does
+            self.front.connections.end(connection, event.why)  # as its stream does
 
     @property
     def geometry(self) -> tuple[GroupGeometry, ...]:
-        return self.sessions[0].groups
+        return self.connections[0].groups
 
     async def leave(self, why: Any) -> None:
         """One of its processes ends, and the epoch with it."""
-        victim = self._chance.choice(list(self.sessions.values()))
-        self.stale_tokens = [session.token for session in self.sessions.values()]
+        victim = self._chance.choice(list(self.connections.values()))
+        self.stale_tokens = [session.token for session in self.connections.values()]
         self.past_epochs.append(self.epoch)
-        self.front.sessions.end(victim, why)
-        assert all(session.ended for session in self.sessions.values())
+        self.front.connections.end(victim, why)
+        assert all(session.ended for session in self.connections.values())
         self.dead_leases = [held.lease for held in self.leases]
         self.leases.clear()
         self.gated.clear()
-        self.sessions.clear()
+        self.connections.clear()
         await self.until(lambda: self.epoch not in self.front.machine.core.instances, "its epoch is over")
         for memory in self.ranks:
             memory.close()
@@ -232,7 +232,7 @@ class Guest:
     # --- right requests ---
 
     def ref(self, process: int | None = None) -> cache_pb2.SessionRef:
-        session = self.scheduler if process is None else self.sessions[process]
+        session = self.scheduler if process is None else self.connections[process]
         return cache_pb2.SessionRef(token=session.token, epoch=self.epoch)
 
     def signals(self, **changes: Any) -> cache_pb2.Signals:

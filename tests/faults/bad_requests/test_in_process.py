@@ -216,10 +216,10 @@ async def test_no_bad_request_is_taken_and_none_leaves_a_trace(
         await campaign.until(REQUESTS)
         for guest in (*campaign.guests, campaign.forming):
             await guest.leave(Refusal(Reason.EPOCH_ENDED, "the test ends"))
-        front.sessions.end(campaign.visitor, Refusal(Reason.EPOCH_ENDED, "the test ends"))
+        front.connections.end(campaign.visitor, Refusal(Reason.EPOCH_ENDED, "the test ends"))
         core = front.machine.core
         assert not any((core.leases, core.transfers, core.parts, core.instances, core.sessions))
-        assert len(front.sessions) == 0
+        assert len(front.connections) == 0
         assert descriptors() == before
         front.picture()
     finally:

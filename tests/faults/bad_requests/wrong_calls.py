@@ -54,7 +54,7 @@ class WrongCalls:
                 self._too_many_hashes,
                 self._store_ids,
                 self._store_signals,
-                self._wishes,
+                self._retention,
                 self._load_signals,
                 self._lease,
                 self._load_ids,
@@ -317,7 +317,7 @@ class WrongCalls:
         call, request = self._store()
         return call, request, self._spoil_signals(request)
 
-    def _wishes(self) -> tuple[str, Message, tuple[Reason, ...]]:
+    def _retention(self) -> tuple[str, Message, tuple[Reason, ...]]:
         """To be held longer than they live, or held and cold."""
         if self.chance.random() < 0.5:
             call, request = self._lookup()

@@ -61,7 +61,7 @@ def _asked(guest: Guest, chance: Random) -> Case:
             epoch = Epoch(chance.choice((0, -1, guest.epoch + 1, guest.epoch - (1 << 64), 1 << 80)))
             reasons = (Reason.WRONG_EPOCH,)
         case _ if guest.kind.apart:
-            session, reasons = guest.sessions[0].id, (Reason.ROLE,)
+            session, reasons = guest.connections[0].id, (Reason.ROLE,)
         case _:
             return RenewSession(STRANGER), (Reason.NOT_ATTACHED,)
     ids = np.zeros(1, np.uint32)
@@ -169,7 +169,7 @@ def _numbers(guest: Guest, chance: Random) -> Case:
 
 def _registered(guest: Guest, chance: Random) -> Case:
     """Memory and words at the wrong moment, or from the wrong session."""
-    session, worker = guest.sessions[0].id, next(iter(guest.front.workers.workers))
+    session, worker = guest.connections[0].id, next(iter(guest.front.workers.workers))
     counts = (BLOCKS,) * len(guest.kind.fragments)
     registration = RegistrationId(1)
     cases: list[Case] = [

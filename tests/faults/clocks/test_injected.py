@@ -60,13 +60,13 @@ async def test_a_clock_that_jumps_ends_no_lease_no_session_and_no_transfer_that_
         for _ in range(JUMPS):
             hands.now_s += jump(chance)
             front.cache.handle(Tick())
-            front.sessions.end_silent()
+            front.connections.end_silent()
             count["clock_jumps"] += 1
             assert len(front.machine.core.leases) == held, "a lease has ended by a jump"
             assert len(front.machine.core.transfers) == 1, "a transfer has ended by a jump"
             assert guest.scheduler.ended is None, "a session has ended by a jump"
             front.cache.handle(RenewSession(guest.scheduler.id))  # the heartbeat that was on its way
-            front.sessions.heard(guest.scheduler)
+            front.connections.heard(guest.scheduler)
         await guest.check_everything()
         await guest.leave(Refusal(Reason.EPOCH_ENDED, "the test ends"))
     finally:
@@ -93,7 +93,7 @@ async def test_who_is_silent_is_ended_after_the_time_that_the_daemon_has_lived(
             hands.now_s += step_s
             lived_s += min(max(0.0, step_s), GAP_S)
             front.cache.handle(Tick())
-            front.sessions.end_silent()
+            front.connections.end_silent()
             count["clock_jumps"] += 1
             assert abs(clock() - since_s - lived_s) < 1e-3
             if not lease_ended_s and not front.machine.core.leases:

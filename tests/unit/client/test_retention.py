@@ -57,13 +57,13 @@ def test_times_travel_in_milliseconds_rounded_up() -> None:
     assert not any(Retention(**one).plain for one in ({"hold_s": 1}, {"ttl_s": 1}, {"host_only": True}))
 
 
-def test_a_store_carries_its_wishes(able: Peer) -> None:
+def test_a_store_carries_its_retention(able: Peer) -> None:
     able.session.store(0, hashes(1, 2), [3, 4], None, Retention(hold_s=1, ttl_s=60))
     able.session.store(0, hashes(5), [6], None, Retention())
     able.session.store(0, hashes(7), [8], None)
     wishing, *others = [message.store for message in able.sent()]
     assert wishing.retention == cache_pb2.Retention(hold_ms=1_000, ttl_ms=60_000)
-    assert not any(store.HasField("retention") for store in others), "nothing is wished"
+    assert not any(store.HasField("retention") for store in others), "nothing is asked"
 
 
 def test_lookups_say_that_they_look_at_the_host_alone(able: Peer) -> None:

@@ -57,7 +57,7 @@ LIMITS = CoreLimits(transfers_max=3, leases_max=3, leased_fraction_max=0.5, term
 HIT = 2
 ASKS = ("look up", "prefetch", "touch")
 SHAPES: tuple[Any, ...] = (((4096,),), ((4096, 4096),), ((8192, 4096), (12288, 12288)))
-WISHES = st.builds(
+RETENTIONS = st.builds(
     RetentionRequest,
     st.sampled_from([0, 0, 1_000, 1 << 40]),
     st.sampled_from([0, 0, 2_000, 100_000]),
@@ -192,11 +192,11 @@ class Lockstep(RuleBasedStateMachine):
                 self.leases.append((engine, answer.lease, query.group))
 
     @precondition(lambda self: self.engines)
-    @rule(run=RUNS, data=st.data(), wishes=WISHES)
-    def store(self, run: list[int], data: st.DataObject, wishes: RetentionRequest) -> None:
+    @rule(run=RUNS, data=st.data(), retention=RETENTIONS)
+    def store(self, run: list[int], data: st.DataObject, retention: RetentionRequest) -> None:
         engine = data.draw(st.sampled_from(self.engines))
         group = data.draw(st.integers(0, len(engine.sizes) - 1))
-        stimulus = engine.store_of(*run, group=group, wishes=wishes)
+        stimulus = engine.store_of(*run, group=group, retention=retention)
         if not isinstance(self.do(stimulus), Refusal):
             self.tickets.append((engine, stimulus.signals.ticket))
 

@@ -32,8 +32,8 @@ HELD_MAX = 16
 """A quarter of its bytes, headers included."""
 
 
-def store(one: Instance, *numbers: int, **wishes: object) -> None:
-    assert one.store(*numbers, wishes=RetentionRequest(**wishes)).finish().succeeded.all()  # type: ignore[arg-type]
+def store(one: Instance, *numbers: int, **retention: object) -> None:
+    assert one.store(*numbers, retention=RetentionRequest(**retention)).finish().succeeded.all()  # type: ignore[arg-type]
 
 
 def touch(one: Instance, *numbers: int, hold_ms: int = 0, cold: bool = False) -> None:
@@ -124,13 +124,13 @@ class TestHolds:
     def test_what_another_store_is_writing_is_held_when_it_is_there(self, host: Host) -> None:
         one, two = host.instance(), host.instance("two")
         running = one.store(1, 2)
-        second = two.store(1, wishes=RetentionRequest(hold_ms=60_000))
+        second = two.store(1, retention=RetentionRequest(hold_ms=60_000))
         assert second.results == [2]
         running.finish()
         second.finish()
         assert held(host) == 1
         failed = one.store(5)
-        two.store(5, wishes=RetentionRequest(hold_ms=60_000)).finish()
+        two.store(5, retention=RetentionRequest(hold_ms=60_000)).finish()
         failed.part(outcome=PartOutcome.FAILED)
         one.stored(5)
         assert held(host) == 1, "the wish went with the block"
@@ -142,24 +142,24 @@ class TestHolds:
         host.evict_all(one)
         one.lookup(1)
         jobs = host.disk.jobs
-        assert one.store(1, wishes=RetentionRequest(hold_ms=60_000)).results == [2]
+        assert one.store(1, retention=RetentionRequest(hold_ms=60_000)).results == [2]
         host.disk.finish(jobs[0].job)
         assert held(host) == 1
 
     def test_blocks_that_are_there_already_are_held_by_a_store(self, host: Host) -> None:
         one = host.instance()
         one.stored(1, 2)
-        one.store(1, 2, 3, 3, wishes=RetentionRequest(hold_ms=60_000)).finish()
+        one.store(1, 2, 3, 3, retention=RetentionRequest(hold_ms=60_000)).finish()
         assert held(host) == 3
 
     def test_what_a_store_lost_is_not_held(self, host: Host) -> None:
         one = host.instance()
         one.stored(1)
-        running = one.store(1, 2, 3, 4, wishes=RetentionRequest(hold_ms=60_000))
+        running = one.store(1, 2, 3, 4, retention=RetentionRequest(hold_ms=60_000))
         running.part(outcome=PartOutcome.FAILED, failed=[1])
         assert held(host) == 3
         assert one.hits(1, 2, 3, 4) == [1, 2, 4] or one.hits(1, 2, 3, 4) == [1, 3, 4]
-        one.store(8, 9, wishes=RetentionRequest(hold_ms=60_000)).part(outcome=PartOutcome.FAILED)
+        one.store(8, 9, retention=RetentionRequest(hold_ms=60_000)).part(outcome=PartOutcome.FAILED)
         assert held(host) == 3
 
     def test_a_hold_outlives_its_engine_and_hinders_no_load(self, host: Host) -> None:
@@ -286,7 +286,7 @@ class TestTimes:
 
     def test_time_counts_from_when_it_is_ready(self, host: Host) -> None:
         one = host.instance()
-        running = one.store(1, wishes=RetentionRequest(ttl_ms=10_000))
+        running = one.store(1, retention=RetentionRequest(ttl_ms=10_000))
         wait(host, 60)
         assert running.finish().succeeded.all()
         wait(host, 9)
@@ -300,11 +300,11 @@ class TestTimes:
         self, host: Host, first: dict[str, object], ready: bool
     ) -> None:
         one, two = host.instance(), host.instance("two")
-        running = one.store(1, 2, 3, wishes=RetentionRequest(**first))  # type: ignore[arg-type]
+        running = one.store(1, 2, 3, retention=RetentionRequest(**first))  # type: ignore[arg-type]
         if ready:
             running.finish()
         two.store(1).finish()
-        two.store(2, wishes=RetentionRequest(ttl_ms=60_000)).finish()
+        two.store(2, retention=RetentionRequest(ttl_ms=60_000)).finish()
         if not ready:
             running.finish()
         wait(host, 10)
@@ -350,13 +350,13 @@ class TestTimes:
 
 class TestDisks:
     @pytest.mark.parametrize("mode", WriteMode)
-    @pytest.mark.parametrize("wishes", [{"host_only": True}, {"ttl_ms": 600_000}])
+    @pytest.mark.parametrize("retention", [{"host_only": True}, {"ttl_ms": 600_000}])
     def test_it_is_not_written(
-        self, make_disk_host: MakeDiskHost, mode: WriteMode, wishes: dict[str, object]
+        self, make_disk_host: MakeDiskHost, mode: WriteMode, retention: dict[str, object]
     ) -> None:
         host = make_disk_host(mode=mode)
         one = host.instance()
-        store(one, 1, 2, **wishes)
+        store(one, 1, 2, **retention)
         one.lookup(1, 2)
         one.stored(*range(10, 60))
         for _ in range(3):

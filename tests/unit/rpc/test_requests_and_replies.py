@@ -338,15 +338,15 @@ class TestSubmissions:
         assert stimulus.block_ids.tolist() == [7, 2**32 - 1]
         assert stimulus.signals == Signals(Ticket(5), 1, True, 2, 9)
 
-    def test_its_wishes(self) -> None:
+    def test_its_retention(self) -> None:
         request = store()
-        assert calls.store_of(request, CALLER, LIMITS).wishes == RetentionRequest()
+        assert calls.store_of(request, CALLER, LIMITS).retention == RetentionRequest()
         request.retention.CopyFrom(cache_pb2.Retention(hold_ms=5, ttl_ms=5, host_only=True))
-        assert calls.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(5, 5, True)
+        assert calls.store_of(request, CALLER, LIMITS).retention == RetentionRequest(5, 5, True)
         request.retention.hold_ms = 6
         assert reason(calls.store_of, request, CALLER, LIMITS) == (Reason.MALFORMED, "retention.hold_ms")
         request.retention.ttl_ms = 0
-        assert calls.store_of(request, CALLER, LIMITS).wishes == RetentionRequest(6, 0, True)
+        assert calls.store_of(request, CALLER, LIMITS).retention == RetentionRequest(6, 0, True)
 
     def test_one_block_id_for_each_hash(self) -> None:
         assert reason(calls.store_of, store(2, [1]), CALLER, LIMITS) == (

@@ -1,11 +1,11 @@
-"""What engines wish of blocks of the host besides being kept: to be held for a time, to be dropped after one,
-to stay off the disks.
+"""What stores ask of the host's blocks besides being kept: to be held for a time, to be dropped after one, to
+stay off the disks.
 
-Wishes are kept in memory only, and end with the daemon. A held block has one pin, however often it was
-wished: it is in nobody's way but eviction's, and goes after all where nothing else could (`room.py`).
+It is kept in memory only, and ends with the daemon. A held block has one pin, however often that was asked
+for: it is in nobody's way but eviction's, and goes after all where nothing else could (`room.py`).
 
 Nothing is queued: times lie in arrays, one word for each entry of the table, which are looked through part by
-part. That takes a millisecond a second for four million entries, and the same whatever clients wish.
+part. That takes a millisecond a second for four million entries, and the same whatever clients ask for.
 """
 
 from collections import Counter
@@ -74,17 +74,18 @@ class BlockRetention:
         self.expires_at: U32 = np.zeros(blocks.capacity, np.uint32)
         """Second in which each entry is dropped; 0: never."""
         self._to_hold_s: U32 = np.zeros(blocks.capacity, np.uint32)
-        """Of WRITING entries: for how long another store has wished them held."""
+        """Of WRITING entries: for how long another store has asked to hold them."""
         self._ranks = np.zeros(blocks.capacity, np.int64)
-        """Of held entries: the higher, the later it was wished, or the nearer the head of its sequence."""
+        """Of held entries: the higher, the later the hold was asked for, or the nearer the head of its
+        sequence."""
         self._rank = 0
         self.held: Counter[int] = Counter()
         """Held blocks, by domain."""
         self.held_bytes = 0
         self._ends = Round(self.held_until)
         self._expiries = Round(self.expires_at)
-        self._any_wishes = False
-        """Whether there ever was a block with a wish that is kept by entry."""
+        self._any_asked = False
+        """Whether anything that is kept by entry was ever asked of a block."""
         self._candidates: tuple[tuple[int, ...], Entries] = ((), np.empty(0, np.uint32))
         """Held blocks of these domains, those to give way first, first."""
         self._search_at = 0
@@ -104,48 +105,48 @@ class BlockRetention:
 
     # --- stores ---
 
-    def wished(self, new: Entries, existing: Entries, wishes: RetentionRequest) -> None:
+    def requested(self, new: Entries, existing: Entries, retention: RetentionRequest) -> None:
         """A store is submitted, of blocks that are made for it and others that are there, in whatever state.
-        Of several wishes for a block the one that keeps it longer is granted, and in more tiers."""
-        if wishes.hold_ms and len(existing):
-            self._any_wishes = True
+        Of several requests for a block the one that keeps it longer is granted, and in more tiers."""
+        if retention.hold_ms and len(existing):
+            self._any_asked = True
             writing = existing[self._blocks.table.states(existing) == WRITING]
-            seconds = min(-(-wishes.hold_ms // 1000), int(self._limits.hold_s_max) + 1)
+            seconds = min(-(-retention.hold_ms // 1000), int(self._limits.hold_s_max) + 1)
             self._to_hold_s[writing] = np.maximum(self._to_hold_s[writing], np.uint32(seconds))
-        if not wishes.host_only and not wishes.ttl_ms:
-            if self._any_wishes and len(existing):
+        if not retention.host_only and not retention.ttl_ms:
+            if self._any_asked and len(existing):
                 self._blocks.table.clear_flags(existing, HOST_ONLY)
                 self.expires_at[existing] = 0
             return
-        self._any_wishes = True
+        self._any_asked = True
         self._blocks.table.set_flags(new, HOST_ONLY)
-        if not wishes.ttl_ms:
+        if not retention.ttl_ms:
             self.expires_at[existing] = 0
             return
-        second = self._after(wishes.ttl_ms)
+        second = self._after(retention.ttl_ms)
         self.expires_at[new] = second
         self._live_until(existing[self.expires_at[existing] != 0], second)
 
     def stored(self, domain: Domain, good: Entries, transfer: TransferJob) -> None:
         """A store has made blocks READY. Those that were there already are still pinned by it; what has
         failed is gone."""
-        wishes = transfer.wishes
-        if wishes.ttl_ms:
-            self._live_until(good[self.expires_at[good] != 0], self._after(wishes.ttl_ms))
-        if wishes.hold_ms and not transfer.abandoned:
+        retention = transfer.retention
+        if retention.ttl_ms:
+            self._live_until(good[self.expires_at[good] != 0], self._after(retention.ttl_ms))
+        if retention.hold_ms and not transfer.abandoned:
             batch = good if transfer.batch is None else transfer.batch
             if transfer.failed is not None:
                 batch = batch[~np.isin(batch, transfer.entries[transfer.failed])]
-            self.hold(domain, batch, wishes.hold_ms)
+            self.hold(domain, batch, retention.hold_ms)
         self.made(domain, good)
 
     def made(self, domain: Domain, entries: Entries) -> None:
-        """Blocks have become READY: others may have wished them held meanwhile."""
-        if not self._any_wishes:
+        """Blocks have become READY: others may have asked to hold them meanwhile."""
+        if not self._any_asked:
             return
         seconds = self._to_hold_s[entries]
-        for wished_s in np.unique(seconds[seconds != 0]).tolist():
-            self.hold(domain, entries[seconds == wished_s], wished_s * 1000)
+        for hold_s in np.unique(seconds[seconds != 0]).tolist():
+            self.hold(domain, entries[seconds == hold_s], hold_s * 1000)
         self._to_hold_s[entries] = 0
 
     def _live_until(self, entries: Entries, second: int) -> None:
@@ -154,7 +155,7 @@ class BlockRetention:
 
     def forget(self, entries: Entries) -> None:
         """They have been removed; none of them is held."""
-        if self._any_wishes:
+        if self._any_asked:
             self.expires_at[entries] = 0
             self._to_hold_s[entries] = 0
 
@@ -193,7 +194,7 @@ class BlockRetention:
 
     def release(self, entries: Entries) -> Entries:
         """Ends the holds of those that are held, and returns these. They are as recent as if they were used
-        now, in the order in which they were wished, the head of a sequence most of all."""
+        now, in the order in which the holds were asked for, the head of a sequence most of all."""
         entries = np.unique(entries[self.held_until[entries] != 0])
         entries = entries[np.argsort(-self._ranks[entries])]
         self.held_until[entries] = 0
@@ -258,7 +259,7 @@ class BlockRetention:
     def tick(self) -> None:
         if self.held:
             self.release(self._ends.due(self._now))
-        if self._any_wishes:
+        if self._any_asked:
             self._expire(self._expiries.due(self._now))
 
     def _expire(self, due: Entries) -> None:

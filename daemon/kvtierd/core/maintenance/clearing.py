@@ -51,7 +51,7 @@ class BlockClearing:
         host = core.blocks
         entries, states = host.table.lookup(space, hashes)
         there = entries != NO_ENTRY
-        core.retention.release(entries[there])  # an operator's word counts more than wishes
+        core.retention.release(entries[there])  # an operator's word counts more than an engine's
         held = there & (states != WRITING)
         held[held] = (host.table.pins(entries[held]) > 0) | (states[held] != READY)
         under_way = there & (states == WRITING)

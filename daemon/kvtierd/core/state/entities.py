@@ -243,7 +243,7 @@ class TransferJob(Entity):
     """LOAD: entries whose checksums are checked on the way."""
     failed: Mask | None = None
     """Entries that failed in some part; None: none so far."""
-    wishes: RetentionRequest = NO_RETENTION
+    retention: RetentionRequest = NO_RETENTION
     """STORE: of its blocks."""
     storing: Rank | None = None
     """STORE of a replicated group: who does it."""

@@ -68,7 +68,7 @@ class Transfers:
                 self._make_entries(plan, hashes, entries, created)
             results = self._results(entries, created)
             new = entries[created == CREATED]
-        core.retention.wished(new, entries[created == EXISTED], stimulus.wishes)
+        core.retention.requested(new, entries[created == EXISTED], stimulus.retention)
 
         roomy = core.eviction.for_slots(domain, len(new), unhold=True)
         if roomy < len(new):
@@ -80,7 +80,7 @@ class Transfers:
         slots = blocks.give_slots(domain, new)
 
         transfer = self._begin(instance, stimulus, Direction.STORE, len(hashes), new, slots)
-        transfer.wishes = stimulus.wishes
+        transfer.retention = stimulus.retention
         if plan.replicated:  # by all in turn, so that no GPU's link has more to carry than another's
             transfer.storing = Rank(transfer.transfer % instance.world_size)
         block_ids, new_hashes = stimulus.block_ids, hashes
