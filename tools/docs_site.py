@@ -25,6 +25,9 @@ COPIED = (
     "tests/fake_cuda/README.md",
     "deploy/**/*",
     "proto/**/*.proto",
+    "clients/kvtier/connection/*.py",
+    "daemon/kvtierd/**/*.py",
+    "kernels/native/*.cpp",
 )
 """Pages, and what they link to."""
 AWAITED = ("docs/protocol.md",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -124,6 +125,71 @@ def test_lines_wrap_at_a_hundred_columns() -> None:
 @pytest.mark.parametrize("name", LINES)
 def test_the_first_pages_stay_short(name: str) -> None:
     assert len((REPO / name).read_text().splitlines()) <= LINES[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A walk through the code, as ARCHITECTURE.md tells it."""
+
+    said: int
+    """How many files it says that it has."""
+    steps: tuple[str, ...]
+
+    @property
+    def files(self) -> set[str]:
+        return {file for step in self.steps for file in files_in(step)}
+
+
+def files_in(step: str) -> list[str]:
+    return [target for target, _ in LINK.findall(step) if target.endswith((".py", ".cpp"))]
+
+
+def functions_in(step: str) -> list[str]:
+    """Written with parentheses: `Cache.handle()`, `load_of()`, `CopyPlan::scatter()`."""
+    return re.findall(r"`([\w.:]+)\(\)`", step)
+
+
+def walk(page: str, name: str) -> Walk:
+    section = page[page.index(f"## {name} walk:") :].split("\n## ", 1)[0]
+    said = re.search(r"^(\d+) files", section, flags=re.MULTILINE)
+    assert said, "a walk begins by saying how many files it has"
+    steps = re.findall(r"^\d+\. (.*(?:\n   .*)*)", section, flags=re.MULTILINE)
+    return Walk(int(said[1]), tuple(" ".join(step.split()) for step in steps))
+
+
+def defined_in(file: Path) -> set[str]:
+    """Functions, and methods with their class; in C++ the qualified names that are followed by parameters."""
+    if file.suffix == ".cpp":
+        return set(re.findall(r"\b(\w+::\w+)\(", file.read_text()))
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            found.update(f"{node.name}.{method.name}" for method in methods)
+    return found
+
+
+@pytest.mark.parametrize(("name", "most"), [("First", 16), ("Second", 12)])
+def test_a_walk_has_as_many_files_as_it_says_and_not_too_many(name: str, most: int) -> None:
+    told = walk((REPO / "ARCHITECTURE.md").read_text(), name)
+    assert told.said == len(told.files) <= most
+
+
+@pytest.mark.parametrize("name", ["First", "Second"])
+def test_what_a_walk_names_is_there(name: str) -> None:
+    """Each function in a file that its walk has named by then, and each file with a function in its step."""
+    passed: set[str] = set()
+    for step in walk((REPO / "ARCHITECTURE.md").read_text(), name).steps:
+        files, functions = files_in(step), functions_in(step)
+        passed.update(files)
+        there = {file: defined_in(REPO / file) for file in passed}
+        assert functions, step
+        for function in functions:
+            assert any(function in names for names in there.values()), f"{function} is in no file so far"
+        for file in files:
+            assert there[file] & set(functions), f"{file} has none of the functions that its step names"
 
 
 def test_the_page_of_the_connector_has_its_settings_with_their_defaults() -> None:
