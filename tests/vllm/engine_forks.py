@@ -1,8 +1,8 @@
 """Engines as forks of a process that has loaded vLLM already, which is three quarters of an engine's start.
 
-`use` makes `Engine.launch` take them, in this process, for engines that need no environment and no processes
-of their own. They are as separate as others: each has its own process group, and ends as they do. What they
-share with each other is the seed of `hash()`.
+`use` makes `Engine.launch` take them, in this process, for engines that are one process and differ from
+others by arguments and by variables of ours only. They are as separate as others: each has its own process
+group, and ends as they do. What they share with each other is the seed of `hash()`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from typing import IO
 from tests.vllm import engine
 from tests.vllm.engine import EngineOptions, EngineProcess
 
+READ_LATE = ("KVTIER_", "FAKE_CUDA_")
+"""How variables begin that are read when an engine is made, or later."""
+SEVERAL = {"distributed_executor_backend", "tensor_parallel_size"}
+"""Arguments of engines of several processes."""
 TITLE = "tests.vllm.engine_runner (forked)"
 _context = multiprocessing.get_context("forkserver")
 
@@ -32,9 +36,10 @@ def use() -> None:
 
 def launch(options: EngineOptions, log: Path, environment: Mapping[str, str]) -> EngineProcess:
     """Starts an engine, as a fork if that can be. `environment`: all of its variables."""
-    # The loader and the libraries that vLLM loads read theirs once, and processes of an engine are started
-    # by the program that it is.
-    if options.environment or options.extra.keys() & {"distributed_executor_backend", "tensor_parallel_size"}:
+    # The loader, and the libraries that vLLM loads, read their variables once. Processes of an engine are
+    # started by the program that it is.
+    own = {name for name, value in options.environment.items() if os.environ.get(name) != value}
+    if options.extra.keys() & SEVERAL or not all(name.startswith(READ_LATE) for name in own):
         return engine.execute(options, log, environment)
     return ForkedEngine(options, log, environment)
 
