@@ -32,8 +32,9 @@ os.environ.setdefault("SPT_NOENV", "1")
 SHM_PREFIX = shm_prefix(RUN_ID)
 SOCKET_PREFIX = socket_prefix(RUN_ID)
 """Of the folders that the run makes for Unix sockets, in `/tmp`: their paths must be short."""
-# Python's own helper; it lives as long as the process that first used shared memory, on purpose.
-TOLERATED_COMMANDS = ("multiprocessing.resource_tracker",)
+# Python's own helpers, which live as long as the process that first used shared memory, or forked an engine,
+# on purpose.
+TOLERATED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 SETTLE_S = 10.0
 
 
