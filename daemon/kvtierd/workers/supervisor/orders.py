@@ -1,6 +1,6 @@
 """What workers are told to do: each order is one packet, made and sent here.
 
-Nothing here waits but for the answer to a mapping, which the supervisor passes on.
+Only orders to map memory and to persist all records wait for their answers; the supervisor reads these.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Workers as the front has them: started and watched, told what to do (`orders`), and what they say told to
-the core."""
+"""The front's side of workers: it starts and watches them, and tells the core what they say. What they are
+told to do is in `orders.py`."""
 
 import asyncio
 import os
@@ -110,6 +110,7 @@ class Supervisor:
         """From the start of a worker's process to the delivery of its WorkerExited."""
         self.devices = self._lives.devices
         self.orders = WorkerOrders(self._lives, self.limits.release_deadline_s)
+        """What workers are told to do."""
 
     async def start(self) -> None:
         """Starts the workers that there are from the start, and returns when all but those of disks are live.
