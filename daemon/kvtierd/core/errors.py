@@ -61,8 +61,7 @@ class Refusal(Exception):
     """A call that was refused; nothing has changed.
 
     `field` names the field at fault, `value` what was found there (shortened), `message` what is wrong and
-    what to
-    do about it. It is a value as well: transfers that fail carry one.
+    what to do about it. It is a value as well: transfers that fail carry one.
     """
 
     def __init__(self, reason: Reason, message: str, *, field: str = "", value: object = "") -> None:

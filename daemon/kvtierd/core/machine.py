@@ -71,8 +71,7 @@ class Machine:
     """Decides everything about the cache of one host, and does nothing itself.
 
     One caller, who performs the actions in order before the next stimulus. A Refusal means that nothing has
-    changed.
-    Any other exception is a bug: the machine must not be used any more.
+    changed. Any other exception is a bug: the machine must not be used any more.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ class Machine:
         epochs are counted from here; no earlier daemon may have issued them, because clients outlive daemons
         and tell by the epoch alone what their leases and parts still mean. `disks`: for each disk of the disk
         tier, in the order of their ids, an empty table of its own and the geometry of its slab file; none are
-        used before their `DiskRecovered`. `randomness` chooses what is sampled.
-        """
+        used before their `DiskRecovered`. `randomness` chooses what is sampled."""
         self._clock = clock
         blocks = Blocks(table, geometry, integrity)
         self.core = CoreState(
@@ -228,8 +226,7 @@ class Machine:
         """How a transfer of the session's instance ended; None while it is active.
 
         Raises Refusal NOT_ATTACHED, EPOCH_ENDED, WRONG_EPOCH, or UNKNOWN_TRANSFER for one that was never
-        accepted or
-        ended too long ago.
+        accepted or ended too long ago.
         """
         instance = self.core.session(session).instance
         if epoch != instance.epoch:
@@ -249,8 +246,7 @@ class Machine:
 
     def page_wanted(self, session: SessionId, group: int) -> tuple[SpaceId, int | None]:
         """The space whose index page an instance's scheduler may read; and for how many blocks the page
-        should have room, None if there is one already. Refusal ROLE, INSTANCE_INCOMPLETE or
-        UNKNOWN_GROUP."""
+        should have room, None if there is one already. Refusal ROLE, INSTANCE_INCOMPLETE or UNKNOWN_GROUP."""
         plan, pages = self._indexed(session, group), self.core.pages
         return plan.space, None if plan.space in pages else pages.blocks_max(plan)
 

@@ -63,8 +63,7 @@ class Tier(Protocol):
     def bringing_up_loses(
         self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
     ) -> bool:
-        """Whether computing `tokens` is faster than bringing up these blocks of each group, and loading
-        them.
+        """Whether computing `tokens` is faster than bringing up these blocks of each group, and loading them.
 
         Preconditions (guaranteed by the caller):
             - `find` has found all of them in this stimulus, and there is one at least.

@@ -19,8 +19,8 @@ from kvtierd.ctl.text import count
 CALL_S = 5.0
 POLL_S = 0.05
 SETTLED_S = 0.5
-"""Stores that have not gone on for this long have ended: of layers with a window only some blocks are kept.
-"""
+"""Stores that have not gone on for this long have ended: of layers with a window only some blocks are
+kept."""
 PROMPT_TOKENS = 513
 BLOCKS = 4
 """The least length of the prompt, in blocks of the group with the longest ones."""

@@ -82,8 +82,8 @@ class Top:
         self._latest = status, now_s
 
     def page(self, width: int = WIDTH, height: int = HEIGHT) -> RenderableType:
-        """The page for a terminal of this size. Until there is a history, it shows averages since the
-        daemon started."""
+        """The page for a terminal of this size. Until there is a history, it shows averages since the daemon
+        started."""
         period, status, wide = self._shown, self._shown.status, width >= WIDE
         over = self._over if self._history else "since its start"
         parts: list[RenderableType] = [

@@ -162,20 +162,17 @@ class HostPool:
 
     def register_writer(self, pid: int) -> int:
         """Give a living process, about to write slots, its writer id (1 to 65,535). Raises ValueError if it
-        is gone.
-        """
+        is gone."""
         return self._writers.register(pid)
 
     def set_aside(self, slots: Slots) -> None:
         """Take slots out of use for as long as the file lives: their memory has failed a check. A cell that
-        has failed once is the likeliest to fail again, and a warm start keeps its place in memory.
-        """
+        has failed once is the likeliest to fail again, and a warm start keeps its place in memory."""
         set_aside(self.records, slots, self.boot_nonce)
 
     def retry_quarantine(self) -> Slots:
         """Free the quarantined slots whose writers are by now proved gone, and return them: hand them to the
-        core.
-        """
+        core."""
         if not len(self._quarantined):
             return self._quarantined
         proven = free_proven(self.records, self._quarantined, self._quarantined_writers, self._writers.gone)

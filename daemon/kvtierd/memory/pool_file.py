@@ -344,8 +344,7 @@ def make_pool(
 
 def map_pool(fd: int, length: int) -> npt.NDArray[np.uint8]:
     """Map the file shared and writable; unmapped with the last array over it, and until then the lock is
-    held.
-    """
+    held."""
     return np.frombuffer(mmap.mmap(fd, length), np.uint8)
 
 

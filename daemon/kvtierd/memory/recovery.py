@@ -210,8 +210,7 @@ def _spaces(
     found: Columns, head_rows: Rows, blocks: Rows
 ) -> tuple[npt.NDArray[np.uint32], tuple[tuple[NamespaceDigest, int, int], ...], Rows]:
     """Number each block's (namespace, group, world size): the numbers, what they mean, and the blocks that
-    have one.
-    """
+    have one."""
     _, first, spaces = np.unique(found["space_keys"][head_rows], return_index=True, return_inverse=True)
     meaning = head_rows[first]
     # One pair of spaces in 2^64 shares a checksum; the blocks of one of them are given up then, not mixed up.

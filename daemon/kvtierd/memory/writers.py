@@ -34,8 +34,7 @@ def _read(entries: npt.NDArray[Any], index: int) -> ProcessName | None:
 
 def living(table: bytes) -> list[int]:
     """Pids of the owner and writers named in a copy of the table that are not proved gone and can be seen
-    here.
-    """
+    here."""
     entries = np.frombuffer(table, dtype=ENTRY)
     names = [_read(entries, index) for index in np.flatnonzero(entries["pid"]).tolist()]
     seen = {name for name in names if name and name.namespace == pid_namespace()}

@@ -43,8 +43,7 @@ log = logger(__name__)
 
 def examine(loaded: Loaded, *, may_run: bool, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     """Looks at everything; changes nothing. `may_run`: what the daemon at the configured socket uses is no
-    obstacle. Takes seconds where a disk does not answer, and ends then too.
-    """
+    obstacle. Takes seconds where a disk does not answer, and ends then too."""
     situation = Situation(loaded, daemon_at(loaded.config.server.socket_path), may_run)
     found: list[Finding] = []
     for check in checks:

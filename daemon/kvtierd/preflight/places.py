@@ -36,8 +36,8 @@ def existing(path: Path) -> Path:
 
 def private_folder(path: Path) -> Trouble | None:
     """Why the daemon cannot have this folder for files that must be its own, as
-    `kvtierd.rpc.sockets.make_private_directory` wants it; None if it can. One that is missing is made there.
-    """
+    `kvtierd.rpc.sockets.make_private_directory` wants it; None if it can. One that is missing is made
+    there."""
     if not os.path.lexists(path):
         above = existing(path)
         return None if above == path else _makeable(path, above)

@@ -178,8 +178,8 @@ def check_ranges(
     groups: Sequence[GroupPlace],
     geometry: Sequence[GroupGeometry],
 ) -> None:
-    """Raises Refusal unless the ranges are the mapping, use up all chunks, and hold every byte of every
-    block of every group of Hello, each plane in one of them.
+    """Raises Refusal unless the ranges are the mapping, use up all chunks, and hold every byte of every block
+    of every group of Hello, each plane in one of them.
 
     `chunks` are the bytes of those that the session has added, in order.
     """

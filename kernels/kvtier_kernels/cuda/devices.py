@@ -29,7 +29,7 @@ class DeviceInfo:
 
 
 def device_name(uuid: bytes) -> str:
-    """ "GPU-" and the UUID in lower case, 8-4-4-4-12. Raises ValueError unless `uuid` has 16 bytes."""
+    """"GPU-" and the UUID in lower case, 8-4-4-4-12. Raises ValueError unless `uuid` has 16 bytes."""
     if len(uuid) != UUID_BYTES:
         raise ValueError(f"uuid has {len(uuid)} bytes, must have {UUID_BYTES}")
     return f"GPU-{uuids.UUID(bytes=uuid)}"

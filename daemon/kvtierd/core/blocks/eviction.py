@@ -1,11 +1,9 @@
 """Makes room for new blocks: free extents first, then whatever has not been used for longest.
 
-Within a domain the table's order decides. Between domains, and between slot sizes, ages do: the oldest
-victim of the
-domain that needs room against the oldest of each rival. A rival gives way only if it is clearly older, so
-that two
-busy models do not take extents from each other in turn; a model that is used no more is eaten up extent by
-extent.
+Within a domain the table's order decides. Between domains, and between slot sizes, ages do: the oldest victim
+of the domain that needs room against the oldest of each rival. A rival gives way only if it is clearly older,
+so that two busy models do not take extents from each other in turn; a model that is used no more is eaten up
+extent by extent.
 """
 
 from collections.abc import Collection

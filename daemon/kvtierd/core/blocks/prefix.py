@@ -1,6 +1,5 @@
 """The longest prefix that all groups of an engine can serve: what an engine with sliding windows or recurrent
-layers beside full attention can go on from. Pure, and without a Python object per block.
-"""
+layers beside full attention can go on from. Pure, and without a Python object per block."""
 
 import math
 from collections.abc import Callable, Sequence

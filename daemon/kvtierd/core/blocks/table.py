@@ -1,6 +1,5 @@
 """What the core needs of a block table. In production it is native (`kvtier_kernels.BlockTable`); in tests
-also a
-plain-Python oracle. Every call works on a batch, validates everything first, and changes nothing if it
+also a plain-Python oracle. Every call works on a batch, validates everything first, and changes nothing if it
 raises."""
 
 from enum import IntEnum
@@ -83,8 +82,7 @@ class BlockTable(Protocol):
         """Create the absent keys as WRITING, unpinned and without slots.
 
         Returns the entry of each key and 1 where it was created, 0 where it existed (or came earlier in the
-        batch),
-        2 where the table was full (entry NO_ENTRY).
+        batch), 2 where the table was full (entry NO_ENTRY).
         """
         ...
 

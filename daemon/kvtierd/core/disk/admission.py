@@ -1,7 +1,8 @@
 """Load or recompute: whether bringing blocks to an engine beats computing them anew.
 
 Whatever is not known, or was not measured lately, counts as fast: what is told to be a miss is never measured
-again."""
+again.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Which blocks of the host are written to disks, and when.
 
 BACK: those that are about to be evicted, as fast as blocks come and go now, and as one long prompt may need
-their room at once: so all of a small pool that is full. THROUGH: at once. ON_REUSE: when
-they are found again. What found no room in a disk's queue at once is written before it is evicted, if there
-is time."""
+their room at once: so all of a small pool that is full. THROUGH: at once. ON_REUSE: when they are found
+again. What found no room in a disk's queue at once is written before it is evicted, if there is time.
+"""
 
 import numpy as np
 

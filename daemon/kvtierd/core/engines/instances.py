@@ -325,8 +325,8 @@ class Instances:
         core.may_be_over(instance)
 
     def session_released(self, stimulus: SessionReleased) -> None:
-        """A worker holds nothing of a session any more. Only counted if nobody asked for it, or its worker
-        is lost."""
+        """A worker holds nothing of a session any more. Only counted if nobody asked for it, or its worker is
+        lost."""
         worker = self._core.workers.get(stimulus.worker)
         mapping = None if worker is None else worker.mappings.get(stimulus.session)
         if mapping is None or mapping.state is not MappingState.RELEASING:

@@ -1,8 +1,8 @@
 """Doubts READY blocks in the background: slots chosen at random, compared with their checksums by a worker
 whose lanes are idle.
 
-Every READY slot is as likely as any other to be chosen, so one that has rotted is found after
-`bytes of all slots in use / rate` seconds on average, and after three times as long in 95 of 100 cases.
+Every READY slot is as likely as any other to be chosen, so one that has rotted is found after `bytes of all
+slots in use / rate` seconds on average, and after three times as long in 95 of 100 cases.
 """
 
 import numpy as np

@@ -56,8 +56,7 @@ class Outlook:
     def beyond(self, instance: Instance, asks: Sequence[Ask], tokens: int, *, host_only: bool) -> int:
         """Tokens of the prefix that there will be when what is on its way has come, no fewer than the
         `tokens` that were found. Begins to bring up what it needs from below, and nothing else, never at the
-        cost of what was found. `host_only`: the tier below is left
-        alone."""
+        cost of what was found. `host_only`: the tier below is left alone."""
         if tokens == asked_tokens(asks):
             return tokens
         below_too = not host_only and self._tier.reads

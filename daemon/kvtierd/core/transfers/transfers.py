@@ -22,8 +22,8 @@ ACCEPTED, EXISTS, PENDING, THROTTLED = 0, 1, 2, 3
 EXISTED, CREATED, TABLE_FULL = 0, 1, 2
 
 _RESULT = np.full(len(BlockState), THROTTLED, np.uint8)
-"""kvtier.v1.StoreResult of a key that was there, by its state: a condemned block is in the way until its
-pins drop."""
+"""kvtier.v1.StoreResult of a key that was there, by its state: a condemned block is in the way until its pins
+drop."""
 _RESULT[BlockState.WRITING] = PENDING
 _RESULT[BlockState.READY] = EXISTS
 

@@ -29,8 +29,8 @@ def disk_geometry(size_bytes: int, extent_bytes: int = 0) -> PoolGeometry:
 
 
 class DiskImage:
-    """One disk's image for one boot. Not for several threads, except `recover`, which may run in a thread
-    of its own while nothing else uses the image."""
+    """One disk's image for one boot. Not for several threads, except `recover`, which may run in a thread of
+    its own while nothing else uses the image."""
 
     fd: int
     """For workers to inherit."""
@@ -56,8 +56,7 @@ class DiskImage:
 
     def recover(self, boot_nonce: int) -> Recovery:
         """Once, when the first worker is ready: begins a boot in the image, frees what cannot be believed,
-        and lists what is left. Some 0.3 s per million slots.
-        """
+        and lists what is left. Some 0.3 s per million slots."""
         self._boot_nonce = boot_nonce
         records = PoolRecords(self._array)
         records.start_boot(boot_nonce)

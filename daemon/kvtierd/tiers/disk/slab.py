@@ -53,8 +53,7 @@ def refuse(field: str, value: object, message: str) -> Refusal:
 
 class Slab:
     """An open slab file, locked through `fd` until this process has ended. Not for several threads, except
-    `read_page` … `write`, which may run side by side.
-    """
+    `read_page` … `write`, which may run side by side."""
 
     fd: int
     """Buffered: for headers and records."""

@@ -173,8 +173,8 @@ class JobQueue:
             return True
 
     def take(self) -> SlotJob | PersistAll | U32 | None:
-        """A job, or what records are to be persisted; waits for one. None once stopped, and no records
-        are left.
+        """A job, or what records are to be persisted; waits for one. None once stopped, and no records are
+        left.
 
         What was taken is given back with `put_back` or `finished`.
         """

@@ -29,8 +29,8 @@ from kvtierd.workers.supervisor.watch import Watch
 _log = logger(__name__)
 
 EXIT_GRACE_S = 1.0
-"""For a worker that has closed its channel to be gone, before it is killed: how it exited says more,
-and on a busy machine takes its time."""
+"""For a worker that has closed its channel to be gone, before it is killed: how it exited says more, and on a
+busy machine takes its time."""
 WATCH_SILENCE_MAX_S = 5.0
 """Between two rounds of the watch, which are 20 in that time."""
 

@@ -337,8 +337,8 @@ class Supervisor:
                 raise unavailable(handle)
             await answer
         except asyncio.CancelledError:
-            # Nobody will tell the core of this mapping, so nobody else would have it released. The answer
-            # may have come already, and not been heard.
+            # Nobody will tell the core of this mapping, so nobody else would have it released. The answer may
+            # have come already, and not been heard.
             if handle.state is WorkerProcessState.LIVE and not _is_refused(answer):
                 self.release_session(worker, session)
                 handle.own_releases[session] += 1

@@ -16,8 +16,8 @@ _log = logger(__name__)
 
 
 def leave(why: str, error: BaseException) -> NoReturn:
-    """Ends the process at once, without another word: nobody knows what of its copies has landed, and its
-    end is the fence of every part that has started."""
+    """Ends the process at once, without another word: nobody knows what of its copies has landed, and its end
+    is the fence of every part that has started."""
     _log.critical("the worker ends at once", why=why, error=str(error))
     logging.shutdown()
     os._exit(CONTEXT_LOST_STATUS)

@@ -24,8 +24,8 @@ from kvtierd.workers.log import logger
 _log = logger(__name__)
 
 AREA_BYTES = 256 << 20
-"""Registered at one go, or one extent if that is more. A lane that needs an area first waits for it, about
-25 ms at 0.1 s per GB, and so do the workers of other GPUs, for the driver's locks."""
+"""Registered at one go, or one extent if that is more. A lane that needs an area first waits for it, about 25
+ms at 0.1 s per GB, and so do the workers of other GPUs, for the driver's locks."""
 
 POPULATE_BYTES = 16 << 20
 
