@@ -154,8 +154,8 @@ class Machine:
         }
 
     def handle(self, stimulus: Stimulus) -> tuple[Reply, list[Action]]:
-        """Decides. Returns the reply, and the actions to perform, in order. Raises Refusal if nothing has
-        changed."""
+        """Decides. Returns the reply, and the actions to perform, in order. Raises Refusal, and then nothing
+        has changed."""
         self.core.begin(self._clock())
         reply = self._handlers[type(stimulus)](stimulus)
         return reply, self.core.blocks.actions
