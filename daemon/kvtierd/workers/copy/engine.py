@@ -137,7 +137,7 @@ class CopyEngine:
     def _map(self, request: int, number: int, mapper: Callable[[MappedSession], None]) -> None:
         try:
             session = self._session_to_map(number)
-            # The lock is not held, because this may take a while. Only this thread changes sessions' mappings.
+            # This may take a while, so the lock is not held. Only this thread maps and releases sessions.
             mapper(session)
         except Refusal as refusal:
             refused = wire.MapRefused(
