@@ -1,4 +1,4 @@
-"""The façade: the only one that performs what the core decides. Everything here runs on the event loop."""
+"""The façade, which alone performs what the core decides. Everything here runs on the event loop."""
 
 import asyncio
 import time
@@ -69,7 +69,8 @@ from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 Event = TransferEnded | InstanceView | SessionEnded
 Listener = Callable[[Event], None]
-"""Gets a session's events, in order, inside `handle`: queues them, calls nothing here but `post`."""
+"""Gets a session's events, in order and inside `handle`. It queues them, and calls nothing here except
+`post`."""
 
 log = logger(__name__)
 
@@ -82,9 +83,9 @@ class _Session:
 
 
 class Cache:
-    """One host's cache: decides in the core, performs on the pool and the copy workers.
+    """One host's cache: decides in the core, and performs on the pool, the disks and the workers.
 
-    Not for use from other threads; a `Snapshot` is.
+    Other threads must not use it, but may use a `Snapshot`.
     """
 
     def __init__(
@@ -117,14 +118,15 @@ class Cache:
         self._draining = False
         self.mappings = Mappings(self.handle, workers)
         self.poisoned = asyncio.Event()
-        """Set after an internal error: nothing is handled any more, and the daemon must be started again."""
+        """Set after an internal error: nothing is handled any more, and the daemon has to be started
+        again."""
 
     # --- deciding ---
 
     def handle(self, stimulus: Stimulus) -> Reply:
-        """Decides and performs, wholly, before it returns. Raises Refusal; nothing has changed then.
+        """Decides and performs, completely, before it returns. Raises Refusal, and then nothing has changed.
 
-        An exception other than a refusal is a bug or a broken pool: it poisons the daemon.
+        Any other exception is a bug or a broken pool, and poisons the daemon.
         """
         if self.poisoned.is_set():
             raise _stopping()
@@ -148,7 +150,8 @@ class Cache:
         return reply
 
     def post(self, stimulus: Stimulus) -> None:
-        """Handles now, or right after what is being handled. For events, which nobody can refuse."""
+        """Handles an event, which nobody can refuse, now or right after the stimulus that is being
+        handled."""
         self._posted.append(stimulus)
         if not self._busy:
             self._run_posted()
@@ -162,7 +165,8 @@ class Cache:
                 log.warning("an event was refused", event=type(stimulus).__name__, why=str(refusal))
 
     def poison(self, error: BaseException, during: str) -> None:
-        """Handles nothing from now on: what is in memory cannot be trusted. The daemon stops itself."""
+        """Stops handling anything, because the state in memory cannot be trusted. The daemon then ends
+        itself."""
         log.critical(
             "internal error: stopping; the pool is kept and the next start is warm",
             during=during,
@@ -175,8 +179,8 @@ class Cache:
     # --- doing ---
 
     def _perform(self, action: Action) -> None:
-        """At once: slot records in the pool and in disks' images, packets to workers. Any exception means a
-        bug or a broken pool."""
+        """At once: slot records in the pool and in disks' images, and packets to workers. Any exception means
+        a bug or a broken pool."""
         match action:
             case PostPart():
                 generations = self._pool.records.generations(action.slots)
@@ -254,14 +258,14 @@ class Cache:
     # --- sessions ---
 
     def attach(self, stimulus: AttachSession, about: SessionAbout, listener: Listener) -> Attached:
-        """Attaches a session; from then on `listener` gets its events. Raises Refusal."""
+        """Attaches a session. From then on `listener` gets its events. Raises Refusal."""
         reply = self.handle(stimulus)
         assert isinstance(reply, Attached)
         self._sessions[stimulus.session] = _Session(listener, about, reply.epoch)
         return reply
 
     def end_session(self, session: SessionId, why: str) -> None:
-        """Ends a session if it is attached; its listener hears nothing more."""
+        """Ends a session if it is attached. Its listener gets no more events."""
         known = self._sessions.pop(session, None)
         if known is None:
             return
@@ -272,7 +276,8 @@ class Cache:
     async def wait(
         self, session: SessionId, epoch: Epoch, tickets: Sequence[Ticket], timeout_s: float
     ) -> list[TransferEnded | None]:
-        """Waits until all these transfers are terminal, `timeout_s` at most; None for those that are not."""
+        """Waits until all these transfers have ended, at most `timeout_s`. None for those that have not.
+        Raises Refusal."""
         return await self._waiters.wait(
             epoch, tickets, timeout_s, lambda ticket: self._machine.transfer(session, epoch, ticket)
         )
@@ -280,7 +285,7 @@ class Cache:
     # --- copy workers ---
 
     def worker_event(self, stimulus: WorkerStimulus) -> None:
-        """Takes what the supervisor reports."""
+        """Takes what the supervisor reports about a worker."""
         match stimulus:
             case WorkerLive(worker):
                 self._writers[worker] = self._workers.workers[worker].writer
@@ -297,13 +302,14 @@ class Cache:
     # --- the life of the daemon ---
 
     def drain(self) -> None:
-        """Refuses new sessions, stores and loads from now on, and lookups miss; what runs goes on."""
+        """From now on new sessions, stores and loads are refused, and lookups return misses. Running
+        transfers go on."""
         if not self._draining:
             self._draining = True
             self.post(Drain())
 
     def resume(self) -> None:
-        """Takes `drain` back."""
+        """Ends what `drain` began."""
         if self._draining:
             self._draining = False
             self.post(Resume())
@@ -319,13 +325,13 @@ class Cache:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a transfer is active, or blocks are on their way from a disk to the host."""
+        """Whether a transfer is active, or blocks are being read from a disk to the host."""
         core = self._machine.status()
         return core.transfers_active > 0 or any(disk.reading_bytes for disk in core.disks)
 
     def scrub(self) -> list[str]:
-        """Has every block on the disks compared with its checksum; returns the paths of those disks where
-        that has begun. Raises Refusal if there are no disks."""
+        """Has every block on the disks compared with its checksum. Returns the paths of the disks where that
+        has begun. Raises Refusal if there are no disks."""
         if not len(self.disks):
             raise Refusal(
                 Reason.MODE_UNSUPPORTED,
@@ -341,20 +347,22 @@ class Cache:
         return begun
 
     async def clear(self, namespace: str, timeout_s: float) -> Cleared:
-        """Drops the blocks of the one namespace whose digest begins so, of all if it is empty, as
-        `ClearBlocks` says; waits for disks to keep that, `timeout_s` at most. Raises Refusal."""
+        """Drops the blocks of the one namespace whose digest begins with `namespace`, or all blocks if it is
+        empty, as `ClearBlocks` says. Waits at most `timeout_s` for the disks' files to follow. Raises
+        Refusal."""
         if self.poisoned.is_set():
             raise _stopping()
         return await self._clearing.clear(namespace, timeout_s)
 
     def explain(self, key: bytes, namespace: str, group: int | None) -> Explained:
-        """Why a block can be read or not; `namespace` is how its digest begins. Raises Refusal."""
+        """Why a block can be read or not, in namespaces whose digest begins with `namespace`. Raises
+        Refusal."""
         if self.poisoned.is_set():
             raise _stopping()
         return self._machine.explain(key, namespace, group)
 
     def namespaces(self) -> tuple[PlaceStatus, ...]:
-        """What there is of each namespace."""
+        """How many blocks there are of each namespace, and who uses it."""
         return self._machine.namespaces()
 
     @property
@@ -367,11 +375,11 @@ class Cache:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the host tier."""
+        """Bytes that the host tier can hold."""
         return self._pool.geometry.capacity_bytes
 
     def snapshot(self) -> Snapshot:
-        """A picture of everything, for people and metrics. Costs about as much as a few lookups."""
+        """A picture of everything, for people and metrics. It costs about as much as a few lookups."""
         core, workers = self._machine.status(), self._workers
         mapped = {worker.worker: worker.mapped_bytes for worker in core.workers}
         return Snapshot(

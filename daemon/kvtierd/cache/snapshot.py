@@ -126,7 +126,7 @@ class DiskSnapshot:
     @classmethod
     def of(cls, disk: DiskFile, core: DiskStatus, device: SupervisedDevice) -> Self:
         start = disk.start
-        # Of one that was never live the core knows nothing.
+        # The core knows nothing about a disk that was never live.
         state = "off" if core.state == "starting" and device.why else core.state
         return cls(
             path=str(disk.path),

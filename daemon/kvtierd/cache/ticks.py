@@ -17,8 +17,8 @@ log = logger(__name__)
 async def run_ticks(
     cache: Cache, pool: HostPool, observe_lag: Callable[[float], None] = lambda _: None
 ) -> None:
-    """Ticks until it is cancelled, or the daemon is poisoned. `observe_lag` is told, with every tick, how
-    many seconds late the event loop was."""
+    """Ticks until it is cancelled, or the daemon is poisoned. `observe_lag` is called with every tick,
+    with the number of seconds by which the event loop was late."""
     loop = asyncio.get_running_loop()
     ticks = 0
     while not cache.poisoned.is_set():
@@ -34,7 +34,7 @@ async def run_ticks(
 def _retry_quarantine(cache: Cache, pool: HostPool) -> None:
     try:
         proven = pool.retry_quarantine()
-    except OSError as error:  # /proc cannot be read, for want of descriptors for example: next time
+    except OSError as error:  # for example no descriptor is left to read /proc; the next try may work
         log.warning("whether writers of quarantined slots are gone cannot be told", error=str(error))
         return
     if len(proven):

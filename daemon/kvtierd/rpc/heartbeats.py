@@ -7,16 +7,16 @@ from kvtierd.core.ids import HASH_BYTES_MAX, SessionId
 from kvtierd.core.stimuli import AuditReport, RenewSession
 
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
-"""What an engine can be believed to compute; the core divides by it."""
+"""The speeds that are believed of an engine; the core divides by them."""
 INDEX_TOLD_MAX = 1_000_000_000
-"""Lookups, and hashes, that one heartbeat may tell of."""
+"""The most lookups, and the most hashes, that one heartbeat may report."""
 AUDITS_MAX = 16
 AUDIT_ERROR_MAX = 1e6
 AUDIT_DETAIL_BYTES_MAX = 512
 
 
 def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession:
-    """Raises Refusal MALFORMED; the session is not renewed then."""
+    """Raises Refusal MALFORMED, and then the session is not renewed."""
     for field in ("index_lookups", "index_hashes"):
         value: int = getattr(heartbeat, field)
         if value > INDEX_TOLD_MAX:
@@ -54,7 +54,8 @@ def _audit_of(audit: cache_pb2.Audit) -> AuditReport:
 
 
 def prefill_rate(tokens_per_s: float) -> float:
-    """As Hello and Heartbeat carry it; 0: not known. Raises Refusal MALFORMED for what no engine can do."""
+    """The speed that Hello and Heartbeat carry; 0 if it is not known. Raises Refusal MALFORMED for one that
+    no engine can have."""
     # Written so that NaN is refused too.
     if tokens_per_s == 0 or PREFILL_TOKENS_PER_S_MIN <= tokens_per_s <= PREFILL_TOKENS_PER_S_MAX:
         return tokens_per_s

@@ -1,7 +1,8 @@
-"""Is this descriptor safe to map, are these ranges of a GPU's memory, and do all blocks lie inside them?
+"""Checks whether a descriptor is safe to map, whether ranges are memory of a GPU, and whether all blocks lie
+inside them.
 
-Decided before anything is mapped. Pure but for `inspect`, which asks the kernel. The worker checks the
-arithmetic again, natively, and what only the GPU's driver knows.
+This is decided before anything is mapped. The functions are pure, except `inspect`, which asks the kernel.
+The worker checks the arithmetic again in native code, and also what only the GPU's driver knows.
 """
 
 import bisect
@@ -24,7 +25,8 @@ F_SEAL_SHRINK = 0x0002
 F_SEAL_WRITE = 0x0008
 F_SEAL_FUTURE_WRITE = 0x0010
 OFFSET_MAX = 2**63 - 1
-"""Largest file offset. Everything is worked out in Python's unbounded integers and held against it."""
+"""The largest file offset. Python's integers are unbounded, so results are computed first and then compared
+with it."""
 BLOCKS_MAX = 2**32 - 1
 WORD_BYTES = 8
 DOORBELLS_MAX = 65_536
@@ -38,12 +40,12 @@ _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What the kernel says of a descriptor."""
+    """What the kernel says about a descriptor."""
 
     regular: bool
     size_bytes: int
     seals: int | None
-    """None where the file knows no seals."""
+    """None if the file has no seals."""
     writable: bool
 
 
@@ -74,7 +76,7 @@ def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
 
 
 def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
-    """Refusal for a range that is neither of an allocation nor of chunks."""
+    """Raises Refusal for a range that belongs neither to an allocation nor to chunks."""
     return tuple(_range_of(f"ranges[{index}]", part) for index, part in enumerate(request.ranges))
 
 
@@ -92,7 +94,7 @@ def _range_of(field: str, part: side_pb2.DeviceRange) -> DeviceRange:
 
 
 def device_name(text: str) -> str:
-    """The device that a client means; Refusal if no device could have this name."""
+    """The device that a client means. Raises Refusal if no device can have this name."""
     if text in ("", CPU):
         return CPU
     if _GPU.fullmatch(text):
@@ -147,7 +149,7 @@ def check_descriptor(found: Descriptor) -> None:
 
 
 def check_words(found: Descriptor, doorbells: int, parts: int) -> None:
-    """Raises Refusal unless `found` is a sound descriptor that holds so many doorbell and part words."""
+    """Raises Refusal unless `found` is a sound descriptor with room for so many doorbells and part words."""
     if not 0 <= doorbells <= DOORBELLS_MAX:
         raise Refusal(
             Reason.WORD_INDEX_RANGE, f"at most {DOORBELLS_MAX} doorbells", field="doorbells", value=doorbells
@@ -170,7 +172,7 @@ def check_memory(
 ) -> None:
     """Raises Refusal unless every byte of every block of every group of Hello lies inside the mapping.
 
-    `geometry` is what the session's Hello said; groups of both must be the same, in order.
+    `geometry` is what the session's Hello said. Both must have the same groups in the same order.
     """
     check_descriptor(found)
     if not 0 < mapping_bytes <= found.size_bytes:
@@ -184,7 +186,7 @@ def check_memory(
 
 
 def check_chunks(count: int, sizes: Sequence[int]) -> None:
-    """Raises Refusal unless `count` descriptors of chunks have so many bytes each."""
+    """Raises Refusal unless there is one sound size for each of `count` descriptors of chunks."""
     if not 0 < len(sizes) == count:
         raise Refusal(
             Reason.COUNT_MISMATCH,
@@ -209,10 +211,10 @@ def check_ranges(
     groups: Sequence[GroupPlace],
     geometry: Sequence[GroupGeometry],
 ) -> None:
-    """Raises Refusal unless the ranges are the mapping, use up all chunks, and hold every byte of every
-    block of every group of Hello, each plane in one of them.
+    """Raises Refusal unless the ranges make up the mapping, use up all chunks, and hold every byte of every
+    block of every group of Hello, with each plane in one range.
 
-    `chunks` are the bytes of those that the session has added, in order.
+    `chunks` are the sizes in bytes of the chunks that the session has added, in order.
     """
     if not 0 < len(ranges) <= RANGES_MAX:
         raise Refusal(
@@ -244,7 +246,7 @@ def check_ranges(
 
 
 def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
-    """`chunks`: bytes of those that it takes, as far as there are any."""
+    """`chunks`: the sizes of the chunks that the range takes, as far as there are any left."""
 
     def refuse(name: str, value: object, message: str) -> Refusal:
         return Refusal(Reason.DEVICE_MEMORY_INVALID, message, field=f"{field}.{name}", value=value)
@@ -276,7 +278,8 @@ def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
 def _check_groups(
     ends: Sequence[int], groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
 ) -> None:
-    """`ends`: where the pieces of the mapping end that no plane may cross, the last of them its size."""
+    """`ends`: where each piece of the mapping ends, which no plane may cross; the last one is the mapping's
+    size."""
     if [place.group for place in groups] != list(range(len(geometry))):
         raise Refusal(
             Reason.UNKNOWN_GROUP,

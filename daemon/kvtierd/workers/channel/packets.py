@@ -1,7 +1,7 @@
 """Packets with file descriptors over a Unix SOCK_SEQPACKET socket, and both kinds of ends that it has: one on
 an event loop, for the daemon's front, and a blocking one, for the threads of a worker.
 
-One message is one packet. A packet is not empty: an empty one cannot be told from the end of the connection.
+One message is one packet. A packet is never empty, because an empty one looks like the end of the connection.
 """
 
 import array
@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 PACKET_BYTES_MAX = 192 * 1024
-"""Largest packet. The largest message is a part of 8,192 blocks: 17 bytes a block, 139,264 in all, and a few
-fields. A socket with the kernel's default send buffer (212,992 bytes) takes packets of up to 212,960."""
+"""The largest packet. The largest message is a part of 8,192 blocks: 17 bytes for each, 139,264 in all, and a
+few fields. A socket with the kernel's default send buffer (212,992 bytes) takes packets of up to 212,960
+bytes."""
 
 FDS_MAX = 64
-"""Most descriptors in one packet."""
+"""The most descriptors in one packet."""
 
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
-"""Asked for; the kernel grants at most net.core.wmem_max and says so to nobody."""
+"""The size that is asked for. The kernel grants at most net.core.wmem_max, and does not report that."""
 
 _SEND_OVERHEAD_BYTES = 32
 _FD_BYTES = array.array("i").itemsize
@@ -32,29 +33,31 @@ TRANSIENT_ERRNOS = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 """The kernel has no room for this packet just now; the same call may succeed a little later."""
 
 PEER_CLOSED = "the peer closed the connection"
-"""The reason of a channel that its peer ended in good order, or by dying."""
+"""The reason of a channel whose peer closed it, or died."""
 
 _PACKETS_PER_TURN = 64
-"""Read before other callbacks of the loop get their turn: one busy peer must not starve the others."""
+"""Packets that are read before other callbacks of the loop get their turn, so that one busy peer does not
+starve the others."""
 
 _RETRY_S = 0.005
 _RETRIES_MAX = 400
 
 
 class PacketError(Exception):
-    """What arrived is no packet of ours; the connection cannot be used any longer."""
+    """What arrived is not one of our packets, so the connection cannot be used any longer."""
 
 
 class ProtocolError(Exception):
-    """The front sent a packet that no version of it sends: a worker ends instead of guessing its meaning."""
+    """The front sent a packet that no version of it sends. A worker ends instead of guessing what it
+    means."""
 
 
 class ChannelEndedError(Exception):
-    """The peer is gone: nothing that is sent can arrive."""
+    """The peer is gone, so nothing that is sent can arrive."""
 
 
 def packet_socketpair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, not inheritable, with room for the largest packet. The caller closes both."""
+    """Two connected sockets, not inheritable, with room for the largest packet. The caller closes both."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         for end in ends:
@@ -67,7 +70,8 @@ def packet_socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Gives a socket room for many of the largest packets; ValueError if it takes not even one."""
+    """Gives a socket room for many of the largest packets. Raises ValueError if it has not even room for
+    one."""
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
         raise ValueError(f"a packet channel needs a Unix SOCK_SEQPACKET socket, not {sock!r}")
     if send_buffer_bytes(sock) < SEND_BUFFER_BYTES:
@@ -84,7 +88,7 @@ def send_buffer_bytes(sock: socket.socket) -> int:
 
 
 def check_packet(packet: bytes, fds: Sequence[int]) -> None:
-    """ValueError unless the two can travel as one packet."""
+    """Raises ValueError unless these can be sent as one packet."""
     if not 0 < len(packet) <= PACKET_BYTES_MAX:
         raise ValueError(f"a packet holds 1 to {PACKET_BYTES_MAX} bytes, not {len(packet)}")
     if len(fds) > FDS_MAX:
@@ -92,7 +96,7 @@ def check_packet(packet: bytes, fds: Sequence[int]) -> None:
 
 
 def send_packet(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-    """Sends one packet whole, or raises OSError. The descriptors stay the caller's."""
+    """Sends one packet completely, or raises OSError. The descriptors stay the caller's."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
 
@@ -103,7 +107,7 @@ def close_fds(fds: Iterable[int]) -> None:
 
 
 class PacketReader:
-    """Receives from one socket into a buffer that it keeps. Not for two threads at once."""
+    """Receives from one socket into a buffer that it reuses. Not for two threads at once."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -111,11 +115,11 @@ class PacketReader:
         self._was_reset = False
 
     def receive(self) -> tuple[bytes, list[int]] | None:
-        """The next packet, and its descriptors for the caller to close; None at the end.
+        """The next packet and its descriptors, which the caller has to close; None at the end.
 
         The descriptors are not inheritable. What the peer sent before it went away still arrives. Raises
-        PacketError, with nothing left open, if the packet or its descriptors were cut off or are not ours;
-        BlockingIOError if nothing is there.
+        PacketError, with nothing left open, if the packet or its descriptors were cut off or are not ours,
+        and BlockingIOError if nothing is there.
         """
         while True:
             try:
@@ -123,7 +127,7 @@ class PacketReader:
                     [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except ConnectionResetError:
-                # The peer went away without reading everything. The kernel says so before what it had sent.
+                # The peer went away without reading everything. The kernel reports that before its packets.
                 if self._was_reset:
                     return None
                 self._was_reset = True
@@ -162,11 +166,12 @@ class _Queued(NamedTuple):
 
 
 class PacketChannel:
-    """One end of a SOCK_SEQPACKET connection, on the event loop it was made on (asyncio's own or uvloop's).
+    """One end of a SOCK_SEQPACKET connection, on the event loop in which it was made (asyncio's own or
+    uvloop's).
 
-    `on_packet(packet, fds)` gets every packet in order, from a callback of the loop; the descriptors are the
-    callee's to close. `on_closed(reason)` is called exactly once, from a callback of the loop and never from
-    inside a method of the channel, whichever side closed it; `reason` is a sentence. It owns the socket.
+    `on_packet(packet, fds)` gets every packet in order, in a callback of the loop, and has to close the
+    descriptors. `on_closed(reason)` is called exactly once, whichever side closed the channel, in a callback
+    of the loop and never inside a method of the channel; `reason` is a sentence. The channel owns the socket.
     """
 
     def __init__(
@@ -178,7 +183,8 @@ class PacketChannel:
         queue_packets_max: int = 4_096,
         queue_bytes_max: int = 64 * 1024 * 1024,
     ) -> None:
-        """Starts reading at once. ValueError, and the socket left open, if it cannot carry our packets."""
+        """Starts reading at once. Raises ValueError if the socket cannot carry our packets, and leaves it
+        open."""
         import asyncio  # here: a worker, which has no event loop, is spared the 5 MiB that it takes
 
         prepare(sock)
@@ -201,7 +207,7 @@ class PacketChannel:
 
     @property
     def closed(self) -> bool:
-        """True from the moment of closing, before `on_closed` is called."""
+        """True from the moment of closing, even before `on_closed` is called."""
         return self._closed
 
     @property
@@ -210,11 +216,12 @@ class PacketChannel:
         return len(self._queue), self._queue_bytes
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Sends now or queues; never blocks. False if the channel is closed, be it by a full queue.
+        """Sends now or queues, and never blocks. Returns False if the channel is closed, including by this
+        packet because the queue is full.
 
-        The descriptors stay the caller's, and may be closed once this returns. ValueError if the packet is
-        empty, larger than PACKET_BYTES_MAX, or carries too many descriptors; OSError, and nothing queued, if
-        they would have to wait and the process has no room for copies of them.
+        The descriptors stay the caller's, and may be closed once this returns. Raises ValueError if the
+        packet is empty, larger than PACKET_BYTES_MAX, or carries too many descriptors. Raises OSError, and
+        queues nothing, if descriptors would have to wait and the process cannot copy them.
         """
         check_packet(packet, fds)
         if self._closed:
@@ -237,7 +244,7 @@ class PacketChannel:
         return True
 
     def drain(self) -> None:
-        """Hands on every packet that has arrived; for a peer that is known to be gone."""
+        """Passes on every packet that has arrived. For use when the peer is known to be gone."""
         while self._read_one():
             pass
 
@@ -264,7 +271,7 @@ class PacketChannel:
                 return
 
     def _read_one(self) -> bool:
-        """Reads and hands on one packet; False if there is none, now or ever."""
+        """Reads and passes on one packet. False if there is none, now or ever."""
         if self._closed:
             return False
         try:
@@ -281,13 +288,13 @@ class PacketChannel:
         return True
 
     def _try_send(self, packet: bytes, fds: Sequence[int]) -> bool:
-        """True if there is nothing left to do for this packet: it is sent, or nobody is there to read it."""
+        """True if nothing is left to do for this packet: it is sent, or nobody is there to read it."""
         try:
             send_packet(self._sock, packet, fds)
         except (BlockingIOError, InterruptedError):
             return False
         except (BrokenPipeError, ConnectionResetError):
-            # What the peer sent before it went is still to be read; the reader then finds the end and closes.
+            # What the peer sent before it went is still there. The reader gets it, finds the end, and closes.
             return True
         except OSError as error:
             if error.errno in TRANSIENT_ERRNOS and self._retries < _RETRIES_MAX:
@@ -330,7 +337,7 @@ class PacketChannel:
 
 
 def _copies(fds: Sequence[int]) -> list[int]:
-    """All or none: OSError."""
+    """Copies all of the descriptors, or none and raises OSError."""
     copies: list[int] = []
     try:
         for fd in fds:
@@ -342,10 +349,10 @@ def _copies(fds: Sequence[int]) -> list[int]:
 
 
 class BlockingPacketChannel:
-    """One end of a SOCK_SEQPACKET connection, which it owns. Any thread may send, one receives."""
+    """One end of a SOCK_SEQPACKET connection, which it owns. Any thread may send; only one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """ValueError, and the socket left open, if it cannot carry our packets."""
+        """Raises ValueError if the socket cannot carry our packets, and leaves it open."""
         prepare(sock)
         sock.setblocking(True)
         self._sock = sock
@@ -354,18 +361,19 @@ class BlockingPacketChannel:
         self._poll.register(sock, select.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """True if `receive` would not block, False if nothing came in that time."""
+        """True if `receive` would not block, False if nothing came within `timeout_s`."""
         return bool(self._poll.poll(timeout_s * 1000))
 
     def receive(self) -> tuple[bytes, list[int]] | None:
-        """As `PacketReader.receive`; blocks while nothing is there."""
+        """As `PacketReader.receive`, but blocks while nothing is there."""
         return self._reader.receive()
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        """Sends one packet; blocks while the peer does not read. Raises ChannelEndedError once it is gone,
-        and OSError if the kernel has no room for the packet for seconds: it is lost then, and the peer lives.
+        """Sends one packet, and blocks while the peer does not read. Raises ChannelEndedError once the peer
+        is gone. Raises OSError if the kernel has no room for the packet for seconds: then the packet is lost,
+        and the peer lives.
 
-        A packet goes out whole or not at all, so threads need no lock.
+        A packet is sent completely or not at all, so threads need no lock.
         """
         check_packet(packet, fds)
         for retries_left in reversed(range(_RETRIES_MAX)):

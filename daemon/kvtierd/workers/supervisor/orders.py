@@ -25,7 +25,7 @@ RECORDS_PER_PACKET = 32_768
 
 @dataclass(frozen=True, slots=True)
 class GroupMapping:
-    """Where the planes of one group lie in a rank's mapping; the three sequences are parallel, one entry a
+    """Where the planes of one group lie in a rank's mapping. The three sequences have one entry for each
     plane."""
 
     group: int
@@ -37,17 +37,17 @@ class GroupMapping:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
-    """A run of a GPU's addresses; a rank's memory is some of them, one after another.
+    """A run of a GPU's addresses. A rank's memory is several of these, one after another.
 
-    Either all of it lies in one allocation, named by an IPC handle, or in `chunks` of the chunks that the
-    session has added, one after another.
+    A range lies either completely in one allocation, which an IPC handle names, or in as many of the
+    session's added chunks as `chunks` says, one after another.
     """
 
     size_bytes: int
     offset: int
-    """Of its first byte in the allocation, or in the first of its chunks."""
+    """Offset of its first byte in the allocation, or in the first of its chunks."""
     ipc_handle: bytes = b""
-    """64 bytes; empty for chunks."""
+    """64 bytes, or empty for chunks."""
     buffer_id: int = 0
     chunks: int = 0
 
@@ -63,11 +63,11 @@ class WorkerOrders:
         self._request_ids = itertools.count(1)
 
     def post(self, action: PostPart, generations: npt.NDArray[np.uint64], gate_deadline_ms: int) -> None:
-        """Hands a part to its worker; PartFinished follows, or the worker's end. Never blocks.
+        """Sends a part to its worker. PartFinished follows, or the worker's end. Never blocks.
 
-        For a worker that is not live nothing happens: WorkerLost has been told, or is about to be. A worker
-        whose queue is full is lost. ValueError if the arrays are not parallel or too long, and nothing was
-        posted.
+        Does nothing for a worker that is not live: WorkerLost has been reported, or is about to be. A worker
+        whose queue is full is lost. Raises ValueError if the arrays are not parallel or too long, and then
+        nothing was posted.
         """
         packet = post_part_packet(action, generations, gate_deadline_ms)
         if len(packet) > PACKET_BYTES_MAX:
@@ -79,7 +79,8 @@ class WorkerOrders:
             handle.parts[action.part] = action.direction
 
     def check_slots(self, action: CheckSlots, generations: npt.NDArray[np.uint64]) -> None:
-        """Has a worker look at slots; SlotsChecked follows, or the worker's end. Otherwise as `post`."""
+        """Has a worker compare slots with their checksums. SlotsChecked follows, or the worker's end. Workers
+        that are not live are treated as in `post`."""
         handle = self._lives.workers.get(action.worker)
         if handle is not None:
             self._send(handle, check_slots_packet(action, generations))
@@ -90,8 +91,8 @@ class WorkerOrders:
         disk_generations: npt.NDArray[np.uint64],
         host_generations: npt.NDArray[np.uint64],
     ) -> None:
-        """Hands a job to a disk's worker; DiskJobFinished follows, or the worker's end. Otherwise as
-        `post`."""
+        """Sends a job to a disk's worker. DiskJobFinished follows, or the worker's end. Errors, and workers
+        that are not live, are treated as in `post`."""
         packet = disk_job_packet(action, disk_generations, host_generations)
         if len(packet) > PACKET_BYTES_MAX:
             raise ValueError(
@@ -102,8 +103,8 @@ class WorkerOrders:
             handle.jobs.add(action.job)
 
     def persist_records(self, device: str, slots: Slots) -> None:
-        """Has a disk's worker write the records of these slots to its file, as they are in the image. If it
-        has no live worker nothing happens."""
+        """Has a disk's worker write the records of these slots to its file, as they are in the image. Does
+        nothing if it has no live worker."""
         handle = self._lives.devices.worker(device)
         if handle is not None:
             for first in range(0, len(slots), RECORDS_PER_PACKET):
@@ -111,9 +112,9 @@ class WorkerOrders:
                 self._send(handle, persist_records_packet(part))
 
     async def persist_all(self, device: str) -> str:
-        """Has a disk's worker write all records to its file, as they are in the image, and returns "" once
-        they are there, or why they are not: there is no live worker, it was lost, the disk failed. As long as
-        the worker takes for it."""
+        """Has a disk's worker write all records to its file, as they are in the image. Returns "" once they
+        are there, or why they are not: there is no live worker, it was lost, or the disk failed. Waits as
+        long as the worker takes."""
         handle, request = self._lives.devices.worker(device), next(self._request_ids)
         if handle is None or handle.state is not WorkerProcessState.LIVE:
             return "it has no worker just now"
@@ -128,18 +129,16 @@ class WorkerOrders:
             handle.persisting.pop(request, None)
 
     def revoke(self, worker: WorkerId, part: PartId) -> None:
-        """Ends a part that has not started; PartFinished follows either way. Otherwise as `post`."""
+        """Ends a part that has not started. PartFinished follows in both cases. Workers that are not live are
+        treated as in `post`."""
         handle = self._lives.workers.get(worker)
         if handle is not None:
             packet = wire.ToWorker(revoke_part=wire.RevokePart(part=part)).SerializeToString()
             self._send(handle, packet)
 
     def release_session(self, worker: WorkerId, session: SessionId) -> None:
-        """Fences and unmaps all that the worker holds of a session; SessionReleased follows, also if it held
-        nothing.
-
-        Otherwise as `post`.
-        """
+        """Fences and unmaps everything that the worker holds of a session. SessionReleased follows, even if
+        it held nothing. Workers that are not live are treated as in `post`."""
         handle = self._lives.workers.get(worker)
         packet = wire.ToWorker(release_session=wire.ReleaseSession(session=session)).SerializeToString()
         if handle is not None and self._send(handle, packet):
@@ -148,10 +147,10 @@ class WorkerOrders:
     async def map_words(
         self, worker: WorkerId, session: SessionId, fd: int, doorbells: int, parts: int
     ) -> None:
-        """Has the worker map a session's shared words: `doorbells` words, then `parts` words.
+        """Has the worker map a session's shared words: first `doorbells` words, then `parts` words.
 
-        The descriptor stays the caller's. Refusal if the worker refuses it or is lost; a worker that does not
-        answer in time is lost. If the caller is cancelled, the session's mappings are released.
+        The descriptor stays the caller's. Raises Refusal if the worker refuses or is lost; a worker that does
+        not answer in time is lost. If the caller is cancelled, the session's mappings are released.
         """
         request = next(self._request_ids)
         words = wire.MapWords(request=request, session=session, doorbells=doorbells, parts=parts)
@@ -163,7 +162,7 @@ class WorkerOrders:
     ) -> None:
         """Has a GPU's worker import chunks of physical memory, which the session's next `map_memory` uses up.
 
-        `sizes` are their bytes, parallel to `fds`. Otherwise as `map_words`.
+        `sizes` are their bytes, parallel to `fds`. Errors and cancellation are as in `map_words`.
         """
         request = next(self._request_ids)
         packet = add_chunks_packet(request, session, sizes)
@@ -180,7 +179,7 @@ class WorkerOrders:
         ranges: Sequence[DeviceRange] = (),
     ) -> None:
         """Has the worker map a rank's memory: the first `mapping_bytes` of `fd`, or a GPU's `ranges`, which
-        are so many together. Otherwise as `map_words`."""
+        have so many bytes together. Errors and cancellation are as in `map_words`."""
         request = next(self._request_ids)
         packet = map_memory_packet(request, session, registration, mapping_bytes, groups, ranges)
         if len(packet) > PACKET_BYTES_MAX:
@@ -208,8 +207,8 @@ class WorkerOrders:
                 raise unavailable(handle)
             await answer
         except asyncio.CancelledError:
-            # Nobody will tell the core of this mapping, so nobody else would have it released. The answer
-            # may have come already, and not been heard.
+            # The core does not know about this mapping, so nobody else would have it released. The answer may
+            # have come already without reaching the caller.
             if handle.state is WorkerProcessState.LIVE and not _is_refused(answer):
                 self.release_session(worker, session)
                 handle.own_releases[session] += 1
@@ -228,8 +227,8 @@ class WorkerOrders:
                 handle.sessions.discard(session)
 
     def _send(self, handle: WorkerHandle, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """False if the worker is not live, or its queue is full, which loses it. OSError if the descriptors
-        would have to wait and there is none left for them."""
+        """False if the worker is not live, or if its queue is full, which loses the worker. Raises OSError if
+        descriptors would have to wait and the process cannot copy them."""
         if handle.state is not WorkerProcessState.LIVE:
             return False
         return self._lives.processes[handle.worker].channel.send(packet, fds)
@@ -243,7 +242,7 @@ def _is_refused(answer: "asyncio.Future[None]") -> bool:
 
 
 def post_part_packet(action: PostPart, generations: npt.NDArray[np.uint64], gate_deadline_ms: int) -> bytes:
-    """ValueError if the arrays are not parallel or the deadline is out of range."""
+    """Raises ValueError if the arrays are not parallel or the deadline is out of range."""
     count = len(action.block_ids)
     verify = action.verify
     if action.slots.shape != (count,) or generations.shape != (count,):
@@ -291,7 +290,8 @@ def disk_job_packet(
     disk_generations: npt.NDArray[np.uint64],
     host_generations: npt.NDArray[np.uint64],
 ) -> bytes:
-    """ValueError if the arrays are not parallel, or there where they should not be."""
+    """Raises ValueError if the arrays are not parallel, or one is there that this kind of job does not
+    have."""
     shape = action.disk_slots.shape
     on_host = (0,) if action.kind is DiskJobKind.CHECK else shape
     clocks = shape if action.kind is DiskJobKind.WRITE else (0,)
@@ -354,7 +354,7 @@ def map_memory_packet(
 
 
 def add_chunks_packet(request: int, session: SessionId, sizes: Sequence[int]) -> bytes:
-    """`sizes`: bytes of each chunk, parallel to the descriptors that travel with the packet."""
+    """`sizes` has the bytes of each chunk, parallel to the descriptors that are sent with the packet."""
     return wire.ToWorker(
         add_chunks=wire.AddChunks(request=request, session=session, bytes=sizes)
     ).SerializeToString()

@@ -61,17 +61,17 @@ WorkerStimulus = (
 class Supervisor:
     """All copy workers, and those of disks. Everything happens on one event loop.
 
-    `devices` have a worker from `start` on, and a new one when it is lost; so have `disks`, but without one
-    things go on. Any other device gets one when `worker_for` asks for it; it is ended when no session has
-    used it for `limits.gpu_idle_s`.
+    `devices` have a worker from `start` on, and get a new one when it is lost. So do `disks`, but the daemon
+    goes on without one. Any other device gets a worker when `worker_for` asks for it, which is ended when no
+    session has used it for `limits.gpu_idle_s`.
 
-    `events` gets each stimulus from a callback of the loop, never from inside a method called here. Of one
-    worker they come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
-    WorkerExited, when its process is gone. WorkerLive of its successor comes after that. After WorkerLost
-    nothing more is reported of a worker, even if it got further: the end of its process is the fence of all
-    it had.
+    `events` gets each stimulus in a callback of the loop, never inside a method called here. Those of one
+    worker come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
+    WorkerExited, when its process is gone; and then WorkerLive of its successor. After WorkerLost nothing
+    more is reported about a worker, even if it got further: the end of its process is the fence of everything
+    that it had.
 
-    `register_writer(pid)` gives a worker its writer id in the pool before it is announced.
+    `register_writer(pid)` returns a worker's writer id in the pool, before the worker is announced.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         options: WorkerOptions | None = None,
     ) -> None:
-        """`pool_fd` stays the caller's; workers inherit its open file description, which is the pool's lock.
+        """`pool_fd` stays the caller's. Workers inherit its open file description, which holds the pool's
+        lock.
 
         `environment` is added to the workers' environment.
         """
@@ -107,56 +108,57 @@ class Supervisor:
             emit=self._emit,
         )
         self.workers: Mapping[WorkerId, WorkerHandle] = self._lives.workers
-        """From the start of a worker's process to the delivery of its WorkerExited."""
+        """Workers from the start of their process until their WorkerExited is delivered."""
         self.devices = self._lives.devices
         self.orders = WorkerOrders(self._lives, self.limits.release_deadline_s)
         """What workers are told to do."""
 
     async def start(self) -> None:
-        """Starts the workers that there are from the start, and returns when all but those of disks are live.
+        """Starts the permanent workers, and returns when all except those of disks are live.
 
-        WorkerStartError, and none left, if not.
+        Raises WorkerStartError if one does not become live, and then leaves none running.
         """
         self._loop = asyncio.get_running_loop()
         await self._lives.start()
 
     async def settle_disks(self, timeout_s: float) -> None:
-        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, and
-        after `timeout_s` in any case."""
+        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, but
+        after `timeout_s` at the latest."""
         await self._lives.settle_disks(timeout_s)
 
     async def stop(self, grace_s: float) -> bool:
-        """Ends all workers: what has not started is revoked, what has is finished, for at most `grace_s`;
-        then SIGKILL.
+        """Ends all workers: parts that have not started are revoked, and those that have are finished, for at
+        most `grace_s`; then workers get SIGKILL.
 
-        Events go on until the last process is gone. False if one could not be killed within
+        Events go on until the last process is gone. Returns False if one could not be killed within
         `kill_deadline_s`.
         """
         return await self._lives.stop(grace_s)
 
     async def worker_for(self, device: str) -> WorkerId:
-        """The live worker of a device, started if need be; all who wait for one share it.
+        """The live worker of a device, which is started if there is none. All who wait for one share it.
 
-        It ends after the handshake deadline at the latest. Refusal: what the worker said if it cannot serve
-        the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor a moment ago;
-        QUEUE_FULL if there are too many.
+        Returns or raises after the handshake deadline at the latest. Raises Refusal: what the worker said if
+        it cannot serve the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor
+        a moment ago; QUEUE_FULL if there are too many workers.
         """
         return (await self._lives.worker_for(device)).worker
 
     def unattended(self) -> list[str]:
-        """Workers that nobody looks after, each in a sentence: it should never be, and no worker's own doing.
+        """Workers that nobody looks after, one sentence for each. There should never be any, and no worker
+        can cause it.
 
-        Asked again and again, seconds apart; a worker that is late, lost or being replaced is looked after.
+        Call it again and again, seconds apart. A worker that is late, lost or being replaced is looked after.
         """
         return self._lives.unattended()
 
     def set_log_level(self, level: str) -> None:
-        """Of workers that are started from now on."""
+        """Sets the log level of workers that are started from now on."""
         self._lives.set_log_level(level)
 
     @property
     def respawns(self) -> Mapping[str, int]:
-        """By device: workers started in place of lost ones."""
+        """For each device, the workers that were started in place of lost ones."""
         return self.devices.respawns
 
     def registered_bytes(self, worker: WorkerId) -> int:
@@ -170,14 +172,14 @@ class Supervisor:
         return 0 if process is None else process.status.remote_bytes()
 
     def pidfd_for(self, worker: WorkerId) -> int:
-        """A pidfd of a live worker, for a client that waits for its end; the caller closes it. Refusal if it
-        is lost."""
+        """A pidfd of a live worker, for a client that waits for its end. The caller closes it. Raises Refusal
+        if the worker is not live."""
         self._lives.serving(worker)
         return os.dup(self._lives.processes[worker].pidfd)
 
     def reject(self, device: str, why: str) -> None:
-        """A disk's first worker has filled the image with what cannot be used: it is lost, and the next one
-        fills the image anew."""
+        """What a disk's first worker filled the image with cannot be used: the worker is lost, and the next
+        one fills the image anew."""
         self._lives.reject(device, why)
 
     def _packet(self, handle: WorkerHandle, packet: bytes) -> None:
@@ -191,13 +193,13 @@ class Supervisor:
         if stimulus is not None:
             self._emit(stimulus)
         if isinstance(stimulus, WorkerLive):
-            handle.settled.set()  # only now, so that the core has heard of it before those who wait have
+            handle.settled.set()  # only now, so that the core knows the worker before those who wait do
 
     def _message(
         self, handle: WorkerHandle, message: wire.ToFront, kind: str | None
     ) -> WorkerStimulus | None:
-        """Takes one message; the stimulus it is, if it is one. ValueError or KeyError if it makes no sense
-        now."""
+        """Takes one message, and returns the stimulus if it is one. Raises ValueError or KeyError if the
+        message makes no sense now."""
         if (handle.state is WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
             raise ValueError(f"a {kind} message in state {handle.state.value}")
         if kind == "ready":
@@ -264,17 +266,18 @@ class Supervisor:
         return WorkerLive(handle.worker, handle.device)
 
     def _emit(self, stimulus: WorkerStimulus) -> None:
-        """Tells the core, in a callback of its own: never in the middle of us, and its errors are its own."""
+        """Tells the core in a callback of its own: never in the middle of a method here, and errors there are
+        not ours."""
         self._loop.call_soon(self._events, stimulus)
 
 
 def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
-    """ValueError if the reason is none of ours."""
+    """Raises ValueError if the reason is not one of ours."""
     return Refusal(Reason(message.reason), message.message, field=message.field, value=message.value)
 
 
 def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
-    """ValueError if the message holds what no worker of ours sends."""
+    """Raises ValueError if the message holds something that no worker of ours sends."""
     return PartFinished(
         worker=worker,
         part=PartId(message.part),
@@ -288,7 +291,7 @@ def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
 
 
 def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
-    """ValueError if the message holds what no worker of ours sends."""
+    """Raises ValueError if the message holds something that no worker of ours sends."""
     return SlotsChecked(
         worker=worker,
         check=CheckId(message.check),
@@ -298,7 +301,7 @@ def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
 
 
 def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> DiskJobFinished:
-    """ValueError if the message holds what no worker of ours sends."""
+    """Raises ValueError if the message holds something that no worker of ours sends."""
     return DiskJobFinished(
         worker=worker,
         job=DiskJobId(message.job),
