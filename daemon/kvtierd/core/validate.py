@@ -92,7 +92,7 @@ def _check_pins(core: CoreState, dump: Dump) -> None:
     counted[dump["entries"]] = dump["pins"]
     wrong = np.flatnonzero(counted != owed)
     assert len(wrong) == 0, (
-        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases, transfers and holds hold {owed[wrong[0]]}"
+        f"entry {wrong[0]} has {counted[wrong[0]]} pins; leases, transfers and holds have {owed[wrong[0]]}"
     )
     states = np.zeros(core.blocks.capacity, np.uint8)
     states[dump["entries"]] = dump["states"]
