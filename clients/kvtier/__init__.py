@@ -1,5 +1,4 @@
-"""The light kvtier client. It needs grpcio, protobuf, numpy and the native core, but no daemon code and no
-torch.
+"""The light kvtier client. It needs grpcio, protobuf, numpy and the native core, but no daemon code or torch.
 
     import hashlib
 
@@ -35,8 +34,8 @@ A lease holds as many blocks as the pool has room to hold. Look up what it left 
 
 `kvtier.aio.Client` is the same for asyncio. An engine of several processes uses one client with
 `role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank. A rank's client
-shares memory, rings doorbells, and tells how the parts (`Transfer.part`) that the scheduler has named to it
-stand.
+shares memory, rings doorbells, and tells how the parts that the scheduler has named to it stand
+(`Transfer.part`).
 
 Memory on a GPU is shared in the same way with `kvtier.cuda`, which is a module of its own to import.
 """

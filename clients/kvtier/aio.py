@@ -68,8 +68,7 @@ class LookupCall(LookupCallBase):
     """A lookup that was sent, and whose answer may still be on its way."""
 
     async def wait(self, timeout_s: float) -> Lookup:
-        """Returns the answer. If it has not come in `timeout_s`, abandons the lookup (see `abandon`) and
-        returns a miss.
+        """Returns the answer, or a miss if it has not come in `timeout_s`, and then abandons the lookup.
 
         If the task is cancelled while it waits, the lookup is abandoned too, and its lease is released.
         """

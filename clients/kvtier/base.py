@@ -259,8 +259,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         lease: bool = False,
         host_only: bool = False,
     ) -> CallT:
-        """Sends a lookup, as `lookup` does, and returns at once. Many lookups may be on their way at the same
-        time.
+        """Sends a lookup, as `lookup` does, and returns at once. Many may be on their way at once.
 
         Wait for every call or abandon it, because its answer may hold a lease.
         """
@@ -280,8 +279,8 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         mode: LookupMode = LookupMode.PREFIX,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> Lookup | Awaitable[Lookup]:
-        """Has blocks that only a lower tier holds promoted to host memory, ahead of a lookup, as far as there
-        is room.
+        """Has blocks that only a lower tier holds promoted to host memory, as far as there is room, ahead of
+        a lookup.
 
         In PREFIX mode these are the leading run of blocks that are in some tier; in EXACT mode all blocks
         that are in one; with queries of several groups the blocks that make the prefix longer that all groups
@@ -352,8 +351,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         group: int = 0,
         detail: str = "",
     ) -> None:
-        """Reports an audit: a block was computed although it could have been loaded, and the two were
-        compared.
+        """Reports an audit: a block was computed and compared with the one that could have been loaded.
 
         matched: whether they are the same but for rounding.
         error: the relative error between them, from 0 to 1,000,000.
@@ -577,8 +575,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
     def part_state(self, ref: PartRef) -> PartState:
         """Returns the state of this rank's part of a transfer. `state.over` is the fence.
 
-        Once an epoch has ended for this client, nothing of it can start, and parts that had not started are
-        LOST.
+        Once an epoch has ended for this client, none of its parts can start; those that had not are LOST.
         """
         with self._threads.lock:
             return self._session.words.state(ref)
@@ -615,11 +612,11 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
 
     @abstractmethod
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool | Awaitable[bool]:
-        """Ends the session, and waits at most `timeout_s` seconds for it. Safe to call twice, and from any
+        """Ends the session, and waits at most `timeout_s` seconds for it. Safe to call twice, from any
         thread.
 
         Parts that have not started never will. Returns True if no copy touches this client's memory any more.
-        Returns False if a copy was still running, or the threads had not ended: then call it again before you
+        Returns False if a copy was still running, or the threads had not ended: call it again before you
         reuse the memory.
         """
 

@@ -1,5 +1,4 @@
-"""Lookups and transfers that are under way, as both clients hand them to their callers, and how to wait for
-them.
+"""Lookups and transfers under way, as both clients hand them to their callers, and how to wait for them.
 
 A wait is a generator of pauses. The blocking client sleeps in each pause, and the asyncio client lets other
 tasks run, so each wait is written only once.

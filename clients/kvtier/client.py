@@ -14,8 +14,7 @@ class LookupCall(LookupCallBase):
     """A lookup that was sent, and whose answer may still be on its way."""
 
     def wait(self, timeout_s: float) -> Lookup:
-        """Returns the answer. If it has not come in `timeout_s`, abandons the lookup (see `abandon`) and
-        returns a miss."""
+        """Returns the answer, or a miss if it has not come in `timeout_s`, and then abandons the lookup."""
         return wait_blocking(self._wait(timeout_s)) or self.abandon()
 
     def wait_for_answer(self, timeout_s: float) -> Lookup | None:

@@ -80,8 +80,8 @@ _THROTTLED = frozenset(
 
 
 class KvtierError(Exception):
-    """A refused call or a failed transfer. Raised only for the caller's own mistakes; otherwise a value in an
-    answer or outcome.
+    """A refused call or a failed transfer. Raised only for the caller's own mistakes; otherwise part of an
+    outcome.
 
     `field` names the field at fault, `value` is what was found there (shortened to 120 characters), `message`
     says what is wrong and what to do about it.
@@ -116,8 +116,7 @@ class NotExportableError(KvtierError):
     """The device memory of this process cannot be shared with another one. The message says what to change;
     `kvtier.cuda.MirrorMemory` works in any case.
 
-    `allocator` is True if the way in which the memory was allocated is the cause, and not what this machine
-    allows.
+    `allocator` is True if the cause is how the memory was allocated, not what this machine allows.
     """
 
     def __init__(

@@ -90,8 +90,8 @@ class Namespace:
     salt: str = ""
     """Free text, e.g. a deployment's secret."""
     generation: int = 0
-    """A number of 64 bits that an engine raises when it has changed its weights in place, or reset
-    its cache."""
+    """A number of 64 bits that an engine raises after it has changed its weights in place, or reset its
+    cache."""
     adapter: str = ""
     """The LoRA or other adapter, where the block hash does not cover it."""
     identity: Settings = ()
@@ -150,8 +150,7 @@ class Plane:
     block_stride_bytes: int
     """Bytes from one block's fragment to the next block's, at least `fragment_bytes`."""
     description: str = ""
-    """What the plane holds. It is part of the layout fingerprint: equal descriptions mean interchangeable
-    bytes."""
+    """What the plane holds. Part of the layout fingerprint: equal descriptions mean interchangeable bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +168,8 @@ class Group:
     """Tokens of a sliding window; 0 for other kinds."""
     replicated: bool = False
     """Whether every rank of the instance holds the same bytes (MLA under tensor parallelism). A block is then
-    stored once, by a rank that the daemon picks, and loaded by all. All ranks must say the same here, and
-    have the same planes."""
+    stored once, by a rank that the daemon picks, and loaded by all. All ranks must say so, with the same
+    planes."""
 
     @property
     def block_bytes(self) -> int:

@@ -15,15 +15,14 @@ MISS, PENDING, HIT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to load the blocks of one group that a lookup has found. It ends with this client's epoch at
-    the latest."""
+    """The right to load the blocks of one group that a lookup has found. It ends with the epoch at the
+    latest."""
 
     lease_id: int
     epoch: int
     blocks: int
     first: int = 0
-    """The first block that the lease holds, counted in the group's query. A window leases its last blocks
-    only."""
+    """The first block that the lease holds, counted in the group's query. A window leases only its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ class Lookup:
     """
 
     groups: tuple[GroupLookup, ...] = ()
-    """One answer for each query, in their order. `hits`, `states`, `lease` and `unleased` are those of the
-    first."""
+    """One answer for each query, in order. `hits`, `states`, `lease` and `unleased` are the first's."""
     answered: bool = False
     error: KvtierError | None = None
     """Why there is no answer, or why a lease that was asked for holds fewer blocks than can be read."""

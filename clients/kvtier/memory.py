@@ -33,7 +33,7 @@ class Shareable(Protocol):
 
 
 class SharedBuffer:
-    """Zeroed memory in a memfd that is sealed against shrinking and growing, so we cannot harm a process that
+    """Zeroed memory in a memfd that is sealed against shrinking and growing, so it cannot harm a process that
     maps it.
 
     The descriptor is close-on-exec and belongs to this object; close it after the clients that were given it.
@@ -102,8 +102,7 @@ class SharedBuffer:
         """Keeps the memory mapped until the process ends: neither `close` nor the end of this object or of
         the interpreter unmaps it. For memory that a device may still write at any later time.
 
-        Returns its address. Raises ValueError if the buffer is closed. Another thread may close it at the
-        same time.
+        Returns its address. Raises ValueError if the buffer is closed. Another thread may be closing it.
         """
         array = self.array  # while somebody holds it, `close` unmaps nothing
         if not self._kept:
@@ -113,8 +112,8 @@ class SharedBuffer:
         return int(array.ctypes.data)
 
     def close(self) -> None:
-        """Closes the descriptor and unmaps the memory. Safe to call twice. While views exist, the mapping
-        stays with them."""
+        """Closes the descriptor and unmaps the memory. Safe to call twice. The mapping stays while views
+        exist."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -136,8 +135,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPacket:
-    """Chunks of a GPU's physical memory for one AddChunks request. The export owns the descriptors and closes
-    them."""
+    """Chunks of a GPU's physical memory for one AddChunks request. The export closes the descriptors."""
 
     sizes_bytes: Sequence[int]
     fds: tuple[int, ...]
@@ -156,8 +154,7 @@ class Export(Protocol):
         """Returns the ranges for RegisterMemory, once `next_packet` has returned None."""
 
     def close(self) -> None:
-        """Closes all open descriptors. Never waits, not even for a `next_packet` that runs. Safe to call
-        twice."""
+        """Closes all open descriptors. Safe to call twice. Never waits, not even for a `next_packet`."""
 
 
 class StreamDoorbells(Protocol):
@@ -182,8 +179,7 @@ class StreamDoorbells(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the ringing by a thread. What streams were asked to write, they still write. Safe to call
-        twice."""
+        """Ends the ringing by a thread. Streams still write what they were asked to. Safe to call twice."""
 
 
 Ring = Callable[[int, int], None]
@@ -202,15 +198,13 @@ class DeviceShareable(Protocol):
 
     @property
     def range_bytes(self) -> Sequence[int]:
-        """The sizes of the ranges that the mapping consists of, in order. A plane lies in one of them as a
-        whole."""
+        """The sizes of the ranges that the mapping consists of, in order. A plane lies wholly in one."""
 
     def export(self) -> Export:
         """Makes the handles for one registration. Asks the driver anew each time. Raises KvtierError."""
 
     def stream_doorbells(self, ring: Ring) -> StreamDoorbells:
-        """Returns what lets streams of this GPU ring doorbells; `ring` is called where they cannot. Never
-        raises."""
+        """Returns what lets streams of this GPU ring doorbells; where they cannot, `ring` is called."""
 
 
 Memory = Shareable | DeviceShareable

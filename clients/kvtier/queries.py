@@ -1,7 +1,7 @@
 """What is asked about blocks: of which groups, in which mode, and how it is sent.
 
 Lookups, prefetches and touches carry one list of hashes, and for each group a query that says which of them
-are the group's own.
+are its own.
 """
 
 from collections.abc import Sequence
@@ -88,8 +88,7 @@ def check_queries(queries: Sequence[GroupQuery]) -> None:
 
 
 def hashes_max(queries: Sequence[GroupQuery], count_max: int) -> int:
-    """Returns how many hashes a lookup may carry if the daemon takes `count_max` blocks of all groups
-    together."""
+    """Returns how many hashes a lookup may carry if the daemon takes `count_max` blocks in all."""
     return int(count_max / sum(1 / query.hash_stride for query in queries))
 
 

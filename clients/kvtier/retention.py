@@ -27,8 +27,7 @@ class Retention:
     time, and as soon as nothing uses them; the daemon rounds up, by a few seconds at most. Such blocks stay
     on the host. 0: no such limit."""
     host_only: bool = False
-    """Whether the blocks are kept from being written to disks. A copy that is on a disk already
-    stays there."""
+    """Whether the blocks are kept from being written to disks. A copy already on a disk stays."""
 
     def __post_init__(self) -> None:
         check_seconds("retention.hold_s", self.hold_s)

@@ -1,5 +1,4 @@
-"""Who attaches, in which role, and with which memory: all that a session says of itself, checked when it is
-made."""
+"""Who attaches, in which role, and with which memory: what a session says of itself, checked when made."""
 
 import copy
 import os
@@ -57,8 +56,7 @@ class AttachSpec:
     """One client's place in its instance. Raises KvtierError, naming the field, if it makes no sense."""
 
     instance: str
-    """The name of the engine instance: the same for all its processes, and unique among the daemon's live
-    instances."""
+    """The name of the engine instance: the same for all its processes, unique in the daemon."""
     namespace: Namespace
     role: Role = Role.BOTH
     rank: int = 0
@@ -144,8 +142,8 @@ class AttachSpec:
         )
 
     def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:
-        """Returns the request that says where the rank's blocks lie. `ranges` are the memory itself, if it is
-        on a GPU."""
+        """Returns the request that says where the rank's blocks lie. `ranges`: the memory, if it is on
+        a GPU."""
         assert self.memory is not None
         return side_pb2.RegisterMemory(
             mapping_bytes=self.memory.size_bytes,

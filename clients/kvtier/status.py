@@ -11,13 +11,11 @@ class ClientState(Enum):
     """There is no session: the daemon is not there, cannot be reached, or refuses us. The client tries again
     for ever, with growing pauses."""
     ATTACHED = "attached"
-    """There is a session, but not all ranks of the instance have registered: lookups miss, submits are
-    refused."""
+    """There is a session, but not all ranks of the instance have registered: all lookups miss."""
     READY = "ready"
     """Lookups, stores and loads work."""
     UNRESPONSIVE = "unresponsive"
-    """There is a session, but the daemon has owed an answer for too long. It is treated as absent until it
-    answers."""
+    """The daemon has owed an answer for too long: it is treated as absent until it answers."""
     CLOSED = "closed"
     """The client was closed."""
 
@@ -34,8 +32,7 @@ class Counters:
     lookups_unanswered: int = 0
     """Lookups that were counted as misses without an answer: no daemon, not ready, or no answer in time."""
     lookups_local: int = 0
-    """Lookups that were not sent, because the daemon's index had none of the blocks. They are not in
-    `lookups`."""
+    """Lookups that were not sent, as the index had none of the blocks. Not in `lookups`."""
     blocks_hit: int = 0
     stores: int = 0
     loads: int = 0
@@ -60,15 +57,12 @@ class ClientStatus:
     features: frozenset[str]
     """The daemon's features as of the last session; empty before the first."""
     pool_bytes: int
-    """The size of the daemon's pool as of the last session; 0 before the first, or if the daemon does not
-    say."""
+    """The size of the daemon's pool as of the last session; 0 before the first, or if it is not told."""
     prefix_tokens_max: int
-    """How many tokens of a prefix fit the pool; 0 if that is not known, or if longer prefixes can be kept on
-    disks."""
+    """How many tokens of a prefix fit the pool; 0 if not known, or if disks can keep longer ones."""
     boot_nonce: int
     layout_fingerprint: str
-    """In hexadecimal; empty for a scheduler. Ranks share blocks only if fingerprints and namespaces are
-    equal."""
+    """In hexadecimal; empty for a scheduler. Ranks share only if it and the namespace are equal."""
     namespace_digest: str
     """In hexadecimal; empty until the instance was ready once."""
     missing_ranks: tuple[int, ...]

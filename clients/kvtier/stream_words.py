@@ -71,8 +71,7 @@ class StreamWords:
         return None if self._current is None else self._current.ask(doorbell, value)
 
     def landed(self) -> list[int]:
-        """Returns the highest value of each doorbell that has landed on any page; an empty list without
-        pages."""
+        """Returns the highest value of each doorbell that has landed on any page; empty without pages."""
         pages = [*self._past, *([] if self._current is None else [self._current])]
         return [max(values) for values in zip(*(page.values() for page in pages), strict=True)]
 

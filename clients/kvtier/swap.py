@@ -124,8 +124,7 @@ class Swapped:
 
 
 class SwapSpace:
-    """Room on the host for a fixed number of private blocks of one KV cache group. For one caller at
-    a time."""
+    """Room on the host for some private blocks of one KV cache group. For one caller at a time."""
 
     def __init__(
         self,
@@ -136,10 +135,11 @@ class SwapSpace:
         group: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """client: a client that submits and holds a rank. Without a rank it could not see when the last copy
-        has landed if the daemon is killed during a load. blocks: the number of blocks, at most what the
-        daemon leases to one instance, which by default is a quarter of its pool. watermark: the share of an
-        engine's blocks that `can_swap_in` leaves free, from 0 to less than 1.
+        """client: submits and holds a rank. Without one, if the daemon is killed during a load, it could not
+            see when the last copy has landed.
+        blocks: the number of blocks, at most what the daemon leases to one instance, by default a quarter of
+            its pool.
+        watermark: the share of an engine's blocks that `can_swap_in` leaves free, from 0 to less than 1.
 
         Raises KvtierError for a client without a rank, and for numbers out of range.
         """
@@ -275,8 +275,7 @@ class SwapSpace:
             self.drop(swapped, sequence)
 
     def tick(self) -> None:
-        """Polls every group, which also renews leases. Call it every few seconds at least while any group is
-        out."""
+        """Polls every group, which also renews leases. Call it every few seconds while any is out."""
         for swapped in list(self._swapped):
             self.poll(swapped)
 

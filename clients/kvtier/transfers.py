@@ -35,8 +35,7 @@ class StoreResult(Enum):
 
     @classmethod
     def of(cls, value: int) -> "StoreResult":
-        """Returns the result that a byte of the message means. An unknown byte counts as THROTTLED: nothing
-        is copied."""
+        """Returns the result that a byte of the message means. An unknown one counts as THROTTLED."""
         return cls(value) if value <= cls.THROTTLED.value else cls.THROTTLED
 
 
@@ -51,8 +50,8 @@ class Outcome:
     away during a copy; in that case a client without a rank never learns more, but its ranks do
     (`part_state`)."""
     succeeded: bytes = field(default=b"", repr=False)
-    """One byte per submitted key: 1 if it is committed (store) or in place (load). Empty if no key is, or if
-    it is not known."""
+    """One byte per submitted key: 1 if it is committed (store) or in place (load). Empty if none is, or if
+    not known."""
     error: KvtierError | None = None
     """Why it failed or was cancelled; None for ACTIVE and DONE."""
 
@@ -117,8 +116,8 @@ class PartWords:
     """Which part words and tickets are free for the next transfer of one epoch.
 
     A word is given back when its transfer's end was reported, because then every rank's part is fenced. The
-    word that has been free for longest is taken next, so that a rank that asks late still finds the state of
-    its transfer.
+    word that has been free for longest is taken next, so a rank that asks late still finds its transfer's
+    state.
     """
 
     def __init__(self, parts: int, first_ticket: int = 1) -> None:

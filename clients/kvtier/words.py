@@ -62,8 +62,7 @@ class Doorbell:
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """What a rank must know of a transfer that another process submitted. These are plain values, to be sent
-    to it."""
+    """What a rank must know of a transfer that another process submitted. Plain values, to be sent to it."""
 
     epoch: int
     ticket: int
@@ -106,7 +105,7 @@ class WordsPage:
     """One page of words: first the doorbells, then the part words, which one worker writes."""
 
     def __init__(self, epoch: int, doorbells: Sequence[int], parts: int) -> None:
-        """`doorbells` are the values that the doorbells start with. Makes a new memfd, which is not
+        """`doorbells` are the values that the doorbells start with. Makes a memfd that is not
         registered yet."""
         self.epoch = epoch
         self.parts = parts
@@ -170,8 +169,7 @@ class WordsPage:
         return found
 
     def revoke(self, word: int, ticket: int, *, started: bool) -> PartState | None:
-        """Moves the part from armed to REVOKED and, if `started` is True, from STARTED to REVOKED. Returns
-        its state afterwards."""
+        """Moves the part from armed, and with `started` also from STARTED, to REVOKED. Returns its state."""
         index = self._doorbells + word
         if self._words is not None and self._final is None:
             self._words.try_revoke(index, ticket)
@@ -180,7 +178,7 @@ class WordsPage:
         return self.state(word, ticket)
 
     def seal(self) -> None:
-        """Seals the page: from now on nothing starts on it. What is STARTED runs on, and what is over stays
+        """Seals the page: from now on nothing starts on it. What is STARTED runs on, what is over stays
         known.
 
         A second call seals the words of parts that have ended since; until then, a word that was STARTED
@@ -271,8 +269,7 @@ class RankWords:
     """All pages of one rank: the one in use, and replaced ones whose parts may still be asked for."""
 
     def __init__(self, doorbells: int, parts: int) -> None:
-        """`doorbells` and `parts` are the numbers of words on every page. Raises KvtierError if they are out
-        of range."""
+        """`doorbells` and `parts` are the words on every page. Raises KvtierError if out of range."""
         for field, value, least in (("doorbells", doorbells, 0), ("parts", parts, 1)):
             if not least <= value <= WORDS_MAX:
                 message = f"must be between {least} and {WORDS_MAX}"
@@ -317,8 +314,7 @@ class RankWords:
         return page
 
     def ring(self, doorbell: int, value: int) -> None:
-        """Raises a doorbell here and on pages to come. Raises KvtierError for a doorbell that does
-        not exist."""
+        """Raises a doorbell here and on pages to come. Raises KvtierError for an unknown doorbell."""
         self._check_ring(doorbell, value)
         if value > self._doorbells[doorbell]:
             self._doorbells[doorbell] = value

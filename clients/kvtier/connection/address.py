@@ -8,8 +8,7 @@ from pathlib import Path
 from kvtier.errors import KvtierError, Reason
 
 SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_SERVER_SOCKET")
-"""Variables that name the socket; the daemon reads them too. The second is the daemon's longer name
-for it."""
+"""Variables that name the socket. The daemon reads them too; the second is its longer name."""
 SOCKET_NAME = "kvtierd.sock"
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket: `sun_path` without its final zero."""
@@ -55,8 +54,7 @@ def default_socket(environ: Mapping[str, str] = os.environ, uid: int | None = No
 
 
 def path_of(text: str) -> Path:
-    """Returns the absolute path of what a user wrote, which may begin with `~` or gRPC's `unix:`, or be
-    relative."""
+    """Returns the absolute path of what a user wrote, which may be relative, or begin with `~` or `unix:`."""
     return Path(os.path.abspath(os.path.expanduser(text.removeprefix("unix://").removeprefix("unix:"))))
 
 

@@ -124,8 +124,7 @@ def _not_permitted(path: Path) -> str:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """Yields the folders on the way to a path, from the root: first as it is written, then where
-    links lead."""
+    """Yields the folders on the way to a path, from the root: as it is written, then where links lead."""
     plain = path.absolute()
     real = Path(os.path.realpath(plain))
     return iter(dict.fromkeys((*reversed(plain.parents), *reversed(real.parents))))

@@ -12,8 +12,7 @@ log = logging.getLogger("kvtier")
 
 
 class ConnectionReports:
-    """Reports each change once. Used by the thread that keeps the session; never called with the
-    lock held."""
+    """Reports each change once. Used by the session's thread; never called with the lock held."""
 
     def __init__(
         self,

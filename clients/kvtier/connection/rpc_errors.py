@@ -15,8 +15,7 @@ ERROR_METADATA = "kvtier-error-bin"
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvtierError | None:
-    """Returns the structured error of a refused gRPC call, or None if it carries none, as when the daemon is
-    gone."""
+    """Returns the structured error of a refused gRPC call, or None if it carries none."""
     trailing: Any = getattr(error, "trailing_metadata", lambda: None)()
     pairs: Iterable[tuple[str, str | bytes]] = trailing or ()
     for key, value in pairs:

@@ -1,5 +1,4 @@
-"""The side socket: a SOCK_SEQPACKET socket beside gRPC's, with one message per packet, one exchange at a
-time.
+"""The side socket: a SOCK_SEQPACKET socket beside gRPC's, one message per packet, one exchange at a time.
 
 It proves to the daemon who we are, carries descriptors, and lives as long as the session. `SideSocket` never
 waits; `call_blocking` waits until it is ready.

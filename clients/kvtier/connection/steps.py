@@ -1,4 +1,4 @@
-"""How a client attaches and registers, as steps. The session's thread performs each step and sends back its
+"""How a client attaches and registers, as steps. The session's thread performs each and sends back its
 result.
 
 Each generator runs under the session's lock between two steps, and without it while a step is performed. The
@@ -44,8 +44,7 @@ _UNABLE = (Reason.DEVICE_UNKNOWN, Reason.DEVICE_UNAVAILABLE, Reason.DEVICE_OUT_O
 
 @dataclass(frozen=True, slots=True)
 class SideCall:
-    """One exchange on the side socket. Performing it returns a SideReply, or raises what the
-    daemon refused."""
+    """One exchange on the side socket. Performing it returns a SideReply, or raises the refusal."""
 
     request: side_pb2.SideRequest
     fds: tuple[int, ...]
@@ -62,8 +61,7 @@ class SideReply:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Opens the gRPC stream, lets the session's messages flow, and then waits until the record's event is
-    set."""
+    """Opens the gRPC stream, lets the session's messages flow, and waits for the record's event."""
 
     record: HelloRecord
     timeout_s: float
@@ -71,8 +69,7 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A call that may take a while, such as one of the driver's. Performing it returns what
-    `call` returns."""
+    """A call that may take a while, such as the driver's. Performing it returns its result."""
 
     call: Callable[[], Any]
 
@@ -167,8 +164,7 @@ def _register_words(page: WordsPage, spec: AttachSpec) -> Steps:
 
 
 def _add_chunks(export: Export) -> Steps:
-    """Sends the chunks packet by packet, because a large cache has more of them than a process may have
-    descriptors."""
+    """Sends the chunks in packets: a large cache has more of them than a process may have descriptors."""
     while (packet := (yield Work(export.next_packet))) is not None:
         request = side_pb2.SideRequest(add_chunks=side_pb2.AddChunks(bytes=packet.sizes_bytes))
         _take((yield SideCall(request, packet.fds, REGISTER_TIMEOUT_S)), "chunks_added")
@@ -201,8 +197,8 @@ def _register_memory(
 
 
 def open_index(session: ProtocolState) -> Steps:
-    """Opens the index pages of the instance's groups, as far as there are any. Without a page, the daemon is
-    asked."""
+    """Opens the index pages of the instance's groups, if there are any. Without a page, the daemon
+    is asked."""
     index = session.begin_index()
     if index is None:
         return  # the session has ended meanwhile

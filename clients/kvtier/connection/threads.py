@@ -3,8 +3,8 @@ gRPC channel. All are daemonic. A call of a driver, which may hang, runs in a th
 
 A client does not work in a forked child, where every lookup misses. The child closes its copy of the side
 socket, so that the parent's death is still noticed. gRPC's own threads do not survive a fork either: make
-clients after forking, and do not set GRPC_ENABLE_FORK_SUPPORT unless you must (with 0, a forked child that
-uses gRPC hangs).
+clients after forking, and do not set GRPC_ENABLE_FORK_SUPPORT unless you must (with 0, a child that uses gRPC
+hangs).
 """
 
 import logging
@@ -364,8 +364,7 @@ class ConnectionThreads:
                     self.wake_session()
 
     def after_fork_in_child(self) -> None:
-        """Makes this copy in a forked child harmless: it has no threads, and a lock that nobody
-        will release."""
+        """Makes this copy in a forked child harmless: no threads, and a lock that nobody releases."""
         self.lock = threading.Lock()
         self._writable = threading.Condition(self.lock)
         self.changed, self.ended, self._closing = threading.Event(), threading.Event(), threading.Event()

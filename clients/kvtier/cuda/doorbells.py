@@ -124,7 +124,7 @@ class GpuDoorbells:
 
     @property
     def mode(self) -> str:
-        """"stream writes", or that a thread watches events, and why."""
+        """How doorbells are rung: "stream writes", or that a thread watches events, and why."""
         why_not = self._writes.why_not
         return f"events, watched by a thread: {why_not}" if why_not else "stream writes"
 

@@ -14,8 +14,7 @@ from kvtier.memory import Ring
 log = logging.getLogger("kvtier")
 
 RINGS_MAX = 256
-"""The most rings of one doorbell that wait. A further one replaces the last: both ring when the later
-is due."""
+"""The most rings of one doorbell that wait. A further one replaces the last: both then ring together."""
 POLL_S = 0.000_2
 IDLE_WAIT_S = 60.0
 
@@ -27,8 +26,7 @@ class _Waiting:
 
 
 class EventRings:
-    """Rings the doorbells of one client from a thread of its own, each doorbell in the order of
-    the requests."""
+    """Rings the doorbells of one client from a thread of its own, each in the order of the requests."""
 
     def __init__(self, gpu: Gpu, ring: Ring) -> None:
         """`ring` is called from the thread, which starts when there is something to wait for."""
@@ -41,8 +39,8 @@ class EventRings:
         self._closed = False
 
     def ring_after(self, stream: int, doorbell: int, value: int) -> None:
-        """Rings the doorbell once the stream has done what is queued on it now. Raises CudaError, and then
-        never rings."""
+        """Rings the doorbell once the stream has done what is queued on it now. Raises CudaError if it never
+        will."""
         with self._changed:
             if self._closed:
                 return

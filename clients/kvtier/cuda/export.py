@@ -47,8 +47,7 @@ class DeviceExport:
         self._walk = self._walk_all()
 
     def next_packet(self) -> ChunkPacket | None:
-        """Returns the next 1 to 64 chunks, or None after the last, and closes those before. Raises
-        KvtierError."""
+        """Returns the next 1 to 64 chunks, or None after the last, and closes those before."""
         self._close_fds()
         sizes, fds = [], []
         try:

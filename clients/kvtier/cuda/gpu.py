@@ -57,8 +57,8 @@ def driver_errors(field: str, value: object) -> Iterator[None]:
 def gpu_of(address: int, ordinal: int | None) -> Gpu:
     """Returns the GPU to whose memory the address belongs.
 
-    `ordinal` is the device to ask through, or None if a context of the engine's is current in this thread.
-    Raises KvtierError.
+    `ordinal` is the device to ask through, or None if a context is current in this thread. Raises
+    KvtierError.
     """
     with driver_errors("address", hex(address)):
         driver = load()

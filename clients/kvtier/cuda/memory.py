@@ -30,8 +30,7 @@ class AddressRange:
 
 
 class DeviceMemory:
-    """One or more ranges of one GPU's memory, to be shared. The memory stays allocated as long as it is
-    shared.
+    """One or more ranges of one GPU's memory, which stays allocated as long as it is shared.
 
     What lies behind the addresses is looked up at each registration and may have changed in between, as in an
     engine that sleeps and wakes. Any thread may use it.
@@ -63,8 +62,7 @@ class DeviceMemory:
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Makes one of several memories, one range after another. Raises KvtierError unless all are of one
-        GPU."""
+        """Makes one of several memories, in order. Raises KvtierError unless all are of one GPU."""
         if not parts:
             raise KvtierError(Reason.MAPPING_INVALID, "join at least one", field="parts", value=0)
         for index, part in enumerate(parts):

@@ -41,8 +41,7 @@ class MirrorMemory:
     """
 
     def __init__(self, memory: DeviceMemory, groups: Sequence[Group]) -> None:
-        """`groups` are those of the client. Raises KvtierError if they do not fit, and OSError without
-        memory."""
+        """`groups` are those of the client. Raises KvtierError if they do not fit, OSError without memory."""
         check_layout(groups, memory.size_bytes, memory.range_bytes)
         self._memory = memory
         self._groups = tuple(groups)
@@ -68,8 +67,7 @@ class MirrorMemory:
 
     @property
     def context(self) -> AbstractContextManager[object]:
-        """Makes the context of the device memory's GPU current in the caller's thread, for calls of
-        its own."""
+        """Makes the context of the device memory's GPU current in the caller's thread, for its own calls."""
         return self._memory.gpu.context
 
     def copy_out(self, block_ids: BlockIds, *, group: int = 0) -> None:
@@ -96,8 +94,7 @@ class MirrorMemory:
             self._discard(offsets, sizes)
 
     def discard(self, block_ids: BlockIds, *, group: int = 0) -> None:
-        """Gives the memory of these blocks back to the system, except for pages that they share with other
-        blocks."""
+        """Gives the memory of these blocks back to the system, except for pages shared with others."""
         offsets, _, sizes = self._runs(block_ids, group)
         self._discard(offsets, sizes)
 
@@ -131,8 +128,7 @@ class MirrorMemory:
 
 
 def _merge(offsets: U64, addresses: U64, sizes: U64) -> tuple[U64, U64, U64]:
-    """Joins pieces, which are in the order of their offsets, where one ends at the start of the next on both
-    sides."""
+    """Joins pieces, in the order of their offsets, where one ends at the start of the next on both sides."""
     if not len(offsets):
         return offsets, addresses, sizes
     apart = (offsets[:-1] + sizes[:-1] != offsets[1:]) | (addresses[:-1] + sizes[:-1] != addresses[1:])
@@ -152,8 +148,7 @@ class _Batch:
         self.places = self._starts + np.uint64(base)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the offset in the mirror, the position in the staging memory, and the size in bytes, of each
-        piece."""
+        """Yields each piece's offset in the mirror, position in the staging memory, and size in bytes."""
         return zip(self._offsets, self._starts.tolist(), self.sizes.tolist(), strict=True)
 
 
@@ -199,8 +194,7 @@ class _Staging:
             yield _Batch(self.address, pieces)
 
     def copy(self, batch: _Batch, *, to_host: bool) -> None:
-        """Copies a batch. Returns when no copy is under way any more, also after a failure.
-        Raises CudaError."""
+        """Copies a batch. Returns when no copy is under way, also after a failure. Raises CudaError."""
         assert self._stream is not None
         try:
             if to_host:

@@ -8,8 +8,8 @@ from kvtier.v1 import cache_pb2
 
 HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.05, 60.0
 MESSAGE_REST_BYTES = 1_024
-"""More than a message holds besides hashes and block ids. A message that is larger than the daemon takes
-would end the stream."""
+"""More than a message holds besides hashes and block ids. A larger one than the daemon takes would end the
+stream."""
 BLOCK_ID_BYTES = 5
 """The most that a 32-bit number takes in protobuf's encoding."""
 
@@ -50,8 +50,7 @@ class Attachment:
         return min(max(asked_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
 
     def heartbeat_due(self, now_s: float) -> bool:
-        """Returns whether to send a heartbeat now, and then schedules the next one. False while one is
-        unanswered."""
+        """Returns whether to send a heartbeat now, and schedules the next. False while one is unanswered."""
         if now_s < self._next_heartbeat_s:
             return False
         self._next_heartbeat_s = now_s + self.heartbeat_interval_s
@@ -83,8 +82,7 @@ class Attachment:
         return self._registered
 
     def register(self, registration: int) -> None:
-        """Notes that words and memory are registered. Instance events that were sent earlier may still ask
-        for it."""
+        """Notes that words and memory are registered. Instance events sent earlier may still ask for it."""
         self.registration = registration
         self._registered = True
         self._stale_requests = self._spec.rank in self.instance.reregister_ranks
@@ -99,8 +97,7 @@ class Attachment:
         self._registered = False
 
     def on_instance(self, event: cache_pb2.InstanceEvent) -> None:
-        """Takes over an event that tells the instance's state. The copy worker of this rank may have been
-        lost."""
+        """Takes over the instance's state. The copy worker of this rank may have been lost."""
         self.instance, self.ready = event, event.ready
         if not self._spec.role.holds_rank:
             return

@@ -23,8 +23,7 @@ class Index:
         return len(self._readers)
 
     def add(self, fd: int) -> None:
-        """Takes over the descriptor of the next group's page. Raises KvtierError if it is no page of this
-        daemon."""
+        """Takes over the descriptor of the next group's page. Raises KvtierError for another daemon's."""
         try:
             memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
             reader = IndexReader(memory, self._hash_bytes)

@@ -1,5 +1,4 @@
-"""The leases of one epoch, from the lookup that was granted them to the release or the load that
-ends them."""
+"""The leases of one epoch, from the lookup that was granted them to their release or load."""
 
 from collections import deque
 from enum import Enum

@@ -35,8 +35,7 @@ from kvtier.v1.types_pb2 import GATE_DOORBELL, GATE_NONE
 from kvtier.words import Direction, Doorbell, PartRef, PartState, RankWords
 
 SILENCE_S = 1.0
-"""A daemon that has owed an answer for this long is unresponsive: nothing waits for it until it
-speaks again."""
+"""A daemon that has owed an answer for this long is unresponsive: nothing waits for it until it speaks."""
 PATIENCE_S = 0.02
 """A lookup that is given up after this long without a word from the daemon makes the daemon unresponsive at
 once. It usually answers within a millisecond."""
@@ -61,8 +60,7 @@ class ProtocolState:
         make_event: Callable[[], Event],
         release: Callable[[Lease], None] | None = None,
     ) -> None:
-        """`release` is what a Lookup calls to give its lease back: a function that calls `release` below with
-        the lock held."""
+        """`release` gives a Lookup's lease back: it calls this class's `release` with the lock held."""
         self.spec = spec.with_memory(None)
         """Who this client is. The memory that it shares is in `memory`."""
         self.words = RankWords(spec.doorbells, spec.parts)
@@ -146,8 +144,7 @@ class ProtocolState:
 
     @property
     def has_unhurried(self) -> bool:
-        """Whether messages wait for another to go with. Also right in a thread that does not hold
-        the lock."""
+        """Whether messages wait for another to go with. Also right without the lock."""
         return bool(self._outgoing) and not self._hurried
 
     def hurry(self) -> None:
@@ -275,8 +272,8 @@ class ProtocolState:
 
     @property
     def prefix_tokens_max(self) -> int:
-        """How many tokens of a prefix fit the pool; 0 if that is not known or not bounded. Also right without
-        the lock."""
+        """How many tokens of a prefix fit the pool; 0 if not known or not bounded. Also right without the
+        lock."""
         attachment = self._attachment
         return 0 if attachment is None else attachment.instance.prefix_tokens_max
 
