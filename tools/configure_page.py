@@ -1,4 +1,4 @@
-"""Prints docs/configure.md, made of the configuration's own declarations.
+"""Prints docs/configure.md, which is made of the configuration's own declarations.
 
 python -m tools.configure_page > docs/configure.md
 """
@@ -32,7 +32,7 @@ fractions numbers above 0 and up to 1 (`0.25`).
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     lines = [HEAD]
     section = ""
     sentences = dict(settings.section_sentences(config.Config))
@@ -45,7 +45,7 @@ def page() -> str:
 
 
 def rows(section: str) -> list[str]:
-    """A table's rows: every setting of one section."""
+    """Returns a table's rows: every setting of one section."""
     found = []
     for item in settings.declared(config.Config):
         if item.section == section:
