@@ -32,10 +32,10 @@ os.environ.setdefault("SPT_NOENV", "1")
 
 SHM_PREFIX = shm_prefix(RUN_ID)
 SOCKET_PREFIX = socket_prefix(RUN_ID)
-"""The prefix of the folders that the run makes for Unix sockets, in `/tmp` because their paths must
-be short."""
-# Python's own helper, which on purpose lives as long as the process that first used shared memory.
-TOLERATED_COMMANDS = ("multiprocessing.resource_tracker",)
+"""The prefix of the folders that the run makes for Unix sockets, in `/tmp` because paths must be short."""
+# Python's own helpers, which on purpose live as long as the process that first used shared memory, or forked
+# an engine.
+TOLERATED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 SETTLE_S = 10.0
 
 
