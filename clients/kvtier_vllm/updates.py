@@ -13,7 +13,8 @@ Call it after every update, while the engine's requests are paused or over, and 
 `reset_prefix_cache()`. An engine that is not reset goes on with blocks of the old weights, so it shares with
 nobody, whatever its weights are called. A reset that comes after the engine has computed or loaded anything
 since the call may belong to another update: then the engine shares with nobody until its weights are named
-again.
+again. An earlier reset is taken for that of the named update. So if another update follows a name at once,
+tell kvtier of that as well, with a name of its own or without one.
 """
 
 from __future__ import annotations
