@@ -1,7 +1,7 @@
-"""Every interface of vLLM's that the connector stands on and vLLM does not promise to keep: in which of the
+"""Every interface of vLLM that the connector uses and that vLLM does not promise to keep: in which of the
 releases 0.29 to 0.33 each was seen, what it is for, and what is done without it.
 
-Everything else of vLLM's is reached through these. A release outside is refused, or gets a namespace of its
+Everything else of vLLM's is reached through these. Other releases are refused, or get a namespace of their
 own (see `namespace`).
 """
 
@@ -16,7 +16,7 @@ ALL = "0.29 to 0.33"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One of them."""
+    """One interface of vLLM."""
 
     name: str
     seen_in: str
@@ -123,7 +123,8 @@ HOOKS = (
 
 
 def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
-    """The block ids of a request that is scheduled in this step, group by group; None if it is not told."""
+    """Returns the block ids of a request that is scheduled in this step, group by group, or None if vLLM does
+    not tell them."""
     state = output.kv_connector_block_state
     if hasattr(state, "get_block_ids"):
         found: Sequence[Sequence[int]] | None = state.get_block_ids(request)
@@ -133,8 +134,8 @@ def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
 
 
 def around_reset(pool: Any, before: Callable[[], object], after: Callable[[bool], object]) -> None:
-    """Has `before` called whenever vLLM is about to reset a block pool, which it refuses while a block is
-    used, and then `after` with whether it has done so. vLLM tells connectors only if it is asked to, and
+    """Calls `before` whenever vLLM is about to reset a block pool, which vLLM refuses while a block is used,
+    and then `after` with whether it was reset. vLLM itself tells connectors only if it is asked to, and only
     afterwards."""
     reset = getattr(pool, "reset_prefix_cache", None)
     if reset is None:
@@ -158,7 +159,7 @@ else:
 
         @dataclass
         class KVConnectorTransferResults:
-            """As in 0.30."""
+            """The class of the same name in vLLM 0.30, for vLLM 0.29."""
 
             finished_sending: set[str] = field(default_factory=set)
             finished_recving: set[str] = field(default_factory=set)

@@ -1,8 +1,8 @@
-"""Where an engine's KV blocks lie: from the tensors vLLM registers to planes a copy worker can follow.
+"""Finds out where an engine's KV blocks lie: from vLLM's tensors to planes that a copy worker can follow.
 
-Understood, and everything else refused by name: KV cache groups (see `groups`) whose layers are tensors
-`[blocks, ...]` with every block dense inside its layer. That covers vLLM 0.29 to 0.33 in the layouts with
-per-layer pages and with contiguous blocks across layers. Groups may lie over each other, layers of one group
+It understands KV cache groups (see `groups`) whose layers are tensors `[blocks, ...]`, with every block dense
+inside its layer, and refuses everything else by name. That covers vLLM 0.29 to 0.33 in the layouts with
+per-layer pages and with contiguous blocks across layers. Groups may overlap in memory, layers of one group
 may not.
 """
 
@@ -29,9 +29,9 @@ class PlaneLayout:
     """Bytes from the start of the mapping to block 0."""
     block_stride_bytes: int
     fragment_bytes: int
-    """Bytes the plane holds of one block, all of them contiguous."""
+    """The bytes that the plane holds of one block, all of them contiguous."""
     description: str
-    """What is in a fragment: layer, geometry, dtype. Equal descriptions mean interchangeable bytes."""
+    """What a fragment holds: layer, geometry, dtype. Equal descriptions mean interchangeable bytes."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class GroupLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all planes."""
+        """The bytes of one block over all planes."""
         return sum(plane.fragment_bytes for plane in self.planes)
 
 
 def describe(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory, spread: int = 1
 ) -> tuple[GroupLayout, ...]:
-    """Layout of the registered KV caches, group by group.
+    """Returns the layout of the registered KV caches, group by group.
 
-    `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given, `memory`
-    what the caches were allocated from, `spread` over how many ranks the tokens of each block are (see
+    `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given. `memory` is
+    what the caches were allocated from. `spread` is over how many ranks the tokens of each block are (see
     `groups.context_ranks`). Raises NotShareable or UnsupportedLayout with the reason.
     """
     found = enumerate(kv_cache_config.kv_cache_groups)
@@ -79,7 +79,7 @@ def _planes_of(
         if name not in kv_caches:
             raise UnsupportedLayout(f"layer {name} is in the KV cache group but was not registered")
         plane = _plane_of(name, kv_caches[name], num_blocks, memory, _content(group.kv_cache_spec, name))
-        # Layers that reuse another layer's cache are registered under both names: stored once.
+        # Layers that reuse another layer's cache are registered under both names, and stored once.
         if plane.base_offset not in seen:
             seen.add(plane.base_offset)
             planes.append(plane)
@@ -88,7 +88,7 @@ def _planes_of(
 
 
 def _content(spec: Any, layer: str) -> str:
-    """What the shape of a layer's tensor does not say: that of a recurrent layer is bytes."""
+    """Returns what the shape of a layer's tensor does not say, because that of a recurrent layer is bytes."""
     spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
     shapes = getattr(spec, "shapes", None)
     if shapes is None:
@@ -142,7 +142,7 @@ def _plane_of(
 
 
 def _refuse_overlap(planes: list[PlaneLayout], num_blocks: int) -> None:
-    """A byte that belongs to two planes would be stored twice and, worse, restored twice."""
+    """Raises UnsupportedLayout if planes overlap: a byte of two would be stored and restored twice."""
     for block in (0, num_blocks - 1):
         spans = sorted(
             (p.base_offset + block * p.block_stride_bytes, p.fragment_bytes, p.layer) for p in planes
