@@ -192,7 +192,10 @@ def stop_packet() -> bytes:
 
 def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
     """ValueError if the reason is none of ours."""
-    return Refusal(Reason(message.reason), message.message, field=message.field, value=message.value)
+    reason = Reason(message.reason)
+    if reason is Reason.UNSPECIFIED:
+        raise ValueError("a worker refuses without saying why")
+    return Refusal(reason, message.message, field=message.field, value=message.value)
 
 
 def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
