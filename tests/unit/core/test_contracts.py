@@ -23,8 +23,8 @@ from kvtierd.core.state.transitions import (
     WorkerState,
 )
 from kvtierd.core.stimuli import EndSession, PartOutcome, Tick, WorkerLive, WorkerLost
-from kvtierd.core.validate import validate
 
+from tests.oracles.invariants import validate
 from tests.unit.core.disk import READ, WRITE, DiskHost
 from tests.unit.core.host import Host, keys
 
