@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvtier import Client, Group, PartRef, PartState, Plane
+from kvtier import Client, Group, PartRef, PartState
 from kvtier.memory import Memory
 from kvtier.status import ClientState
 
@@ -484,15 +484,7 @@ def _groups(layouts: Iterable[GroupLayout], replicated: Collection[int]) -> tupl
             kind=layout.shape.kind,
             window_tokens=layout.shape.window_tokens,
             replicated=layout.shape.group in replicated,
-            planes=tuple(
-                Plane(
-                    fragment_bytes=plane.fragment_bytes,
-                    base_offset=plane.base_offset,
-                    block_stride_bytes=plane.block_stride_bytes,
-                    description=plane.description,
-                )
-                for plane in layout.planes
-            ),
+            planes=tuple(layout.planes.values()),
         )
         for layout in layouts
     )
