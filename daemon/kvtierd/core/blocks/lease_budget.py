@@ -97,10 +97,6 @@ class LeaseBudget:
         """The most that one instance can hold while no other holds anything."""
         return self.leasable_bytes * SHARE // (1 + SHARE)
 
-    def alone_blocks(self, domain: Domain) -> int:
-        """The same in blocks: one at least, however small the pool."""
-        return max(1, self.alone_bytes // self.block_bytes(domain))
-
     def room_bytes(self, own: HeldBlocks) -> int:
         """That an instance may hold besides what is held already, by whomever."""
         free = self.leasable_bytes - self.all.bytes
