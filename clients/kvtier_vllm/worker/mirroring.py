@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier import Client, Group
-from kvtier.memory import Memory
 
 from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
 from kvtier_vllm.worker.gpu import EngineGpu
@@ -212,7 +211,7 @@ class MirrorSharing(Sharing):
         """Raises KvtierError if there is no memory for it."""
         from kvtier.cuda import MirrorMemory
 
-        self._memory = MirrorMemory(memory, (group,))
+        self.client_memory = self._memory = MirrorMemory(memory, (group,))
         self._gpu = gpu
         self._users: Counter[int] = Counter()
         """By block: parts that were let go and are not over."""
@@ -222,11 +221,6 @@ class MirrorSharing(Sharing):
         """Waits until the engine writes a load's target blocks no more."""
         self._landings: dict[TrackedPart, _CopyIn] = {}
         self._copier = _Copier(jobs_max, log)
-
-    @property
-    def client_memory(self) -> Memory:
-        """See Sharing."""
-        return self._memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing. The mirror may be written at once, the engine's blocks only from this moment on."""

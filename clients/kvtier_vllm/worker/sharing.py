@@ -37,10 +37,8 @@ class Landing(Enum):
 class Sharing(ABC):
     """Of one worker. Called from the thread that runs the model; no call waits unless it says so."""
 
-    @property
-    @abstractmethod
-    def client_memory(self) -> Memory:
-        """What the client registers."""
+    client_memory: Memory
+    """What the client registers."""
 
     @abstractmethod
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
@@ -83,12 +81,7 @@ class HostSharing(Sharing):
     """The daemon maps the memory in which the engine keeps its KV cache."""
 
     def __init__(self, memory: SharedKVMemory) -> None:
-        self._memory = memory
-
-    @property
-    def client_memory(self) -> Memory:
-        """See Sharing."""
-        return self._memory
+        self.client_memory = memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing."""
@@ -104,13 +97,8 @@ class GpuSharing(Sharing):
     side's processor waits for the other."""
 
     def __init__(self, memory: DeviceMemory, gpu: EngineGpu) -> None:
-        self._memory = memory
+        self.client_memory = memory
         self._gpu = gpu
-
-    @property
-    def client_memory(self) -> Memory:
-        """See Sharing."""
-        return self._memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """See Sharing. What was enqueued before may still write to the blocks: zeroing, for one."""
