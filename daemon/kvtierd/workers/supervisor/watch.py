@@ -14,24 +14,20 @@ class Watch:
         self.now_s = 0.0
         """Stands still while the front does: a deadline in it is never missed by a sleeping watchman."""
         self._limits = limits
-        self._last_s = 0.0
+        self.looked_at_s = 0.0
+        """When the last round was, in the event loop's time."""
         self._elapsed_s = 0.0
         self._stalls: dict[WorkerHandle, StallDetector] = {}
 
     def start(self, loop_s: float) -> None:
         """`loop_s`: the event loop's time now."""
-        self._last_s = loop_s
+        self.looked_at_s = loop_s
 
     def advance(self, loop_s: float) -> None:
         """Before each round; a round that comes late counts as four at most."""
-        self._elapsed_s = min(loop_s - self._last_s, 4 * self._limits.watch_period_s)
-        self._last_s = loop_s
+        self._elapsed_s = min(loop_s - self.looked_at_s, 4 * self._limits.watch_period_s)
+        self.looked_at_s = loop_s
         self.now_s += self._elapsed_s
-
-    @property
-    def looked_at_s(self) -> float:
-        """When the last round was, in the event loop's time."""
-        return self._last_s
 
     def forget(self, handle: WorkerHandle) -> None:
         self._stalls.pop(handle, None)
