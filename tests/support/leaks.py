@@ -32,8 +32,10 @@ os.environ.setdefault("SPT_NOENV", "1")
 SHM_PREFIX = shm_prefix(RUN_ID)
 SOCKET_PREFIX = socket_prefix(RUN_ID)
 """Of the folders that the run makes for Unix sockets, in `/tmp`: their paths must be short."""
-# Python's own helper; it lives as long as the process that first used shared memory, on purpose.
-TOLERATED_COMMANDS = ("multiprocessing.resource_tracker",)
+# Python's own helpers, which live on purpose as long as the process that used shared memory, or has forks.
+TOLERATED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+FORKED = "kvtier-fork"
+"""What forks call themselves (/proc/PID/comm): their command line is that of their parent, a helper."""
 SETTLE_S = 10.0
 
 
@@ -55,9 +57,10 @@ def live_processes() -> dict[int, str]:
             continue
         try:
             if marker in (process / "environ").read_bytes().split(b"\0"):
-                command = _command(process)
-                if command and not any(tolerated in command for tolerated in TOLERATED_COMMANDS):
-                    found[int(process.name)] = command
+                command, name = _command(process), (process / "comm").read_text().strip()
+                helps = any(tolerated in command for tolerated in TOLERATED_COMMANDS)
+                if command and (not helps or name == FORKED):
+                    found[int(process.name)] = f"{name}: {command}"
         except OSError:  # it ended while we looked, or belongs to somebody else
             continue
     return found

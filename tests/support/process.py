@@ -14,7 +14,10 @@ from pathlib import Path
 
 import grpc
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
+from kvtierd.cli import entry
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support import forks
 
 DEADLINE_S = 60.0
 """For anything that should take much less; only a broken daemon takes so long."""
@@ -46,14 +49,9 @@ class Daemon:
             "server.drain_s": 10,
         } | {key.replace("__", "."): value for key, value in settings.items()}
         flags = [f"--{re.sub('[._]', '-', key)}={value}" for key, value in _flags(given)]
-        self._log = (run / f"log-{time.monotonic_ns()}").open("w+")
-        self.process = subprocess.Popen(
-            [*wrap, sys.executable, "-m", "kvtierd.cli", "serve", *flags],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | {"KVTIER_CONFIG": ""},
-        )
+        log = run / f"log-{time.monotonic_ns()}"
+        self._log = log.open("w+")
+        self.process = _start(wrap, ["serve", *flags], os.environ | {"KVTIER_CONFIG": ""}, log)
         self.pid = self.process.pid
         self.greeting = ""
         self._told = 0
@@ -135,9 +133,9 @@ class Daemon:
     def _descriptors(self) -> list[str]:
         folder = Path(f"/proc/{self.pid}/fd")
         names = []
-        for entry in list(folder.iterdir()):
+        for descriptor in list(folder.iterdir()):
             try:
-                names.append(os.readlink(entry))
+                names.append(os.readlink(descriptor))
             except FileNotFoundError:
                 pass  # closed meanwhile
         return names
@@ -166,6 +164,23 @@ class Daemon:
     def _close(self) -> None:
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def _start(
+    wrap: Sequence[str], arguments: list[str], environment: dict[str, str], log: Path
+) -> forks.Fork | subprocess.Popen[str]:
+    # A fork, unless what comes before the command wants to execute it, or the parent of this process's forks
+    # has imported much else, in which each collection of garbage would take long.
+    if not wrap and forks.use("tests.support.loaded_daemon"):
+        return forks.Fork(entry.kvtierd, arguments, environment, log)
+    with log.open("a") as errors:
+        return subprocess.Popen(
+            [*wrap, sys.executable, "-m", "kvtierd.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        )
 
 
 def _complains(line: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
-from tests.vllm import cpu_platform
+from tests.vllm import cpu_platform, engine_forks
 from tests.vllm.engine import Engine, EngineOptions, Generated
 from tests.vllm.rig import PATIENT_S, Rig, kv_transfer_config, prompt, start_rig
 from tools import tiny_llama
@@ -23,6 +23,7 @@ QUICK: dict[str, Any] = {"server__heartbeat_interval_s": "0.2", "workers__copy_d
 STORY_TOKENS = 1000
 
 cpu_platform.ensure()
+engine_forks.use()
 
 
 @pytest.fixture(autouse=True)

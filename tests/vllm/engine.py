@@ -18,10 +18,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, Protocol
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,15 @@ START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 # What a call may take beyond the deadline that was handed to the engine, before the engine counts as hung.
 GRACE_S = 30.0
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Variables of every engine."""
 
 
 class EngineError(Exception):
@@ -94,10 +104,43 @@ class Generated:
     finish_reason: str | None
 
 
+class EngineProcess(Protocol):
+    """What is needed of `subprocess.Popen`."""
+
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def execute(options: EngineOptions, log: Path, environment: Mapping[str, str]) -> EngineProcess:
+    """Starts an engine's process. `environment`: all of its variables."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.engine_runner", json.dumps(options.llm_arguments())],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+
+
+launcher = execute
+"""How engines of this process are started (see `engine_forks`)."""
+
+
 class Engine:
     """Controls one engine process. Not thread safe: one command at a time."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: EngineProcess, log: Path) -> None:
         self._process = process
         self._log = log
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -117,26 +160,8 @@ class Engine:
     @classmethod
     def launch(cls, options: EngineOptions, log: Path) -> Engine:
         """Starts the process without waiting: several engines can load at once. Call `wait_ready` next."""
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engine_runner", json.dumps(options.llm_arguments())],
-                cwd=REPOSITORY,
-                env=environment | options.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                start_new_session=True,
-            )
-        return cls(process, log)
+        environment = os.environ | ENVIRONMENT | options.environment
+        return cls(launcher(options, log, environment), log)
 
     @property
     def pid(self) -> int:

@@ -38,8 +38,9 @@ if sys.argv[2] == "waits":
     signal.pause()
 """
 RUNNER = """
-import pathlib, sys
+import pathlib, signal, sys
 from tools import stages
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
 stages.LOGS = stages.REPO = pathlib.Path(sys.argv[1])
 stages.END_GRACE_S = 1
 stages.LOGS.mkdir(exist_ok=True)
