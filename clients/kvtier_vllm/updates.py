@@ -13,7 +13,8 @@ Call it after every update, with the engine's requests paused or over, and right
 `reset_prefix_cache()`: an engine that is not reset goes on with blocks of the old weights, so that it shares
 with nobody, whatever its weights are called. A reset that comes when the engine has computed or loaded
 anything since the call may belong to another update: the engine then goes on by itself, and the weights have
-to be named again.
+to be named again. Before that, a reset is taken for the one of the update that was named, so an update that
+follows a name at once has to be told of as well, by a name of its own or without one.
 """
 
 from __future__ import annotations

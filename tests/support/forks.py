@@ -23,6 +23,8 @@ from tests.support.leaks import FORKED
 
 _context = multiprocessing.get_context("forkserver")
 _imported: list[str] = []
+START_S = 60.0
+"""For a fork to begin; it takes milliseconds."""
 
 
 def use(module: str) -> bool:
@@ -51,10 +53,25 @@ class Fork:
         read_in, write_in = _context.Pipe(duplex=False)
         read_out, write_out = _context.Pipe(duplex=False)
         place = (os.getcwd(), resource.getrlimit(resource.RLIMIT_NOFILE))
-        start = (main, list(arguments), dict(environment), read_in, write_out, str(errors), place, session)
-        with read_in, write_in, read_out, write_out:
-            self._process = _context.Process(target=_become, args=start, daemon=True)
-            self._process.start()
+        ready, begun = _context.Pipe(duplex=False)
+        start = (
+            main,
+            list(arguments),
+            dict(environment),
+            read_in,
+            write_out,
+            str(errors),
+            place,
+            session,
+            begun,
+        )
+        with read_in, write_in, read_out, write_out, ready:
+            self._process = _context.Process(
+                target=_become, args=start, daemon=True, name=multiprocessing.current_process().name
+            )
+            with begun:
+                self._process.start()
+            ready.poll(START_S)  # then it is what it says to be; or it has ended already
             self.stdin: IO[str] | None = os.fdopen(os.dup(write_in.fileno()), "w") if stdin else None
             self.stdout: IO[str] | None = os.fdopen(os.dup(read_out.fileno()))
 
@@ -113,6 +130,7 @@ def _become(
     errors: str,
     place: tuple[str, tuple[int, int]],
     session: bool,
+    begun: Connection,
 ) -> None:
     """In the fork."""
     Path("/proc/self/comm").write_text(FORKED)  # or it would be taken for its parent
@@ -130,4 +148,5 @@ def _become(
     sys.argv[1:] = arguments
     os.environ.clear()
     os.environ.update(environment)
+    begun.close()
     main()

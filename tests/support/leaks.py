@@ -60,7 +60,7 @@ def live_processes() -> dict[int, str]:
                 command, name = _command(process), (process / "comm").read_text().strip()
                 helps = any(tolerated in command for tolerated in TOLERATED_COMMANDS)
                 if command and (not helps or name == FORKED):
-                    found[int(process.name)] = f"{name}: {command}"
+                    found[int(process.name)] = f"{FORKED}: {command}" if helps else command
         except OSError:  # it ended while we looked, or belongs to somebody else
             continue
     return found

@@ -35,6 +35,8 @@ class Weighted(MiniEngine):
     weights = 0
     mixes = False
     """vLLM goes on with KV of older weights, as nobody has told it to forget them."""
+    just_named = False
+    """The last that was told of is a name, and nothing was computed since."""
     _mixed = False
 
     def _tagged(self, digests: Any, tag: int) -> Any:
@@ -52,6 +54,10 @@ class Weighted(MiniEngine):
     def _write(self, table: Sequence[int], digests: Any, first: int) -> None:
         super()._write(table, self._tagged(digests, MIXED if self._mixed else self.weights), first)
 
+    def _forward(self, output: Any, requests: dict[str, Any]) -> dict[str, list[int]]:
+        self.just_named = self.just_named and not output.num_scheduled_tokens
+        return super()._forward(output, requests)
+
     def update(self, weights: int) -> None:
         """Nobody is told."""
         self.weights, self.mixes = weights, True
@@ -62,6 +68,7 @@ class Weighted(MiniEngine):
 
     def tell(self, name: str | None, *, heard: bool) -> None:
         """`heard`: the only worker lives in the scheduler's process."""
+        self.just_named = name is not None
         change = self.worker.weights_changed(name or "")
         if heard:
             self.connector.weights_told(change)
@@ -322,7 +329,12 @@ class Disorder:
         weights = self.random.randint(0, 2)
         name = self.random.choice([f"model {weights}", f"model {weights}", None])
         engine.update(weights)
-        for act in self.random.choice((("tell",), ("reset",), ("tell", "reset"), ("reset", "tell"))):
+        told = self.random.choice((("tell",), ("reset",), ("tell", "reset"), ("reset", "tell")))
+        if told == ("reset",) and engine.just_named:
+            # This reset would be taken for that of the update before. Whoever names weights has to say when
+            # they are others again.
+            told, name = ("tell", "reset"), None
+        for act in told:
             if act == "tell":
                 engine.tell(name, heard=self.heard)
             else:
