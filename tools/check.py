@@ -1,11 +1,11 @@
-"""Runs checks stage by stage, shows what they say, and ends with what was proved.
+"""Runs checks stage by stage, shows their output, and ends with what was proved.
 
     python -m tools.check check   the static checks, the unit tests and a short simulation: in two minutes
     python -m tools.check test    what must hold before a change is merged: each kind of proof at least once
     python -m tools.check full    everything of `test`, and the long form of what has one
     python -m tools.check NAME    single stages, see FORMS
 
-Every stage runs even if an earlier one failed, within a deadline; its whole output is kept under build/logs/.
+Every stage runs even if an earlier one failed, within a deadline. Its whole output is kept under build/logs/.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tools.stages import BIN, Beside, Stage, pytest_stage, run_all, to_the_end
 
 WITHOUT_ENGINE = "not vllm and not gpu and not fake_gpu and not deploy"
 CAMPAIGNS, ENGINES, DEPLOYED = "tests/faults", "tests/vllm", "tests/deploy"
-"""Folders of the fault suite, which has counts to reach; of all tests that load vLLM; and of those that want
-to be root. A stage names the folders that its tests are in, because each of its workers reads all of them."""
+"""The folders of the fault suite, which has counts to reach, of all tests that load vLLM, and of those that
+must run as root. A stage names the folders of its tests, because each of its workers reads all of them."""
 PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
     f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits")
 )
@@ -32,21 +32,21 @@ class Form:
     """How much of its tests a stage runs."""
 
     marks: str = ""
-    """What else is selected by."""
+    """The marks that further narrow the tests."""
     length: str = "short"
-    """Of campaigns and simulations (tests/support/length.py)."""
+    """The length of campaigns and simulations (tests/support/length.py)."""
 
 
 MERGE = Form(marks=" and not long")
-"""`make test`: repeats and further combinations are marked `long`."""
+"""The form of `make test`, without repeats and further combinations, which are marked `long`."""
 EACH = Form()
-"""Targets of single stages."""
+"""The form of targets of single stages."""
 FULL = Form(length="full")
-"""`make test-full`."""
-# Daemons and their clients mostly wait. Engines compute, so that more of them than cores gain nothing.
+"""The form of `make test-full`."""
+# Daemons and their clients mostly wait. Engines compute, so more of them than cores gain nothing.
 WORKERS, ENGINE_WORKERS = 4, 2
 SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""For engines side by side: OpenMP's threads of one would wait for those of the other."""
+"""Variables for engines side by side: the OpenMP threads of one would wait for those of the other."""
 
 RUFF = Stage("ruff", [str(BIN / "ruff"), "check", "."], "The code follows the style rules (ruff).")
 MYPY = Stage("mypy", [str(BIN / "mypy")], "Every type fits (mypy --strict over all packages).")
@@ -81,7 +81,8 @@ LIGHT_CLIENT = Stage(
 
 
 def main_stage(form: Form, *without: str) -> Stage:
-    """What needs no engine, but for the fault suite and the folders `without`."""
+    """Returns the stage of all tests that need no engine, except the fault suite and the
+    folders `without`."""
     return pytest_stage(
         "tests",
         WITHOUT_ENGINE + form.marks,
@@ -94,7 +95,7 @@ def main_stage(form: Form, *without: str) -> Stage:
 
 
 def campaigns(form: Form) -> Stage:
-    """The fault suite without an engine."""
+    """Returns the stage of the fault suite without engines."""
     return pytest_stage(
         "tests-faults",
         WITHOUT_ENGINE + form.marks,
@@ -108,7 +109,8 @@ def campaigns(form: Form) -> Stage:
 
 
 def engines(form: Form, *without: str) -> Stage:
-    """Real engines and schedulers, and what tests the connector without them; not the files `without`."""
+    """Returns the stage of real engines and schedulers, and of tests of the connector without them; not of
+    the files `without`."""
     return pytest_stage(
         "tests-vllm",
         "not fake_gpu and not gpu" + form.marks,
@@ -122,7 +124,8 @@ def engines(form: Form, *without: str) -> Stage:
 
 
 def parallel_engines(form: Form) -> Stage:
-    """Engines of several ranks, which wait for each other by spinning: they have all cores for themselves."""
+    """Returns the stage of engines with several ranks. These wait for each other by spinning, so they get all
+    cores."""
     return pytest_stage(
         "tests-vllm-parallel",
         "vllm" + form.marks,
@@ -133,7 +136,7 @@ def parallel_engines(form: Form) -> Stage:
 
 
 def fake_gpu(form: Form) -> list[Stage]:
-    """A GPU behind a double of the CUDA driver."""
+    """Returns the stages with a GPU behind a double of the CUDA driver."""
     usual = {"KVTIER_LENGTH": form.length}
     return [
         pytest_stage(
@@ -170,8 +173,8 @@ def fake_gpu(form: Form) -> list[Stage]:
 
 
 def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
-    """What `make test` runs, in a form, without the files `without` of tests of engines. What keeps one core
-    busy runs beside others of that kind."""
+    """Returns what `make test` runs, in a form, without the files `without` of tests of engines. Stages that
+    keep one core busy run beside each other."""
     return [
         Beside(((*QUICK_LINT, GENERATED, LIGHT_CLIENT), (MYPY,))),
         main_stage(form, ENGINES),
@@ -187,7 +190,7 @@ DEPLOY = pytest_stage(
     "deploy",
     "An operator's way: packages, units, manifests, metrics and commands of the documentation work.",
     deadline_s=3_600,
-    folders=("tests/deploy",),  # others want what this machine need not have: an engine, for example
+    folders=("tests/deploy",),  # tests elsewhere need what this machine may lack: an engine, for example
 )
 _WORKLOAD = pytest_stage(
     "tests-workload",
@@ -197,7 +200,7 @@ _WORKLOAD = pytest_stage(
     folders=(WORKLOAD_FILE,),
     environment={"KVTIER_WORKLOAD": "long"},
 )
-WORKLOAD = replace(_WORKLOAD, command=[*_WORKLOAD.command, "--capture=no"])  # it tells how far it has come
+WORKLOAD = replace(_WORKLOAD, command=[*_WORKLOAD.command, "--capture=no"])  # it reports its progress
 AUTOSTART = pytest_stage(
     "tests-autostart",
     "vllm",
@@ -217,8 +220,8 @@ AUDITS = pytest_stage(
 
 
 def full_steps() -> list[Stage | Beside]:
-    """Everything that needs no GPU, no other host and no root."""
-    # The long forms of these files follow.
+    """Returns everything that needs no GPU, no other host and no root."""
+    # The long forms of these files run as stages of their own.
     steps = merge_steps(FULL, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)
     versions = [stage for version in vllm_versions.VERSIONS for stage in vllm_versions.stages(version)]
     return [*steps, WORKLOAD, AUTOSTART, AUDITS, *versions]
@@ -240,7 +243,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
 
 
 def main() -> int:
-    """Runs the stages the argument names; returns 0 only if every one of them passed."""
+    """Runs the stages that the argument names. Returns 0 only if every one of them passed."""
     which = sys.argv[1] if len(sys.argv) == 2 else ""
     if which not in FORMS:
         print(f"usage: check.py {'|'.join(FORMS)}", file=sys.stderr)

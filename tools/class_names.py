@@ -1,8 +1,8 @@
-"""Checks that no two public classes of the product have the same name: whoever meets a name knows what it is.
+"""Checks that no two public classes of the product have the same name, so that a name tells what it is.
 
     python tools/class_names.py
 
-Generated code is left out: the protocol names its classes, and hand-written code mirrors some of them.
+Generated code is left out, because the protocol names its classes and hand-written code mirrors some of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALLOWED = {
 
 
 def modules() -> Iterable[Path]:
-    """Every hand-written module of the product."""
+    """Yields every hand-written module of the product."""
     for folder in PRODUCT:
         for path in sorted((REPO / folder).rglob("*.py*")):
             if path.suffix in (".py", ".pyi") and not path.stem.endswith(("_pb2", "_pb2_grpc")):
@@ -38,7 +38,7 @@ def modules() -> Iterable[Path]:
 
 
 def places(paths: Iterable[Path]) -> dict[str, list[str]]:
-    """Where each public class is defined, as `path:line`."""
+    """Returns where each public class is defined, as `path:line`."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -48,7 +48,7 @@ def places(paths: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Prints what is wrong, and returns how many names are."""
+    """Prints what is wrong. Returns how many names are."""
     found = {name: where for name, where in places(modules()).items() if len(where) > 1}
     wrong = {name: where for name, where in sorted(found.items()) if name not in ALLOWED}
     for name, where in wrong.items():

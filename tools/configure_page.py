@@ -1,4 +1,4 @@
-"""Prints docs/configure.md, made of the configuration's own declarations.
+"""Prints docs/configure.md, which is made of the configuration's own declarations.
 
 python -m tools.configure_page > docs/configure.md
 """
@@ -11,28 +11,29 @@ from kvtierd.config.reload import LIVE
 
 HEAD = """# Configure kvtier
 
-A setting `size` of section `pool` is `[pool]` and `size = "64GiB"` in the file (`--config`,
-`KVTIER_CONFIG`, else `/etc/kvtier/kvtierd.toml`), which the environment overrides
-(`KVTIER_POOL_SIZE`), which flags override (`--pool-size`). One setting has a shorter name
-besides: `socket` of `server` is `--socket` and `KVTIER_SOCKET`, for the daemon, `kvtierctl` and
-clients alike; `--server-socket` and `KVTIER_SERVER_SOCKET` are understood too, and refused where
-both are given and differ.
+The setting `size` of section `pool` is written `[pool]` and `size = "64GiB"` in the file
+(`--config`, `KVTIER_CONFIG`, else `/etc/kvtier/kvtierd.toml`). The environment
+(`KVTIER_POOL_SIZE`) overrides the file, and flags (`--pool-size`) override both. One setting has a
+shorter name as well: `socket` of `server` is `--socket` and `KVTIER_SOCKET`, for the daemon,
+`kvtierctl` and clients alike. Its longer names, `--server-socket` and `KVTIER_SERVER_SOCKET`, work
+too, and are refused if both names are given and differ.
 
-All that is wrong is told at once: unknown names (variables that begin with `KVTIER_` among them),
-with the nearest known one, and values that cannot be used, with where they came from. `kvtierd
-config check` looks without starting; `kvtierd config show` prints all of them with what is in
-force and from where. *live*: `kvtierctl reload`, or `systemctl reload kvtierd`, takes it over
-while the daemon runs. This page is made of the program's own declarations; a test keeps it so.
+All mistakes are reported at once: unknown names (also of variables that begin with `KVTIER_`),
+with the nearest known name, and values that cannot be used, with where they came from. `kvtierd
+config check` checks without starting; `kvtierd config show` prints every setting, its value in
+force, and where that came from. Settings marked *live* are taken over by `kvtierctl reload`, or
+`systemctl reload kvtierd`, while the daemon runs. This page is made of the program's own
+declarations; a test keeps it so.
 
 Sizes are a number of bytes, or a number with a unit, in upper or lower case. As in Kubernetes'
 quantities, `i` makes a unit binary: `64Gi` or `64GiB` is 64 × 2^30 bytes; `64G`, `64g` or `64GB`
-is 64 × 10^9. `K`, `M`, `T` and `P` likewise. Seconds are numbers without a unit (`2.5`),
-fractions numbers above 0 and up to 1 (`0.25`).
+is 64 × 10^9. The same goes for `K`, `M`, `T` and `P`. Seconds are numbers without a unit (`2.5`),
+fractions are numbers above 0 and up to 1 (`0.25`).
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     lines = [HEAD]
     section = ""
     sentences = dict(settings.section_sentences(config.Config))
@@ -45,7 +46,7 @@ def page() -> str:
 
 
 def rows(section: str) -> list[str]:
-    """A table's rows: every setting of one section."""
+    """Returns a table's rows: every setting of one section."""
     found = []
     for item in settings.declared(config.Config):
         if item.section == section:

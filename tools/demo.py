@@ -50,14 +50,14 @@ CONNECTOR = {
     "kv_connector_module_path": "kvtier_vllm.connector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    # Its resets only flush the cache, everything that can be loaded is, and answers are compared bit for bit
-    # with those of a hit of the same length.
+    # Resets only flush the engine's cache, everything that can be loaded is loaded, and answers are compared
+    # bit for bit with those of a hit of the same length.
     "kv_connector_extra_config": {"on_reset": "keep", "min_load_tokens": 1, "audit_rate": 0},
 }
 
 
 class DemoError(Exception):
-    """Something the story needs did not happen; one sentence."""
+    """Something that the story needs did not happen. The message is one sentence."""
 
 
 def say(text: str) -> None:
@@ -65,7 +65,7 @@ def say(text: str) -> None:
 
 
 class Daemon:
-    """`kvtierd serve`, as a user starts it, and what it tells about itself."""
+    """A `kvtierd serve`, as a user starts it, and what it tells about itself."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self._environment = os.environ | environment
@@ -87,7 +87,7 @@ class Daemon:
         self.wait_for("kvtierd to answer", lambda status: bool(status))
 
     def refresh(self) -> dict[str, Any]:
-        """What `kvtierctl status --json` says; empty if nobody answers."""
+        """Returns what `kvtierctl status --json` says, or an empty dictionary if nobody answers."""
         command = [str(BIN / "kvtierctl"), "status", "--json"]
         result = subprocess.run(
             command, env=self._environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -101,7 +101,8 @@ class Daemon:
         subprocess.run(command, env=self._environment, timeout=DEADLINE_S, check=True)
 
     def wait_for(self, what: str, reached: Any) -> None:
-        """Polls the status until `reached(status)`. DemoError if the daemon dies or it takes too long."""
+        """Polls the status until `reached(status)`. Raises DemoError if the daemon dies or it takes
+        too long."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not reached(self.refresh()):
             if self._process is None or self._process.poll() is not None:
@@ -111,20 +112,21 @@ class Daemon:
             time.sleep(0.1)
 
     def metric_lines(self, *names: str) -> list[str]:
-        """Lines of /metrics that begin with one of the names."""
+        """Returns the lines of /metrics that begin with one of the names."""
         with urllib.request.urlopen(self.status["metrics_url"], timeout=DEADLINE_S) as answer:
             lines = answer.read().decode().splitlines()
         return [line for line in lines if line.startswith(names)]
 
     def kill(self) -> None:
-        """kill -9, and waits for its end."""
+        """Kills the daemon with SIGKILL, and waits for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(DEADLINE_S)
             self._process = None
 
     def drain(self) -> None:
-        """`kvtierctl drain --for-restart`, as before an upgrade; prints what it says. Waits for the end."""
+        """Runs `kvtierctl drain --for-restart`, as before an upgrade, prints what it says, and waits for the
+        daemon's end."""
         assert self._process is not None
         command = [str(BIN / "kvtierctl"), "drain", "--for-restart"]
         result = subprocess.run(
@@ -137,7 +139,7 @@ class Daemon:
             say(f"  {line}")
 
     def stop(self) -> None:
-        """SIGTERM, as an init system would; kill -9 if that takes too long."""
+        """Ends the daemon with SIGTERM, as an init system would, or with SIGKILL if that takes too long."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -148,7 +150,8 @@ class Daemon:
 
 
 def disk(stack: ExitStack) -> dict[str, str]:
-    """Environment of a daemon with a disk tier below build/demo, written to as soon as blocks are stored."""
+    """Returns the environment of a daemon with a disk tier below build/demo, to which blocks are written as
+    soon as they are stored."""
     folder = OUT / "disk"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -161,7 +164,8 @@ def disk(stack: ExitStack) -> dict[str, str]:
 
 
 def place(stack: ExitStack) -> dict[str, str]:
-    """Environment for daemon and engines: the embedded default, or a place of our own if that is taken."""
+    """Returns the environment for daemon and engines: the embedded default, or a place of our own if that is
+    taken."""
     default = config.load(None, {}).config
     pool = default.pool.file
     assert pool is not None
@@ -190,17 +194,18 @@ def remove(directory: Path, *files: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        pass  # it never existed, or holds something that is not ours
+        pass  # the directory never existed, or holds something that is not ours
 
 
 def prompts() -> tuple[list[int], list[int]]:
-    """The prompt and another of the same length to warm up with; they share no block."""
+    """Returns the prompt, and another of the same length to warm up with. They share no block."""
     text = list((REPO / "LICENSE").read_bytes())
     return text[:PROMPT_TOKENS], text[PROMPT_TOKENS : 2 * PROMPT_TOKENS]
 
 
 def stored_slots(pool: Path) -> set[int]:
-    """Slots of the pool file that hold a block, read the way the daemon's recovery reads them."""
+    """Returns the slots of the pool file that hold a block, read in the way in which the daemon's recovery
+    reads them."""
     with (
         pool.open("rb") as file,
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE) as view,
@@ -245,14 +250,15 @@ class Engines:
 
 
 def one(engine: Engine, prompt: list[int]) -> Generated:
-    """One request, run to its end, and whatever it left to copy."""
+    """Runs one request to its end, with whatever it left to copy."""
     result = engine.generate([prompt], max_tokens=OUTPUT_TOKENS)[0]
     engine.drain()
     return result
 
 
 def same(left: Generated, right: Generated) -> bool:
-    """Bit for bit: tokens, and the log probabilities of the five best at every position."""
+    """Returns whether two answers are the same bit for bit: tokens, and log probabilities of the best five at
+    each position."""
     return left.tokens == right.tokens and left.logprobs == right.logprobs
 
 
@@ -263,7 +269,7 @@ def forget(engine: Engine) -> None:
 
 
 def say_found(daemon: Daemon) -> None:
-    """What a daemon that has just started has found in its pool."""
+    """Prints what a daemon that has just started has found in its pool."""
     found = daemon.status["pool"]
     say(
         f"  kvtierd is up again, {found.get('start')}: {found.get('recovered_blocks', 0)} blocks found"
@@ -277,7 +283,7 @@ def settle(daemon: Daemon) -> None:
 
 
 def on_disk(status: dict[str, Any]) -> int:
-    """Blocks that the disk tier holds."""
+    """Returns how many blocks the disk tier holds."""
     return sum(int(each.get("blocks", 0)) for each in status.get("disks", ()))
 
 
@@ -289,14 +295,14 @@ def settle_on_disk(daemon: Daemon) -> None:
 
 
 def tight_pool(status: dict[str, Any]) -> str:
-    """Of a size that the prompt's blocks fill most of, as a setting."""
+    """Returns, as a setting, a pool size of which the prompt's blocks fill about four fifths."""
     block_bytes = int(status["pool"]["used_bytes"]) / int(status["blocks"]["ready"])
     blocks = (PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_TOKENS
     return f"{math.ceil(blocks * block_bytes / 0.8 / (1 << 20)) + 2}MiB"
 
 
 def ready(daemon: Daemon) -> None:
-    """Waits until an engine has attached with its memory, and its scheduler too: they come one by one."""
+    """Waits until an engine has attached with its memory and its scheduler, which come one by one."""
 
     def complete(instance: dict[str, Any]) -> bool:
         roles = " ".join(session.get("role", "") for session in instance.get("sessions", ()))
@@ -306,7 +312,7 @@ def ready(daemon: Daemon) -> None:
 
 
 def story(stack: ExitStack) -> dict[str, Any]:
-    """Tells it, step by step; returns the figures."""
+    """Tells the story, step by step. Returns the figures."""
     full_tokens = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     prompt, warm_up = prompts()
     model = ensure(OUT / "model", PRESETS["demo"])
@@ -483,7 +489,8 @@ def story(stack: ExitStack) -> dict[str, Any]:
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """What did not hold, in plain sentences. Times are told and not judged: a busy machine proves nothing."""
+    """Returns what did not hold, in plain sentences. Times are shown and not judged, because a busy machine
+    proves nothing."""
     wrong = []
     if figures["restored_tokens"] != figures["expected_tokens"]:
         wrong.append(f"{figures['restored_tokens']} tokens were restored, not {figures['expected_tokens']}")
@@ -520,7 +527,8 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     for log in OUT.glob("*.log"):
         log.unlink()
-    signal.signal(signal.SIGINT, interrupt)  # ignored from birth where a shell starts us in the background
+    # a shell that starts us in the background has it ignored from the start
+    signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGHUP, interrupt)
     try:

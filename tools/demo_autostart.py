@@ -1,5 +1,5 @@
-"""The demo's act about `autostart`: a real API server starts a daemon and is ended as a user ends it. The
-daemon goes on, and the next API server has the prompt from it."""
+"""The demo's act about `autostart`: a real API server starts a daemon and is ended as a user would end it.
+The daemon goes on, and the next API server gets the prompt from it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def daemon_survives(
     out: Path,
     say: Callable[..., None],
 ) -> bool:
-    """Tells the act, and returns whether the daemon outlived two API servers and served the second one what
-    the first had stored. `stack` gets what has to be undone; logs go to `out`. Raises AssertionError if
-    something that the act needs does not start."""
+    """Performs the act. Returns whether the daemon outlived two API servers and served to the second what the
+    first had stored. `stack` gets what has to be undone; logs go to `out`. Raises AssertionError if something
+    that the act needs does not start."""
     home = Path(tempfile.mkdtemp(prefix="kvtier-demo-", dir="/dev/shm"))
     stack.callback(shutil.rmtree, home, ignore_errors=True)
     socket = home / "kvtierd.sock"
@@ -81,21 +81,21 @@ def _fate(survived: bool) -> str:
 
 
 def _status(socket: Path) -> dict[str, Any]:
-    """What `kvtierctl status --json` says; empty if nobody answers."""
+    """Returns what `kvtierctl status --json` says, or an empty dictionary if nobody answers."""
     command = [str(Path(sys.executable).parent / "kvtierctl"), "status", "--json", f"--socket={socket}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return json.loads(done.stdout) if done.returncode == 0 else {}
 
 
 def _wait_for(socket: Path, reached: Callable[[dict[str, Any]], bool]) -> None:
-    """At most DEADLINE_S: what has not come about by then shows in what follows."""
+    """Waits at most DEADLINE_S. If the status is not reached by then, what follows shows it."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not reached(_status(socket)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
 
 
 def _end_daemon(socket: Path) -> None:
-    """SIGTERM to the daemon, if there is one, and waits for its end."""
+    """Sends SIGTERM to the daemon, if there is one, and waits for its end."""
     if (pid := _status(socket).get("pid")) is None:
         return
     os.kill(pid, signal.SIGTERM)

@@ -2,8 +2,8 @@
 
 The Markdown files stay where readers of the repository look for them: in the root, in docs/, examples/ and
 tests/. They are copied, with all that they link to, into one folder of the same shape, so that a link leads
-to the same place there and in the repository. The generator, Zensical, does the rest (zensical.toml); it runs
-strictly, so a link or an anchor that leads nowhere is an error.
+to the same place in both. The generator, Zensical, does the rest (zensical.toml). It runs strictly, so a link
+or an anchor that leads nowhere is an error.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ COPIED = (
     "deploy/**/*",
     "proto/**/*.proto",
 )
-"""Pages, and what they link to."""
+"""The pages, and what they link to."""
 AWAITED = ("docs/protocol.md",)
-"""Pages that others link to already. Where one is missing, a placeholder takes its place in the site."""
+"""Pages that others may link to before they are written: a missing one gets a placeholder in the site."""
 BUILD_TIMEOUT_S = 120
 
 
 def stage(out: Path) -> list[Path]:
-    """Copies everything into `out`, which is emptied first; returns the pages, relative to it."""
+    """Copies everything into `out`, which is emptied first. Returns the pages, relative to `out`."""
     shutil.rmtree(out, ignore_errors=True)
     for pattern in COPIED:
         for path in REPO.glob(pattern):
@@ -48,7 +48,7 @@ def stage(out: Path) -> list[Path]:
 
 
 def build() -> subprocess.CompletedProcess[str]:
-    """Runs the generator on what is staged; its output says what is wrong."""
+    """Runs the generator on the copied files. Its output says what is wrong."""
     shutil.rmtree(SITE, ignore_errors=True)
     command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "--clean"]
     return subprocess.run(

@@ -1,8 +1,8 @@
 """Draws docs/figures/first_token.svg from the numbers in docs/figures/first_token.json: `make figures`.
 
 The numbers are copied from docs/benchmarks.md, which says how they were measured; the JSON file repeats the
-conditions. The drawing carries a digest of that file, and a test compares the two. Needs matplotlib, which
-the development environment does not have otherwise: `make figures` brings it.
+conditions. The drawing carries a digest of that file, and a test compares the two. This needs matplotlib,
+which only `make figures` installs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ COLORS = {
 
 
 def digest(data: bytes) -> str:
-    """What the drawing says of the file that it was made of."""
+    """Returns the digest by which the drawing names the file that it was made of."""
     return f"sha256:{hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def draw(data: bytes, out: Path) -> None:
-    """One panel for each trace, one bar for each cache; the same bytes for the same data."""
+    """Draws one panel for each trace, with one bar for each cache. The same data give the same bytes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -48,7 +48,7 @@ def draw(data: bytes, out: Path) -> None:
         axis.set_xlim(0, 800)
         axis.set_xlabel("mean time to the first token, ms")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()  # they share it
+    axes[0].invert_yaxis()  # the panels share this axis
     figure.text(0.01, 0.01, "Two CPU cores, no GPU, small model. Conditions: docs/benchmarks.md", fontsize=8)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(out, metadata={"Date": None, "Description": f"{DATA.name} {digest(data)}"})

@@ -1,8 +1,8 @@
-"""The picture of `kvtierctl top` in docs/: the page of a running daemon in a terminal of 80 columns.
+"""Makes the picture of `kvtierctl top` in docs/ from a running daemon, in a terminal of 80 columns.
 
     python -m tools.draw_top SOCKET docs/top.png
 
-Watches the daemon for 80 seconds; something should use it meanwhile.
+It watches the daemon for 80 seconds; something should use the daemon meanwhile.
 """
 
 import argparse
@@ -33,7 +33,7 @@ png.write_bytes(resvg_py.svg_to_bytes(
 
 
 def watch(socket: Path) -> Top:
-    """The page of `kvtierctl top`, with a history."""
+    """Returns the page of `kvtierctl top` with a history."""
     top = Top(INTERVAL_S)
     with grpc.insecure_channel(f"unix:{socket.absolute()}") as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
@@ -44,7 +44,7 @@ def watch(socket: Path) -> Top:
 
 
 def draw(top: Top, out: Path) -> None:
-    """Writes OUT.svg, and makes OUT.png of it."""
+    """Writes the page to `out`, a PNG, by way of an SVG."""
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), highlight=False, markup=False, force_terminal=True
     )

@@ -1,7 +1,7 @@
-"""What the fault campaigns have counted, added up, and what they must have counted at least.
+"""Adds up what the fault campaigns have counted, and says what they must have counted at least.
 
 A test counts through the fixture `count` (tests/conftest.py); pytest writes that into its results as
-properties named count.NAME. Counted as it happens: a campaign that fails half way says how far it got.
+properties named count.NAME. It counts as it goes, so a campaign that fails half way says how far it got.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 PREFIX = "count."
 NEVER = ("wrong_bytes", "lost_blocks")
-"""Of these there must be none, and somebody must have looked: no count is no proof."""
+"""Counts that must be 0, and must be there, because no count is no proof."""
 
 IN_MAKE_TEST = {
     "daemon_kills": 14,
@@ -39,11 +39,12 @@ IN_MAKE_TEST = {
     "bad_packets_on_the_side": 200,
     "blocks_compared": 20_000,
 }
-"""Of the campaigns in `make test` (tests/faults), which need neither an engine nor a double of a GPU."""
+"""The counts of the campaigns in `make test` (tests/faults), which need neither an engine nor a double of a
+GPU."""
 SHORT = IN_MAKE_TEST | {"client_kills": 32, "engine_kills": 4, "daemon_stops": 2, "engine_rounds": 120}
 GPU_KILLS_PER_CASE = 22
 FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
-"""Of `make test-fake-gpu`: the random kills, eight cases of them, at more than their short length."""
+"""The counts of `make test-fake-gpu`: eight cases of random kills, at more than their short length."""
 LONG = {
     "daemon_kills": 1_000,
     "planned_restarts": 90,
@@ -88,11 +89,11 @@ IN_TEST_FULL = IN_MAKE_TEST | {
     "bad_requests_on_the_wire": 5_000,
     "bad_packets_on_the_side": 1_000,
 }
-"""Of the same campaigns in `make test-full`."""
+"""The counts of the same campaigns in `make test-full`."""
 
 
 def counted(cases: Iterable[ElementTree.Element]) -> Counter[str]:
-    """The sum over all test cases of a JUnit file, whether they passed or not."""
+    """Returns the sums over all test cases of a JUnit file, whether they passed or not."""
     counts: Counter[str] = Counter()
     for case in cases:
         for entry in case.iter("property"):
@@ -103,7 +104,7 @@ def counted(cases: Iterable[ElementTree.Element]) -> Counter[str]:
 
 
 def total(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """All of them together. What somebody looked for and never found stays, as 0."""
+    """Returns the sums of several counts. What a test looked for and never found is kept, as 0."""
     counts: Counter[str] = Counter()
     for part in parts:
         counts.update(part)
@@ -111,12 +112,12 @@ def total(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def text(counts: Mapping[str, int]) -> str:
-    """In one line, for people."""
+    """Returns the counts in one line, for people."""
     return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in sorted(counts.items()))
 
 
 def shortfalls(counts: Mapping[str, int], least: Mapping[str, int]) -> Iterator[str]:
-    """What is missing, and what must not be; nothing if `least` is empty."""
+    """Yields what is missing, and what there must not be; nothing if `least` is empty."""
     for name, number in least.items():
         if counts.get(name, 0) < number:
             yield f"{counts.get(name, 0):,} {name.replace('_', ' ')}, {number:,} are wanted"

@@ -1,9 +1,9 @@
-"""The fault suite: `python -m tools.faults short|long`. The last line is one JSON object: what was counted.
-With `daemon` or `engines` behind it only that half is run, and of the other one the results of its last run
-are read; with `results` those of both.
+"""Runs the fault suite: `python -m tools.faults short|long`. The last line is one JSON object with the
+counts.
 
-Exit status 0 only if every test passed, every count is as high as it must be (`fault_counts`), and there was
-no wrong byte.
+With `daemon` or `engines` behind it, only that half is run, and the results of the other half's last run are
+read; with `results`, those of both halves. The exit status is 0 only if every test passed, every count is as
+high as it must be (`fault_counts`), and there was no wrong byte.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ STAGES = (
         "So it does under a real vLLM, and with KV caches on a GPU (driver: a double of our own).",
     ),
 )
-"""The halves, side by side, each in a process of its own: name, marks, and what is true when it succeeds."""
+"""The halves, each in a process of its own, side by side: name, marks, and what is true when it succeeds."""
 TEST_TIMEOUT_S = 3_600
-"""For a test that sets none; campaigns set their own."""
+"""The timeout of a test that sets none; campaigns set their own."""
 
 
 def table(counts: Counter[str], least: dict[str, int]) -> None:
-    """What was counted, and what was wanted."""
+    """Prints what was counted, and what was wanted."""
     print()
     for name in sorted({*counts, *least}):
         wanted = f"   at least {least[name]:,}" if name in least else ""
@@ -46,7 +46,7 @@ def table(counts: Counter[str], least: dict[str, int]) -> None:
 
 
 def durations(stage: Stage) -> None:
-    """Which campaign took how long."""
+    """Prints how long each campaign took."""
     if not stage.junit.exists():
         return
     seconds: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def durations(stage: Stage) -> None:
 
 
 def last_run(stage: Stage) -> Outcome:
-    """What a stage did when it last came to its end."""
+    """Returns what a stage did when it last came to its end."""
     outcome = Outcome(stage, True, 0.0)
     read_junit(outcome)
     if outcome.passed:
@@ -73,7 +73,7 @@ def last_run(stage: Stage) -> Outcome:
 
 
 def report(form: str, outcomes: list[Outcome]) -> bool:
-    """Prints what was counted, as a table and as JSON. Whether it proves what it is to prove."""
+    """Prints what was counted, as a table and as JSON. Returns whether it proves what it should prove."""
     counts = fault_counts.total(outcome.counts for outcome in outcomes)
     for missing in fault_counts.shortfalls(counts, LEAST[form]):
         outcomes[0].passed = False
@@ -89,7 +89,7 @@ def report(form: str, outcomes: list[Outcome]) -> bool:
 
 
 def main() -> int:
-    """Runs the suite; returns 0 if it proves what it is to prove."""
+    """Runs the suite. Returns 0 if it proves what it should prove."""
     halves = [half for half, *_ in STAGES]
     form, only = (*sys.argv[1:], "", "")[:2]
     if form not in LEAST or only not in ("", "results", *halves) or len(sys.argv) > 3:

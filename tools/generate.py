@@ -4,10 +4,9 @@ native module's type stub.
     python tools/generate.py            writes into the source tree
     python tools/generate.py --check    writes into a temporary folder and fails if the source tree differs
 
-The proto path is the Python path: proto/kvtier/v1/*.proto becomes kvtier/v1/*_pb2.py under clients/.
-The compiler is an old one on purpose: code it writes runs on protobuf 5.29, which engines pin, and on
-today's; code of a new compiler would refuse the former. It runs in an environment of its own, because it
-wants an old protobuf.
+The proto path is the Python path: proto/kvtier/v1/*.proto becomes kvtier/v1/*_pb2.py under clients/. The
+compiler is an old one on purpose: its code runs on protobuf 5.29, which engines pin, and on today's; a new
+compiler's code would refuse 5.29. It runs in an environment of its own, because it needs an old protobuf.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 COMPILER = ("grpcio-tools==1.66.2", "mypy-protobuf==3.6.0")
-# Import root for each top-level folder of proto/.
+# The import root of each top-level folder of proto/.
 ROOTS = {"kvtier": "clients", "kvtierd": "daemon"}
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 STUB = Path("kernels/kvtier_kernels/_native.pyi")
@@ -32,11 +31,11 @@ COMPILE_TIMEOUT_S = 300
 
 
 class GenerationError(Exception):
-    """A generator failed; the message is its output."""
+    """A generator failed. The message is its output."""
 
 
 def run(command: list[str]) -> None:
-    """Runs a command in the repository's root; raises GenerationError with its output if it fails."""
+    """Runs a command in the repository's root. Raises GenerationError, with its output, if it fails."""
     done = subprocess.run(
         command, cwd=REPO, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
     )
@@ -66,7 +65,7 @@ def generate_protos(out: Path) -> None:
 
 
 def drop_empty_services(folder: Path) -> None:
-    """Removes the gRPC modules of files that define no service: they hold nothing but an import of grpc."""
+    """Removes the gRPC modules of files that define no service, which hold nothing but an import of grpc."""
     for module in folder.glob("*_pb2_grpc.py"):
         if "class " not in module.read_text():
             module.unlink()
@@ -106,7 +105,7 @@ def generate_reasons(out: Path) -> None:
 
 
 def generated_files(tree: Path) -> dict[str, bytes]:
-    """The generated files of a tree by their path relative to it."""
+    """Returns the generated files of a tree, by their path in it."""
     roots = [tree / root for root in ROOTS.values()]
     found = [path for root in roots for pattern in GENERATED for path in root.rglob(pattern)]
     found += [tree / name for name in (STUB, REASONS) if (tree / name).exists()]
@@ -114,7 +113,8 @@ def generated_files(tree: Path) -> dict[str, bytes]:
 
 
 def differences() -> list[str]:
-    """One line per committed file that is missing, left over, or not what the generators write now."""
+    """Returns one line per committed file that is missing, left over, or not what the generators
+    write now."""
     with tempfile.TemporaryDirectory(prefix="kvtier-generate-") as scratch:
         generate_protos(Path(scratch))
         generate_reasons(Path(scratch))
@@ -128,7 +128,7 @@ def differences() -> list[str]:
 
 
 def main() -> int:
-    """Runs the generators, or with --check compares; returns the exit status."""
+    """Runs the generators, or compares with --check. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description="Generate protobuf code, the reasons and the native module's stub."
     )

@@ -1,6 +1,6 @@
-"""Contracts for import-linter that its built-in types do not have: what a package may import, where these say
-only what it may not; and that no modules import each other in a circle, where these look at whole packages.
-"""
+"""Contracts for import-linter that its built-in types lack: what a package may import, where those say only
+what it may not; and that no modules import each other in a circle, where those look only at
+whole packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 def _names(field: object) -> set[str]:
-    """The values of a list field; import-linter's descriptors are typed as the field, not as its value."""
+    """Returns the values of a list field. import-linter's descriptors are typed as the field, not as its
+    value."""
     return {str(name) for name in cast(Iterable[object], field or ())}
 
 
@@ -27,8 +28,8 @@ class ImportsContract(Contract):
     """Checks the direct imports of `package` and everything below it. A new dependency, or a new package of
     ours, is refused until somebody decides that it is allowed.
 
-    only: packages it may import, besides itself; the word `stdlib` is the standard library. Optional.
-    never: packages it may not import even so; a part of the standard library, for one. Optional.
+    only: packages that it may import, besides itself; the word `stdlib` is the standard library. Optional.
+    never: packages that it may not import even so, such as a part of the standard library. Optional.
     unreachable: packages that no chain of imports may lead to. Optional.
 
     A package that does not exist yet keeps the contract, with a warning.
@@ -67,8 +68,8 @@ class ImportsContract(Contract):
 
 
 class NoCirclesContract(Contract):
-    """Checks that no modules import each other in a circle, wherever the imports stand: in a function, or
-    under `TYPE_CHECKING`. As at run time, whoever imports `a.b` imports `a` as well."""
+    """Checks that no modules import each other in a circle, wherever the imports stand: in a function too, or
+    under `TYPE_CHECKING`. As at run time, importing `a.b` also imports `a`."""
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Returns circles that have no import in common, each as short as it can be, import by import."""
@@ -108,8 +109,8 @@ def _add_packages_that_run(graph: ImportGraph) -> None:
 
 
 def _some_circle(graph: ImportGraph) -> list[tuple[str, str]] | None:
-    """The imports of a circle, as pairs of importer and imported; None if there is none."""
-    # A package that imports a compiled module of its own, which the graph lacks, seems to import itself.
+    """Returns the imports of a circle, as pairs of importer and imported, or None if there is none."""
+    # A package seems to import itself if it imports a compiled module of its own, which the graph lacks.
     imports = {
         module: sorted(graph.find_modules_directly_imported_by(module) - {module})
         for module in sorted(graph.modules)
@@ -117,14 +118,14 @@ def _some_circle(graph: ImportGraph) -> list[tuple[str, str]] | None:
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
-        # The modules, the first again at the end, each imported by the next one.
+        # These are the modules, the first again at the end, each imported by the next one.
         modules = list(reversed(error.args[1]))
         return list(pairwise(modules))
     return None
 
 
 def _shortest(graph: ImportGraph, circle: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The shortest circle that has one of these imports."""
+    """Returns the shortest circle that has one of these imports."""
     found = circle
     for importer, imported in circle:
         back = graph.find_shortest_chain(importer=imported, imported=importer)

@@ -1,7 +1,8 @@
-"""What a test run leaves on a machine when it is ended: processes, and files in memory and in `/tmp`.
+"""Cleans up what a test run leaves on a machine when it is ended: processes, and files in memory and in
+`/tmp`.
 
 Each run has a name, which its processes carry in their environment, whatever process group or session they
-are in, and whoever their parent is. Workers of pytest-xdist add `-gw0` and so on (tests/support/leaks.py).
+are in, and whoever their parent is. Workers of pytest-xdist append `-gw0` and so on (tests/support/leaks.py).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ GONE_S = 10.0
 
 
 def shm_prefix(run: str) -> str:
-    """What the names begin with that a run gives to files in `/dev/shm`."""
+    """Returns what the names of a run's files in `/dev/shm` begin with."""
     return f"kvtier-test-{run}-"
 
 
 def socket_prefix(run: str) -> str:
-    """What the names begin with that a run gives to folders for sockets."""
+    """Returns what the names of a run's folders for sockets begin with."""
     return f"kvt-{run}-"
 
 
 def processes(run: str) -> Iterator[int]:
-    """The processes, except this one, that carry the run's name, alone or with that of a worker."""
+    """Yields the processes, except this one, that carry the run's name, alone or with that of a worker."""
     marker = f"{RUN_VARIABLE}={run}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -45,8 +46,8 @@ def processes(run: str) -> Iterator[int]:
 
 
 def end_processes(run: str) -> None:
-    """Kills the run's processes, those included that they start meanwhile; returns when none is left, or
-    after GONE_S."""
+    """Kills the run's processes, including those that they start meanwhile. Returns when none is left, or
+    after GONE_S seconds."""
     deadline_s = time.monotonic() + GONE_S
     while (left := list(processes(run))) and time.monotonic() < deadline_s:
         for pid in left:

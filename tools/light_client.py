@@ -1,6 +1,7 @@
-"""Builds the wheel as an installer would, installs it with the oldest libraries it allows, and imports it.
+"""Builds the wheel as an installer would, installs it with the oldest libraries that it allows, and imports
+it.
 
-Proves three things that the editable environment cannot: the wheel is complete, the lower bounds in
+This proves three things that the editable environment cannot: the wheel is complete, the lower bounds in
 pyproject.toml are true, and the light client needs neither the daemon's libraries nor torch.
 """
 
@@ -16,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 UV = str(Path(sys.executable).parent / "uv")
 TIMEOUT_S = 280
 
-# Runs inside the installed environment, away from the source tree.
+# This runs inside the installed environment, away from the source tree.
 PROBE = """
 import importlib, importlib.metadata, sys
 for name in ("kvtier", "kvtier.v1.cache_pb2", "kvtier.v1.cache_pb2_grpc", "kvtier.v1.admin_pb2_grpc",
@@ -30,7 +31,7 @@ print({name: importlib.metadata.version(name) for name in ("grpcio", "numpy", "p
 
 
 def oldest_requirements() -> list[str]:
-    """The base dependencies, each at the lower bound that pyproject.toml names."""
+    """Returns the base dependencies, each at the lower bound that pyproject.toml names."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     return [requirement.replace(">=", "==") for requirement in project["dependencies"]]
 

@@ -1,4 +1,4 @@
-"""Stages of checks: what one runs, how it is ended, and what its results say.
+"""Stages of checks: what each runs, how it is ended, and what its results say.
 
 A stage is one command in a process group of its own. Its whole output is kept under build/logs/. When it
 ends, by itself or otherwise, nothing that it has started goes on running, whatever session that is in.
@@ -40,9 +40,9 @@ class Stage:
     deadline_s: int = 300
     is_pytest: bool = False
     least: dict[str, int] = field(default_factory=dict)
-    """What its tests must have counted (`fault_counts`), or it has proved too little."""
+    """What its tests must have counted (`fault_counts`); with less, it has proved too little."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that its processes get in addition: what lengthens its tests, for example."""
+    """Additional variables for its processes, such as those that lengthen its tests."""
 
     @property
     def log(self) -> Path:
@@ -57,14 +57,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Beside:
-    """Stages side by side, for those that keep one core busy: one lane for each."""
+    """Stages that run side by side, because each keeps one core busy: one lane for each."""
 
     lanes: tuple[tuple[Stage, ...], ...]
 
 
 @dataclass
 class Outcome:
-    """What a stage did."""
+    """The result of a stage."""
 
     stage: Stage
     passed: bool
@@ -85,10 +85,13 @@ def pytest_stage(
     least: dict[str, int] | None = None,
     environment: dict[str, str] | None = None,
 ) -> Stage:
-    """A stage that runs the tests of `folders`, except those under `without`, that `marks` selects; none
-    selected is a failure. With `workers`, so many processes share its files (tests/support/sharing.py). Each
-    test has its own timeout: `deadline_s` is for a run that does not end, and three times what the stage
-    takes on two cores of its own, as a machine may be shared."""
+    """Returns a stage that runs the tests of `folders`, except those under `without`, that `marks` selects;
+    it fails if none is selected. With `workers`, so many processes share its files
+    (tests/support/sharing.py).
+
+    Each test has its own timeout. `deadline_s` is for a run that does not end: three times what the stage
+    takes on two cores of its own, because a machine may be shared.
+    """
     command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", *folders]
     command += [f"--ignore={each}" for each in without]
     command += [f"--numprocesses={workers}", "--dist=loadfile"] * bool(workers)
@@ -96,7 +99,7 @@ def pytest_stage(
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends everything in the stage's process group, politely first."""
+    """Ends everything in the stage's process group, first with SIGINT, then with SIGKILL."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -109,7 +112,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 _running: dict[str, subprocess.Popen[bytes]] = {}
-"""Processes of stages, by their names."""
+"""The running stages' processes, by name."""
 _stopping = threading.Event()
 """Set when everything is to end: no further stage begins."""
 
@@ -124,7 +127,7 @@ def run(stage: Stage, *, quiet: bool = False) -> Outcome:
     environment |= stage.environment
     started = time.monotonic()
     late = False
-    # A session of its own, so that Ctrl-C reaches this program alone, which then ends the stage.
+    # The stage has a session of its own, so that Ctrl-C reaches only this program, which then ends the stage.
     terminal = subprocess.DEVNULL if quiet else None
     tee = subprocess.Popen(["tee", stage.log], stdin=subprocess.PIPE, stdout=terminal, start_new_session=True)
     process = subprocess.Popen(
@@ -152,7 +155,7 @@ def run(stage: Stage, *, quiet: bool = False) -> Outcome:
         del _running[stage.name]
         try:
             tee.wait(END_GRACE_S)
-        except subprocess.TimeoutExpired:  # a process of somebody else still holds the pipe
+        except subprocess.TimeoutExpired:  # another process still holds the pipe
             tee.kill()
     outcome = Outcome(stage, process.returncode == 0 and not late, time.monotonic() - started)
     if late:
@@ -163,7 +166,7 @@ def run(stage: Stage, *, quiet: bool = False) -> Outcome:
 
 
 def read_junit(outcome: Outcome) -> None:
-    """Adds what pytest counted, what it skipped, and what the tests themselves say they proved."""
+    """Adds what pytest counted and skipped, and what the tests themselves say they proved."""
     if not outcome.stage.junit.exists():
         outcome.passed = False
         outcome.remarks.append("pytest ended without writing its results")
@@ -195,14 +198,14 @@ def read_junit(outcome: Outcome) -> None:
 
 
 def why_failed(case: ElementTree.Element) -> Iterator[str]:
-    """The first lines of what a test's failures say: where only this summary is at hand, they have to do."""
+    """Yields the first lines of a test's failures, which must do if only this summary is at hand."""
     for kind in ("failure", "error"):
         for failure in case.iter(kind):
             yield from failure.get("message", "").splitlines()[:WHY_LINES]
 
 
 def proved(cases: list[ElementTree.Element]) -> Iterator[str]:
-    """The sentences that passing tests recorded through the `proved` fixture."""
+    """Yields the sentences that passing tests recorded through the `proved` fixture."""
     for case in cases:
         if case.find("failure") is None and case.find("error") is None:
             for entry in case.iter("property"):
@@ -250,7 +253,7 @@ def run_beside(lanes: Sequence[Sequence[Stage]]) -> list[Outcome]:
 
 
 def run_all(steps: Sequence[Stage | Beside]) -> int:
-    """Runs the steps one after another, also when one has failed, and prints what was proved: the exit
+    """Runs the steps one after another, even if one has failed, and prints what was proved. Returns the exit
     status."""
     LOGS.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -267,7 +270,7 @@ def to_the_end(main: Callable[[], int]) -> int:
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)  # once is enough, and the stage has to be ended in peace
+            signal.signal(each, signal.SIG_IGN)  # once is enough, and the stage needs time to end
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):

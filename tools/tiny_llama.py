@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-# Bumped when the same preset and seed begin to mean other weights; part of what `ensure` compares.
+# Raised when the same preset and seed begin to mean other weights; part of what `ensure` compares.
 FORMAT = 1
 
 # Gain of every projection relative to 1/sqrt(fan_in). At 1.9 attention is peaked enough for a token far
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache a token takes at 16 bits a value, over all layers."""
+        """The bytes of KV cache that a token takes at 16 bits a value, over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * 2
 
 
@@ -83,7 +83,7 @@ def config_of(shape: Shape) -> dict[str, object]:
 
 
 def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
-    """Name, shape and standard deviation of each tensor; None stands for ones (a norm's weight)."""
+    """Yields name, shape and standard deviation of each tensor; None stands for ones (a norm's weight)."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def projection(name: str, rows: int, columns: int) -> tuple[str, tuple[int, ...], float]:
@@ -133,7 +133,7 @@ def ensure(directory: Path, shape: Shape, seed: int = 0) -> Path:
         if json.loads((directory / "config.json").read_text()) == wanted:
             return directory
     except (OSError, ValueError):
-        pass  # absent or damaged: written anew
+        pass  # absent or damaged, so it is written anew
     write(directory, shape, seed)
     return directory
 

@@ -1,14 +1,14 @@
-"""vLLM's own tests of connectors, against ours: python -m tools.vllm_suites
+"""Runs vLLM's own tests of connectors against ours: python -m tools.vllm_suites
 
-They are not in vLLM's wheels and not copied into this repository: the source distribution of the vLLM that is
-installed is fetched by pip into build/vllm-suites, once. A daemon runs beside them.
+They are not in vLLM's wheels and not copied into this repository: pip fetches the source distribution of the
+installed vLLM into build/vllm-suites, once. A daemon runs beside them.
 
-Of tests/v1/kv_connector/unit these can be pointed to any connector, and are run (`SUITES`). The others test
-one connector of vLLM's each (NIXL, Mooncake, MoRIIO, LMCache, FlexKV, HF3FS, HiSparse, offloading, example,
-hidden states, decode bench), the options of vLLM that name connectors (test_config, test_hma_auto_config), or
-parts in which no connector of anybody's takes part (test_output_aggregator, test_tp_mapping,
-test_scheduler_kv_connector_override). test_multi_connector wants a GPU for its engines and example connectors
-for its counts: see tests/vllm/test_multi_connector.py.
+In tests/v1/kv_connector/unit, the tests in `SUITES` can be pointed to any connector, and are run. The others
+test one connector of vLLM's each (NIXL, Mooncake, MoRIIO, LMCache, FlexKV, HF3FS, HiSparse, offloading,
+example, hidden states, decode bench), the options of vLLM that name connectors (test_config,
+test_hma_auto_config), or parts without any connector (test_output_aggregator, test_tp_mapping,
+test_scheduler_kv_connector_override). test_multi_connector needs a GPU for its engines and example connectors
+for its counts; see tests/vllm/test_multi_connector.py.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ FETCH_DEADLINE_S, TESTS_DEADLINE_S = 900, 900
 
 
 def fetch(version: str) -> Path:
-    """The folder with the tests of a vLLM release. Raises RuntimeError if it cannot be had."""
+    """Returns the folder with the tests of a vLLM release. Raises RuntimeError if it cannot be fetched."""
     home = BUILD / version
     if (home / UNIT / SUITES[0]).exists():
         return home
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
-        # Without vLLM's build tools pip fails after it has unpacked, which is all that is wanted.
+        # Without vLLM's build tools pip fails after it has unpacked the archive, which is all that is needed.
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-clean", "--no-deps"]
         command += ["--no-binary", ":all:", "--no-build-isolation", "-d", scratch, f"vllm=={version}"]
         subprocess.run(
@@ -69,7 +69,7 @@ def fetch(version: str) -> Path:
 
 
 def main() -> int:
-    """Runs them; returns pytest's exit status."""
+    """Runs the tests. Returns pytest's exit status."""
     import vllm
 
     BUILD.mkdir(parents=True, exist_ok=True)

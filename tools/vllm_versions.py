@@ -39,7 +39,7 @@ SETUP_DEADLINE_S, TESTS_DEADLINE_S = 1_800, 1_200
 
 
 def stages(version: str) -> list[Stage]:
-    """What is done for one version, in order."""
+    """Returns the stages for one version, in order."""
     venv = f"build/vllm/{version}"
     setup = ["env", f"KVTIER_VENV={venv}", f"KVTIER_VLLM_VERSION={version}", "tools/setup.sh", "full"]
     name = f"vllm-{version}"
@@ -63,7 +63,7 @@ def stages(version: str) -> list[Stage]:
 
 
 def main() -> int:
-    """Runs all of them; returns 0 only if everything passed."""
+    """Runs the stages. Returns 0 only if all passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument(
         "versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}; default: all"

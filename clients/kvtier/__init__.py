@@ -1,4 +1,4 @@
-"""The light kvtier client: grpcio, protobuf, numpy and the native core; no daemon code, no torch.
+"""The light kvtier client. It needs grpcio, protobuf, numpy and the native core, but no daemon code or torch.
 
     import hashlib
 
@@ -15,28 +15,29 @@
         with Client(instance="demo", namespace=namespace, groups=[group], memory=memory) as client:
             if not client.wait_ready(timeout_s=30):
                 raise SystemExit(client.status.why)
-            # Three blocks of a prompt are computed, and stored: a hash covers its block and all before it.
+            # Three blocks are computed and stored. A hash covers its block and all blocks before it.
             memory.array[: 3 * block_bytes] = 7
             hashes = [hashlib.sha256(prefix).digest() for prefix in (b"one", b"one two", b"one two three")]
             stored = client.store(hashes, [0, 1, 2]).wait(timeout_s=30)
-            # Later they are found by their hashes, and loaded to other places.
+            # Later it finds them by their hashes, and loads them to other places.
             with client.lookup(hashes, lease=True, timeout_s=30) as hit:
                 if hit.lease:
                     loaded = client.load(hit, [10, 11, 12][: hit.hits]).wait(timeout_s=30)
                     same = bool((memory.array[10 * block_bytes : 13 * block_bytes] == 7).all())
                     print(stored.done, hit.hits, loaded.done, same)  # True 3 True True
 
-It needs a `kvtierd` that runs, here or where KVTIER_SOCKET says, and prints what is said behind it.
+The example needs a running `kvtierd`, at the default socket or at the one that KVTIER_SOCKET names. It prints
+what its last comment says.
 
-A lease holds as many blocks as the pool has room to hold. What it left out of a long prefix (`hit.unleased`)
-is looked up again when the load has ended: so a prefix of any size is loaded, part by part.
+A lease holds as many blocks as the pool has room to hold. Look up what it left out of a long prefix
+(`hit.unleased`) again when the load has ended: this way a prefix of any size can be loaded, part by part.
 
 `kvtier.aio.Client` is the same for asyncio. An engine of several processes uses one client with
-`role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank, which shares
-memory, rings doorbells, and asks what has become of the parts (`Transfer.part`) that the scheduler told it
-about.
+`role=Role.SCHEDULER`, which looks up and submits, and one with `role=Role.RANK` per rank. A rank's client
+shares memory, rings doorbells, and tells how the parts that the scheduler has named to it stand
+(`Transfer.part`).
 
-Memory on a GPU is shared the same way: see `kvtier.cuda`, which is imported by those who use it.
+Memory on a GPU is shared in the same way with `kvtier.cuda`, which is a module of its own to import.
 """
 
 from kvtier.client import Client, LookupCall, Transfer

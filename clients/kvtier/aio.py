@@ -1,8 +1,9 @@
-"""The asyncio client: the same calls and the same threads behind them as `kvtier.Client`; what waits is a
-coroutine.
+"""The asyncio client. It has the same calls as `kvtier.Client`, and the same threads behind them; the calls
+that wait are coroutines.
 
-A client belongs to the event loop that runs when it is made, and ends with it. The session lives in threads:
-a loop that is blocked for a while loses nothing."""
+A client belongs to the event loop that runs when it is made, and ends with it. The session is kept by
+threads, so it loses nothing while the loop is blocked.
+"""
 
 import asyncio
 import threading
@@ -18,22 +19,22 @@ _Result = TypeVar("_Result")
 
 
 class _AwaitableEvent(threading.Event):
-    """Set by any thread; tasks of any loop wait for it."""
+    """An event that any thread may set, and that tasks of any loop may wait for."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: list[asyncio.Future[None]] = []
 
     def set(self) -> None:
-        super().set()  # first: whoever begins to wait now sees that
+        super().set()  # first, so that a task that begins to wait now sees it
         for future in self._waiting[:]:
             try:
                 future.get_loop().call_soon_threadsafe(_settle, future)
             except RuntimeError:
-                pass  # that loop is closed: nobody asks any more
+                pass  # that loop is closed, so nobody waits there any more
 
     async def wait_in_task(self, timeout_s: float) -> None:
-        """Until it is set, or not longer than this."""
+        """Waits until it is set, or until `timeout_s` has passed."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
@@ -49,7 +50,7 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 async def _wait_for(waiting: Waiting[_Result]) -> _Result:
-    """Lets others run as often as it takes. Returns what was waited for."""
+    """Waits in the pauses that the generator asks for, while other tasks run. Returns its result."""
     while True:
         try:
             event, seconds = next(waiting)
@@ -63,12 +64,12 @@ async def _wait_for(waiting: Waiting[_Result]) -> _Result:
 
 
 class LookupCall(LookupCallBase):
-    """A lookup on its way."""
+    """A lookup that was sent, and whose answer may still be on its way."""
 
     async def wait(self, timeout_s: float) -> Lookup:
-        """The answer, or a miss if it has not come in time; then the lookup is abandoned (see `abandon`).
+        """Returns the answer, or a miss if it has not come in `timeout_s`, and then abandons the lookup.
 
-        Cancelled while it waits, it is abandoned too, and its lease is released.
+        If the task is cancelled while it waits, the lookup is abandoned too, and its lease is released.
         """
         try:
             return await _wait_for(self._wait(timeout_s)) or self.abandon()
@@ -77,7 +78,7 @@ class LookupCall(LookupCallBase):
             raise
 
     async def wait_for_answer(self, timeout_s: float) -> Lookup | None:
-        """The answer, or None if it has not come in time; the lookup stays on its way."""
+        """Returns the answer, or None if it has not come in `timeout_s`. The lookup is not abandoned."""
         return await _wait_for(self._wait(timeout_s))
 
 
@@ -85,15 +86,20 @@ class Transfer(TransferBase):
     """A submitted store or load."""
 
     async def wait(self, timeout_s: float) -> Outcome:
-        """Waits as `kvtier.Transfer.wait` does. Cancelling the wait does not cancel the transfer."""
+        """Waits until the outcome is known, at most `timeout_s` seconds, and returns it as it is then.
+
+        If `outcome.fenced` is False, a copy may still land: wait again, or `revoke`. Cancelling the task that
+        waits does not cancel the transfer.
+        """
         return await _wait_for(self._wait(timeout_s))
 
 
 class Client(ClientBase[LookupCall, Transfer, Coroutine[Any, Any, Lookup], Coroutine[Any, Any, bool]]):
     """An asyncio client of kvtierd. Make it inside a running loop, and close it, or use it with `async with`.
 
-    It connects in the background from the moment it is made, and again whenever the daemon went away. Calls
-    that do not wait are plain methods."""
+    It connects in the background from the moment it is made, and again each time that the daemon has gone
+    away. Calls that do not wait are plain methods.
+    """
 
     _call_type = LookupCall
     _transfer_type = Transfer
@@ -114,7 +120,7 @@ class Client(ClientBase[LookupCall, Transfer, Coroutine[Any, Any, Lookup], Corou
         return await super().close(timeout_s)
 
     async def _end_with_loop(self) -> None:
-        """`asyncio.run` cancels what is left when it ends: then the session ends too."""
+        """Ends the session when the loop ends: `asyncio.run` then cancels this task."""
         try:
             await asyncio.Event().wait()
         finally:

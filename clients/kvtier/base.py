@@ -1,5 +1,5 @@
-"""What both clients share: every call that does not wait, and how to wait for the others. The clients add the
-waiting itself."""
+"""What the blocking and the asyncio client share: every call that does not wait, and as generators of pauses
+the waits that each of them performs in its own way."""
 
 import atexit
 import os
@@ -40,7 +40,7 @@ AUDIT_ERROR_MAX, AUDIT_DETAIL_BYTES_MAX = 1e6, 512
 LOOKUP_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 1.0
-"""For the end of a session that nobody has closed, when the interpreter ends."""
+"""How long the interpreter's end waits for a session that nobody has closed."""
 
 CallT = TypeVar("CallT", bound=LookupCallBase)
 TransferT = TypeVar("TransferT", bound=TransferBase)
@@ -51,16 +51,16 @@ BoolT = TypeVar("BoolT")
 
 
 class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
-    """One client: a session with the daemon that comes and goes in the background.
+    """One client: a session with the daemon, which is made in the background, and again when it was lost.
 
-    No call raises because of the daemon: without it there are misses and refused transfers. KvtierError is
-    raised for the caller's own mistakes only, before anything was changed.
+    No call raises because of the daemon: without one, lookups miss and transfers are refused. KvtierError is
+    raised only for the caller's own mistakes, before anything was changed.
     """
 
     _call_type: type[CallT]
     _transfer_type: type[TransferT]
     _event_type: type[threading.Event] = threading.Event
-    """What callers of this client wait for."""
+    """The kind of event that callers of this client wait for."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             up from a disk that would take longer than computing it. 0: not known, or told later by
             `report_prefill_rate`.
         configuration: tuple[tuple[str, str], ...], default ()
-            For people: settings of the engine that are not in the namespace, as far as they are not the
-            defaults: 0 to 256 names and values, sorted by name. Where an audit finds that two engines do not
-            compute the same blocks, the daemon tells in which of these they differ.
+            Settings of the engine that are neither in the namespace nor the default, for people: 0 to 256
+            names and values, sorted by name. If an audit finds that two engines do not compute the same
+            blocks, the daemon tells in which of these they differ.
         on_ready: Callable[[ClientStatus], None] | None, default None
             Called each time the client has become ready: once for every epoch, so again after the daemon was
-            away. By a thread of the client's, or in the loop of an asyncio client: it must return at once.
-            What it raises is logged. None: a line in the log says so where one has told before that the
-            daemon was away.
+            away. It is called by a thread of the client's, or in the loop of an asyncio client, and must
+            return at once; an exception is logged. None: if the log said before that the daemon was away,
+            it then says that the client is attached.
         """
         self.address = address.resolve(socket)
         spec = AttachSpec(
@@ -166,24 +166,24 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
 
     @property
     def instance(self) -> str:
-        """Name of the engine instance."""
+        """The name of the engine instance."""
         return self._session.spec.instance
 
     # --- observing ---
 
     @property
     def status(self) -> ClientStatus:
-        """A snapshot: state, why it is not ready, counters."""
+        """A snapshot of the client's state, why it is not ready, and its counters."""
         return self._threads.status()
 
     @property
     def role(self) -> Role:
-        """What this client is for."""
+        """Whether this client is the instance's scheduler, one of its ranks, or both."""
         return self._session.spec.role
 
     @property
     def namespace(self) -> Namespace:
-        """Whose blocks these are."""
+        """The namespace of the blocks that this client stores and finds."""
         return self._session.spec.namespace
 
     @property
@@ -194,30 +194,32 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
 
     @property
     def epoch(self) -> int | None:
-        """Epoch of the instance; None while there is no session."""
+        """The epoch of the instance, or None while there is no session."""
         with self._threads.lock:
             return self._session.epoch
 
     @property
     def ready_epoch(self) -> int | None:
-        """`epoch` while lookups, stores and loads work, else None: both at once, of one moment."""
-        return self._session.ready_epoch  # without the lock, as an engine asks several times in every step
+        """The epoch if lookups, stores and loads work now, else None. Spares asking for `ready` and `epoch`,
+        between which the session might change."""
+        return self._session.ready_epoch  # without the lock: engines ask several times in every step
 
     @property
     def transfer_blocks_max(self) -> int:
-        """Blocks that the daemon takes in one store or load; 0 while there is no session."""
-        return self._session.transfer_blocks_max  # without the lock, likewise
+        """The number of blocks that the daemon takes in one store or load; 0 while there is no session."""
+        return self._session.transfer_blocks_max
 
     @property
     def prefix_tokens_max(self) -> int:
-        """Tokens of the longest prefix that the daemon's pool can hold; 0: not known, or longer ones can be
-        kept on disks. Of a longer one store no more: its end would push its beginning out."""
-        return self._session.prefix_tokens_max  # without the lock, likewise
+        """How many tokens of a prefix fit the daemon's pool; 0 if that is not known, or if longer prefixes
+        can be kept on disks. Store no more of a longer prefix: its end would push its beginning out."""
+        return self._session.prefix_tokens_max
 
     # --- the submitter's side ---
 
     def wait_ready(self, timeout_s: float) -> BoolT:
-        """Waits until everything works, at most `timeout_s`. False: see `status.why`."""
+        """Waits until lookups, stores and loads work, at most `timeout_s` seconds. Returns whether they do;
+        if not, `status.why` says why."""
         return self._wait(self._ready(timeout_s))
 
     def lookup(
@@ -266,9 +268,9 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         lease: bool = False,
         host_only: bool = False,
     ) -> CallT:
-        """As `lookup`, without waiting. Many may be on their way at once.
+        """Sends a lookup, as `lookup` does, and returns at once. Many may be on their way at once.
 
-        Every call must be waited for or abandoned: an answer may hold a lease.
+        Wait for every call or abandon it, because its answer may hold a lease.
         """
         joined, asked = self._asked(hashes, queries, group, mode)
         with self._threads.lock:
@@ -285,12 +287,15 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         mode: LookupMode = LookupMode.PREFIX,
         timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> LookupT:
-        """Has blocks that only a lower tier holds promoted to host memory, ahead of a lookup: the leading run
-        of blocks that are in some tier or, in exact mode, each that is; of several groups what makes the
-        prefix longer that all of them can load. As many as there is room for.
+        """Has blocks that only a lower tier holds promoted to host memory, as far as there is room, ahead of
+        a lookup.
 
-        Does not wait for the promotion: the answer tells what a lookup would tell now, without a lease and
-        without a word about what to load. What is on its way is PENDING.
+        In PREFIX mode these are the leading run of blocks that are in some tier; in EXACT mode all blocks
+        that are in one; with queries of several groups the blocks that make the prefix longer that all groups
+        can load.
+
+        Waits for the daemon's answer, but not for the promotion. The answer says what a lookup would say now,
+        but grants no lease. Blocks on their way are PENDING.
         """
         return self._answer(lambda: self.start_prefetch(hashes, queries, group=group, mode=mode), timeout_s)
 
@@ -302,7 +307,8 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         group: int = 0,
         mode: LookupMode = LookupMode.PREFIX,
     ) -> CallT:
-        """As `prefetch`, without waiting. Its answer holds no lease: nobody needs to wait for it."""
+        """Sends a prefetch, as `prefetch` does, and returns at once. Nobody needs to wait for the answer,
+        which holds no lease."""
         joined, asked = self._asked(hashes, queries, group, mode)
         with self._threads.lock:
             record = self._session.prefetch(joined, asked)
@@ -318,10 +324,12 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         group: int = 0,
         counted: bool = True,
     ) -> int | None:
-        """How many of `hashes[first:end]` the daemon knows in some tier, up to the first that it does not.
-        Asks nobody: microseconds, from memory that the daemon keeps up to date. Advisory: 0 spares a lookup;
-        more says how many blocks are worth one. None: it cannot be told now; look up. An answer of 0 goes
-        into the daemon's hit rate as a lookup that was spared, unless it is not `counted`.
+        """Returns how many of `hashes[first:end]` the daemon has in some tier, up to the first that it does
+        not have, or None if that cannot be told now.
+
+        Takes microseconds and sends no message: it reads memory that the daemon keeps up to date. The answer
+        is a hint: after 0 no lookup is needed, after more, or None, look up. An answer of 0 is counted in the
+        daemon's hit rate as a lookup that was spared, unless `counted` is False.
 
         Raises ValueError for a hash of another length than the namespace's.
         """
@@ -331,11 +339,11 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             return self._session.known_run(group, hashes, first, end, counted=counted)
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
-        """Says how many tokens of a prompt the engine computes in a second, as measured lately: the daemon
-        promotes nothing from a lower tier that takes longer. Never waits: the daemon hears the last of
-        several reports with the next heartbeat, and again after a reconnection. 0 says nothing.
+        """Tells the daemon how many tokens of a prompt the engine computes in a second, as measured lately.
+        The daemon promotes nothing from a lower tier that would take longer than computing it.
 
-        Raises KvtierError for a rate that is no number, negative, or beyond belief.
+        Never waits: the daemon hears the last rate that was reported with the next heartbeat, and again after
+        each reconnection. 0 is ignored. Raises KvtierError unless the rate is 0 or from 0.001 to 1e9.
         """
         self._submitting()
         check_prefill_rate(tokens_per_s)
@@ -352,12 +360,17 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         group: int = 0,
         detail: str = "",
     ) -> None:
-        """Says that a block was computed although it could have been loaded, and whether the two are the
-        same but for rounding: the relative `error` between them, and the most that rounding explains. The
-        daemon counts audits, and warns people of a mismatch. `detail`: where they differ most. Never waits:
-        the daemon hears of it with one of the next heartbeats.
+        """Reports an audit: a block was computed and compared with the one that could have been loaded.
 
-        Raises KvtierError for numbers that are none, negative or above 1,000,000, and for a hash of another
+        matched: whether they are the same but for rounding.
+        error: the relative error between them, from 0 to 1,000,000.
+        threshold: the largest error that rounding explains, from 0 to 1,000,000.
+        block_hash: the block's hash.
+        group: number of the KV cache group, from 0.
+        detail: where the two differ most, for people; at most 512 bytes are kept.
+
+        The daemon counts audits, and warns of a mismatch. Never waits: it is sent with one of the next
+        heartbeats. Raises KvtierError for an error or threshold out of range, and for a hash of another
         length than the namespace's.
         """
         self._submitting()
@@ -390,32 +403,34 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         hold_s: float = 0.0,
         lazily: bool = False,
     ) -> None:
-        """Tells the daemon that these blocks, a prefix, are in use: they are evicted later, the first of them
-        last. Never waits, and is forgotten if the daemon cannot be told now.
+        """Tells the daemon that the blocks of a prefix are in use: they are evicted later, the first of them
+        last. Use it for a prefix that the engine has in its own cache, or that was stored in several parts.
 
-        For a prefix that the engine uses from its own cache, or that was stored in several parts. `queries`,
-        `group`: as for `lookup`; of a group with a window its last blocks are meant. `hold_s`: hold them as
-        well, so many seconds from now, as far as a Retention's `hold_s` promises it. `lazily`: it may be told
-        later, with the next message, at the latest with the next heartbeat.
+        hashes, queries, group: as for `lookup`; of a group with a window its last blocks are meant.
+        hold_s: also holds the blocks for so many seconds from now, as far as `Retention.hold_s` promises it.
+        lazily: the message may be sent with the next one, at the latest with the next heartbeat.
 
-        Raises KvtierError for a time that is none.
+        Never waits, and has no effect if the daemon cannot be told now. Raises KvtierError if `hold_s` is not
+        a number from 0 to 1e9.
         """
         check_seconds("hold_s", hold_s)
         joined, asked = self._asked(hashes, queries, group)
         self._touch(Touch(joined, asked, hold_s=hold_s), lazily=lazily)
 
     def cool(self, hashes: Hashes, queries: Sequence[GroupQuery] | None = None, *, group: int = 0) -> None:
-        """Tells the daemon that these blocks, in sequence order, are not worth keeping: they are the first to
-        be evicted, the last of them first, unless they are used again. Blocks that are held, leased or not
-        stored yet are left alone. Never waits, and is forgotten as a touch is. Of more hashes than the daemon
-        takes at once, the last; of several groups, as for `touch`.
+        """Tells the daemon that these blocks, in sequence order, are not worth keeping: they are evicted
+        first, the last of them first, unless they are used again. Blocks that are held, leased or not stored
+        yet stay as they are.
+
+        `hashes`, `queries` and `group` are as for `touch`. Of more hashes than the daemon takes at once, the
+        last are sent. Never waits, and has no effect if the daemon cannot be told now.
         """
         joined, asked = self._asked(hashes, queries, group)
         self._touch(Touch(joined, asked, cold=True))
 
     def flush(self) -> None:
-        """Sends what was submitted `lazily` and still waits for a message to go with. Never waits; costs next
-        to nothing if there is none."""
+        """Sends the messages that were submitted `lazily` and wait for another one. Never waits; costs next
+        to nothing if there are none."""
         self._threads.flush()
 
     def _asked(
@@ -425,7 +440,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         group: int,
         mode: LookupMode = LookupMode.PREFIX,
     ) -> tuple[bytes, Sequence[GroupQuery]]:
-        """Hashes and queries as they travel, checked."""
+        """Returns the hashes as one bytes object, and the queries, once both are checked."""
         spec = self._submitting()
         if queries is None:
             spec.block_ids_max(group)
@@ -527,24 +542,29 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
     # --- the rank's side ---
 
     def ring(self, doorbell: int, value: int) -> None:
-        """Raises a doorbell word to `value`: gated parts up to it may start. A lower value changes nothing.
+        """Raises a doorbell word to `value`: parts that wait for at most this value may start. A lower value
+        than before changes nothing.
 
-        The engine's memory that those parts read or write is ready when this is called. Costs about a
+        Call it when the engine's memory is ready to be read or written by those parts. It takes about a
         microsecond.
         """
         with self._threads.lock:
             self._session.words.ring(doorbell, value)
 
     def ring_on(self, stream: Any, doorbell: int, value: int) -> None:
-        """As `ring`, once `stream` has done what it holds now: the engine's process has nothing to wait for.
+        """Raises a doorbell word to `value`, as `ring` does, once `stream` has done the work that is queued
+        on it now. Nothing in the engine's process has to wait for that.
 
-        `stream`: of the GPU that the client's memory is on; a CUstream as a number, a torch.cuda.Stream, or
-        an object with `__cuda_stream__`. A doorbell is rung by one stream, with values that rise. Not while
-        the stream is being captured. Costs a few microseconds; the first call, before the client was ever
-        registered, some milliseconds. What was queued still lands after `close`.
+        stream: a stream of the GPU that the client's memory is on: a CUstream as a number, a
+            torch.cuda.Stream, or an object with `__cuda_stream__`. It must not be capturing. Only one stream
+            rings a doorbell, with rising values.
+        doorbell: number of the doorbell, from 0.
+        value: what to raise it to.
 
         The GPU itself writes the word; where it cannot, a thread rings after an event (`status` says so).
-        Raises KvtierError if the client's memory is on no GPU, or if the driver refuses.
+        Takes a few microseconds; the first call, if the client was never registered before, some
+        milliseconds. What was queued still lands after `close`. Raises KvtierError if the client's memory is
+        on no GPU, or if the driver refuses.
         """
         doorbells = self._threads.doorbells
         if doorbells is None:
@@ -562,32 +582,34 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             doorbells.ring_on(stream, address, doorbell, value)
 
     def part_state(self, ref: PartRef) -> PartState:
-        """What has become of this rank's part of a transfer. `state.over` is the fence.
+        """Returns the state of this rank's part of a transfer. `state.over` is the fence.
 
-        Once an epoch has ended for this client nothing of it can start, and what had not started is LOST.
+        Once an epoch has ended for this client, none of its parts can start; those that had not are LOST.
         """
         with self._threads.lock:
             return self._session.words.state(ref)
 
     def revoke(self, ref: PartRef) -> PartState:
-        """Ends this rank's part for ever if it has not started, and a store's even then, without asking the
-        daemon. Returns what it is now: over, or STARTED, which only its worker can end."""
+        """Ends this rank's part for good without asking the daemon: a load's part if it has not started, a
+        store's even then. Returns its state afterwards, which is over, or STARTED: then only its copy worker
+        can end it."""
         with self._threads.lock:
             return self._session.words.revoke(ref)
 
     def release_memory(self, timeout_s: float) -> BoolT:
-        """Takes this rank's memory back, for an engine that sleeps, or moves its cache. From the call on
-        every lookup of the instance misses, and nothing more starts.
+        """Takes this rank's memory back, for an engine that sleeps or moves its cache. From the call on every
+        lookup of the instance misses, and no transfer starts.
 
-        True once no copy touches the memory any more and the daemon has it mapped no longer: then it may be
-        freed. (Of a session that ended by itself the daemon closes the mappings a moment later.) False if
-        that did not happen within `timeout_s`: it goes on; call again. `register_memory` brings memory in.
+        Returns True once no copy touches the memory any more and the daemon has unmapped it: then it may be
+        freed. (If the session ended by itself, the daemon unmaps a moment later.) Returns False if that did
+        not happen within `timeout_s` seconds; it goes on in the background, so call again. `register_memory`
+        brings memory in again.
         """
         return self._wait(self._released(timeout_s))
 
     def register_memory(self, memory: Memory) -> None:
-        """Gives the client memory again, of the same shape, after `release_memory` has returned True. It is
-        registered in the background (`wait_ready`), also after the daemon was away.
+        """Gives the client memory of the same shape again, after `release_memory` has returned True. It is
+        registered in the background (see `wait_ready`), and again each time that the daemon was away.
 
         Raises KvtierError, and changes nothing, if the groups do not fit, or if there is memory already.
         """
@@ -598,18 +620,20 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
     # --- the end ---
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> BoolT:
-        """Ends the session, within `timeout_s`. Safe to call twice, from any thread.
+        """Ends the session, and waits at most `timeout_s` seconds for it. Safe to call twice, from any
+        thread.
 
-        Parts that have not started never will. Returns True if no copy touches this client's memory any more;
-        False if a copy was still running, or the threads did not end, in time: then call it again before
-        reusing the memory.
+        Parts that have not started never will. Returns True if no copy touches this client's memory any more.
+        Returns False if a copy was still running, or the threads had not ended: call it again before you
+        reuse the memory.
         """
         return self._wait(self._closed(timeout_s))
 
     # --- inside ---
 
     def _make_landing(self, doorbells: StreamDoorbells) -> None:
-        """Somewhere for streams to write as long as there is no page; what lands there is carried over."""
+        """Makes a buffer that streams write to as long as no words page is registered. What lands there is
+        carried over to the page."""
         size_bytes = self._session.spec.doorbells * WORD_BYTES
         with self._landing_lock:
             with self._threads.lock:
@@ -623,7 +647,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
                         if not self._session.words.exposed:
                             self._session.words.expose(buffer, address)
             except OSError:
-                pass  # no descriptor or no memory for it: events ring until there is a page
+                pass  # without a descriptor or memory for it, events ring until there is a page
             self._landing_made = True
 
     def _submitting(self) -> AttachSpec:
@@ -710,8 +734,8 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         wait_blocking(self._closed(EXIT_TIMEOUT_S))
 
     def _begin(self) -> None:
-        """Called by the constructor when all arguments are found to be right, before the threads begin."""
+        """Called by the constructor when all arguments are checked, before the threads start."""
 
     def _hand_over(self, call: Callable[[], None]) -> None:
-        """Has a call that is the owner's made where this client is used. Called by the session's thread."""
+        """Makes a call to the owner's code where this client is used. Called by the session's thread."""
         call()

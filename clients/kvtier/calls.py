@@ -1,8 +1,8 @@
-"""Lookups and transfers that are under way, as both clients give them to their callers; and how somebody
-waits.
+"""Lookups and transfers under way, as both clients hand them to their callers, and how to wait for them.
 
-What waits is a generator of pauses. The blocking client sleeps in each of them, and the asyncio client lets
-others run: so what is waited for, and for how long, is written once."""
+A wait is a generator of pauses. The blocking client sleeps in each pause, and the asyncio client lets other
+tasks run, so each wait is written only once.
+"""
 
 import time
 from collections.abc import Generator
@@ -16,16 +16,16 @@ from kvtier.words import Direction, PartRef
 
 _Result = TypeVar("_Result")
 Pause = tuple[Event | None, float]
-"""So many seconds, or until this event is set."""
+"""How many seconds to pause at most, and the event that ends the pause early, if there is one."""
 Waiting = Generator[Pause, None, _Result]
 
 WORD_POLL_S = 0.005
-"""How often a part word is read while its daemon is gone and only its copy worker can end it."""
+"""The interval at which a part word is read while its daemon is gone and only its copy worker can end it."""
 EVENT_POLL_S = 0.05
 
 
 def wait_blocking(waiting: Waiting[_Result]) -> _Result:
-    """Sleeps as often as it takes. Returns what was waited for."""
+    """Sleeps in the pauses that the generator asks for. Returns its result."""
     while True:
         try:
             event, seconds = next(waiting)
@@ -39,20 +39,20 @@ def wait_blocking(waiting: Waiting[_Result]) -> _Result:
 
 
 class LookupCallBase:
-    """A lookup on its way."""
+    """A lookup that was sent, and whose answer may still be on its way."""
 
     def __init__(self, threads: ConnectionThreads, record: LookupRecord) -> None:
         self._threads = threads
         self._record = record
 
     def poll(self) -> Lookup | None:
-        """The answer if it has come. Does not wait."""
+        """Returns the answer, or None if it has not come yet. Does not wait."""
         return self._record.answer
 
     def abandon(self) -> Lookup:
-        """Nobody will ask again: returns the answer if it has come, else a miss. A lease that comes later is
-        released; one that is in the answer returned here is the caller's, to load or to release.
-        """
+        """Gives the lookup up: returns the answer if it has come, else a miss. A lease that comes later is
+        released by the client. A lease in the answer that is returned here is the caller's, to load or to
+        release."""
         with self._threads.lock:
             return self._threads.session.abandon(self._record)
 
@@ -71,22 +71,22 @@ class TransferBase:
 
     @property
     def direction(self) -> Direction:
-        """store or load"""
+        """Whether this is a store or a load."""
         return self._record.direction
 
     @property
     def part(self) -> PartRef | None:
-        """What the ranks must be told to follow their parts. None if it was refused at once, or there was
+        """What the ranks need to know to follow their parts. None if the transfer was refused at once, or had
         nothing to do.
 
-        If the daemon refuses it later (`outcome.refused`), its parts stay ARMED, because nobody has posted
-        them: tell the ranks, or let them revoke what stays ARMED for too long.
+        If the daemon refuses it later (`outcome.refused`), its parts are never posted and stay ARMED: tell
+        the ranks, or let them revoke parts that stay ARMED for too long.
         """
         return self._record.part
 
     @property
     def outcome(self) -> Outcome:
-        """How it stands now."""
+        """How the transfer stands now."""
         session = self._threads.session
         if not session.spec.role.holds_rank:  # no part word has a say in it
             return self._record.outcome
@@ -95,36 +95,36 @@ class TransferBase:
 
     @property
     def ended(self) -> bool:
-        """Whether there is no more to come from the daemon: done, failed, cancelled or refused."""
+        """Whether the outcome is known: done, failed, cancelled or refused."""
         return self.outcome.state is not TransferState.ACTIVE
 
     @property
     def fenced(self) -> bool:
-        """Whether its blocks may be reused: nothing of it can still land, nothing still reads."""
+        """Whether its blocks may be reused: no copy of it can still land, and none still reads."""
         return self.outcome.fenced
 
     @property
     def results(self) -> tuple[StoreResult, ...] | None:
-        """What an accepted store did with each key; None until it was accepted."""
+        """What an accepted store did with each key, or None until it was accepted."""
         if not self._record.accepted:
             return None
         return tuple(StoreResult.of(value) for value in self._record.results)
 
     @property
     def transfer_id(self) -> tuple[int, int] | None:
-        """(boot nonce, number) as the daemon's logs have it; None until it was accepted."""
+        """The transfer's id in the daemon's logs, as (boot nonce, number), or None until it was accepted."""
         return self._record.number
 
     def cancel(self) -> None:
-        """Asks the daemon to end it early. Its outcome still comes."""
+        """Asks the daemon to end the transfer early. Its outcome still comes."""
         with self._threads.lock:
             self._threads.session.cancel(self._record)
             self._threads.wake_writer()
 
     def revoke(self) -> bool:
-        """Ends this client's own part for ever if it has not started; the daemon is not asked. True if the
-        blocks may be reused now, False if the part is being copied. Without a rank of its own: False unless
-        it is fenced."""
+        """Ends this client's own part for good without asking the daemon, if it has not started; a store's
+        part also while it runs. Returns whether the blocks may be reused now. A client without a rank ends
+        nothing, and returns `fenced`."""
         part, session = self._record.part, self._threads.session
         if part is None or not session.spec.role.holds_rank:
             return self.fenced
@@ -139,7 +139,7 @@ class TransferBase:
             remaining_s = deadline_s - time.monotonic()
             if outcome.state is not TransferState.ACTIVE or remaining_s <= 0:
                 return outcome
-            if self._record.event.is_set():  # the daemon is gone: only the part word can tell
+            if self._record.event.is_set():  # the daemon is gone, so only the part word can tell
                 yield None, min(remaining_s, WORD_POLL_S)
             else:
                 yield self._record.event, min(remaining_s, EVENT_POLL_S)

@@ -10,14 +10,14 @@ from kvtier.transfers import Outcome
 
 
 class LookupCall(LookupCallBase):
-    """A lookup on its way."""
+    """A lookup that was sent, and whose answer may still be on its way."""
 
     def wait(self, timeout_s: float) -> Lookup:
-        """The answer, or a miss if it has not come in time; then the lookup is abandoned (see `abandon`)."""
+        """Returns the answer, or a miss if it has not come in `timeout_s`, and then abandons the lookup."""
         return wait_blocking(self._wait(timeout_s)) or self.abandon()
 
     def wait_for_answer(self, timeout_s: float) -> Lookup | None:
-        """The answer, or None if it has not come in time; the lookup stays on its way."""
+        """Returns the answer, or None if it has not come in `timeout_s`. The lookup is not abandoned."""
         return wait_blocking(self._wait(timeout_s))
 
 
@@ -25,10 +25,9 @@ class Transfer(TransferBase):
     """A submitted store or load."""
 
     def wait(self, timeout_s: float) -> Outcome:
-        """Waits until the outcome is known, at most `timeout_s`; returns how it stands then.
+        """Waits until the outcome is known, at most `timeout_s` seconds, and returns it as it is then.
 
-        Never says that it is over while a copy may still land: `outcome.fenced` is False then. Ask again, or
-        `revoke`.
+        If `outcome.fenced` is False, a copy may still land: wait again, or `revoke`.
         """
         return wait_blocking(self._wait(timeout_s))
 
@@ -36,8 +35,8 @@ class Transfer(TransferBase):
 class Client(ClientBase[LookupCall, Transfer, Lookup, bool]):
     """A blocking client of kvtierd. Every method may be called from any thread.
 
-    It connects in the background from the moment it is made, and again whenever the daemon went away. Close
-    it, or use it as a context manager.
+    It connects in the background from the moment it is made, and again each time that the daemon has gone
+    away. Close it, or use it as a context manager.
     """
 
     _call_type = LookupCall

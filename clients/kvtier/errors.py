@@ -22,11 +22,11 @@ _THROTTLED = frozenset(
 
 
 class KvtierError(Exception):
-    """A refused call or a failed transfer. Raised for the caller's own mistakes; otherwise a value to look
-    at.
+    """A refused call or a failed transfer. Raised only for the caller's own mistakes; otherwise part of an
+    outcome.
 
-    `field` names the field at fault, `value` what was found there (shortened), `message` what is wrong and
-    what to do about it.
+    `field` names the field at fault, `value` is what was found there (shortened to 120 characters), `message`
+    says what is wrong and what to do about it.
     """
 
     def __init__(self, reason: Reason, message: str, *, field: str = "", value: object = "") -> None:
@@ -45,12 +45,13 @@ class KvtierError(Exception):
 
     @property
     def throttled(self) -> bool:
-        """Refused for now: go on without, or try again later."""
+        """Whether the request was refused only for now: go on without it, or try again later."""
         return self.reason in _THROTTLED
 
     @classmethod
     def from_proto(cls, error: types_pb2.Error) -> Self:
-        """A reason that this version does not know becomes UNSPECIFIED, with its number in the message."""
+        """Makes the error that a message carries. A reason that this version does not know becomes
+        UNSPECIFIED, with its number in the message."""
         try:
             reason, message = Reason(error.reason), error.message
         except ValueError:
@@ -59,10 +60,10 @@ class KvtierError(Exception):
 
 
 class NotExportableError(KvtierError):
-    """This process's device memory cannot be shared with another one. The message names what to change;
+    """The device memory of this process cannot be shared with another one. The message says what to change;
     `kvtier.cuda.MirrorMemory` works in any case.
 
-    `allocator`: it is the way in which the memory was allocated, not what this machine allows.
+    `allocator` is True if the cause is how the memory was allocated, not what this machine allows.
     """
 
     def __init__(
@@ -73,4 +74,4 @@ class NotExportableError(KvtierError):
 
 
 class ConnectionLostError(Exception):
-    """The daemon went away, or does not answer. Never leaves the library: callers see a miss."""
+    """The daemon went away, or does not answer. It never leaves the library: callers see a miss."""

@@ -41,7 +41,7 @@ Settings = tuple[tuple[str, str], ...]
 
 
 def check_settings(field: str, settings: Settings, reason: Reason) -> None:
-    """Raises KvtierError for what are no `Settings`."""
+    """Raises KvtierError unless these are valid `Settings`."""
     if len(settings) > SETTINGS_MAX:
         raise _refuse(reason, field, len(settings), f"has at most {SETTINGS_MAX} settings")
     before = ""
@@ -58,16 +58,17 @@ def check_settings(field: str, settings: Settings, reason: Reason) -> None:
 
 
 def settings_to_proto(settings: Settings) -> list[types_pb2.Setting]:
-    """As they travel."""
+    """Returns the settings as messages."""
     return [types_pb2.Setting(name=name, value=value) for name, value in settings]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """What makes two engines' KV blocks interchangeable: every field is compared byte for byte.
+    """What makes two engines' KV blocks interchangeable. Every field is compared byte for byte, and an empty
+    field means "not applicable", never "any".
 
-    An empty field means "not applicable", never "any". Texts have at most 1,024 bytes of UTF-8. Fields are
-    those of kvtier.v1.Namespace. Raises KvtierError, naming the field, for what cannot be.
+    The fields are those of kvtier.v1.Namespace. Texts have at most 1,024 bytes of UTF-8. Raises KvtierError,
+    naming the field, for a value that is not allowed.
     """
 
     model: str
@@ -79,22 +80,23 @@ class Namespace:
     hash_bytes: int = 32
     """Bytes of one block hash, 8 to 32."""
     weights_revision: str = ""
-    """Hub commit, or digest of the weights: another one after every change of the weights."""
+    """The commit on the hub, or a digest of the weights. It changes with every change of the weights."""
     kv_scales: str = ""
-    """Identity of static KV quantisation scales."""
+    """The identity of static KV quantisation scales."""
     parallelism: str = ""
-    """Parallelism, as it shapes what one rank holds."""
+    """How the engine's parallelism shapes the blocks that one rank holds."""
     tenant: str = ""
-    """Blocks are never shared between tenants."""
+    """The tenant; blocks are never shared between tenants."""
     salt: str = ""
     """Free text, e.g. a deployment's secret."""
     generation: int = 0
-    """Raised by an engine that changed its weights in place, or reset its cache; fits 64 bits."""
+    """A number of 64 bits that an engine raises after it has changed its weights in place, or reset its
+    cache."""
     adapter: str = ""
-    """LoRA or other adapter, where the block hash does not carry it."""
+    """The LoRA or other adapter, where the block hash does not cover it."""
     identity: Settings = ()
-    """Everything else that decides a block's bytes, by name. Where two processes of one engine differ, the
-    daemon names the first of them."""
+    """Everything else that decides a block's bytes, by name. If two processes of one engine differ here, the
+    daemon names the first setting in which they do."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -117,10 +119,11 @@ class Namespace:
             )
 
     def to_proto(self) -> types_pb2.Namespace:
-        """As it travels in Hello."""
+        """Returns the namespace as it is sent in Hello."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.identity:
-            # A daemon that is older than this field would have engines share that differ in it.
+            # A daemon that does not know the field `identity` would let engines that differ in it share
+            # blocks.
             text = "".join(f"{len(name)} {name} {len(value)} {value} " for name, value in self.identity)
             digest = hashlib.sha256(text.encode()).hexdigest()[:32]
             fields["weights_revision"] = f"{self.weights_revision} identity:{digest}".lstrip()
@@ -128,7 +131,7 @@ class Namespace:
 
 
 class GroupKind(IntEnum):
-    """How a lookup and an eviction treat the blocks of a group. Numbers of kvtier.v1.GroupKind."""
+    """How lookup and eviction treat the blocks of a group. The numbers are those of kvtier.v1.GroupKind."""
 
     FULL_ATTENTION = 1
     SLIDING_WINDOW = 2
@@ -137,8 +140,8 @@ class GroupKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """One strided array of an engine's cache: the fragment of block b lies at base_offset + b *
-    block_stride_bytes."""
+    """One strided array of an engine's cache: the fragment of block b begins at byte `base_offset + b *
+    block_stride_bytes` and has `fragment_bytes` bytes."""
 
     fragment_bytes: int
     """Bytes this plane contributes to one block, contiguous."""
@@ -147,7 +150,7 @@ class Plane:
     block_stride_bytes: int
     """Bytes from one block's fragment to the next block's, at least `fragment_bytes`."""
     description: str = ""
-    """What is in it. Part of the layout fingerprint: equal descriptions mean interchangeable bytes."""
+    """What the plane holds. Part of the layout fingerprint: equal descriptions mean interchangeable bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +160,16 @@ class Group:
     block_tokens: int
     """Tokens of one block, which has one hash."""
     num_blocks: int
-    """Blocks in the engine's cache: valid block ids are below it."""
+    """The number of blocks in the engine's cache; block ids are below it."""
     planes: tuple[Plane, ...]
-    """In the order in which their fragments lie in a slot."""
+    """The planes, in the order in which their fragments lie in a slot."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
     """Tokens of a sliding window; 0 for other kinds."""
     replicated: bool = False
-    """Every rank of the instance holds the same bytes (MLA under tensor parallelism): a block is stored once,
-    by a rank that the daemon picks, and loaded by all. All ranks must say so, with the same planes."""
+    """Whether every rank of the instance holds the same bytes (MLA under tensor parallelism). A block is then
+    stored once, by a rank that the daemon picks, and loaded by all. All ranks must say so, with the same
+    planes."""
 
     @property
     def block_bytes(self) -> int:
@@ -173,7 +177,7 @@ class Group:
         return sum(plane.fragment_bytes for plane in self.planes)
 
     def to_proto(self, index: int) -> types_pb2.Group:
-        """The geometry, as it travels in Hello."""
+        """Returns the geometry as it is sent in Hello."""
         return types_pb2.Group(
             group=index,
             kind=types_pb2.GroupKind.ValueType(int(self.kind)),
@@ -187,7 +191,7 @@ class Group:
         )
 
     def place_to_proto(self, index: int) -> side_pb2.GroupMemory:
-        """The place in memory, as it travels in RegisterMemory."""
+        """Returns the place in memory as it is sent in RegisterMemory."""
         return side_pb2.GroupMemory(
             group=index,
             num_blocks=self.num_blocks,
@@ -201,8 +205,8 @@ class Group:
 def check_layout(groups: Sequence[Group], mapping_bytes: int, range_bytes: Sequence[int] = ()) -> None:
     """Raises KvtierError unless every byte of every block of every group lies inside the mapping.
 
-    `range_bytes`: the mapping is made of so many bytes from here, so many from there; each plane must lie
-    wholly inside one of these ranges.
+    `range_bytes` gives the sizes of the ranges that the mapping consists of, one after another; each plane
+    must lie in one of them as a whole.
     """
     if not groups:
         raise _refuse(Reason.LAYOUT_INVALID, "groups", 0, "a rank holds at least one group")

@@ -1,6 +1,6 @@
-"""What a rank shares with the copy worker: memory of the host by descriptor, memory of a GPU by handles.
+"""What a rank shares with the copy worker: host memory by descriptor, or memory of a GPU by handles.
 
-`SharedBuffer` is the first kind, `kvtier.cuda.DeviceMemory` the second. Nothing here needs a GPU or its
+`SharedBuffer` is of the first kind, `kvtier.cuda.DeviceMemory` of the second. Nothing here needs a GPU or its
 driver.
 """
 
@@ -29,15 +29,15 @@ class Shareable(Protocol):
         """Bytes to map, from the start of the descriptor."""
 
     def fileno(self) -> int:
-        """The descriptor. It stays open as long as the client that was given it."""
+        """Returns the descriptor, which stays open as long as the client that was given it."""
 
 
 class SharedBuffer:
-    """Zeroed memory in a memfd sealed against shrinking and growing: no process that maps it can be hurt by
-    us.
+    """Zeroed memory in a memfd that is sealed against shrinking and growing, so it cannot harm a process that
+    maps it.
 
     The descriptor is close-on-exec and belongs to this object; close it after the clients that were given it.
-    Memory is taken from the system page by page, on first touch.
+    The system provides the memory page by page, when a page is first touched.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -50,8 +50,8 @@ class SharedBuffer:
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvtier") -> Self:
-        """`size_bytes` of zeros, more than 0; `name` is shown in /proc/PID/maps. Raises OSError if there is
-        no memory."""
+        """Makes a buffer of `size_bytes` zeros, which must be more than 0. `name` is shown in /proc/PID/maps.
+        Raises KvtierError for a size of 0 or less, and OSError if there is no memory."""
         if size_bytes <= 0:
             raise KvtierError(
                 Reason.MAPPING_INVALID, "must be more than 0", field="size_bytes", value=size_bytes
@@ -67,30 +67,30 @@ class SharedBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """As created."""
+        """The size that it was created with."""
         return self._size_bytes
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The memory, writable, shape (size_bytes,). Views of it must be gone before `close` can give it
-        back."""
+        """The memory as a writable array of shape (size_bytes,). `close` can give the memory back only when
+        all views of it are gone. Raises ValueError if the buffer is closed."""
         array = self._array
         if array is None:
             raise ValueError("the buffer is closed")
         return array
 
     def fileno(self) -> int:
-        """The memfd; -1 once closed."""
+        """Returns the memfd, or -1 once the buffer is closed."""
         return self._fd
 
     @property
     def held_bytes(self) -> int:
-        """Memory that was taken from the system and not given back."""
+        """How many bytes of memory it takes from the system now."""
         return os.fstat(self._fd).st_blocks * 512
 
     def discard(self, offset: int, size_bytes: int) -> None:
-        """Gives the whole pages among these bytes back to the system, in every process that maps them; they
-        read as zeros then."""
+        """Gives the whole pages in this range back to the system, for every process that maps them. They then
+        read as zeros. Raises ValueError if the buffer is closed."""
         if self._mapping is None:
             raise ValueError("the buffer is closed")
         first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -99,21 +99,21 @@ class SharedBuffer:
             self._mapping.madvise(mmap.MADV_REMOVE, first, end - first)
 
     def keep_mapped(self) -> int:
-        """From now on the mapping outlives `close`, this object and the interpreter: only the process's end
-        unmaps it. For memory that a device may still write at any later time.
+        """Keeps the memory mapped until the process ends: neither `close` nor the end of this object or of
+        the interpreter unmaps it. For memory that a device may still write at any later time.
 
-        Returns its address. Raises ValueError if it is closed; another thread may be closing it.
+        Returns its address. Raises ValueError if the buffer is closed. Another thread may be closing it.
         """
-        array = self.array  # as long as somebody holds it, `close` unmaps nothing
+        array = self.array  # while somebody holds it, `close` unmaps nothing
         if not self._kept:
             self._kept = True
-            # A reference that nobody will ever drop, not even the interpreter when it takes modules apart.
+            # This reference is never dropped, not even when the interpreter takes modules apart at its end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(array))
         return int(array.ctypes.data)
 
     def close(self) -> None:
-        """Closes the descriptor and unmaps. Safe to call twice; while views live, the mapping lives on with
-        them."""
+        """Closes the descriptor and unmaps the memory. Safe to call twice. The mapping stays while views
+        exist."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -123,7 +123,7 @@ class SharedBuffer:
         if mapping is not None and not self._kept:
             try:
                 mapping.close()
-            except BufferError:  # somebody holds a view: the last one to go unmaps
+            except BufferError:  # somebody holds a view: the last one to go unmaps it
                 pass
 
     def __enter__(self) -> Self:
@@ -135,96 +135,96 @@ class SharedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPacket:
-    """Physical memory of a GPU for one AddChunks. The descriptors stay the export's: it closes them."""
+    """Chunks of a GPU's physical memory for one AddChunks request. The export closes the descriptors."""
 
     sizes_bytes: Sequence[int]
     fds: tuple[int, ...]
 
 
 class Export(Protocol):
-    """One export of a GPU's memory, for one registration. Used from one thread at a time."""
+    """One export of a GPU's memory, for one registration. It is used from one thread at a time."""
 
     def next_packet(self) -> ChunkPacket | None:
-        """The next 1 to 64 chunks, None after the last. Those of the packet before are closed.
+        """Returns the next 1 to 64 chunks, or None after the last, and closes those of the packet before.
 
         Asks the driver, which may take a while. Raises KvtierError.
         """
 
     def ranges(self) -> list[side_pb2.DeviceRange]:
-        """Of RegisterMemory, once `next_packet` has returned None."""
+        """Returns the ranges for RegisterMemory, once `next_packet` has returned None."""
 
     def close(self) -> None:
-        """Closes what is open; never waits, not even for a `next_packet` that runs. Safe to call twice."""
+        """Closes all open descriptors. Safe to call twice. Never waits, not even for a `next_packet`."""
 
 
 class StreamDoorbells(Protocol):
-    """How the streams of one GPU ring one client's doorbells. May be used from any thread.
+    """How the streams of one GPU ring one client's doorbells. It may be used from any thread.
 
-    A driver's call may take a while: nothing here is called with the session's lock held.
+    Calls of the driver may take a while, so nothing here is called with the session's lock held.
     """
 
     @property
     def mode(self) -> str:
-        """For people: how it rings, and why not better."""
+        """How doorbells are rung, and why not in a better way, for people."""
 
     def expose(self, buffer: SharedBuffer, size_bytes: int) -> int | None:
-        """Lets the GPU write the first `size_bytes` of a buffer, which then stay mapped for as long as the
-        process lives. Returns their address on the GPU; None if that cannot be had. Never raises."""
+        """Lets the GPU write the first `size_bytes` of a buffer, which then stay mapped until the process
+        ends. Returns their address on the GPU, or None if the GPU cannot write them. Never raises."""
 
     def ring_on(self, stream: Any, address: int | None, doorbell: int, value: int) -> None:
-        """Has `stream` write `value` to this address of the GPU once it has done what was queued before; with
-        None, or where that does not work, `ring(doorbell, value)` is called by a thread of ours after that.
+        """Has `stream` write `value` to this address of the GPU once it has done what was queued before.
+        Without an address, or where that does not work, a thread of ours then calls `ring(doorbell, value)`.
 
         Raises KvtierError if the driver refuses both.
         """
 
     def close(self) -> None:
-        """Rings no more by thread. What streams were asked to write they still write. Safe to call twice."""
+        """Ends the ringing by a thread. Streams still write what they were asked to. Safe to call twice."""
 
 
 Ring = Callable[[int, int], None]
 
 
 class DeviceShareable(Protocol):
-    """Memory of a GPU. `kvtier.cuda.DeviceMemory` is one."""
+    """Memory of a GPU that can be shared. `kvtier.cuda.DeviceMemory` is one."""
 
     @property
     def device(self) -> str:
-        """`GPU-` and a UUID in lower case."""
+        """The GPU's name: `GPU-` and a UUID in lower case."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the mapping that offsets refer to: the sum of `range_bytes`."""
+        """The size of the mapping that planes' offsets refer to: the sum of `range_bytes`."""
 
     @property
     def range_bytes(self) -> Sequence[int]:
-        """The mapping is these ranges, one after another; a plane lies wholly inside one of them."""
+        """The sizes of the ranges that the mapping consists of, in order. A plane lies wholly in one."""
 
     def export(self) -> Export:
-        """Asks the driver for handles, anew at each registration. Raises KvtierError."""
+        """Makes the handles for one registration. Asks the driver anew each time. Raises KvtierError."""
 
     def stream_doorbells(self, ring: Ring) -> StreamDoorbells:
-        """For streams of the same GPU. Never raises."""
+        """Returns what lets streams of this GPU ring doorbells; where they cannot, `ring` is called."""
 
 
 Memory = Shareable | DeviceShareable
 
 
 def device_of(memory: Memory) -> str:
-    """The device whose copy worker serves it."""
+    """Returns the device that this memory is on: "cpu", or `GPU-` and a UUID."""
     return str(getattr(memory, "device", CPU))
 
 
 def on_device(memory: Memory) -> TypeGuard[DeviceShareable]:
-    """Whether it is registered by handles, not by descriptor."""
+    """Whether this is memory of a GPU, which is registered by handles, not by descriptor."""
     return device_of(memory) != CPU
 
 
 def fd_of(memory: Memory) -> int:
-    """The descriptor of host memory."""
+    """Returns the descriptor of host memory."""
     return cast(Shareable, memory).fileno()
 
 
 def range_bytes_of(memory: Memory) -> Sequence[int]:
-    """Host memory is one range."""
+    """Returns the sizes of the memory's ranges; host memory is one range."""
     return memory.range_bytes if on_device(memory) else (memory.size_bytes,)

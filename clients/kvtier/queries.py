@@ -1,7 +1,8 @@
-"""What is asked about blocks: of which groups, in which mode, and how it travels.
+"""What is asked about blocks: of which groups, in which mode, and how it is sent.
 
 Lookups, prefetches and touches carry one list of hashes, and for each group a query that says which of them
-are its own."""
+are its own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,35 +17,34 @@ from kvtier.retention import milliseconds
 from kvtier.v1 import cache_pb2
 
 Hashes = bytes | Sequence[bytes] | npt.NDArray[np.uint8]
-"""Block hashes in sequence order: one after another, or a list of them, or an array of shape (n, hash_bytes).
-"""
+"""Block hashes in sequence order: concatenated, as a list, or as a uint8 array of shape (n, hash_bytes)."""
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 """Numbers of the engine's blocks: a list, or an integer array of shape (n,)."""
 
 
 class LookupMode(Enum):
-    """Numbers of kvtier.v1.LookupMode."""
+    """Which blocks a lookup is about. The numbers are those of kvtier.v1.LookupMode."""
 
     PREFIX = 1
-    """The leading run of blocks that are all readable."""
+    """The leading run of blocks that can all be read."""
     EXACT = 3
     """Every block by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupQuery:
-    """What is asked about one group. Raises KvtierError MALFORMED, naming the field, for what makes no
+    """What is asked about one group. Raises KvtierError MALFORMED, naming the field, for values that make no
     sense."""
 
     group: int
     window_blocks: int = 0
-    """Only the last so many blocks of a prefix are needed (a sliding window; 1 for the state of a recurrent
-    layer); 0: all of them."""
+    """How many of a prefix's last blocks are needed: those of a sliding window, or 1 for the state of a
+    recurrent layer. 0 means all of them."""
     hash_stride: int = 1
-    """A block of this group has as many tokens as so many of the hashes: its hash is the last of them."""
+    """How many of the hashes make one block of this group, whose hash is the last of them."""
     mode: LookupMode = LookupMode.PREFIX
-    """EXACT: every block by itself, in a lookup of this group alone."""
+    """PREFIX, or EXACT for every block by itself, which is possible only for a lookup of this group alone."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -63,7 +63,7 @@ class GroupQuery:
             )
 
     def to_proto(self) -> cache_pb2.GroupQuery:
-        """Of a lookup or a prefetch: it goes by the hashes of the request."""
+        """Returns the query of a lookup or a prefetch, which refers to the hashes of the request."""
         suffix = self.window_blocks > 0
         mode = cache_pb2.LOOKUP_MODE_SUFFIX if suffix else cache_pb2.LookupMode.ValueType(self.mode.value)
         return cache_pb2.GroupQuery(
@@ -73,12 +73,12 @@ class GroupQuery:
 
 @lru_cache(maxsize=256)
 def one_query(group: int, mode: LookupMode = LookupMode.PREFIX) -> tuple[GroupQuery, ...]:
-    """About one group, in blocks of its own."""
+    """Returns a query about one group, in blocks of its own."""
     return (GroupQuery(group, mode=mode),)
 
 
 def check_queries(queries: Sequence[GroupQuery]) -> None:
-    """Raises KvtierError for what cannot be asked together."""
+    """Raises KvtierError if these queries cannot be asked together."""
     if not queries or len({query.group for query in queries}) != len(queries):
         message = "one query for each group, and one at least"
         raise KvtierError(Reason.UNKNOWN_GROUP, message, field="queries", value=len(queries))
@@ -88,29 +88,29 @@ def check_queries(queries: Sequence[GroupQuery]) -> None:
 
 
 def hashes_max(queries: Sequence[GroupQuery], count_max: int) -> int:
-    """How many hashes a lookup may carry, if the daemon takes `count_max` blocks of all groups together."""
+    """Returns how many hashes a lookup may carry if the daemon takes `count_max` blocks in all."""
     return int(count_max / sum(1 / query.hash_stride for query in queries))
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """What the daemon is told of blocks that were used, or that will not be used again."""
+    """Which blocks the daemon is told to keep longer, or to evict first."""
 
     hashes: bytes
     queries: Sequence[GroupQuery]
     hold_s: float = 0.0
     cold: bool = False
-    """They are not in use: the first to be evicted."""
+    """Whether the blocks are to be evicted first, instead of later."""
 
     def to_proto(self, hash_bytes: int, count_max: int) -> cache_pb2.TouchRequest:
-        """As much of it as the daemon takes, which is so many blocks of all groups together: of a window its
-        last blocks, else the beginning of the prefix, and of what is cold the end."""
+        """Returns the request, with as much as the daemon takes, which is `count_max` blocks of all groups
+        together: a window's last blocks, else the beginning of the prefix, and of cold blocks the end."""
         request = cache_pb2.TouchRequest(hold_ms=milliseconds(self.hold_s), cold=self.cold)
         most = count_max // len(self.queries)
         for query in self.queries:
             if self.cold or query.window_blocks:
-                # Each block by itself, so that one that is gone spares none behind it; and the tail goes
-                # first.
+                # In exact mode, a missing block does not keep those behind it from being touched; and a cold
+                # prefix loses its tail first.
                 last = self._last(query, hash_bytes, min(query.window_blocks or most, most))
                 request.queries.add(group=query.group, mode=cache_pb2.LOOKUP_MODE_EXACT, hashes=last)
             else:
@@ -121,7 +121,7 @@ class Touch:
         return request
 
     def _last(self, query: GroupQuery, hash_bytes: int, most: int) -> bytes:
-        """Hashes of a group's last so many blocks."""
+        """Returns the hashes of the last `most` blocks of a group."""
         end, stride = len(self.hashes) // hash_bytes // query.hash_stride, query.hash_stride
         first = max(0, end - most)
         if stride == 1:
@@ -131,7 +131,7 @@ class Touch:
 
 
 def join_hashes(hashes: Hashes, hash_bytes: int) -> bytes:
-    """One after another, as they travel. Raises KvtierError HASH_LENGTH."""
+    """Returns the hashes as one bytes object. Raises KvtierError HASH_LENGTH if one has another length."""
     if isinstance(hashes, bytes):
         if len(hashes) % hash_bytes:
             raise KvtierError(
@@ -162,7 +162,8 @@ def join_hashes(hashes: Hashes, hash_bytes: int) -> bytes:
 
 
 def list_block_ids(block_ids: BlockIds, count_max: int, *, distinct: bool) -> list[int]:
-    """Checked block ids. Raises KvtierError BLOCK_ID_RANGE or BLOCK_ID_DUPLICATE."""
+    """Returns the block ids as a list. Raises KvtierError BLOCK_ID_RANGE for an id that is not below
+    `count_max`, and BLOCK_ID_DUPLICATE for one that occurs twice, if they must be `distinct`."""
     ids: list[int] = block_ids.tolist() if isinstance(block_ids, np.ndarray) else list(block_ids)
     if ids and not (min(ids) >= 0 and max(ids) < count_max):
         index = next(index for index, value in enumerate(ids) if not 0 <= value < count_max)

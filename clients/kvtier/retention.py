@@ -1,4 +1,4 @@
-"""How long, and where, blocks are kept: what a store may wish of them besides."""
+"""How long and where blocks are kept, as far as a store asks for it."""
 
 import math
 from dataclasses import dataclass
@@ -7,26 +7,27 @@ from kvtier.errors import KvtierError, Reason
 from kvtier.v1 import cache_pb2
 
 SECONDS_MAX = 1e9
-"""Longer times are not believed."""
+"""The longest time that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Wishes for all blocks of a store, also for those that are there already. Of different wishes for one
-    block the daemon grants the one that keeps it longer, in more tiers; none outlives the daemon.
+    """How long and where a store wants its blocks to be kept, including those that are there already. If a
+    block was stored with several of these, the daemon takes what keeps it longer and in more tiers. None of
+    it outlives the daemon.
 
-    Raises KvtierError MALFORMED, naming the field, for what makes no sense.
+    Raises KvtierError MALFORMED, naming the field, for values that make no sense.
     """
 
     hold_s: float = 0.0
-    """The blocks are not evicted for so many seconds from when they can be read, rounded up to whole ones, as
-    far as the daemon has room for it and its settings allow. At most `ttl_s`, if that is not 0."""
+    """How many seconds the blocks are not evicted, from when they can be read, rounded up to whole seconds,
+    and as far as the daemon has room for it and its settings allow. At most `ttl_s`, if that is not 0."""
     ttl_s: float = 0.0
-    """The blocks are dropped so many seconds after they were stored, or stored again with a time, as soon as
-    nothing uses them; the daemon rounds up, by a few seconds at most. Such blocks stay on the host. 0: they
-    live as any others."""
+    """After how many seconds the blocks are dropped, counted from when they were last stored with such a
+    time, and as soon as nothing uses them; the daemon rounds up, by a few seconds at most. Such blocks stay
+    on the host. 0: no such limit."""
     host_only: bool = False
-    """The blocks are not written to disks. A copy that is there already stays."""
+    """Whether the blocks are kept from being written to disks. A copy already on a disk stays."""
 
     def __post_init__(self) -> None:
         check_seconds("retention.hold_s", self.hold_s)
@@ -37,25 +38,25 @@ class Retention:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is wished."""
+        """Whether nothing special is asked for."""
         return not (self.hold_s or self.ttl_s or self.host_only)
 
     def to_proto(self) -> cache_pb2.Retention:
-        """As it travels with a store."""
+        """Returns it as it is sent with a store."""
         return cache_pb2.Retention(
             hold_ms=milliseconds(self.hold_s), ttl_ms=milliseconds(self.ttl_s), host_only=self.host_only
         )
 
 
 def check_seconds(field: str, seconds: float) -> None:
-    """Raises KvtierError MALFORMED for what is no time to keep something."""
+    """Raises KvtierError MALFORMED unless this is a number of seconds from 0 to 1e9."""
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    # Written so that NaN is refused too.
+    # The condition is written so that NaN is refused too.
     if not (number and 0 <= seconds <= SECONDS_MAX):
         message = f"must be a number of seconds from 0 to {SECONDS_MAX:g}"
         raise KvtierError(Reason.MALFORMED, message, field=field, value=seconds)
 
 
 def milliseconds(seconds: float) -> int:
-    """Rounded up: a wish for less than a millisecond is still one."""
+    """Returns the time in milliseconds, rounded up, so that less than a millisecond does not become 0."""
     return math.ceil(seconds * 1_000)

@@ -1,4 +1,4 @@
-"""Who attaches, as what, with which memory: all that a session says of itself, checked when it is made."""
+"""Who attaches, in which role, and with which memory: what a session says of itself, checked when made."""
 
 import copy
 import os
@@ -24,25 +24,25 @@ from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 
 PROTOCOL_VERSION = 1
 FEATURES = ("index-page", "joint-lookup", "retention", "batches")
-"""What this client needs of a daemon beside the protocol, in Hello and Welcome."""
+"""The features that this client requires of a daemon, as named in Hello and Welcome."""
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
 
 
 class Role(Enum):
-    """What one client is for. Numbers of kvtier.v1.Role."""
+    """What one client is for. The numbers are those of kvtier.v1.Role."""
 
     SCHEDULER = 1
-    """Looks up, submits stores and loads for the whole instance."""
+    """Looks up, and submits stores and loads, for the whole instance."""
     RANK = 2
     """Owns one rank's share of the engine's KV cache."""
     BOTH = 3
-    """An instance of a single process: world size 1."""
+    """Both, for an instance of a single process, whose world size is 1."""
 
     @property
     def submits(self) -> bool:
-        """Whether lookups, stores and loads are this client's business."""
+        """Whether this client looks up, stores and loads."""
         return self is not Role.RANK
 
     @property
@@ -56,8 +56,7 @@ class AttachSpec:
     """One client's place in its instance. Raises KvtierError, naming the field, if it makes no sense."""
 
     instance: str
-    """Name of the engine instance, the same for all its processes, unique among live instances of the daemon.
-    """
+    """The name of the engine instance: the same for all its processes, unique in the daemon."""
     namespace: Namespace
     role: Role = Role.BOTH
     rank: int = 0
@@ -70,11 +69,11 @@ class AttachSpec:
     parts: int = PARTS_DEFAULT
     """Part words, which bound the transfers in flight. The same number in every client of an instance."""
     program: str = ""
-    """For people: program and version."""
+    """The program and its version, for people."""
     prefill_tokens_per_s: float = 0.0
     """Tokens of a prompt that the engine computes in a second; 0: not known."""
     configuration: Settings = ()
-    """For people: what of the engine's settings is not in the namespace, and not the default."""
+    """The engine's settings that are neither in the namespace nor the default, for people."""
 
     def __post_init__(self) -> None:
         check_text("instance", self.instance, Reason.MALFORMED, required=True)
@@ -101,8 +100,8 @@ class AttachSpec:
         check_memory(self.memory, self.groups)
 
     def with_memory(self, memory: Memory | None) -> Self:
-        """The same rank with other memory, or without any for now. Raises KvtierError if it does not fit the
-        groups."""
+        """Returns the same rank with other memory, or with none for now. Raises KvtierError if the memory
+        does not fit the groups."""
         if memory is not None:
             check_memory(memory, self.groups)
         other = copy.copy(self)
@@ -111,7 +110,7 @@ class AttachSpec:
 
     @property
     def device(self) -> str:
-        """Where the memory is."""
+        """The device that the memory is on: "cpu", or `GPU-` and a UUID."""
         return CPU if self.memory is None else device_of(self.memory)
 
     def block_ids_max(self, group: int) -> int:
@@ -126,7 +125,7 @@ class AttachSpec:
         return self.groups[group].num_blocks
 
     def hello(self, token: bytes, prefill_tokens_per_s: float) -> cache_pb2.Hello:
-        """The first message of the session stream. The rate is the one that is known by now."""
+        """Returns the first message of the session stream. The rate is the one that is known by now."""
         return cache_pb2.Hello(
             protocol_versions=[PROTOCOL_VERSION],
             features=FEATURES,
@@ -143,7 +142,8 @@ class AttachSpec:
         )
 
     def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:
-        """Where the rank's blocks lie, for the side socket. `ranges`: the memory itself, if it is a GPU's."""
+        """Returns the request that says where the rank's blocks lie. `ranges`: the memory, if it is on
+        a GPU."""
         assert self.memory is not None
         return side_pb2.RegisterMemory(
             mapping_bytes=self.memory.size_bytes,
@@ -154,7 +154,7 @@ class AttachSpec:
 
 class ClientOptions(TypedDict, total=False):
     """The keyword arguments of `kvtier.Client` and `kvtier.aio.Client`, to be passed as `Client(**options)`.
-    `help(kvtier.Client)` says what each of them means, and its default."""
+    `help(kvtier.Client)` says what each means, and its default."""
 
     instance: Required[str]
     namespace: Required[Namespace]
@@ -173,8 +173,8 @@ class ClientOptions(TypedDict, total=False):
 
 
 def check_prefill_rate(tokens_per_s: float) -> None:
-    """Raises KvtierError MALFORMED for what the daemon would not believe."""
-    # Written so that NaN is refused too.
+    """Raises KvtierError MALFORMED unless the rate is 0 or from 0.001 to 1e9."""
+    # The condition is written so that NaN is refused too.
     if not (tokens_per_s == 0 or PREFILL_TOKENS_PER_S_MIN <= tokens_per_s <= PREFILL_TOKENS_PER_S_MAX):
         least, most = PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX
         message = f"0 if it is not known, else between {least:g} and {most:g}"

@@ -1,51 +1,50 @@
-"""What a client knows about itself: for logs, health checks, and the question why nothing ever hits."""
+"""What a client knows about itself, for logs, health checks, and to find out why nothing ever hits."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class ClientState(Enum):
-    """Where a client stands. It moves by itself, in the background."""
+    """The state of a client, which changes by itself in the background."""
 
     CONNECTING = "connecting"
-    """No session: the daemon is not there, not reachable, or refuses us. Tried again, with backoff, for ever.
-    """
+    """There is no session: the daemon is not there, cannot be reached, or refuses us. The client tries again
+    for ever, with growing pauses."""
     ATTACHED = "attached"
-    """In session, but not all ranks of the instance are registered: lookups miss, submits are refused."""
+    """There is a session, but not all ranks of the instance have registered: all lookups miss."""
     READY = "ready"
-    """Everything works."""
+    """Lookups, stores and loads work."""
     UNRESPONSIVE = "unresponsive"
-    """In session, but the daemon owes an answer for too long: treated as if it were not there until it
-    speaks."""
+    """The daemon has owed an answer for too long: it is treated as absent until it answers."""
     CLOSED = "closed"
-    """By `close`."""
+    """The client was closed."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since the client was made."""
+    """What has happened since the client was made."""
 
     epochs: int = 0
-    """Attachments that the daemon has welcomed."""
+    """Sessions that the daemon has welcomed."""
     epochs_lost: int = 0
     registrations: int = 0
     lookups: int = 0
     lookups_unanswered: int = 0
-    """Counted as misses: no daemon, not ready, or no answer in time."""
+    """Lookups that were counted as misses without an answer: no daemon, not ready, or no answer in time."""
     lookups_local: int = 0
-    """Not among `lookups`: the daemon's index had none of the blocks, so it was not asked."""
+    """Lookups that were not sent, as the index had none of the blocks. Not in `lookups`."""
     blocks_hit: int = 0
     stores: int = 0
     loads: int = 0
     submits_refused: int = 0
     transfers_done: int = 0
     transfers_failed: int = 0
-    """Failed or cancelled, as far as the daemon reported."""
+    """Transfers that failed or were cancelled, as far as the daemon reported it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStatus:
-    """A snapshot."""
+    """A snapshot of a client's state."""
 
     state: ClientState
     why: str
@@ -56,21 +55,19 @@ class ClientStatus:
     daemon_pid: int | None
     daemon_version: str
     features: frozenset[str]
-    """What the daemon can do beside the protocol, as of the last session; empty before the first."""
+    """The daemon's features as of the last session; empty before the first."""
     pool_bytes: int
-    """Size of the daemon's pool as of the last session; 0 before the first, and if the daemon does not say.
-    """
+    """The size of the daemon's pool as of the last session; 0 before the first, or if it is not told."""
     prefix_tokens_max: int
-    """Tokens of the longest prefix that the pool can hold; 0: not known, or longer ones can be kept on disks.
-    """
+    """How many tokens of a prefix fit the pool; 0 if not known, or if disks can keep longer ones."""
     boot_nonce: int
     layout_fingerprint: str
-    """Hex, empty for a scheduler. Ranks share blocks only under equal fingerprints and namespaces."""
+    """In hexadecimal; empty for a scheduler. Ranks share only if it and the namespace are equal."""
     namespace_digest: str
-    """Hex, empty until the instance was ready once."""
+    """In hexadecimal; empty until the instance was ready once."""
     missing_ranks: tuple[int, ...]
     transfers_active: int
     leases: int
     stream_doorbells: str
-    """How `ring_on` rings, and why not better; empty for a client whose memory is on no GPU."""
+    """How `ring_on` rings, and why not in a better way; empty for a client whose memory is on no GPU."""
     counters: Counters

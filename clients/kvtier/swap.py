@@ -53,13 +53,13 @@ from kvtier.transfers import TransferState
 from kvtier.words import Doorbell
 
 WATERMARK = 0.01
-"""Part of an engine's blocks that a group which is swapped in has to leave free."""
+"""The share of an engine's blocks that a group must leave free when it is swapped in."""
 RENEW_S = 120.0
-"""An older lease is exchanged for a new one: the daemon ends leases some time."""
+"""A lease that is older is exchanged for a new one, because the daemon ends leases after some time."""
 ANSWER_DEADLINE_S = 5.0
-"""A lookup unanswered for so long is asked again."""
+"""A lookup that has not been answered after this time is sent again."""
 SWAPPED_MAX = 4_096
-"""Groups that are out at once; each holds a lease."""
+"""The most groups that are out at the same time; each holds a lease."""
 
 
 class CanSwap(Enum):
@@ -68,24 +68,24 @@ class CanSwap(Enum):
     OK = "ok"
     LATER = "later"
     NEVER = "never"
-    """It does not fit even if it were alone."""
+    """It would not fit even if it were alone."""
 
 
 class SwapState(Enum):
-    """Of one group of sequences."""
+    """The state of one group of sequences."""
 
     GOING_OUT = "going out"
-    """Its blocks are being read: they stay the engine's."""
+    """Its blocks are being read, and still belong to the engine."""
     OUT = "out"
-    """It is on the host; its blocks are free to be used again."""
+    """It is on the host, and its blocks may be used again."""
     COMING_IN = "coming in"
     """Its new blocks are being written."""
     IN = "in"
     """It is in its new blocks, and no longer on the host."""
     KEPT = "kept"
-    """It could not go out: it still is where it was, and nothing of it is on the host."""
+    """It could not go out: it is still where it was, and nothing of it is on the host."""
     LOST = "lost"
-    """The host does not have it any more: it has to be computed anew."""
+    """The host does not have it any more, so it has to be computed again."""
 
 
 ENDED = (SwapState.IN, SwapState.KEPT, SwapState.LOST)
@@ -93,24 +93,24 @@ ENDED = (SwapState.IN, SwapState.KEPT, SwapState.LOST)
 
 @dataclass(slots=True, eq=False)
 class Swapped:
-    """One group of sequences; `SwapSpace` keeps it up to date."""
+    """One group of sequences; its `SwapSpace` keeps it up to date."""
 
     sequences: dict[str, list[int]]
-    """Swap blocks of each, in order. Numbers mean something within the space only."""
+    """The swap blocks of each sequence, in order. Their numbers mean something only within the space."""
     block_map: dict[int, int]
-    """Swap-out map: swap block of each device block, as it was submitted."""
+    """The swap block of each device block, as they were swapped out."""
     keys: dict[int, bytes] = field(repr=False)
-    """By swap block: its key, which nobody else has."""
+    """The key of each swap block, which nobody else has."""
     counts: Counter[int]
-    """How many of the sequences share a swap block."""
+    """How many of the sequences share each swap block."""
     state: SwapState = SwapState.GOING_OUT
     error: KvtierError | None = None
-    """Why it was kept or lost, or why the last attempt to bring it in has failed (it is OUT again then)."""
+    """Why it was kept or lost, or, if it is OUT again, why the last attempt to bring it in failed."""
     targets: dict[int, int] = field(default_factory=dict)
-    """Swap-in map: device block of each swap block, from `swap_in` on."""
+    """The device block of each swap block, from `swap_in` on."""
     _transfer: Transfer | None = None
     _lease: Lookup | None = None
-    """Of the blocks `_leased`, in this order."""
+    """The lease of the blocks in `_leased`, in this order."""
     _leased: tuple[int, ...] = ()
     _leased_s: float = 0.0
     _call: LookupCall | None = None
@@ -124,7 +124,7 @@ class Swapped:
 
 
 class SwapSpace:
-    """Room on the host for so many private blocks of one KV cache group. One caller at a time."""
+    """Room on the host for some private blocks of one KV cache group. For one caller at a time."""
 
     def __init__(
         self,
@@ -135,9 +135,14 @@ class SwapSpace:
         group: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`client` submits and holds a rank: one without could not see, if the daemon is killed during a
-        load, when the last copy has landed. `blocks`: no more than the daemon leases to one instance, a
-        quarter of its pool by default. Raises KvtierError for another role, and for senseless bounds."""
+        """client: submits and holds a rank. Without one, if the daemon is killed during a load, it could not
+            see when the last copy has landed.
+        blocks: the number of blocks, at most what the daemon leases to one instance, by default a quarter of
+            its pool.
+        watermark: the share of an engine's blocks that `can_swap_in` leaves free, from 0 to less than 1.
+
+        Raises KvtierError for a client without a rank, and for numbers out of range.
+        """
         if not client.role.holds_rank:
             message = "a client without a rank cannot tell when a load of a killed daemon has landed"
             raise KvtierError(Reason.ROLE, message, field="client", value=client.role.name)
@@ -155,13 +160,13 @@ class SwapSpace:
 
     @property
     def free_blocks(self) -> int:
-        """Swap blocks that hold nothing."""
+        """The number of swap blocks that hold nothing."""
         return len(self._free)
 
     # --- out ---
 
     def can_swap_out(self, device_blocks: Collection[int]) -> CanSwap:
-        """Whether the host has room for these blocks; one that is named twice counts once."""
+        """Returns whether the host has room for these blocks now. A block that is named twice counts once."""
         wanted = len(set(device_blocks))
         if wanted > self._all:
             return CanSwap.NEVER
@@ -171,11 +176,11 @@ class SwapSpace:
     def swap_out(
         self, sequences: Mapping[str, Sequence[int]], *, doorbell: Doorbell | None = None
     ) -> Swapped:
-        """Sends a group of sequences to the host; device blocks that several of them have are sent once.
+        """Sends a group of sequences to the host. A device block that several of them share is sent once.
 
-        Until `poll` says OUT or KEPT the blocks must not change. With `doorbell` nothing is read before it
-        has rung. Raises KvtierError, and changes nothing, for sequences without blocks, or if `can_swap_out`
-        does not say OK.
+        The blocks must not change until `poll` returns OUT or KEPT. With `doorbell`, nothing is read before
+        it has rung. Raises KvtierError, and changes nothing, for sequences without blocks, and if
+        `can_swap_out` does not return OK.
         """
         device_blocks = list(dict.fromkeys(block for blocks in sequences.values() for block in blocks))
         if not device_blocks:
@@ -210,8 +215,8 @@ class SwapSpace:
     def can_swap_in(
         self, swapped: Swapped, *, free_blocks: int, all_blocks: int, lookahead: int = 0
     ) -> CanSwap:
-        """Whether an engine with so many device blocks, so many of them free, has room for a group and
-        `lookahead` more blocks, above the watermark."""
+        """Returns whether an engine with `all_blocks` device blocks, of which `free_blocks` are free, has
+        room for the group and `lookahead` more blocks, above the watermark."""
         wanted = len(swapped.counts) + lookahead
         if swapped.state is SwapState.LOST or wanted > all_blocks:
             return CanSwap.NEVER
@@ -219,12 +224,12 @@ class SwapSpace:
         return CanSwap.OK if enough and swapped.state is SwapState.OUT else CanSwap.LATER
 
     def swap_in(self, swapped: Swapped, device_blocks: Sequence[int]) -> dict[str, list[int]]:
-        """Brings a group that is OUT back, to these device blocks, one for each of `swapped.blocks`; returns
+        """Brings a group that is OUT back to these device blocks, one for each of `swapped.blocks`. Returns
         the block table of each sequence.
 
-        Until `poll` says IN, OUT (it may be tried again) or LOST the blocks belong to the transfer; unless it
-        is IN, what is in them is unknown. Raises KvtierError, and changes nothing, for another state or other
-        counts.
+        The blocks belong to the transfer until `poll` returns IN, LOST, or OUT, after which it may be tried
+        again; unless it is IN, their content is unknown. Raises KvtierError, and changes nothing, if the
+        group is not OUT or the number of blocks is wrong.
         """
         if swapped.state is not SwapState.OUT:
             raise KvtierError(
@@ -247,8 +252,9 @@ class SwapSpace:
     # --- while it is out ---
 
     def drop(self, swapped: Swapped, sequence: str) -> None:
-        """One sequence of a group that is OUT has ended: blocks that no other has are free again. With the
-        last one the group is gone, and IN. Raises KvtierError for another state, or an unknown sequence."""
+        """Drops one sequence of a group that is OUT, because it has ended: blocks that no other sequence has
+        are free again. After the last sequence the group is forgotten, and its state is IN. Raises
+        KvtierError if the group is not OUT, or does not have the sequence."""
         if sequence not in swapped.sequences:
             raise KvtierError(Reason.MALFORMED, "no sequence of this group", field="sequence", value=sequence)
         if swapped.state is not SwapState.OUT:
@@ -264,18 +270,17 @@ class SwapSpace:
             self._end(swapped, SwapState.IN)
 
     def discard(self, swapped: Swapped) -> None:
-        """Forgets a group that is OUT, and all of its sequences."""
+        """Drops all sequences of a group that is OUT, and so the group."""
         for sequence in list(swapped.sequences):
             self.drop(swapped, sequence)
 
     def tick(self) -> None:
-        """`poll` for every group: to be called every few seconds at least while any is out, so that leases
-        are renewed."""
+        """Polls every group, which also renews leases. Call it every few seconds while any is out."""
         for swapped in list(self._swapped):
             self.poll(swapped)
 
     def poll(self, swapped: Swapped) -> SwapState:
-        """How a group stands now. Never waits."""
+        """Moves a group on if it can be, and returns its state. Never waits."""
         match swapped.state:
             case SwapState.GOING_OUT:
                 self._go_out(swapped)
@@ -293,7 +298,7 @@ class SwapSpace:
         outcome = swapped._transfer.outcome
         if outcome.state is TransferState.ACTIVE:
             return
-        # A copy out that may still run harms nobody: its blocks stay the engine's, and nothing of it is kept.
+        # A copy out may still run without harm: its blocks stay the engine's, and nothing of it is kept.
         if not outcome.done or not all(outcome.succeeded) or len(outcome.succeeded) != len(swapped.keys):
             self._end(swapped, SwapState.KEPT, outcome.error)
         elif self._hold(swapped):
@@ -313,7 +318,7 @@ class SwapSpace:
         if outcome.done:
             self._end(swapped, SwapState.IN)
             return
-        # A block that is not what it was is a miss from now on: the next lookup finds that it is lost.
+        # A block whose bytes have changed is a miss from now on, so the next lookup finds that it is lost.
         swapped.state, swapped.error = SwapState.OUT, outcome.error
         self._release(swapped)
 
@@ -327,16 +332,16 @@ class SwapSpace:
         )
 
     def _hold(self, swapped: Swapped) -> bool:
-        """Has all of a group's blocks leased anew. False: the answer is on its way, or cannot be had now, or
-        the group has ended."""
+        """Leases all of a group's blocks anew. Returns whether that is done; if not, the answer is on its
+        way, cannot be had now, or the group has ended."""
         now_s = self._clock()
         if swapped._call is None:
             if not self._client.ready:
                 error = KvtierError(Reason.NOT_ATTACHED, "the daemon does not answer: try again later")
                 self._unanswered(swapped, error)
                 return False
-            # First the old one, on the same stream: leases are bounded, and blocks that lose one are the most
-            # recent of all.
+            # Give the old lease back first, on the same stream: leases are bounded, and blocks that lose one
+            # become the most recent of all.
             self._release(swapped)
             swapped._called, swapped._called_s = swapped.blocks, now_s
             keys = [swapped.keys[block] for block in swapped._called]
@@ -352,11 +357,11 @@ class SwapSpace:
         if not answer.answered:
             self._unanswered(swapped, answer.error)
             return False
-        if swapped._called != swapped.blocks:  # a sequence has ended meanwhile: asked again
+        if swapped._called != swapped.blocks:  # a sequence has ended meanwhile, so this is asked again
             answer.release()
             return False
         if answer.unleased > 0 and answer.hits + answer.unleased == len(swapped._called):
-            answer.release()  # all are there, and cannot all be held just now
+            answer.release()  # all are there, but they cannot all be held just now
             self._unanswered(swapped, answer.error)
             return False
         if answer.hits < len(swapped._called) or answer.lease is None:
@@ -368,7 +373,7 @@ class SwapSpace:
         return True
 
     def _unanswered(self, swapped: Swapped, error: KvtierError | None) -> None:
-        """The daemon does not say whether it has the blocks: nobody waits for it."""
+        """Handles a daemon that does not say whether it has the blocks: nobody waits for it."""
         if swapped.state is SwapState.GOING_OUT:
             self._end(swapped, SwapState.KEPT, error)
         elif swapped.state is SwapState.COMING_IN:
@@ -380,7 +385,7 @@ class SwapSpace:
             lease.release()
 
     def _end(self, swapped: Swapped, state: SwapState, error: KvtierError | None = None) -> None:
-        """Nothing of it is on the host any more, or will be found there."""
+        """Ends a group: nothing of it is on the host any more, or will be found there."""
         swapped.state, swapped.error = state, error
         if swapped._call is not None:
             swapped._call.abandon().release()

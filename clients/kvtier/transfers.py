@@ -1,4 +1,4 @@
-"""Transfers as their submitter sees them, and the part words and tickets they are submitted under."""
+"""Transfers as their submitter sees them, and the part words and tickets that they are submitted with."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ from kvtier.words import Direction, PartRef
 
 
 class TransferState(Enum):
-    """Numbers of kvtier.v1.TransferState."""
+    """How far a transfer is. The numbers are those of kvtier.v1.TransferState."""
 
     ACTIVE = 1
-    """Not over, as far as is known."""
+    """It is not over, as far as this client knows."""
     DONE = 2
     """Every accepted block is committed (store) or in place (load)."""
     FAILED = 3
-    """See `error`, and `succeeded` for the keys that did succeed."""
+    """It failed: `error` says why, and `succeeded` which keys were copied all the same."""
     CANCELLED = 4
     """It ended early because somebody asked for it."""
 
 
 class StoreResult(Enum):
-    """What a submitted store did with one key. Numbers of kvtier.v1.StoreResult."""
+    """What a store did with one key. The numbers are those of kvtier.v1.StoreResult."""
 
     ACCEPTED = 0
     EXISTS = 1
@@ -35,7 +35,7 @@ class StoreResult(Enum):
 
     @classmethod
     def of(cls, value: int) -> "StoreResult":
-        """What a byte of the wire means. One that this version does not know copies nothing either."""
+        """Returns the result that a byte of the message means. An unknown one counts as THROTTLED."""
         return cls(value) if value <= cls.THROTTLED.value else cls.THROTTLED
 
 
@@ -45,27 +45,27 @@ class Outcome:
 
     state: TransferState
     fenced: bool
-    """No copy of it can still land, and none still reads: its blocks may be reused. Always true for a
-    transfer that was refused or whose end the daemon reported. False while it runs, and for one whose daemon
-    went away while a copy was running; of the latter a client without a rank never learns more: its ranks do
+    """Whether its blocks may be reused: no copy of it can still land, and none still reads. Always True for a
+    transfer that was refused or whose end the daemon reported. False while it runs, and if its daemon went
+    away during a copy; in that case a client without a rank never learns more, but its ranks do
     (`part_state`)."""
     succeeded: bytes = field(default=b"", repr=False)
-    """One byte per submitted key: 1 if it is committed (store) or in place (load). Empty if nothing did or is
-    known."""
+    """One byte per submitted key: 1 if it is committed (store) or in place (load). Empty if none is, or if
+    not known."""
     error: KvtierError | None = None
-    """Unset for ACTIVE and DONE."""
+    """Why it failed or was cancelled; None for ACTIVE and DONE."""
 
     refused: bool = False
-    """It was never accepted: nothing was copied, and no lease was consumed."""
+    """Whether it was never accepted: nothing was copied, and no lease was consumed."""
 
     @property
     def done(self) -> bool:
-        """Everything is in place."""
+        """Whether all of it was copied."""
         return self.state is TransferState.DONE
 
     @property
     def throttled(self) -> bool:
-        """It was refused for now: go on without, or try again later."""
+        """Whether it was refused only for now: go on without it, or try again later."""
         return self.refused and self.error is not None and self.error.throttled
 
 
@@ -73,7 +73,7 @@ ACTIVE = Outcome(TransferState.ACTIVE, fenced=False)
 
 
 def refused(error: KvtierError) -> Outcome:
-    """The outcome of a transfer that was never accepted."""
+    """Returns the outcome of a transfer that was never accepted."""
     return Outcome(TransferState.FAILED, fenced=True, error=error, refused=True)
 
 
@@ -83,31 +83,31 @@ class TransferRecord:
 
     direction: Direction
     count: int
-    """Keys submitted."""
+    """The number of keys that were submitted."""
     event: Event
-    """Set when the outcome is known, or when it will not come from the daemon."""
+    """Set when the outcome is known, or when the daemon will not report it."""
     part: PartRef | None = None
-    """None if it was refused before it was sent."""
+    """None if the transfer was refused before it was sent."""
     accepted: bool = False
     results: bytes = b""
     outcome: Outcome = ACTIVE
     lost: bool = False
-    """Its epoch ended before its end was reported: what is left to know is in the part words."""
+    """Whether its epoch ended before its end was reported. Only the part words can then tell more."""
     number: tuple[int, int] | None = None
-    """Boot nonce and number that the daemon gave it, for people and logs."""
+    """The boot nonce and number that the daemon gave it, for people and logs."""
 
     def end(self, outcome: Outcome) -> None:
-        """The outcome is known."""
+        """Sets the outcome and wakes those who wait for it."""
         self.outcome = outcome
         self.event.set()
 
 
 def outcome_of(event: cache_pb2.TransferEvent) -> Outcome:
-    """The outcome that a TransferEvent reports."""
+    """Returns the outcome that a TransferEvent reports."""
     error = KvtierError.from_proto(event.error) if event.HasField("error") else None
     try:
         state = TransferState(event.state)
-    except ValueError:  # a terminal state that this version does not know is no success
+    except ValueError:  # an unknown terminal state is no success
         state = TransferState.FAILED
     return Outcome(state, fenced=True, succeeded=event.succeeded, error=error)
 
@@ -115,9 +115,9 @@ def outcome_of(event: cache_pb2.TransferEvent) -> Outcome:
 class PartWords:
     """Which part words and tickets are free for the next transfer of one epoch.
 
-    A word is given back when its transfer's end was reported (every rank's part is then fenced). The one that
-    has been free for longest is taken next, so that a rank that asks late still finds the state of the
-    transfer it asks for.
+    A word is given back when its transfer's end was reported, because then every rank's part is fenced. The
+    word that has been free for longest is taken next, so a rank that asks late still finds its transfer's
+    state.
     """
 
     def __init__(self, parts: int, first_ticket: int = 1) -> None:
@@ -127,11 +127,12 @@ class PartWords:
 
     @property
     def in_use(self) -> int:
-        """Words whose transfers have not ended."""
+        """The number of words whose transfers have not ended."""
         return len(self._used)
 
     def take(self) -> tuple[int, int] | None:
-        """(ticket, word) for one transfer; tickets rise. None, and nothing changed, if all are in use."""
+        """Takes a word for one transfer and returns (ticket, word); tickets rise. Returns None, and changes
+        nothing, if all words are in use."""
         if not self._free or self.next_ticket >= TICKET_MAX:
             return None
         ticket, word = self.next_ticket, self._free.popleft()
@@ -140,6 +141,6 @@ class PartWords:
         return ticket, word
 
     def give_back(self, word: int) -> None:
-        """The word's transfer is over. Raises KeyError if the word is not in use."""
+        """Gives the word of a transfer that is over back. Raises KeyError if the word is not in use."""
         self._used.remove(word)
         self._free.append(word)

@@ -1,21 +1,21 @@
-"""The shared words of a rank: doorbells that it rings, and one word per part of a transfer.
+"""The shared words of a rank: its doorbells, and one word per part of a transfer.
 
 A part word is `ticket << 8 | state`. A part is armed as long as its word's ticket is smaller than its own.
-The copy worker moves it from armed to STARTED and from there to DONE or FAILED; the client moves it from
-armed to REVOKED, and a store's also from STARTED: a store only reads the engine's memory, and what it has
-read is thrown away if it cannot write DONE. All of it is compare-and-swap on the word itself, so that one of
-them wins and no daemon is asked.
+The copy worker moves it from armed to STARTED, and from there to DONE or FAILED. The client moves it from
+armed to REVOKED. It also revokes a store that is STARTED: a store only reads the engine's memory, and what it
+has read is thrown away if the worker cannot write DONE. Each of these moves is a compare-and-swap on the word
+itself, so that one side wins and the daemon need not be asked.
 
-What this file promises is the fence: a part of which `state` says that it is over can write nothing any more.
-- Its word is terminal; or
+This file guarantees the fence: a part whose `state` is over can write nothing any more, because
+- its word is terminal; or
 - it says STARTED, but its worker is dead, as the worker's pidfd shows; or
-- its page was sealed before it started: a sealed page has every word that is not STARTED raised to the
-  highest ticket there is, so that nothing can start on it, whatever the daemon does later.
+- its page was sealed before it started. On a sealed page every word that is not STARTED is raised to the
+  highest ticket there is, so nothing can start on it, whatever the daemon does later.
 
 A doorbell is raised by the process (`ring`) or by a stream of its GPU (`ask`, kvtier.stream_words). A new
-page starts with what has truly been reached: rung by the process, or landed on a page before it.
+page starts with the values that were truly reached: rung by the process, or landed on a page before it.
 
-Used from one thread at a time, like the session that owns it.
+Like the session that owns it, it is used from one thread at a time.
 """
 
 import os
@@ -47,14 +47,14 @@ PARTS_DEFAULT = 1_024
 WORDS_MAX = 65_536
 SEALED = TICKET_MAX << 8 | PART_REVOKED
 PAGES_KEPT = 8
-"""Fenced pages of the past that are still remembered, so that late questions get the true answer."""
+"""How many replaced, fenced pages are remembered, so that late questions get the true answer."""
 
 Direction = Literal["store", "load"]
 
 
 @dataclass(frozen=True, slots=True)
 class Doorbell:
-    """A part starts when the doorbell word `index` of its rank has reached `value`."""
+    """A condition for a part to start: the doorbell word `index` of its rank has reached `value`."""
 
     index: int
     value: int
@@ -62,7 +62,7 @@ class Doorbell:
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """What a rank must know of a transfer that somebody else submitted: plain values, to be sent along."""
+    """What a rank must know of a transfer that another process submitted. Plain values, to be sent to it."""
 
     epoch: int
     ticket: int
@@ -71,26 +71,26 @@ class PartRef:
 
 
 class PartState(Enum):
-    """What has become of a part, as this rank sees it."""
+    """The state of a part, as this rank sees it."""
 
     ARMED = PART_ARMED
-    """Not started: it may be revoked."""
+    """It has not started, and may be revoked."""
     STARTED = PART_STARTED
-    """Being copied: nothing but its end, or its worker's death, ends it."""
+    """It is being copied: only its end, or its worker's death, ends it."""
     REVOKED = PART_REVOKED
-    """It never started and never will; or it is a store that was withdrawn while it ran: nothing of it is
+    """It never started and never will. Or it is a store that was withdrawn while it ran, of which nothing is
     kept."""
     DONE = PART_DONE
-    """Every block is copied: a load has landed, the source of a store is free to reuse."""
+    """Every block is copied: a load has landed, or the source of a store may be reused."""
     FAILED = PART_FAILED
     """It ended without all blocks copied; nothing of it can still land."""
     LOST = PART_SUPERSEDED
-    """It belongs to an epoch or a page that is over and had not started there, or its word has been given to
-    a later transfer. Nothing of it can still land; count it as failed."""
+    """It had not started when its epoch or page ended, or its word was given to a later transfer. Nothing of
+    it can still land; treat it as failed."""
 
     @property
     def over(self) -> bool:
-        """The fence: no copy of this part can still land, and none can still read."""
+        """The fence: whether no copy of this part can still land, and none can still read."""
         return self is not PartState.ARMED and self is not PartState.STARTED
 
 
@@ -102,16 +102,16 @@ def dead(pidfd: int) -> bool:
 
 
 class WordsPage:
-    """One registered page: `doorbells` doorbell words, then `parts` part words. One worker writes its part
-    words."""
+    """One page of words: first the doorbells, then the part words, which one worker writes."""
 
     def __init__(self, epoch: int, doorbells: Sequence[int], parts: int) -> None:
-        """`doorbells`: the values that its doorbells start with. Owns a new memfd, not registered yet."""
+        """`doorbells` are the values that the doorbells start with. Makes a memfd that is not
+        registered yet."""
         self.epoch = epoch
         self.parts = parts
         self._doorbells = len(doorbells)
         self.buffer = SharedBuffer.create((self._doorbells + parts) * WORD_BYTES, "kvtier-words")
-        """The memory, which begins with the doorbells. It belongs to the page."""
+        """The page's memory, which begins with the doorbells."""
         self._words: SharedWords | None = SharedWords(self.buffer.array, self._doorbells + parts)
         for index, value in enumerate(doorbells):
             self._words.store(index, value)
@@ -120,27 +120,27 @@ class WordsPage:
         self._final: npt.NDArray[np.uint64] | None = None
 
     def fileno(self) -> int:
-        """The memfd to register."""
+        """Returns the memfd to register."""
         return self.buffer.fileno()
 
     @property
     def doorbells_bytes(self) -> int:
-        """Bytes of the doorbells."""
+        """The size of the doorbells."""
         return self._doorbells * WORD_BYTES
 
     def adopt_worker(self, pidfd: int) -> None:
-        """From now on the page owns the pidfd of the worker that writes its part words."""
+        """Takes over the pidfd of the worker that writes the part words."""
         self._drop_worker()
         self._worker = pidfd
 
     @property
     def worker_is_dead(self) -> bool:
-        """Whether the worker that was adopted has exited."""
+        """Whether that worker has exited."""
         return self._worker is not None and dead(self._worker)
 
     @property
     def sealed(self) -> bool:
-        """Whether nothing can start here any more."""
+        """Whether the page is sealed, so that nothing can start here any more."""
         return self._final is not None
 
     def ring(self, doorbell: int, value: int) -> None:
@@ -149,15 +149,15 @@ class WordsPage:
             self._words.ring(doorbell, value)
 
     def withdraw(self, word: int, ticket: int) -> None:
-        """Marks a part revoked on a page that is not registered yet."""
+        """Marks a part as revoked on a page that is not registered yet."""
         assert self._words is not None
         self._words.store(self._doorbells + word, ticket << 8 | PART_REVOKED)
 
     def state(self, word: int, ticket: int) -> PartState | None:
-        """The part's state on this page; None if it has not started here and never can."""
+        """Returns the part's state on this page, or None if it has not started here and never can."""
         found = self._read(word, ticket)
         if found is PartState.STARTED and self.worker_is_dead:
-            found = self._read(word, ticket)  # it may have written the end just before it died
+            found = self._read(word, ticket)  # the worker may have written the end just before it died
             if found is PartState.STARTED:
                 return PartState.FAILED
         if found is PartState.ARMED and self.sealed and self.worker_is_dead:
@@ -165,8 +165,7 @@ class WordsPage:
         return found
 
     def revoke(self, word: int, ticket: int, *, started: bool) -> PartState | None:
-        """Armed to REVOKED and, with `started`, STARTED to REVOKED, by compare-and-swap. Returns the state
-        afterwards."""
+        """Moves the part from armed, and with `started` also from STARTED, to REVOKED. Returns its state."""
         index = self._doorbells + word
         if self._words is not None and self._final is None:
             self._words.try_revoke(index, ticket)
@@ -175,9 +174,10 @@ class WordsPage:
         return self.state(word, ticket)
 
     def seal(self) -> None:
-        """From now on nothing starts on this page. What is STARTED runs on; what is over stays known.
+        """Seals the page: from now on nothing starts on it. What is STARTED runs on, what is over stays
+        known.
 
-        Called again it seals the words of parts that have ended since: until then, a word that was STARTED
+        A second call seals the words of parts that have ended since; until then, a word that was STARTED
         could take one more part.
         """
         if self._words is None:
@@ -188,8 +188,8 @@ class WordsPage:
             self._seal_word(int(part))
 
     def started(self) -> int:
-        """Parts that are STARTED, by a worker that lives. Zero on a sealed page: all of it is fenced, for
-        ever."""
+        """Returns the number of parts that are STARTED while their worker lives. If it is 0 on a sealed page,
+        all of the page is fenced for good."""
         if self._words is None or self.worker_is_dead:
             return 0
         if self.sealed:
@@ -198,13 +198,13 @@ class WordsPage:
         return int(np.count_nonzero(words & np.uint64(0xFF) == PART_STARTED))
 
     def retire(self) -> None:
-        """Unmaps a sealed page whose `started` is zero; its parts' states stay known."""
+        """Unmaps a sealed page whose `started` is 0. The states of its parts stay known."""
         if self._words is None:
             return
         assert self._final is not None
         for part in range(self.parts):
             value = self._words.load(self._doorbells + part)
-            if value != SEALED:  # its worker died in it
+            if value != SEALED:  # its worker died while it copied
                 state = PART_FAILED if value & 0xFF == PART_STARTED else value & 0xFF
                 self._final[part] = value & ~0xFF | state
         self.close()
@@ -241,7 +241,7 @@ class WordsPage:
             return PartState.LOST
         state = value & 0xFF
         if not PART_STARTED <= state <= PART_FAILED:
-            return PartState.STARTED  # no worker writes such a word: all that is sure is that it may go on
+            return PartState.STARTED  # no worker writes such a word, so assume that the copy goes on
         return PartState(state)
 
     def _drop_worker(self) -> None:
@@ -258,47 +258,47 @@ _DECISIVE = (
     PartState.LOST,
     PartState.ARMED,
 )
-"""Of the states of a part on several pages, the first of these counts."""
+"""If a part has states on several pages, the first of these counts."""
 
 
 class RankWords:
-    """All pages of one rank: the one in use, and those of the past whose parts may still be asked for."""
+    """All pages of one rank: the one in use, and replaced ones whose parts may still be asked for."""
 
     def __init__(self, doorbells: int, parts: int) -> None:
-        """Sizes of every page. Raises KvtierError if they are out of range."""
+        """`doorbells` and `parts` are the words on every page. Raises KvtierError if out of range."""
         for field, value, least in (("doorbells", doorbells, 0), ("parts", parts, 1)):
             if not least <= value <= WORDS_MAX:
                 message = f"must be between {least} and {WORDS_MAX}"
                 raise KvtierError(Reason.WORD_INDEX_RANGE, message, field=field, value=value)
         self._parts = parts
-        self._doorbells = [0] * doorbells  # reached, as far as is known here
+        self._doorbells = [0] * doorbells  # values reached, as far as is known here
         self._streams = StreamWords(doorbells)
         self._pages: list[WordsPage] = []  # oldest first
         self._epoch: int | None = None
         self._withdrawn: dict[int, int] = {}  # word -> ticket revoked in this epoch
 
     def begin_epoch(self, epoch: int) -> None:
-        """The session of this epoch is attached."""
+        """Notes that the session of this epoch is attached."""
         if epoch != self._epoch:
             self.end_epoch()
             self._epoch = epoch
 
     def end_epoch(self) -> None:
-        """The session is over: nothing of its epoch can start from now on."""
+        """Notes that the session is over: nothing of its epoch can start from now on."""
         self._epoch = None
         self._withdrawn.clear()
         self.seal()
 
     def seal(self) -> None:
-        """From now on nothing starts on any page there is; the epoch may get another."""
+        """Seals all pages: nothing starts on them any more. The epoch may get another page."""
         for page in self._pages:
             page.seal()
         self.reap()
 
     def new_page(self) -> WordsPage:
-        """A page for the current epoch, to be registered now. The ones before it are sealed.
+        """Makes a page for the current epoch, to be registered now, and seals the pages before it.
 
-        It starts with the doorbells as they are, and with what was revoked in this epoch.
+        It starts with the doorbells as they are, and with the parts that were revoked in this epoch.
         """
         assert self._epoch is not None
         self.carry_over()
@@ -310,8 +310,7 @@ class RankWords:
         return page
 
     def ring(self, doorbell: int, value: int) -> None:
-        """Raises a doorbell; remembered for pages to come. Raises KvtierError for a doorbell that does not
-        exist."""
+        """Raises a doorbell here and on pages to come. Raises KvtierError for an unknown doorbell."""
         self._check_ring(doorbell, value)
         if value > self._doorbells[doorbell]:
             self._doorbells[doorbell] = value
@@ -319,15 +318,16 @@ class RankWords:
                 self._pages[-1].ring(doorbell, value)
 
     def ask(self, doorbell: int, value: int) -> tuple[bool, int | None]:
-        """A stream is to raise a doorbell: whether it has to be asked at all, and the address on the GPU that
-        it shall write; None if there is none. Raises KvtierError as `ring`."""
+        """Prepares a stream to raise a doorbell. Returns whether the stream has to be asked at all, and the
+        address on the GPU to write, or None if there is none. Raises KvtierError as `ring`."""
         self._check_ring(doorbell, value)
         if value <= max(self._doorbells[doorbell], self._streams.asked(doorbell)):
             return False, None
         return True, self._streams.ask(doorbell, value)
 
     def expose(self, buffer: SharedBuffer, device_address: int | None) -> None:
-        """Streams write the doorbells at the start of this buffer from now on; None: they cannot."""
+        """From now on streams write the doorbells at the start of this buffer; with None they cannot write
+        any."""
         page = None
         if device_address is not None:
             page = StreamPage(buffer, len(self._doorbells), device_address)
@@ -344,8 +344,8 @@ class RankWords:
         return self._streams.behind
 
     def carry_over(self) -> None:
-        """Brings what streams have written, wherever it landed, to the page in use; and what was reached, if
-        a stream that came later has written less."""
+        """Copies what streams have written, on whichever page it landed, to the page in use; and raises a
+        word again that a later stream has set to less than was reached."""
         for doorbell, value in enumerate(self._streams.landed()):
             if value != self._doorbells[doorbell]:
                 self._doorbells[doorbell] = reached = max(value, self._doorbells[doorbell])
@@ -354,14 +354,14 @@ class RankWords:
         self._streams.forget(self._doorbells)
 
     def state(self, ref: PartRef) -> PartState:
-        """What has become of a part. Changes nothing. Raises KvtierError for a word that does not exist."""
+        """Returns the state of a part. Changes nothing. Raises KvtierError for a word that does not exist."""
         self._check(ref)
         states = [page.state(ref.word, ref.ticket) for page in self._pages if page.epoch == ref.epoch]
         return self._judge(ref, states)
 
     def revoke(self, ref: PartRef) -> PartState:
-        """Ends a part that has not started, for ever; a store also while it runs. Returns its state
-        afterwards: over, or STARTED."""
+        """Ends a part for good if it has not started, and a store's part also while it runs. Returns its
+        state afterwards: over, or STARTED."""
         self._check(ref)
         if ref.epoch == self._epoch and ref.ticket > self._withdrawn.get(ref.word, 0):
             self._withdrawn[ref.word] = ref.ticket
@@ -374,11 +374,11 @@ class RankWords:
         return self._judge(ref, states)
 
     def started(self) -> int:
-        """STARTED parts on all pages, whose workers live."""
+        """Returns the number of STARTED parts whose workers live, on all pages."""
         return sum(page.started() for page in self._pages)
 
     def reap(self) -> None:
-        """Gives back the pages of the past that are fenced, and forgets the oldest of those."""
+        """Gives the memory of replaced pages back that are fenced, and forgets the oldest of them."""
         past = [page for page in self._pages if page.sealed]
         fenced = [page for page in past if page.started() == 0]
         for page in fenced:
@@ -387,7 +387,8 @@ class RankWords:
             self._pages.remove(page)
 
     def close(self) -> None:
-        """Unmaps everything here, the words left as they are: a forked child's pages are its parent's."""
+        """Unmaps all pages and leaves their words as they are, because the pages of a forked child are its
+        parent's."""
         for page in self._pages:
             page.close()
         self._pages.clear()
@@ -408,11 +409,12 @@ class RankWords:
             raise KvtierError(Reason.MALFORMED, "must be below 2^56 - 1", field="ticket", value=ref.ticket)
 
     def _judge(self, ref: PartRef, states: list[PartState | None]) -> PartState:
-        """At most one page ever starts a part, because the daemon posts it once."""
+        """Returns the state that counts. At most one page ever starts a part, because the daemon posts it
+        once."""
         for decisive in _DECISIVE:
             if decisive in states:
                 return decisive
         if ref.epoch != self._epoch:
-            return PartState.LOST  # its pages are sealed, or it never had one
+            return PartState.LOST  # its pages are sealed, or it never had any
         # Between two pages of an epoch an armed part may still start on the next one, unless it was revoked.
         return PartState.REVOKED if self._withdrawn.get(ref.word) == ref.ticket else PartState.ARMED

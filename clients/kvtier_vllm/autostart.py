@@ -1,9 +1,9 @@
-"""`autostart`: where no daemon answers, one is started, so that a single vLLM flag is enough to try kvtier.
+"""The setting `autostart`: starts a daemon where none answers, so that a single vLLM flag is enough to try
+kvtier.
 
 The daemon outlives the engine, however that ends: it is nobody's child, so vLLM, which kills all descendants
-of its engine core when it shuts down, does not reach it. The next engine finds the cache. What ends every
-process of a container or of a systemd unit ends it too; in production something that supervises it should
-start it.
+of its engine core when it shuts down, does not reach it. The next engine finds the cache. Whatever ends every
+process of a container or a systemd unit ends the daemon too. In production a supervisor should start it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from kvtier.connection.address import Address, resolve
 from kvtier_vllm import detach
 
 START_TIMEOUT_S = 20.0
-"""For the daemon to listen; it needs half a second, and longer for a large pool."""
+"""How long the daemon may take to listen. It needs half a second, and longer for a large pool."""
 POLL_S = 0.05
 TOLD_CHARS = 400
-"""Of what a daemon that would not start has said."""
+"""How much of the output of a daemon that did not start is quoted."""
 HIDDEN = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that are the engine's own: the daemon is every engine's, and names GPUs by their UUIDs."""
+"""Variables of the engine that the daemon must not inherit: it serves every engine, and names GPUs
+by UUID."""
 ALREADY_RUNNING = "already running"
-"""What a daemon says that finds another one at its socket: that one may need a moment to listen."""
+"""The words of a daemon that finds another one at its socket, which may need a moment more to listen."""
 CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user, group."""
 
@@ -46,19 +47,18 @@ class AutostartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StartedDaemon:
-    """A daemon that this process has started. It belongs to nobody."""
+    """A daemon that this process has started, and that outlives it."""
 
     pid: int
     log: Path
 
 
 def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> StartedDaemon | None:
-    """Starts a daemon at the socket that a user named, or at the default one, unless somebody listens there;
-    returns when it does. None: there was one, or another process was faster. Its settings are the defaults,
-    and KVTIER_ variables.
+    """Starts a daemon at the socket that a user named, or at the default one, unless somebody listens there,
+    and waits until it does. Returns None if there was one, or if another process was faster. The daemon has
+    its default settings, changed by KVTIER_ variables.
 
-    Of several daemons that are started at the same time, all but one end by themselves. Raises
-    AutostartError.
+    If several daemons are started at the same time, all but one end by themselves. Raises AutostartError.
     """
     address = resolve(given or None)
     if _server(address) is not None:
@@ -93,8 +93,8 @@ def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> StartedD
 
 
 def wait(given: str, timeout_s: float) -> bool:
-    """Waits until somebody listens at the socket that a user named, or at the default one, at most
-    `timeout_s`. Returns whether somebody does."""
+    """Waits at most `timeout_s` seconds until somebody listens at the socket that a user named, or at the
+    default one. Returns whether somebody does."""
     address = resolve(given or None)
     deadline_s = time.monotonic() + timeout_s
     while _server(address) is None:
@@ -105,12 +105,13 @@ def wait(given: str, timeout_s: float) -> bool:
 
 
 class _Start:
-    """A daemon on its way, for as long as it is watched. It is nobody's child (see `detach`), and goes on."""
+    """A daemon that is starting, for as long as this process watches it. It is nobody's child (see `detach`),
+    and runs on afterwards."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        """Raises OSError."""
+        """Starts the daemon. Raises OSError."""
         self.pid: int | None = None
-        """None until it runs."""
+        """The daemon's process id; None until it runs."""
         self.over = False
         """Whether it has ended, or could not be started."""
         self._status: int | None = None
@@ -131,13 +132,13 @@ class _Start:
 
     @property
     def how_it_ended(self) -> str:
-        """For people, once it is over."""
+        """How the daemon ended, for people, once it is over."""
         if self._status is None:
             return "kvtierd could not be started"
         return f"kvtierd ended with status {self._status}"
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for news, at most `timeout_s`."""
+        """Waits at most `timeout_s` seconds for news of the daemon."""
         if self.over:
             time.sleep(timeout_s)
             return
@@ -158,12 +159,12 @@ class _Start:
         assert self._starter.stdout is not None
         self._starter.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._starter.wait(START_TIMEOUT_S)  # it ended at once, unless something stopped it
+            self._starter.wait(START_TIMEOUT_S)  # it has ended at once, unless something stopped it
 
 
 def _server(address: Address) -> int | None:
-    """The process that accepts connections there, 0 if it is not visible from here; None if nobody does.
-    Nothing is said to it."""
+    """Returns the process that accepts connections there, or 0 if it is not visible from here; None if nobody
+    does. Sends nothing to it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as side:
         side.settimeout(1.0)
         try:
@@ -176,7 +177,8 @@ def _server(address: Address) -> int | None:
 
 
 def _log_file(address: Address) -> Path:
-    """Beside the socket, in a folder that nobody else can write to, made if it is missing."""
+    """Returns the log file's path, in the socket's folder, which is made if it is missing. Raises
+    AutostartError unless the folder is this user's, and nobody else can write to it."""
     folder = address.socket.parent
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,101 +17,108 @@ from kvtier_vllm.scheduler.retaining import HOST, PRIORITIES, TIERS
 
 
 class ConnectorConfigError(ValueError):
-    """A setting that cannot be used; the message names it, what was found, and what to write instead."""
+    """A setting that cannot be used. The message names it, what was found, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
-    """Settings of one engine's connector, the same in all its processes."""
+    """The settings of one engine's connector, which are the same in all its processes."""
 
     socket: str = ""
-    """The daemon's socket. Empty: KVTIER_SOCKET, else where kvtierd listens by default."""
+    """The daemon's socket. If empty, KVTIER_SOCKET, else where kvtierd listens by default."""
     autostart: bool = False
-    """Start a kvtierd with its default settings (and KVTIER_ variables) where none answers: to try kvtier
-    with nothing but this engine's own flag. It goes on when the engine ends."""
+    """Whether to start a kvtierd with its default settings (and KVTIER_ variables) where none answers, to try
+    kvtier with nothing but this engine's own flag. The daemon runs on when the engine ends."""
     tenant: str = ""
-    """Blocks are never shared between tenants."""
+    """The tenant; blocks are never shared between tenants."""
     salt: str = ""
     """Free text that must be equal for blocks to be shared."""
     weights_revision: str = ""
-    """Name of the weights, changed whenever they change. Empty: found out, from the files or the hub."""
+    """The name of the weights, which must change whenever they change. If empty, it is derived from the
+    files, or taken from the hub."""
     adapters: str = "refuse"
-    """With LoRA. "refuse": nothing is cached. "files": an adapter is known by the content of the files that
-    every worker has loaded, which lie in a folder of this machine, as safetensors. Once they have changed, or
-    the adapter was loaded again with others, its requests are not cached any more."""
+    """How engines with LoRA are treated. "refuse": nothing is cached. "files": an adapter is known by the
+    content of the files that every worker has loaded, which lie in a folder of this machine, as safetensors.
+    Once the files have changed, or the adapter was loaded again with other ones, its requests are not cached
+    any more."""
     store: bool = True
     """Whether this engine's blocks are stored."""
     load: bool = True
     """Whether stored blocks are looked up and loaded."""
     store_tokens: str = "all"
-    """"prompt": only blocks of prompts are stored; "all": those of what is sampled as well, which a next turn
-    of a conversation begins with."""
+    """With "prompt", only blocks of prompts are stored; with "all", also those of sampled tokens, with which
+    the next turn of a conversation begins."""
     max_store_tokens: int = 0
-    """Of a request, counted from its beginning: blocks that end later are not stored. 0: all may be."""
+    """How many tokens of a request are stored, from its beginning: blocks that end later are not. 0: no
+    limit."""
     store_threshold: int = 1
-    """A block is stored when so many requests of this engine have had it: with 2, what nobody uses again is
-    never stored, and what is shared is stored one use later."""
+    """After how many requests of this engine with the same block it is stored. With 2, blocks that nobody
+    uses again are never stored, and shared ones are stored one use later."""
     priority: str = "normal"
-    """"low": when a request ends, the blocks that it has made are the first to be evicted, unless somebody
-    uses them again; what it has only used is not. "high": what it has used is held for `pin_s`, or else for
-    `max_pin_s`."""
+    """With "low", the blocks that a request has made are the first to be evicted after its end, unless
+    somebody uses them again; blocks that it only used are left alone. With "high", the blocks that it used
+    are held for `pin_s`, or if that is 0 for `max_pin_s`."""
     pin_s: float = 0.0
-    """For how long what a request has used is not evicted after its end, as far as the daemon has room for
-    that. 0: it is not held. Not with priority "low"."""
+    """For how many seconds after a request's end the blocks that it used are not evicted, as far as the
+    daemon has room for them. 0: they are not held. It has no effect with priority "low"."""
     max_pin_s: float = 300.0
-    """The most that a request may ask for in its own `pin_s`, or by priority "high"; or `pin_s`, if that is
-    more. 0: requests may not."""
+    """The longest time in seconds that a request may get by its own `pin_s`, or by priority "high"; `pin_s`,
+    if that is longer. 0: requests may not ask for any."""
     ttl_s: float = 0.0
-    """Blocks are dropped so long after they were stored, and stay on the host until then. 0: they are kept as
+    """After how many seconds stored blocks are dropped; until then they stay on the host. 0: they are kept as
     long as there is room."""
     tiers: tuple[str, ...] = TIERS
-    """Where blocks are stored and looked for: ["host", "disk"], or ["host"] alone."""
+    """The tiers in which blocks are stored and looked for: ["host", "disk"], or only ["host"]."""
     max_load_tokens: int = 0
-    """Of a request, counted from its beginning: blocks that end later are not loaded. 0: all may be."""
+    """How many tokens of a request are loaded, from its beginning: blocks that end later are not. 0: no
+    limit."""
     min_load_tokens: int = 0
-    """Fewer tokens than these are computed rather than loaded. 0: that is done which is expected to be over
-    sooner, by the engine's own measure of its steps, loads and prefill rate. While other requests are being
-    computed a load costs its request a step or more; an idle engine, and one that has not measured enough,
-    loads everything. Any other value alone decides, and then `pending_wait_s` alone bounds waiting."""
+    """The fewest tokens that are loaded rather than computed. With 0, the engine does what is expected to be
+    over sooner, by its own measure of its steps, loads and prefill rate. While other requests are being
+    computed, a load delays its request by a step or more; an idle engine, and one that has not measured
+    enough, loads everything. With any other value, only that value decides, and only `pending_wait_s` bounds
+    waiting."""
     lookup_budget_ms: float = 0.5
-    """How long all lookups of one scheduler step together may wait for answers. Requests beyond it ask again
-    in the next step."""
+    """How many milliseconds all lookups of one scheduler step together may wait for answers. Requests beyond
+    that ask again in the next step."""
     pending_wait_s: float = 2.0
-    """How long a request waits, in all, for blocks that are on their way up from a disk, or that another
-    engine is storing; others are computed meanwhile. After that it takes what there is. It waits no longer
-    than computing them would take, as far as the prefill rate is known. 0: it does not wait,
-    and computes what cannot be loaded at once. A disk's promotion takes its bytes divided by what the disk
-    reads in a second; a store takes until the end of the other engine's step."""
+    """How many seconds a request waits, in all, for blocks that are being read from a disk, or stored by
+    another engine, while other requests are computed. After that it takes what there is. If the prefill rate
+    is known, it waits no longer than computing the blocks would take. 0: it does not wait, and computes what
+    cannot be loaded at once. Reading from a disk takes the blocks' bytes divided by the disk's bytes per
+    second; a store takes until the end of the other engine's step."""
     pending_poll_s: float = 0.01
-    """A waiting request asks no more often than this whether they have come."""
+    """How many seconds a waiting request lets pass before it asks again."""
     prefill_tokens_per_s: float = 0.0
-    """Tokens of a prompt that this engine computes in a second: the daemon promotes nothing from a disk that
-    takes longer than computing it. 0: learned from the engine's own steps."""
+    """How many tokens of a prompt this engine computes in a second. The daemon promotes nothing from a disk
+    that would take longer than computing it. 0: learned from the engine's own steps."""
     load_start_deadline_s: float = 2.0
-    """A load that has not started this long after it was let go (on a GPU: after its step was enqueued) is
-    given up, and its tokens are computed. The same goes for stores that keep a finished request's blocks."""
+    """How many seconds after it was released (on a GPU, after its step was enqueued) a load must have
+    started. One that has not is given up, and its tokens are computed. The same holds for stores that keep a
+    finished request's blocks."""
     on_reset: str = "leave"
-    """What a reset of the engine's own prefix cache means. "leave": its weights may be others from now on, so
-    that it shares with nobody any more, until they are named (`kvtier_vllm.updates`). "keep": resets only
-    flush the cache, and weights never change in place without being named."""
+    """What a reset of the engine's own prefix cache means. "leave": its weights may have changed, so it
+    shares blocks with nobody until they are named (`kvtier_vllm.updates`). "keep": resets only flush the
+    cache, and weights never change in place without being named."""
     audit_rate: float = 0.001
-    """Of requests that load, the share of which the last block is computed as well and compared with what is
-    stored; the first hit after each attachment is one of them. If the two are not of one model, this engine
-    loads and stores nothing more. 0: no audits."""
+    """Which share of the requests that load is audited: their last block is computed as well, and compared
+    with what is stored. The first hit after each attachment always is. If the two cannot be of one model,
+    this engine loads and stores nothing more. 0: no audits."""
     share: str = "auto"
     """How a KV cache on a GPU is shared. "export": the daemon copies to and from it directly. "mirror": the
-    engine copies blocks to and from host memory that the daemon maps, which costs it time and a thread, and
-    works with every allocator. "auto": export, and mirror only where the engine's allocator makes memory that
-    cannot be exported."""
+    engine copies blocks to and from host memory that the daemon maps, which costs it time and a thread, but
+    works with every allocator. "auto": "mirror" only if the engine's allocator makes memory that cannot be
+    exported."""
     contiguous_blocks: bool = False
-    """Ask the engine, on a GPU, for blocks that are contiguous across layers: one large copy for each instead
-    of one for each layer. vLLM from 0.32 on keeps its own layout, with a warning, where the attention kernels
-    know no such one; it does not start where it has to split blocks for its kernels, or where another
-    connector asks for another layout."""
+    """Whether to ask an engine on a GPU for blocks that are contiguous across layers: one large copy for each
+    block instead of one for each layer. vLLM from 0.32 on keeps its own layout, with a warning, if its
+    attention kernels do not support this one. It does not start if it has to split blocks for its kernels, or
+    if another connector asks for another layout."""
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
-        """Raises ConnectorConfigError, which tells every key and value that cannot be used."""
+        """Makes the settings out of `kv_connector_extra_config`. Raises ConnectorConfigError, which names
+        every key and value that cannot be used."""
         fields = {field.name: field.default for field in dataclasses.fields(cls)}
         wrong = [_mistake(name, value, fields) for name, value in extra_config.items()]
         given = dict(extra_config)
@@ -143,7 +150,7 @@ _CHOICES = {
 
 
 def _mistake(name: str, value: object, fields: Mapping[str, object]) -> str:
-    """What is wrong with a setting, and what to write; empty if nothing is."""
+    """Returns what is wrong with a setting, and what to write; an empty text if nothing is."""
     if name not in fields:
         nearest = max(fields, key=lambda known: difflib.SequenceMatcher(None, known, name.lower()).ratio())
         return f"unknown setting {name!r}; the nearest one is {nearest!r} (given: {value!r})"
@@ -169,15 +176,15 @@ def _mistake(name: str, value: object, fields: Mapping[str, object]) -> str:
 
 
 def is_number(value: object, most: float = math.inf) -> bool:
-    """Whether it is a number that is not negative, and has an end."""
+    """Returns whether this is a finite number from 0 to `most`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return 0 <= value <= most and value < math.inf  # NaN is not
 
 
 def are_tiers(value: object) -> bool:
-    """Whether it names tiers to keep blocks in. The host is always one of them: it is what disks are read
-    into."""
+    """Returns whether this names tiers to keep blocks in. The host must be one of them, because disks are
+    read into it."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
         return False
     return HOST in value and set(value) <= set(TIERS)

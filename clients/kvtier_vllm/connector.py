@@ -1,9 +1,9 @@
 """The vLLM connector: `--kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path":
 "kvtier_vllm.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'`.
 
-A thin shell around `scheduler.SchedulerSide` and `worker.WorkerSide`. An engine never fails because of it:
-what goes wrong here disables the connector for the rest of the engine's life, with one warning, and the
-engine serves on without.
+A thin shell around `scheduler.side.SchedulerSide` and `worker.side.WorkerSide`. An engine never fails because
+of it: an error here disables the connector for the rest of the engine's life, with one warning, and the
+engine runs on without it.
 """
 
 from __future__ import annotations
@@ -61,23 +61,24 @@ if TYPE_CHECKING:
     from kvtier_vllm.scheduler.events import BlockEvents
 
 ATTACH_WAIT_S = 1.0
-"""How long the start of an engine may wait for the daemon, so that its first requests can hit already."""
+"""How long an engine's start may wait for the daemon, so that its first requests can already hit."""
 UNNAMED = "unnamed"
-"""Weights of which nobody knows which they are; their namespace has a number of its own."""
+"""The name of weights that nobody knows; their namespace has a number of its own."""
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
-    """One process's share of an engine's connection to kvtierd."""
+    """The connector in one process of an engine."""
 
     _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ConnectorConfigError, and nothing else of ours, for settings that cannot be used."""
+        """Raises ConnectorConfigError for settings that cannot be used. Any other error only disables the
+        connector."""
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_client_log()
         transfer = vllm_config.kv_transfer_config
@@ -123,22 +124,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 adapter_loads.listen(self)
         except Exception as error:
             self._disable(error)
-        if self._is_off:  # found out in the background, while this was being made
+        if self._is_off:  # this was found out in the background meanwhile
             self._stop_sides()
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is lost is a miss later, nothing more."""
+        """False: a store that is lost is no more than a miss later."""
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """From vLLM 0.33 on: asked when the engine starts with sleep mode."""
+        """vLLM from 0.33 on asks this when an engine starts with sleep mode."""
         return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Asked before there is a connector. Never fails: what is wrong is said by the constructor."""
+        """vLLM asks this before there is a connector. It never fails: the constructor reports what
+        is wrong."""
         try:
             config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
             return required_layout(config, version_of(vllm.__version__))
@@ -146,7 +148,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             return None
 
     def _engine_gpu(self) -> EngineGpu | None:
-        """The GPU that the engine computes on; None on a CPU. Raises NotShareable for anything else."""
+        """Returns the GPU that the engine computes on, or None on a CPU. Raises NotShareable for anything
+        else."""
         return engine_gpu()
 
     # --- the scheduler's hooks
@@ -162,13 +165,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def has_pending_block_frees(self) -> bool:
-        """From vLLM 0.30 on: asked, when there are no blocks for a running request, whether to wait for a
-        moment instead of preempting one."""
+        """vLLM from 0.30 on asks this when there are no blocks for a running request: True lets it wait for a
+        moment instead of preempting a request."""
         side = self._scheduler
         return side is not None and not self._is_off and self._guard(lambda: side.frees_soon, False)
 
     def has_pending_push_work(self) -> bool:
-        """Asked whether to go on stepping without requests."""
+        """vLLM asks this to learn whether to go on stepping without requests."""
         side = self._scheduler
         return side is not None and side.has_steps_to_do
 
@@ -209,7 +212,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if side is None:
             self._step_without_us += 1
             return KvtierMetadata(step=self._step_without_us, stopped=True)
-        try:  # hooks of every step do without `_guard`, whose closures cost microseconds
+        try:  # called in every step, so without `_guard`, whose closures cost microseconds
             side.plan_step(scheduler_output)
         except Exception as error:
             self._disable(error)
@@ -266,7 +269,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         side = self._scheduler
         if side is None or self._is_off:
-            return True  # nothing of ours is ever served again
+            return True  # nothing that we have stored is ever served again
         self._guard(side.reset, None)
         return True
 
@@ -274,23 +277,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def engine(self) -> str:
-        """See updates.Listener."""
+        """The engine's id (see `updates.UpdateListener`)."""
         return str(self._vllm_config.kv_transfer_config.engine_id)
 
     @property
     def parallel_config(self) -> Any:
-        """See updates.Listener."""
+        """vLLM's configuration object, which belongs to this engine only (see `updates.UpdateListener`)."""
         return self._vllm_config.parallel_config
 
     def weights_changed(self, revision: str) -> WeightsChange | None:
-        """See updates.Listener."""
+        """Takes note that a worker's weights have changed (see `updates.UpdateListener`)."""
         side = self._worker
         if side is None or self._is_off:
             return None
         return self._guard(lambda: side.weights_changed(revision), None)
 
     def weights_told(self, change: WeightsChange) -> None:
-        """See updates.Listener."""
+        """Takes a change that a worker in this process has told (see `updates.UpdateListener`)."""
         side = self._scheduler
         if side is not None and not self._is_off and self._vllm_config.parallel_config.world_size == 1:
             self._guard(lambda: side.weights_changed([change]), None)
@@ -299,11 +302,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def lora_config(self) -> Any:
-        """See adapter_loads.Listener."""
+        """vLLM's LoRA configuration object, which belongs to this engine only (see
+        `adapter_loads.AdapterListener`)."""
         return self._vllm_config.lora_config
 
     def adapter_loaded(self, adapter: AdapterId, proof: bytes) -> None:
-        """See adapter_loads.Listener."""
+        """Takes note that a worker has loaded an adapter (see `adapter_loads.AdapterListener`)."""
         worker, scheduler = self._worker, self._scheduler
         if worker is not None:
             self._guard(lambda: worker.adapter_loaded(adapter, proof), None)
@@ -330,13 +334,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 side.link.wait_ready(ATTACH_WAIT_S)  # may have to start a daemon first
 
     def unregister_kv_caches(self) -> None:
-        """From vLLM 0.33 on: the engine goes to sleep, and gives the memory of its KV cache back."""
+        """vLLM from 0.33 on calls this when the engine goes to sleep and gives the memory of its KV cache
+        back."""
         side = self._worker
         if side is not None:
             self._guard(side.sleep, None)
 
     def restore_kv_caches(self) -> None:
-        """From vLLM 0.33 on: the engine is awake, and its KV cache has memory again."""
+        """vLLM from 0.33 on calls this when the engine is awake and its KV cache has memory again."""
         side = self._worker
         if side is not None:
             self._guard(side.wake, None)
@@ -356,22 +361,21 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 side.begin(connector_metadata)
             except Exception as error:
                 self._disable(error)
-                # Whatever it was, the requests of this step are reported some time.
+                # In any case the requests of this step have to be reported at some time.
                 self._guard(lambda: side.adopt(connector_metadata), None)
 
     def has_connector_metadata(self) -> bool:
-        """Asked before and after each layer whether there is something to wait for, or to save: there never
-        is."""
+        """vLLM asks this before and after each layer: there is never anything to wait for, or to save."""
         return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads were let go when the metadata was bound, before the forward pass."""
+        """Does nothing: loads were released when the metadata was bound, before the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request computes before all of its blocks are loaded."""
+        """Does nothing: no request computes before all of its blocks are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are stored whole, after the step."""
+        """Does nothing: blocks are stored as a whole, after the step."""
 
     def wait_for_save(self) -> None:
         side = self._worker
@@ -412,7 +416,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._off is not None
 
     def _guard(self, call: Callable[[], _Result], otherwise: _Other) -> _Result | _Other:
-        """What `call` returns; if it fails, the connector is disabled, and this is `otherwise`."""
+        """Returns what `call` returns. If it fails, disables the connector and returns `otherwise`."""
         try:
             return call()
         except Exception as error:
@@ -449,22 +453,22 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def _connect_rank(self, weights: Weights, groups: tuple[Group, ...], memory: Memory) -> Link:
         def find_options() -> ClientOptions:
             options = self._identity.options(weights, Role.RANK, groups, memory)
-            if self._config.autostart:  # the scheduler starts a daemon, and comes later than the workers
+            if self._config.autostart:  # the scheduler starts a daemon, and comes after the workers
                 autostart.wait(self._config.socket, autostart.START_TIMEOUT_S)
             return options
 
         return Link(find_options, self._disable)
 
     def _say_attached(self, status: ClientStatus) -> None:
-        """Success is told aloud, as failure is."""
+        """Logs that the engine is attached."""
         again, self._attachments = self._attachments > 0, self._attachments + 1
         socket = str(resolve(self._config.socket or None).socket)
         log.info("%s", attached(status, socket, self._config, again=again))
 
 
 def _register() -> None:
-    """Makes the class known by its name alone: vLLM's MultiConnector has nothing else to go by where it
-    passes the statistics of its children on."""
+    """Makes the class known by its name, which is all that vLLM's MultiConnector has when it passes on the
+    statistics of its children."""
     name = KvtierConnector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, __name__, name)
@@ -474,15 +478,16 @@ _register()
 
 
 class _Identity:
-    """Who this engine is for the daemon."""
+    """What this engine tells the daemon about itself."""
 
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
-        # As it is now: vLLM writes into it when it reloads weights from another folder, in workers only.
+        # A copy of how it is now: vLLM writes into it when it reloads weights from another folder, in workers
+        # only.
         self._vllm_config = copy.copy(vllm_config)
         self._vllm_config.model_config = copy.copy(vllm_config.model_config)
         self._config = config
         self._derived: dict[bool, Namespace] = {}
-        """By whether somebody has named the weights: the rest is the same whatever they are called, and
+        """By whether somebody has named the weights. The rest is the same whatever they are called, and
         weights that have a name are not read."""
 
     def options(
@@ -492,13 +497,13 @@ class _Identity:
         groups: tuple[Group, ...] = (),
         memory: Memory | None = None,
     ) -> ClientOptions:
-        """Of a client of this process. Slow: may read the model's weights. Raises
-        UnsupportedConfiguration."""
+        """Returns the options of a client of this process. Slow, because it may read the model's weights.
+        Raises UnsupportedConfiguration."""
         parallel = self._vllm_config.parallel_config
         engine = self._vllm_config.kv_transfer_config.engine_id
         return ClientOptions(
-            # With other weights it is an instance of its own, so that its processes never meet those of the
-            # one before.
+            # With other weights this is another instance, so that its processes never meet those of the one
+            # before.
             instance=f"{engine}-dp{parallel.data_parallel_rank}"
             + (f"-g{weights.life}" if weights.life else ""),
             namespace=self._namespace(weights),
@@ -535,7 +540,8 @@ class _Identity:
 
 
 def _autostart(socket: str) -> None:
-    """A failure costs hits, not the engine: a daemon that comes later is found."""
+    """Starts a daemon if none answers. A failure costs hits, not the engine: a daemon that comes later is
+    found."""
     try:
         started = autostart.ensure(socket)
     except autostart.AutostartError as error:
@@ -554,7 +560,7 @@ def _prefill_meter(vllm_config: VllmConfig) -> PrefillMeter:
     return PrefillMeter(
         # Batches of a pipeline overlap, and asynchronous scheduling is one ahead.
         steps_in_flight=pipeline + bool(scheduler.async_scheduling),
-        # An engine whose steps are all small has no better ones to show.
+        # An engine whose steps are all small has no larger ones to measure.
         step_tokens_min=min(STEP_TOKENS_MIN, max(1, scheduler.max_num_batched_tokens // 2)),
     )
 
@@ -564,8 +570,8 @@ def _transfers_weights(vllm_config: VllmConfig) -> bool:
 
 
 def _first_weights(vllm_config: VllmConfig) -> Weights:
-    """Where weights are transferred into a running engine, nobody knows whose they are before they are
-    named."""
+    """Returns the weights that the engine starts with. If weights are transferred into a running engine,
+    nobody knows which these are before they are named."""
     if not _transfers_weights(vllm_config):
         return Weights()
     log.info(
@@ -583,7 +589,7 @@ def _audits(vllm_config: VllmConfig, groups: Groups, config: ConnectorConfig) ->
 
 
 def _block_events(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> BlockEvents | None:
-    """None where vLLM publishes no KV events."""
+    """Returns None if vLLM publishes no KV events."""
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -594,7 +600,7 @@ def _block_events(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Bl
 
 
 def _refuse_hybrid_models(kv_cache_config: KVCacheConfig, vllm_version: tuple[int, int]) -> None:
-    """Raises UnsupportedConfiguration where a load that fails would end the engine."""
+    """Raises UnsupportedConfiguration if a load that fails would end the engine."""
     if len(kv_cache_config.kv_cache_groups) > 1 and vllm_version < HYBRID_VLLM:
         raise UnsupportedConfiguration(
             f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups (hybrid attention), and "
@@ -603,7 +609,7 @@ def _refuse_hybrid_models(kv_cache_config: KVCacheConfig, vllm_version: tuple[in
 
 
 def _failures_recompute(transfer: Any) -> bool:
-    """Whether vLLM computes what cannot be loaded. If not, that is said."""
+    """Returns whether vLLM computes what cannot be loaded, and logs a warning if it does not."""
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
     if policy == "recompute":
         return True

@@ -1,8 +1,7 @@
 """The KV cache groups of an engine: what a lookup needs of each, and how its blocks come and go.
 
 Layers of one group share a block table. A model that mixes full attention, sliding windows and recurrent
-layers has several groups, whose blocks lie over each other in one memory: a block id is of one group at a
-time.
+layers has several groups. Their blocks share one memory, so a block id belongs to one group at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvtier import GroupKind, GroupQuery
 
 from kvtier_vllm.worker.kv_memory import NotShareable
 
-# First release in which a load of several groups can fail without ending the engine.
+# The first release in which a load of several groups can fail without ending the engine.
 HYBRID_VLLM = (0, 30)
 
 
@@ -26,20 +25,20 @@ class UnsupportedLayout(NotShareable):
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One group."""
+    """The shape of one group."""
 
     group: int
-    """vLLM's number of it, and the daemon's."""
+    """The number of the group, in vLLM and in the daemon."""
     block_tokens: int
-    """Those of all ranks together, where a block is spread over several."""
+    """The tokens of one block; of all ranks together, if a block is spread over several."""
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window_tokens: int = 0
     window_blocks: int = 0
-    """A prefix needs its last so many blocks; 0: all of them."""
+    """How many of a prefix's last blocks are needed; 0 means all of them."""
     hash_stride: int = 1
-    """Of the request's block hashes: a block's is the last of so many."""
+    """How many of the request's block hashes make one block, whose hash is the last of them."""
     handed_off: bool = False
-    """vLLM says which block holds which state; its block table does not."""
+    """Whether vLLM says by other means than the block table which block holds which state."""
 
 
 @dataclass(frozen=True)
@@ -48,40 +47,41 @@ class Groups:
 
     shapes: tuple[GroupShape, ...]
     hash_tokens: int
-    """Tokens of one of the request's block hashes."""
+    """The tokens that one of the request's block hashes stands for."""
     zeroed: bool = False
-    """vLLM zeroes blocks before it says that it has taken them from a request."""
+    """Whether vLLM zeroes blocks before it says that it has taken them from a request."""
     looks_ahead: bool = False
-    """The end of a block's KV depends on the token behind it, too: only the block behind it proves it."""
+    """Whether the end of a block's KV also depends on the token behind the block, so that only the next
+    block's hash proves it."""
 
     @classmethod
     def one(cls, block_tokens: int) -> Groups:
-        """Full attention in all layers."""
+        """Makes the groups of a model with full attention in all layers."""
         return cls((GroupShape(0, block_tokens),), block_tokens)
 
     @cached_property
     def plain(self) -> bool:
-        """One group, of which a prefix needs all."""
+        """Whether there is one group, of which a prefix needs all blocks."""
         return len(self.shapes) == 1 and not self.shapes[0].window_blocks
 
     @cached_property
     def unit_tokens(self) -> int:
-        """What is matched and loaded has a multiple of so many tokens."""
+        """Matches and loads are multiples of this many tokens."""
         return math.lcm(*(shape.block_tokens for shape in self.shapes))
 
     @cached_property
     def unit_hashes(self) -> int:
-        """Hashes of one unit."""
+        """The number of block hashes in one unit."""
         return self.unit_tokens // self.hash_tokens
 
     @cached_property
     def queries(self) -> tuple[GroupQuery, ...]:
-        """A lookup's, one for each group."""
+        """The queries of a lookup, one for each group."""
         return tuple(GroupQuery(shape.group, shape.window_blocks, shape.hash_stride) for shape in self.shapes)
 
 
 def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
-    """The groups of a KVCacheConfig. Raises UnsupportedLayout for what is not understood, by name."""
+    """Returns the groups of a KVCacheConfig. Raises UnsupportedLayout, naming what is not understood."""
     found = kv_cache_config.kv_cache_groups
     if not found:
         raise UnsupportedLayout("the engine has no KV cache")
@@ -114,16 +114,18 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
 
 
 def drafts_from_hidden_states(vllm_config: Any) -> bool:
-    """Whether a draft model is fed each token's hidden state together with the token behind it, so that its
-    KV at the end of a block is not decided by the block's tokens alone (EAGLE, MTP)."""
+    """Returns whether a draft model is fed each token's hidden state together with the token behind it
+    (EAGLE, MTP). Its KV at the end of a block then depends on more than the block's tokens."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and bool(speculative.use_eagle())
 
 
 def context_ranks(kv_cache_config: Any, vllm_config: Any) -> int:
-    """Over how many ranks the tokens of every block are spread (decode context parallelism): a block has so
-    many times the tokens of vLLM's spec, and each rank's page holds its own of them. 1: it is off. Raises
-    UnsupportedLayout where it is on, and not certain for every block."""
+    """Returns over how many ranks the tokens of every block are spread (decode context parallelism), or 1 if
+    it is off. A block has this many times the tokens of vLLM's spec, and each rank's page holds its own part.
+
+    Raises UnsupportedLayout if it is on, and is not certain to hold for every block.
+    """
     ranks = _decode_context_parallel_size(vllm_config)
     if ranks == 1:
         return 1
@@ -155,9 +157,9 @@ def _is_full_attention(spec: Any) -> bool:
 
 
 def replicated_groups(kv_cache_config: Any, vllm_config: Any) -> frozenset[int]:
-    """The groups of which every rank holds the same bytes: latents of MLA, where nothing but the heads is
-    split. Ranks of a pipeline hold different layers, those of a context different tokens (with fewer of them
-    than ranks some hold the same, which is stored by each)."""
+    """Returns the groups of which every rank holds the same bytes: latents of MLA, if only the heads are
+    split. Ranks of a pipeline hold different layers, and those of a context different tokens. (If a context
+    has fewer ranks than the engine, some ranks hold the same bytes, and each stores its own.)"""
     from vllm.v1 import kv_cache_interface as interface
 
     parallel = vllm_config.parallel_config
@@ -173,7 +175,7 @@ def replicated_groups(kv_cache_config: Any, vllm_config: Any) -> frozenset[int]:
 
 
 def _specs_of(group: Any) -> list[Any]:
-    """Of the layers of a group, each kind at least once."""
+    """Returns the specs of a group's layers, each kind at least once."""
     return list(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()) or [group.kv_cache_spec]
 
 
@@ -184,8 +186,8 @@ def _refuse_states_elsewhere(cache_config: Any) -> None:
 
 
 def shape_of(index: int, group: Any, spread: int = 1) -> GroupShape:
-    """Of one KVCacheGroupSpec, as if hashes were of its own blocks, each of them `spread` over so many ranks
-    (see `context_ranks`). Raises UnsupportedLayout."""
+    """Returns the shape of one KVCacheGroupSpec, as if hashes were of its own blocks, each `spread` over so
+    many ranks (see `context_ranks`). Raises UnsupportedLayout."""
     if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         raise UnsupportedLayout(
             f"KV cache group {index} lies in host memory, or takes no part in transfers: not supported"
@@ -203,7 +205,7 @@ def shape_of(index: int, group: Any, spread: int = 1) -> GroupShape:
 def _shape_of_layer(index: int, spec: Any) -> GroupShape:
     from vllm.v1 import kv_cache_interface as interface
 
-    # Exact types: subclasses keep other state in a block (hidden states, ring buffers, sinks).
+    # Only the exact types match: subclasses keep other state in a block (hidden states, ring buffers, sinks).
     kind = type(spec)
     if kind is interface.MambaSpec:
         return _state_of(index, spec)
@@ -223,7 +225,7 @@ def _shape_of_layer(index: int, spec: Any) -> GroupShape:
         # The next token sees one token less of what is there.
         return _window(index, tokens, spec.sliding_window, spec.sliding_window - 1)
     if kind is interface.ChunkedLocalAttentionSpec:
-        # It needs what its chunk has so far. To ask for a whole chunk's blocks costs a hit now and then.
+        # It needs what its chunk has so far. Asking for a whole chunk's blocks costs a hit now and then.
         return _window(index, tokens, spec.attention_chunk_size, spec.attention_chunk_size)
     return GroupShape(index, tokens)
 

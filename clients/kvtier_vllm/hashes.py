@@ -19,8 +19,8 @@ from pathlib import Path
 def block_hashes(
     tokens: Sequence[int], block_tokens: int, algorithm: str = "sha256", cache_salt: str | None = None
 ) -> list[bytes]:
-    """Of every full block of a prompt without images and adapters, in order. `algorithm`: vLLM's
-    `--prefix-caching-hash-algo`. Raises ValueError for one that vLLM does not know."""
+    """Returns the hash of every full block of a prompt without images and adapters, in order. `algorithm` is
+    vLLM's `--prefix-caching-hash-algo`. Raises ValueError for one that vLLM does not know."""
     from vllm import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -40,7 +40,8 @@ def block_hashes(
 
 
 def tokens_of(text: str) -> list[int]:
-    """Token ids written as a JSON list, or with blanks or commas between them. Raises ValueError."""
+    """Returns the token ids that a text has as a JSON list, or separated by blanks or commas. Raises
+    ValueError."""
     content = text.strip()
     if content.startswith("["):
         found = json.loads(content)
@@ -53,7 +54,8 @@ def tokens_of(text: str) -> list[int]:
 
 @contextmanager
 def _talk_on_stderr() -> Iterator[None]:
-    """What vLLM logs while it is imported (0.29: on standard output) must not come between the hashes."""
+    """Sends standard output to standard error, so that what vLLM logs while it is imported (0.29: on standard
+    output) does not come between the hashes."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -66,7 +68,7 @@ def _talk_on_stderr() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one hash a line, in hexadecimal."""
+    """Prints the hashes in hexadecimal, one per line."""
     parser = argparse.ArgumentParser(
         prog="python -m kvtier_vllm.hashes", description=(__doc__ or "").split("\n")[0]
     )

@@ -1,6 +1,6 @@
-"""Interfaces of vLLM's that differ between the releases 0.29 to 0.33, or that are replaced at run time.
+"""Interfaces of vLLM that differ between the releases 0.29 to 0.33, or that are replaced at run time.
 
-docs/design/connector.md lists every interface that the connector stands on and vLLM does not promise to keep,
+docs/design/connector.md lists every interface that the connector uses and that vLLM does not promise to keep,
 with the releases in which each was seen, what it is for, and what is done without it.
 """
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 
 def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
-    """The block ids of a request that is scheduled in this step, group by group; None if it is not told."""
+    """Returns the block ids of a request that is scheduled in this step, group by group, or None if vLLM does
+    not tell them."""
     state = output.kv_connector_block_state
     if hasattr(state, "get_block_ids"):
         found: Sequence[Sequence[int]] | None = state.get_block_ids(request)
@@ -22,8 +23,8 @@ def block_table(output: Any, request: str) -> Sequence[Sequence[int]] | None:
 
 
 def around_reset(pool: Any, before: Callable[[], object], after: Callable[[bool], object]) -> None:
-    """Has `before` called whenever vLLM is about to reset a block pool, which it refuses while a block is
-    used, and then `after` with whether it has done so. vLLM tells connectors only if it is asked to, and
+    """Calls `before` whenever vLLM is about to reset a block pool, which vLLM refuses while a block is used,
+    and then `after` with whether it was reset. vLLM itself tells connectors only if it is asked to, and only
     afterwards."""
     reset = getattr(pool, "reset_prefix_cache", None)
     if reset is None:
@@ -47,7 +48,7 @@ else:
 
         @dataclass
         class KVConnectorTransferResults:
-            """As in 0.30."""
+            """The class of the same name in vLLM 0.30, for vLLM 0.29."""
 
             finished_sending: set[str] = field(default_factory=set)
             finished_recving: set[str] = field(default_factory=set)

@@ -1,5 +1,5 @@
-"""A kvtier client that is made in the background: finding out a namespace may read all of a model's
-weights."""
+"""A kvtier client that is made in the background, because finding out a namespace may mean to read all of a
+model's weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Link:
     """Makes one client in a thread of its own, and owns it. No call waits for the daemon unless it says so.
 
     A client connects from the moment it is made, and then others may submit transfers that concern it. So it
-    is made under the lock under which it is asked for: who finds none here knows that there is none, and that
-    no transfer of it can have begun.
+    is made under the same lock as it is asked for: if `client` is None, there is no client yet, and no
+    transfer of it can have begun.
     """
 
     def __init__(
         self, find_options: Callable[[], ClientOptions], on_refused: Callable[[Exception], None]
     ) -> None:
-        """Starts at once. `find_options` runs in the thread; what it raises, or the client's own refusal,
-        goes to `on_refused`, also there."""
+        """Starts the thread. `find_options` runs in it; `on_refused` is called there with what it raises, or
+        with the client's own refusal."""
         self._find_options = find_options
         self._on_refused = on_refused
         self._lock = threading.Lock()
@@ -35,14 +35,15 @@ class Link:
 
     @property
     def client(self) -> Client | None:
-        """None until it is made, and if it cannot be."""
-        if self._client is not None:  # as in nearly every step of an engine, several times
+        """The client; None until it is made, and if it cannot be made."""
+        if self._client is not None:  # the usual case, asked several times in each step
             return self._client
         with self._lock:
             return self._client
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Waits until the client works, at most `timeout_s`; not at all for a daemon that is not there."""
+        """Waits at most `timeout_s` seconds until the client is ready, and returns whether it is. Does not
+        wait for a daemon that is not there."""
         deadline_s = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
         client = self.client
@@ -54,7 +55,7 @@ class Link:
         return False
 
     def close(self, timeout_s: float) -> bool:
-        """Closes the client; one that is not made yet never will be. True if no copy touches our memory any
+        """Closes the client, or keeps it from being made. Returns True if no copy touches our memory any
         more."""
         with self._lock:
             self._closed = True

@@ -1,4 +1,4 @@
-"""The connector's lines in an engine's log: all of them look like vLLM's own, those of the client too."""
+"""The connector's and the client's lines in an engine's log, all of which look like vLLM's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.scheduler.retaining import HOST
 
-# A child of vLLM's own logger: its handlers and format apply.
+# A child of vLLM's logger, so its handlers and format apply.
 log = init_logger("vllm.kvtier")
 
 CLIENT_LOGGER = "kvtier"
@@ -25,8 +25,8 @@ class _ToVllm(logging.Handler):
 
 
 def adopt_client_log() -> None:
-    """What the kvtier client logs in this process appears in vLLM's format and at vLLM's level. Safe to call
-    again."""
+    """Makes what the kvtier client logs in this process appear in vLLM's format and at vLLM's level. Safe to
+    call again."""
     client = logging.getLogger(CLIENT_LOGGER)
     if not any(isinstance(handler, _ToVllm) for handler in client.handlers):
         client.addHandler(_ToVllm())
@@ -35,7 +35,7 @@ def adopt_client_log() -> None:
 
 
 def attached(status: ClientStatus, socket: str, config: ConnectorConfig, *, again: bool) -> str:
-    """One line for people: which daemon the engine has attached to, and what it will do with it."""
+    """Returns one line that says which daemon the engine has attached to, and what it will do with it."""
     pool = f", pool of {_size(status.pool_bytes)}" if status.pool_bytes else ""
     if status.prefix_tokens_max:
         pool += f" (room for {status.prefix_tokens_max:,} tokens)"
@@ -46,7 +46,7 @@ def attached(status: ClientStatus, socket: str, config: ConnectorConfig, *, agai
 
 
 def stores(config: ConnectorConfig) -> str:
-    """What an engine with these settings stores, as the beginning of a sentence."""
+    """Returns what an engine with these settings stores, as the beginning of a sentence."""
     if not config.store:
         return "This engine stores nothing"
     what = "prompts" if config.store_tokens == "prompt" else "prompts and outputs"
@@ -63,7 +63,7 @@ def stores(config: ConnectorConfig) -> str:
 
 
 def loads(config: ConnectorConfig) -> str:
-    """What an engine with these settings loads, as the end of a sentence."""
+    """Returns what an engine with these settings loads, as the end of a sentence."""
     if not config.load:
         return "it loads nothing"
     limits = []
@@ -75,7 +75,7 @@ def loads(config: ConnectorConfig) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
+    """Returns a number of bytes as people write it."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024

@@ -1,7 +1,7 @@
 """What vLLM shows of the connector: its log line and its Prometheus metrics. All of it comes from the
-scheduler's side, as increments since the last step; a transfer is one for all ranks.
+scheduler's side, as increments since the last step. A transfer counts once for all ranks.
 
-Experimental interfaces of vLLM's: KVConnectorStats, KVConnectorPromMetrics (0.29 to 0.33).
+This uses experimental interfaces of vLLM: KVConnectorStats, KVConnectorPromMetrics (0.29 to 0.33).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COUNTERS = {
     "audits": "Hits whose last block was computed as well, and compared.",
     "audit_mismatches": "Of them, those that found another block than this engine computes.",
 }
-"""By name: of the increments, and of the metrics after `PREFIX`."""
+"""The description of each counter, by its name, which is the metric's after `PREFIX`."""
 
 
 @dataclass
 class KvtierStats(KVConnectorStats):
-    """`data`: increments by the names of `COUNTERS`; what is missing has not changed."""
+    """Increments in `data`, by the names of `COUNTERS`. What is missing has not changed."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -52,7 +52,7 @@ class KvtierStats(KVConnectorStats):
         return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: what happened in its interval, with the mean time of a load in milliseconds."""
+        """Returns what happened since the last log line, with the mean time of a load in milliseconds."""
         told: dict[str, int | float] = {
             name.replace("_", " "): value
             for name in COUNTERS
@@ -64,8 +64,8 @@ class KvtierStats(KVConnectorStats):
 
 
 class _PlainCounter(Counter):
-    """Without the `_created` series, which nobody reads. The library can switch them off for a whole process
-    only, which would take vLLM's own along."""
+    """A counter without the `_created` series, which nobody reads. The library can switch them off only for a
+    whole process, which would include vLLM's own."""
 
     def collect(self) -> Iterable[Metric]:
         for metric in super().collect():
@@ -74,7 +74,7 @@ class _PlainCounter(Counter):
 
 
 class KvtierPromMetrics(KVConnectorPromMetrics):
-    """One counter for each of `COUNTERS`, with the engine's labels. Lives in the API server's process."""
+    """One counter for each of `COUNTERS`, with the engine's labels. It lives in the API server's process."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
-        make = metric_types[Counter]  # Ray has a kind of its own
+        make = metric_types[Counter]  # Ray has a class of its own
         if make is Counter:
             make = _PlainCounter
         self._counters = {
@@ -97,7 +97,7 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Counts increments; names that a newer connector has and this one has not are left out."""
+        """Adds increments to the counters. Ignores names that only a newer connector has."""
         counters = self._of_engine[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in counters and value > 0:
@@ -105,14 +105,14 @@ class KvtierPromMetrics(KVConnectorPromMetrics):
 
 
 class Increments:
-    """Remembers totals, and tells what they have grown by."""
+    """Remembers totals, and returns by how much they have grown."""
 
     def __init__(self) -> None:
         self._told: dict[str, float] = {}
 
     def of(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Since the last call; only what has changed."""
-        if totals == self._told:  # as after most steps
+        """Returns the growth since the last call, of what has changed."""
+        if totals == self._told:  # the case after most steps
             return {}
         grown = {name: value - self._told.get(name, 0) for name, value in totals.items()}
         self._told = dict(totals)

@@ -1,6 +1,7 @@
-"""Structured logs: for people on a terminal, JSON lines for machines. Fields travel in `extra={"kv": {...}}`.
+"""Structured logs: readable lines on a terminal, JSON lines for machines. Fields are in `extra={"kv":
+{...}}`.
 
-Block hashes are never logged at info or above: they tell what a tenant's prompts have in common.
+Block hashes are never logged at info or above, because they tell what a tenant's prompts have in common.
 """
 
 import json
@@ -23,7 +24,7 @@ class Fields(logging.LoggerAdapter[logging.Logger]):
         own = {name: value for name, value in kwargs.items() if name in self._OWN}
         return msg, {**own, "extra": {"kv": fields}}
 
-    # Typed here because the adapter's own signatures know no field names.
+    # These are typed here because the adapter's own signatures know no field names.
     def debug(self, msg: object, **fields: object) -> None:  # type: ignore[override]
         self.log(logging.DEBUG, msg, **fields)  # type: ignore[arg-type]
 
@@ -91,15 +92,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class PatientHandler(logging.StreamHandler[TextIO]):
-    """Writes to a file, pipe or terminal, and never waits for who reads it: drops lines instead, and says so.
+    """Writes to a file, pipe or terminal, and never waits for its reader: it drops lines instead, and says
+    so.
 
     An event loop that logs into a full pipe would stand still until somebody reads.
     """
 
     PIPE_BYTES = 4096
-    """What a pipe that is writable takes without blocking (PIPE_BUF)."""
+    """What a writable pipe takes without blocking (PIPE_BUF)."""
     WAIT_MS = 20
-    """For the rest of a line whose beginning is written."""
+    """How long to wait with the rest of a line whose beginning is written."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -141,15 +143,16 @@ class PatientHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str, style: str, stream: TextIO | None = None) -> None:
-    """Sends everything under `kvtierd`, and warnings of others, to `stream` (stderr); replaces handlers.
+    """Sends everything under `kvtierd`, and warnings of other loggers, to `stream` (by default stderr), and
+    replaces handlers.
 
-    `style`: human, json, or auto (human if the stream is a terminal).
+    `style` is human, json, or auto, which is human if the stream is a terminal.
     """
     target = stream if stream is not None else sys.stderr
     human = style == "human" or (style == "auto" and target.isatty())
     try:
         handler: logging.StreamHandler[TextIO] = PatientHandler(target)
-    except OSError:  # there is no descriptor behind it
+    except OSError:  # the stream has no descriptor
         handler = logging.StreamHandler(target)
     handler.setFormatter(HumanFormatter() if human else JsonFormatter())
     root = logging.getLogger()
@@ -159,5 +162,5 @@ def configure(level: str, style: str, stream: TextIO | None = None) -> None:
 
 
 def set_level(level: str) -> None:
-    """Of everything under `kvtierd`: debug, info, warning or error."""
+    """Sets the level of everything under `kvtierd`: debug, info, warning or error."""
     logging.getLogger("kvtierd").setLevel(level.upper())

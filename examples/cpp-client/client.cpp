@@ -91,7 +91,7 @@ Lookup Client::lookup(const std::vector<std::string>& hashes, bool lease, Millis
 
 void Client::release(const Lease& lease) {
     Lock lock(mutex_);
-    if (!session_ || session_->welcome->epoch() != lease.epoch) return;  // it has ended with its epoch
+    if (!session_ || session_->welcome->epoch() != lease.epoch) return;  // the lease has ended with its epoch
     v1::AttachRequest request;
     request.mutable_release()->add_lease_ids(lease.id);
     send(*session_, std::move(request), {});
@@ -171,7 +171,7 @@ bool Client::wait(Transfer& transfer, Milliseconds timeout) {
     const auto deadline = Clock::now() + timeout;
     Lock lock(mutex_);
     while (!transfer.ended) {
-        if (transfer.lost) {  // only its part word can tell
+        if (transfer.lost) {  // now only its part word can tell
             reap();
             const PartState state = transfer.page->state(transfer.part_word, transfer.ticket);
             if (is_over(state)) {

@@ -1,5 +1,5 @@
 // A client of kvtierd for one process (scheduler and rank at once) with its KV cache in host memory. It attaches in the
-// background, and again whenever the daemon went away; meanwhile everything is a miss.
+// background, and again whenever the daemon has gone away; until then every lookup is a miss.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ struct Plane {
 
 struct Options {
     std::string socket;    // the gRPC socket
-    std::string instance;  // unique among the engines that live
+    std::string instance;  // unique among live engines
     kvtier::v1::Namespace name_space;
     std::uint32_t block_tokens = 16;
     std::uint64_t num_blocks = 0;
@@ -38,7 +38,7 @@ struct Options {
     std::uint32_t doorbells = 4, parts = 64;
 };
 
-// The right to load the blocks of one lookup; ends with its epoch.
+// The right to load the blocks of one lookup. It ends with its epoch.
 struct Lease {
     std::uint64_t id = 0, epoch = 0;
     std::uint32_t blocks = 0;
@@ -46,9 +46,9 @@ struct Lease {
 
 struct Lookup {
     std::uint32_t hits = 0;
-    std::string states;  // a byte for each block, see BlockState
+    std::string states;  // a byte for each block (see BlockState)
     std::optional<Lease> lease;
-    std::optional<kvtier::v1::Error> error;  // why there is no answer, or why less is leased than was readable
+    std::optional<kvtier::v1::Error> error;  // why there is no answer, or fewer blocks are leased than can be read
 };
 
 // One store or load.
@@ -62,7 +62,7 @@ struct Transfer {
     kvtier::v1::TransferState state = kvtier::v1::TRANSFER_STATE_ACTIVE;
     std::string succeeded;  // a byte for each key
     std::optional<kvtier::v1::Error> error;
-    bool lost = false;  // the session has ended first: the part word says what is left to know
+    bool lost = false;  // the session ended first, so only the part word can tell more
 };
 
 struct Doorbell {
@@ -73,7 +73,7 @@ struct Doorbell {
 class Client {
    public:
     Client(Options options, SharedMemory& memory);
-    // Leaves. Blocks until nothing touches the memory any more.
+    // Leaves, and waits until nothing touches the memory any more.
     ~Client();
 
     bool wait_ready(Milliseconds timeout);
@@ -82,20 +82,20 @@ class Client {
     std::pair<std::string, std::string> identity();
     std::string last_error();
 
-    // Prefix mode. A miss if the daemon does not answer in time.
+    // Looks up in prefix mode. A daemon that does not answer in time is a miss.
     Lookup lookup(const std::vector<std::string>& hashes, bool lease, Milliseconds timeout = Milliseconds(1'000));
     void release(const Lease& lease);
 
-    // `block_ids` parallel to `hashes`. The blocks must not change before the transfer is fenced.
+    // `block_ids[i]` is the block of `hashes[i]`. The blocks must not change before the transfer is fenced.
     std::shared_ptr<Transfer> store(const std::vector<std::string>& hashes, const std::vector<std::uint32_t>& block_ids,
                                     std::optional<Doorbell> doorbell = {});
     // The lease is consumed if the load is accepted.
     std::shared_ptr<Transfer> load(const Lease& lease, const std::vector<std::uint32_t>& block_ids,
                                    std::optional<Doorbell> doorbell = {});
-    // Waits until the transfer has ended and is fenced; false if it has not within the time.
+    // Waits until the transfer has ended and is fenced. Returns false if that takes longer than the time.
     bool wait(Transfer& transfer, Milliseconds timeout);
     PartState part_state(Transfer& transfer);
-    // Ends our part for ever if it has not started, a store's also while it runs.
+    // Ends our part for good if it has not started, a store's part also while it runs.
     PartState revoke(Transfer& transfer);
     void ring(std::uint32_t doorbell, std::uint64_t value);
 
@@ -128,11 +128,11 @@ class Client {
     std::mutex mutex_;
     std::condition_variable changed_;
     bool closing_ = false;
-    std::shared_ptr<Session> session_;  // from Welcome until it is lost
-    std::shared_ptr<WordsPage> page_;   // of the registration that holds
+    std::shared_ptr<Session> session_;  // from Welcome until the session is lost
+    std::shared_ptr<WordsPage> page_;   // the page of the current registration
     std::vector<std::shared_ptr<WordsPage>> past_;
     std::vector<std::uint64_t> rung_;
-    std::uint64_t next_ticket_ = 1;  // goes on over all epochs
+    std::uint64_t next_ticket_ = 1;  // rises over all epochs
     std::string last_error_;
     std::thread thread_;
 };

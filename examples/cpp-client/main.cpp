@@ -1,4 +1,4 @@
-// A program around the client: it reads commands, one a line, and answers each with one line.
+// A program around the client: it reads one command per line, and answers each with one line.
 //
 //   kvtier-client SOCKET INSTANCE [TENANT]
 //
@@ -12,14 +12,14 @@
 //   wipe                     overwrites the whole cache
 //   store FIRST HASH...      stores blocks from FIRST on
 //   gated-store FIRST HASH   the same, submitted before its doorbell is rung
-//   revoked-store FIRST HASH submitted behind a doorbell, and revoked
+//   revoked-store FIRST HASH submits a store behind a doorbell, and revokes it
 //   lookup HASH...           tells what could be loaded
 //   load FIRST HASH...       looks up with a lease, and loads what hits to the blocks from FIRST on
 //   lease HASH...            looks up with a lease and keeps it
 //   load-leased FIRST        loads what that lease holds, whatever has happened meanwhile
 //   start-store FIRST HASH...  submits a store, and answers as soon as its copy runs
-//   start-load FIRST HASH...   likewise a load
-//   revoke                     revokes what was started so
+//   start-load FIRST HASH...   submits a load, and answers as soon as its copy runs
+//   revoke                     revokes what was started in this way
 //   outcome                    waits for its end
 //   twice HASH HASH          tries to load one block to one place twice, which is refused
 //   roundtrip COUNT          stores COUNT blocks of random bytes, loads them back and compares every byte
@@ -41,7 +41,7 @@ namespace {
 using namespace kvtier_example;
 
 constexpr std::uint64_t kBlocks = 64;
-constexpr std::uint64_t kStride = 5'248;  // more than a block's 5,160 bytes: what lies between is nobody's
+constexpr std::uint64_t kStride = 5'248;  // more than a block's 5,160 bytes, with unused bytes between
 constexpr std::byte kWiped{0x3f};
 constexpr Milliseconds kTransfer{60'000};
 
@@ -251,7 +251,7 @@ class Program {
         const Lookup lookup = client_.lookup({hashes.at(0), hashes.at(1)}, true);
         if (!lookup.lease || lookup.hits != 2) return "no lease of two: " + told(lookup);
         const std::string text = told(*client_.load(*lookup.lease, {0, 0}));
-        client_.release(*lookup.lease);  // what was refused has consumed nothing
+        client_.release(*lookup.lease);  // a refused load has consumed nothing
         return text;
     }
 
@@ -267,7 +267,7 @@ class Program {
         const std::string stored = told(*client_.store(hashes, range(0, count)));
         if (!stored.starts_with("DONE")) return "store: " + stored;
         wipe();
-        const std::uint32_t to = kBlocks - count;  // elsewhere than it came from
+        const std::uint32_t to = kBlocks - count;  // another place than the blocks came from
         const std::string loaded = load(client_.lookup(hashes, true), to);
         if (!loaded.starts_with("DONE")) return "load: " + loaded;
         for (std::uint32_t i = 0; i < count; ++i) gather(to + i, after.data() + i * kBlockBytes);
@@ -276,7 +276,7 @@ class Program {
         return "equal " + std::to_string(before.size()) + " bytes";
     }
 
-    // What is lost with the daemon is a failed round trip; other bytes than were stored end it at once.
+    // A transfer that is lost with the daemon is a failed round trip; wrong bytes end the run at once.
     std::string churn(std::uint32_t seconds, std::uint32_t count) {
         const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
         int whole = 0, failed = 0;

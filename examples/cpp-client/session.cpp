@@ -90,7 +90,7 @@ void Client::attach(Session& session) {
     session.next_heartbeat = Clock::now();
 }
 
-// Heartbeats, registrations, and looking at the side socket, until the session is over.
+// Sends heartbeats, registers, and watches the side socket, until the session is over.
 void Client::serve(Session& session) {
     auto retry = Clock::now();
     for (;;) {
@@ -99,7 +99,7 @@ void Client::serve(Session& session) {
             Lock lock(mutex_);
             heartbeat(session);
             reap();
-            // Not before all that was submitted has ended: it may be on its way, and would run on the new page.
+            // Wait until all that was submitted has ended: it may be on its way, and would run on the new page.
             wanted = !session.registered && session.transfers.empty() && Clock::now() >= retry;
         }
         if (wanted) {
@@ -111,7 +111,7 @@ void Client::serve(Session& session) {
                 retry = Clock::now() + kRetry;
             }
         }
-        pollfd side{session.side.fd(), POLLIN, 0};  // the daemon says nothing there by itself: it has closed it
+        pollfd side{session.side.fd(), POLLIN, 0};  // the daemon sends nothing there unasked, so it has closed the socket
         if (poll(&side, 1, 0) > 0) throw Lost("the daemon closed the side socket");
         Lock lock(mutex_);
         changed_.wait_for(lock, Milliseconds(20));
@@ -129,7 +129,7 @@ void Client::heartbeat(Session& session) {
     send(session, std::move(request), {});
 }
 
-// Words, then memory, with a new page.
+// Registers words, then memory, with a new page.
 void Client::register_all(Session& session) {
     const auto meanwhile = [&] {
         Lock lock(mutex_);
@@ -150,7 +150,7 @@ void Client::register_all(Session& session) {
     session.side.call(words, page->fd(), 1, worker, kRegister, meanwhile);
     page->adopt_worker(std::move(worker.front()));
     {
-        // From here on the worker may have it, so it has to be fenced whatever comes of the rest.
+        // From here on the worker may have the page, so it has to be fenced whatever becomes of the rest.
         Lock lock(mutex_);
         for (std::uint32_t i = 0; i < options_.doorbells; ++i) page->ring(i, rung_[i]);
         page_ = page;
@@ -173,7 +173,7 @@ void Client::register_all(Session& session) {
     changed_.notify_all();
 }
 
-// The session is over: first of all nobody waits any more, and nothing can start.
+// Ends the session: first of all, so that nobody waits any more, and nothing can start.
 void Client::lose(Session& session, const std::string& why) {
     {
         Lock lock(mutex_);
@@ -196,9 +196,9 @@ void Client::lose(Session& session, const std::string& why) {
     if (session.reader.joinable()) session.reader.join();
     if (session.writer.joinable()) session.writer.join();
     if (session.stream) session.stream->Finish();
-}  // whoever owns it closes the side socket
+}  // the session's owner closes the side socket
 
-// Seals the pages of the past, and forgets those that are fenced: transfers that may still be asked for have their own hold.
+// Seals replaced pages, and forgets those that are fenced. Transfers that may still be asked for keep their own pages.
 void Client::reap() {
     for (auto& page : past_) page->seal();
     std::erase_if(past_, [](auto& page) { return page->fenced(); });
@@ -227,7 +227,7 @@ void Client::write(Session& session) {
         const v1::AttachRequest request = std::move(session.outgoing.front());
         session.outgoing.pop_front();
         lock.unlock();
-        if (!session.stream->Write(request)) return;  // the reader learns it, too
+        if (!session.stream->Write(request)) return;  // the reader notices that, too
         lock.lock();
     }
 }
@@ -249,7 +249,7 @@ void Client::take(Session& session, const v1::AttachResponse& message) {
             Lookup answer{.hits = response.answers(0).hits(), .states = response.answers(0).states()};
             if (response.lease_id() != 0) answer.lease = Lease{response.lease_id(), pending.epoch, answer.hits};
             if (response.has_lease_refused()) answer.error = response.lease_refused();
-            if (answer.lease && pending.lookup.use_count() == 1) {  // given up: nobody would load it
+            if (answer.lease && pending.lookup.use_count() == 1) {  // the lookup was given up, so nobody would load it
                 v1::AttachRequest request;
                 request.mutable_release()->add_lease_ids(answer.lease->id);
                 send(session, std::move(request), {});
@@ -257,7 +257,7 @@ void Client::take(Session& session, const v1::AttachResponse& message) {
             *pending.lookup = std::move(answer);
             break;
         }
-        case v1::AttachResponse::kSubmit:  // the transfer's event may have come before
+        case v1::AttachResponse::kSubmit:  // the transfer's event may have come earlier
             if (pending.transfer) pending.transfer->results = message.submit().results();
             break;
         case v1::AttachResponse::kTransfer: {
@@ -275,7 +275,7 @@ void Client::take(Session& session, const v1::AttachResponse& message) {
             } else if (pending.lookup) {
                 *pending.lookup = Lookup{.error = message.error()};
             } else if (pending.transfer && message.error().reason() == v1::REASON_INTERNAL) {
-                session.why = last_error_;  // no refusal: parts may be under way
+                session.why = last_error_;  // this is no refusal: parts may be under way
             } else if (pending.transfer) {
                 session.words_in_use.erase(pending.transfer->part_word);
                 session.transfers.erase(pending.transfer->ticket);
@@ -294,7 +294,7 @@ void Client::take(Session& session, const v1::AttachResponse& message) {
         case v1::AttachResponse::kGoodbye:
             session.why = "the daemon ended the session: " + Refused::text_of(message.goodbye().why());
             break;
-        default:  // heartbeat_ack and the like; what a newer daemon says besides
+        default:  // heartbeat_ack and the like, and what only a newer daemon says
             break;
     }
 }

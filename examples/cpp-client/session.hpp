@@ -1,5 +1,5 @@
-// What client.cpp, which is called, and session.cpp, which has threads of its own, share: one attachment, and who waits for
-// its answers.
+// What client.cpp, which callers use, and session.cpp, which has threads of its own, share: one attachment, and the calls
+// that wait for its answers.
 #pragma once
 
 #include <grpcpp/grpcpp.h>
@@ -13,13 +13,13 @@ namespace kvtier_example {
 using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
-// As the daemon would say it.
+// Makes an error like one of the daemon's.
 kvtier::v1::Error error_of(kvtier::v1::Reason reason, const std::string& message);
 
-// Who waits for the answer to one request.
+// The call that waits for the answer to one request.
 struct Client::Pending {
-    std::shared_ptr<Transfer> transfer;            // of a store or load
-    std::shared_ptr<std::optional<Lookup>> lookup;  // its answer goes here; nobody waits for it if this is the last owner
+    std::shared_ptr<Transfer> transfer;            // the transfer of a store or load
+    std::shared_ptr<std::optional<Lookup>> lookup;  // the answer goes here; if this is the last owner, nobody waits
     std::uint64_t epoch = 0;
 };
 
@@ -34,12 +34,12 @@ struct Client::Session {
     std::thread reader, writer;
 
     bool over = false;       // nothing more is sent
-    std::string why;         // it is over, as far as the stream knows
+    std::string why;         // why it is over, as far as the stream knows
     std::optional<kvtier::v1::Error> hello_refused;
     std::optional<kvtier::v1::Welcome> welcome;
     kvtier::v1::InstanceEvent instance;
     bool registered = false;
-    bool stale = false;      // instance events of before our registration may still ask for it
+    bool stale = false;      // instance events from before our registration may still ask for it
     Clock::time_point next_heartbeat;
     std::uint64_t next_id = 1;
     std::deque<kvtier::v1::AttachRequest> outgoing;

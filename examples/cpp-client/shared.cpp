@@ -51,7 +51,7 @@ void WordsPage::ring(std::size_t doorbell, std::uint64_t value) {
 PartState WordsPage::state(std::size_t part, std::uint64_t ticket) {
     PartState found = read(part, ticket);
     if (found == PartState::started && worker_is_dead()) {
-        found = read(part, ticket);  // it may have ended it just before it died
+        found = read(part, ticket);  // the worker may have ended it just before it died
         if (found == PartState::started) return PartState::failed;
     }
     if (found == PartState::armed && sealed_ && worker_is_dead()) return PartState::lost;
@@ -65,7 +65,7 @@ PartState WordsPage::read(std::size_t part, std::uint64_t ticket) const {
     if (value >> 8 < ticket) return is_sealed ? PartState::lost : PartState::armed;
     if (value >> 8 > ticket) return PartState::lost;
     const std::uint64_t state = value & 0xff;
-    // No worker writes another state: all that is sure is that it may go on.
+    // No worker writes another state, so assume that the copy goes on.
     return state < kStarted || state > kFailed ? PartState::started : static_cast<PartState>(state);
 }
 

@@ -52,33 +52,33 @@ enum class PartState : std::uint8_t {
     revoked = 2,
     done = 3,
     failed = 4,
-    lost = 5,  // it never started and never will, or how it ended cannot be told any more
+    lost = 5,  // it never started and never will, or nobody can tell any more how it ended
 };
 
-// Nothing of the part can read or write our memory any more.
+// Whether nothing of the part can read or write our memory any more.
 constexpr bool is_over(PartState state) { return state != PartState::armed && state != PartState::started; }
 
-// One registered page: doorbell words, then part words. A page serves one registration. For one thread at a time; the
-// copy worker uses the words meanwhile.
+// One registered page: first the doorbell words, then the part words. A page serves one registration. It is used by one
+// thread at a time, while the copy worker uses the words.
 class WordsPage {
    public:
     WordsPage(std::size_t doorbells, std::size_t parts)
         : memory_("kvtier-words", (doorbells + parts) * 8), doorbells_(doorbells), parts_(parts), final_(parts) {}
 
     int fd() const { return memory_.fd(); }
-    // The pidfd that came with WordsRegistered.
+    // Takes the pidfd that came with WordsRegistered.
     void adopt_worker(Fd pidfd) { worker_ = std::move(pidfd); }
     bool worker_is_dead() const;
 
-    // Raises a doorbell; one that is as far already stays as it is.
+    // Raises a doorbell, unless it has reached the value already.
     void ring(std::size_t doorbell, std::uint64_t value);
 
     PartState state(std::size_t part, std::uint64_t ticket);
-    // Armed to REVOKED; with `started`, which is for stores only, STARTED to REVOKED as well. Returns the state afterwards.
+    // Moves the part from armed, and with `started` (for stores only) also from STARTED, to REVOKED. Returns its state.
     PartState revoke(std::size_t part, std::uint64_t ticket, bool started);
-    // From now on nothing starts here. To be called again until `fenced`: words of parts that ran are sealed as they end.
+    // From now on nothing starts here. Call it again until `fenced`: words of parts that ran are sealed as they end.
     void seal();
-    // Whether no part runs here. Of a sealed page: for ever.
+    // Whether no part runs here. On a sealed page none ever will.
     bool fenced();
 
    private:
@@ -92,7 +92,7 @@ class WordsPage {
     std::size_t doorbells_, parts_;
     Fd worker_;
     bool sealed_ = false;
-    std::vector<std::uint64_t> final_;  // of a sealed word: what it said before
+    std::vector<std::uint64_t> final_;  // what a sealed word said before
 };
 
 }  // namespace kvtier_example

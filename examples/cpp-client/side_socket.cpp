@@ -26,7 +26,7 @@ std::string side_path(std::string path) {
 std::string Refused::text_of(const kvtier::v1::Error& error) {
     std::string name = kvtier::v1::Reason_Name(error.reason());
     if (name.starts_with("REASON_")) name.erase(0, 7);
-    if (name.empty()) name = std::to_string(error.reason());  // a daemon that is newer than we are
+    if (name.empty()) name = std::to_string(error.reason());  // the daemon is newer than we are
     if (!error.field().empty()) name += " [" + error.field() + "=" + error.value() + "]";
     return name + ": " + error.message();
 }
@@ -52,7 +52,7 @@ kvtier::v1::SideResponse SideSocket::call(kvtier::v1::SideRequest request, int s
         if (std::chrono::steady_clock::now() > deadline) throw Lost("the daemon does not answer on the side socket");
     }
     auto response = receive(received);
-    if (response.has_error()) throw Refused(response.error());  // also of id 0: it takes no more sessions
+    if (response.has_error()) throw Refused(response.error());  // also with id 0, if the daemon takes no more sessions
     if (response.id() != request.id()) throw Lost("a reply with another id on the side socket");
     if (received.size() != receive_fds) throw Lost("a reply with other descriptors on the side socket");
     return response;

@@ -1,4 +1,4 @@
-// The side socket: one SideRequest, and perhaps descriptors, a packet (docs/protocol.md, section 4).
+// The side socket: each packet has one SideRequest, and perhaps descriptors (docs/protocol.md, section 4).
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@
 
 namespace kvtier_example {
 
-// The daemon has refused something; nothing has changed.
+// The daemon has refused a request, which has changed nothing.
 class Refused : public std::runtime_error {
    public:
     explicit Refused(kvtier::v1::Error error) : std::runtime_error(text_of(error)), error_(std::move(error)) {}
@@ -25,7 +25,7 @@ class Refused : public std::runtime_error {
     kvtier::v1::Error error_;
 };
 
-// The daemon is gone, or does not answer: the session is over.
+// The daemon is gone, or does not answer, so the session is over.
 class Lost : public std::runtime_error {
    public:
     using std::runtime_error::runtime_error;
@@ -33,14 +33,14 @@ class Lost : public std::runtime_error {
 
 class SideSocket {
    public:
-    // `grpc_path`: of the gRPC socket, beside which it lies. Throws Lost.
+    // `grpc_path` is the gRPC socket, beside which the side socket lies. Throws Lost.
     explicit SideSocket(const std::string& grpc_path);
 
     int fd() const { return socket_.get(); }
 
-    // One exchange. `meanwhile` is called at least every 50 ms: heartbeats have to go on, and it may throw to end the wait.
-    // Throws Refused for what the daemon refuses, Lost for all else. The descriptor that is sent stays the caller's; those
-    // that come back are in `received`, which must have as many as are expected.
+    // Makes one exchange. `meanwhile` is called at least every 50 ms, because heartbeats have to go on; it may throw to end
+    // the wait. Throws Refused for what the daemon refuses, and Lost for everything else. The descriptor that is sent stays
+    // the caller's; those that come back are put into `received`, and must be `receive_fds`.
     kvtier::v1::SideResponse call(kvtier::v1::SideRequest request, int send_fd, std::size_t receive_fds,
                                   std::vector<Fd>& received, std::chrono::milliseconds timeout,
                                   const std::function<void()>& meanwhile);

@@ -11,13 +11,13 @@ from typing_extensions import Buffer
 class IndexPage:
     """
     A set of block hashes in shared memory, which clients read while a BlockTable writes it (`BlockTable.publish`).
-    Advisory: a few hashes may be left out.
+    It is advisory: a few hashes may be left out.
     """
 
     def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], boot_nonce: int, seed: int) -> None:
         """
-        An empty page in a writable buffer of zeros, as long as `bytes_for` says. `seed` keys the hash function. Raises
-        ValueError for a buffer of another size, or not aligned to cache lines.
+        Makes an empty page in a writable buffer of zeros that is as long as `bytes_for` says. `seed` keys the hash
+        function. Raises ValueError for a buffer of another size, or one that is not aligned to cache lines.
         """
 
     @staticmethod
@@ -25,52 +25,55 @@ class IndexPage:
         """Bytes of a page with room for so many hashes."""
 
     def complete(self) -> None:
-        """From now on clients believe that what is missing is not there."""
+        """
+        From now on clients rely on it that a hash that is missing is not there.
+        """
 
     @property
     def left_out(self) -> int:
         """How many hashes found no place."""
 
 class IndexReader:
-    """A client's view of an index page. For any thread."""
+    """A client's view of an index page, for use in any thread."""
 
     def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], hash_bytes: int) -> None:
         """
-        Raises ValueError if the buffer is no index page. `hash_bytes`: of one block hash, 1 to 32.
+        `hash_bytes` is the length of one block hash, 1 to 32. Raises ValueError if the buffer is not an index page.
         """
 
     @property
     def complete(self) -> bool:
-        """False: what is missing may be there all the same."""
+        """If False, a hash that is missing may be there all the same."""
 
     @property
     def boot_nonce(self) -> int:
-        """Of the daemon that writes it."""
+        """The boot nonce of the daemon that writes the page."""
 
     def run(self, hashes: Sequence[bytes], first: int, end: int) -> int:
         """
-        How many of `hashes[first:end]` are there, up to the first that is not. ValueError for one of another length.
+        How many of `hashes[first:end]` are there, up to the first that is not. Raises ValueError for a hash of another
+        length.
         """
 
 class HoldCounts:
     """
-    How many hold each entry of a BlockTable, from `BlockTable.hold_counts`. One writer. An entry out
-    of range is a ValueError, which changes nothing.
+    How many holders each entry of a BlockTable has; made by `BlockTable.hold_counts`. It has one
+    writer. An entry out of range raises ValueError, and then nothing has changed.
     """
 
     def add(self, entries: numpy.typing.NDArray[numpy.uint32]) -> int:
         """
-        One holder more for each occurrence of an entry. Returns how many entries had none before.
+        Counts one more holder for each occurrence of an entry. Returns how many entries had none before.
         """
 
     def remove(self, entries: numpy.typing.NDArray[numpy.uint32]) -> int:
         """
-        Undoes an `add` of the same entries. Returns how many entries have none now. ValueError for an entry that
-        nobody holds; nothing is changed then.
+        Undoes an `add` of the same entries. Returns how many entries have none now. Raises ValueError for an entry that
+        nobody holds, and then nothing has changed.
         """
 
     def of(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
-        """How many hold each entry."""
+        """How many holders each entry has."""
 
 NO_ENTRY: int = 4294967295
 
@@ -82,24 +85,25 @@ CAPACITY_MAX: int = 1073741824
 
 class BlockTable:
     """
-    Metadata of all blocks on the host, keyed by (space, 32-byte hash). States: 1 WRITING, 2 READY, 3 EVICTING; 0 is
+    Metadata of all blocks of one tier, keyed by (space, 32-byte hash). States: 1 WRITING, 2 READY, 3 EVICTING; 0 is
     absent. An entry is the index of a block's metadata, valid until the block is removed; every method that takes
     entries refuses ones that are not live.
 
-    One writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes; a
-    ValueError names argument, index and value and leaves the table as it was. All memory is reserved when the table
-    is made, and provided by the kernel as it is first used.
+    It has one writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes;
+    a ValueError names argument, index and value, and leaves the table as it was. All memory is reserved when the
+    table is made, and provided by the kernel when it is first used.
     """
 
     def __init__(self, capacity: int, pool_pages: int, seed: int | None = None) -> None:
         """
-        `capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the index's hash
-        function and has no visible effect; random by default, so that clients cannot choose colliding hashes.
+        Makes a table for `capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the
+        index's hash function and has no visible effect. It is random by default, so that clients cannot choose
+        colliding hashes.
         """
 
     def lookup(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]:
         """
-        Entry and state of each key, hashes of shape (n, 32): NO_ENTRY and 0 where there is none.
+        Entry and state of each key; NO_ENTRY and 0 where there is none. `hashes` has shape (n, 32).
         """
 
     def lookup_prefix(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> tuple[numpy.typing.NDArray[numpy.uint32], int]:
@@ -116,7 +120,8 @@ class BlockTable:
 
     def attach_slots(self, entries: numpy.typing.NDArray[numpy.uint32], slots: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        Gives WRITING entries without slots theirs: shape (n, world), page numbers in shard order, owned by nobody.
+        Gives WRITING entries their slots, page numbers of shape (n, world) in shard order. The entries must have none
+        yet, and the slots no owner.
         """
 
     def slots(self, entries: numpy.typing.NDArray[numpy.uint32], world: int) -> numpy.typing.NDArray[numpy.uint32]:
@@ -130,47 +135,49 @@ class BlockTable:
 
     def commit(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        WRITING to READY. Unpinned ones become the most recent of their domains, the last of the batch most of all.
+        Makes WRITING entries READY. Unpinned ones become the most recent of their domains, the last of the batch most
+        of all.
         """
 
     def begin_evict(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
-        """READY and unpinned to EVICTING."""
+        """Makes READY, unpinned entries EVICTING."""
 
     def condemn(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        READY, pinned or not, to EVICTING: not found READY any more; whoever drops the last pin removes it.
+        Makes READY entries, pinned or not, EVICTING: they are not found READY any more, and whoever drops the last pin
+        removes them.
         """
 
     def remove(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        Forgets WRITING or EVICTING, unpinned entries and frees their slots; their generations go up.
+        Forgets unpinned WRITING or EVICTING entries and frees their slots. The entries' generations go up.
         """
 
     def pin(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        One pin more for each time an entry is named, PINS_MAX at most. Pinned blocks are no victims.
+        Adds a pin for each time an entry is named, up to PINS_MAX. Pinned blocks are never victims.
         """
 
     def unpin(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        One pin less for each time an entry is named. A READY block that loses its last pin becomes the most recent
+        Drops a pin for each time an entry is named. A READY block that loses its last pin becomes the most recent
         of its domain, in the order of the batch.
         """
 
     def touch(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.
+        Makes READY, unpinned blocks the most recent, in this order. Other entries stay as they are.
         """
 
     def cool(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        READY unpinned blocks become the least recent of their domains, in this order: the last of the batch is the
-        first to go. Blocks in other states stay as they are.
+        Makes READY, unpinned blocks the least recent of their domains, in this order, so that the last of the batch is
+        the next to be evicted. Other entries stay as they are.
         """
 
     def victims(self, domain: int, n: int) -> numpy.typing.NDArray[numpy.uint32]:
         """
-        Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.
+        Up to n READY, unpinned blocks of a domain, least recent first. Changes nothing.
         """
 
     def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> numpy.typing.NDArray[numpy.uint32]:
@@ -210,22 +217,22 @@ class BlockTable:
 
     def publish(self, space: int, page: IndexPage) -> None:
         """
-        From now on the page has the hash of every block that is made in a space, until the block is removed. Several
-        tables may have one page. ValueError if the space has a page in this table.
+        From now on the page has the hash of every block that is created in a space, until the block is removed. Several
+        tables may share a page. Raises ValueError if the space has a page in this table.
         """
 
     def publish_more(self, space: int, n: int) -> bool:
         """
-        Looks at up to n more of the entries that the table had when the page came, and adds those of the space. True once
-        all are in the page.
+        Looks at up to n more of the entries that the table had when the page was published, and adds those of the space.
+        True once all are in the page.
         """
 
     def withdraw(self, space: int) -> None:
-        """Lets go of a space's page and leaves it as it is."""
+        """Stops changing a space's page."""
 
     def hold_counts(self) -> HoldCounts:
         """
-        Counts of who holds which entries, all zero. Their memory is used as entries are held.
+        New counts of holders for this table's entries, all zero. Their memory is used only as entries are held.
         """
 
     def count(self, space: int) -> int:
@@ -233,13 +240,13 @@ class BlockTable:
 
     def entries_of(self, space: int) -> numpy.typing.NDArray[numpy.uint32]:
         """
-        All entries of a space in ascending order. Reads the whole table: not for the path of a request.
+        All entries of a space in ascending order. Reads the whole table, so it is not for the path of a request.
         """
 
     def stats(self) -> dict[str, Any]:
         """
-        `writing`, `ready`, `evicting`, `capacity`, `bytes` (of a full table, slot records as far as used) and
-        `domains`, the number of blocks per domain that has any.
+        The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes` (of a full table, with slot records as far as
+        they were used), and `domains`, the number of blocks of each domain that has any.
         """
 
     def dump(self) -> dict[str, numpy.typing.NDArray[Any]]:
@@ -250,7 +257,7 @@ class BlockTable:
 
     def check(self) -> None:
         """
-        Compares every structure of the table with every other; AssertionError says what does not fit. Slow.
+        Compares every structure of the table with every other. Raises AssertionError, which says what does not fit. Slow.
         """
 
 def xxh3_64(data: Buffer | numpy.typing.NDArray[Any]) -> int:
@@ -267,7 +274,7 @@ PAGE_BYTES: int = 4096
 
 def copy_variants() -> list[str]:
     """
-    What copies can be made with on this machine, fastest first: avx512, avx2, sse2, memcpy.
+    The variants of copies that this machine can run, fastest first: avx512, avx2, sse2, memcpy.
     """
 
 class CopyPlan:
@@ -284,9 +291,9 @@ class CopyPlan:
 
     def __init__(self, mapping: Buffer | numpy.typing.NDArray[Any], base_offsets: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int, variant: str | None = None) -> None:
         """
-        `mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every
-        fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other. `variant`: one of
-        copy_variants(), the first by default.
+        `mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). `variant` is one of
+        copy_variants(), the first by default. Raises ValueError unless every fragment of blocks 0 to num_blocks - 1 lies
+        inside the mapping and no plane's blocks overlap each other.
         """
 
     @property
@@ -303,13 +310,13 @@ class CopyPlan:
 
     def gather(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32], checksums: numpy.typing.NDArray[numpy.uint64] | None = None) -> None:
         """
-        Copies blocks to slots, uint32 of shape (n,) each; slots must not overlap. `checksums`, uint64 of shape (n,),
-        receives xxh3_64 of each slot's bytes; that takes about half as long again, less than reading them later.
+        Copies blocks to slots, uint32 of shape (n,) each. Slots must not overlap. `checksums`, uint64 of shape (n,),
+        receives xxh3_64 of each slot's bytes, which takes half as long again, but less than reading them later.
         """
 
     def scatter(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
-        Copies slots to blocks; a block may come only once, a slot several times.
+        Copies slots to blocks. A block may come only once, and a slot several times.
         """
 
     def checksums(self, pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
@@ -321,16 +328,16 @@ class DevicePlan:
     Fragment p of block b is at bases[p] + b * block_strides[p], fragment_bytes[p] long; a slot holds a block's fragments
     one after the other. Slots are page numbers: slot s begins at byte s * PAGE_BYTES of the pool.
 
-    Deals in addresses only and reads no memory. Immutable, safe from several threads; large batches are planned without
-    the GIL. All numbers of a call are checked first: a ValueError names argument, index and value.
+    It computes addresses and reads no memory. It is immutable and safe from several threads; large batches are planned
+    without the GIL. All numbers of a call are checked first: a ValueError names argument, index and value.
     """
 
     def __init__(self, bases: numpy.typing.NDArray[numpy.uint64], block_strides: numpy.typing.NDArray[numpy.uint64], fragment_bytes: numpy.typing.NDArray[numpy.uint64], num_blocks: int, ranges: numpy.typing.NDArray[numpy.uint32] | None = None) -> None:
         """
         `bases` are device addresses; the three arrays are uint64 of shape (planes,). `ranges`, uint32 of shape (planes,),
-        says which range of device memory each plane lies in: a copy never touches two of them, however close they lie;
-        without it all planes lie in one. Raises ValueError for a base of 0, if an address overflows, or if a plane's blocks
-        overlap each other. That the memory exists is for the caller to know.
+        says in which range of device memory each plane lies: a copy never touches two ranges, however close they are.
+        Without it all planes lie in one. The caller has to know that the memory exists. Raises ValueError for a base of 0,
+        if an address overflows, or if a plane's blocks overlap each other.
         """
 
     @property
@@ -348,35 +355,35 @@ class DevicePlan:
     def describe(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool_address: int, pool_bytes: int, slots: numpy.typing.NDArray[numpy.uint32], to_device: bool = False, borders: numpy.typing.NDArray[numpy.uint64] | None = None) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]:
         """
         The copies between blocks and slots, uint32 of shape (n,) each: device addresses, host addresses and bytes, uint64
-        of shape (m,). What is contiguous on both sides is one copy, whatever the order of the blocks; the order of the
-        copies is not that of the blocks.
+        of shape (m,). Bytes that are contiguous on both sides become one copy, whatever the order of the blocks. The order
+        of the copies is not that of the blocks.
 
-        `to_device` says which side is written: no block may then come twice, while a slot may; otherwise no slot may, while
-        a block may. Slots never overlap in part. `borders`, uint64 of shape (k,), are offsets of the pool in rising order
-        that no copy may cross, such as the ends of memory registrations; one inside a slot is a ValueError.
+        With `to_device`, the device is written: no block may come twice, but a slot may. Without it, no slot may come
+        twice, but a block may. Slots must not overlap in part. `borders`, uint64 of shape (k,), are offsets of the pool in
+        rising order that no copy may cross, such as the ends of memory registrations. One inside a slot raises ValueError.
         """
 
     def describe_rows(self, block_ids: numpy.typing.NDArray[numpy.uint32], pool_address: int, pool_bytes: int, slots: numpy.typing.NDArray[numpy.uint32], to_device: bool = False, borders: numpy.typing.NDArray[numpy.uint64] | None = None) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]:
         """
-        The same bytes in two-dimensional copies: device and host addresses, width in bytes, rows, and the distance of two
-        rows on the device and on the host, uint64 of shape (m,) each. Fragments at constant distances are made one copy
-        either over the planes of a block or over the blocks of a plane, whichever gives fewer; never more than describe()
-        gives. One row is a plain copy, with its width for pitches. Pitches are at most 2^31 - 1, which is what drivers
-        accept.
+        The same bytes as two-dimensional copies: device and host addresses, width in bytes, rows, and the distance of two
+        rows on the device and on the host, uint64 of shape (m,) each. Fragments at constant distances become one copy,
+        either over the planes of a block or over the blocks of a plane, whichever gives fewer copies, and never more than
+        describe() gives. A single row is a plain copy, with its width for pitches. Pitches are at most 2^31 - 1, which is
+        what drivers accept.
         """
 
 def copy_loop(function_address: int, dst: numpy.typing.NDArray[numpy.uint64], src: numpy.typing.NDArray[numpy.uint64], sizes: numpy.typing.NDArray[numpy.uint64], stream: int) -> tuple[int, int]:
     """
     Calls `CUresult f(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)`, which lies at that address
-    (cuMemcpyAsync), once for each element of the arrays, uint64 of shape (n,), in order, without the GIL. Returns
-    (0, n), or (code, i) of the first call i that did not return 0; what came before it is submitted. Raises ValueError,
-    with nothing called, for arrays of different lengths. Addresses and sizes are the caller's responsibility.
+    (cuMemcpyAsync), once for each element of the arrays, uint64 of shape (n,), in order and without the GIL. Returns
+    (0, n), or (code, i) for the first call i that did not return 0; the copies before it are submitted. Addresses and
+    sizes are the caller's responsibility. Raises ValueError, with nothing called, for arrays of different lengths.
     """
 
 def copy_rows_loop(function_address: int, device: numpy.typing.NDArray[numpy.uint64], host: numpy.typing.NDArray[numpy.uint64], width: numpy.typing.NDArray[numpy.uint64], rows: numpy.typing.NDArray[numpy.uint64], device_pitch: numpy.typing.NDArray[numpy.uint64], host_pitch: numpy.typing.NDArray[numpy.uint64], to_device: bool, stream: int) -> tuple[int, int]:
     """
-    The same with cuMemcpy2DAsync_v2 and the arrays that DevicePlan.describe_rows() returns, from host to device memory
-    or back.
+    As copy_loop, with cuMemcpy2DAsync_v2 and the arrays that DevicePlan.describe_rows() returns, from host to device
+    memory or back.
     """
 
 class PoolRecords:
@@ -396,8 +403,8 @@ class PoolRecords:
 
     def open(self, slots: numpy.typing.NDArray[numpy.uint32], writer: int, boot_nonce: int, transfer: int, namespace: bytes, group: int, shard: int, world: int, hashes: numpy.typing.NDArray[numpy.uint8], data_bytes: int) -> numpy.typing.NDArray[numpy.uint64]:
         """
-        FREE to WRITING with a new generation, for one shard of the blocks with these hashes, shape (n, 32).
-        `namespace` is its 16-byte digest. Returns the generations, uint64 (n,).
+        Makes FREE slots WRITING, with a new generation, for one shard of the blocks with these hashes, shape (n, 32).
+        `namespace` is the 16-byte digest of theirs. Returns the generations, uint64 (n,).
         """
 
     def set_data_checksums(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64]) -> None:
@@ -406,62 +413,62 @@ class PoolRecords:
         """
 
     def commit(self, slots: numpy.typing.NDArray[numpy.uint32], clocks: numpy.typing.NDArray[numpy.uint64]) -> None:
-        """WRITING to READY, with the recency of each."""
+        """Makes WRITING slots READY, each with its recency."""
 
     def free(self, slots: numpy.typing.NDArray[numpy.uint32]) -> None:
-        """Any state to FREE, with a new generation."""
+        """Makes slots in any state FREE, with a new generation."""
 
     def generations(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """The present generation of each slot, uint64 (n,)."""
 
     def check(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], data_bytes: int | None = None) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        1 where a slot is READY with this generation, its record may be believed and, if `data_bytes` is given, it holds
-        so many; else 0; uint8 (n,). A page that is no slot is 0 as well. After a copy, 1 says that the copied bytes
+        1 where a slot is READY with this generation, its record can be believed and, if `data_bytes` is given, it holds
+        so many, else 0; uint8 (n,). A page that is not a slot gives 0 as well. After a copy, 1 says that the copied bytes
         were the slot's.
         """
 
     def check_writing(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], data_bytes: int | None = None) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        1 where a slot is WRITING with this generation and, if `data_bytes` is given, for so many; else 0; uint8 (n,).
-        A page that is no slot is 0 as well.
+        1 where a slot is WRITING with this generation and, if `data_bytes` is given, for so many, else 0; uint8 (n,).
+        A page that is not a slot gives 0 as well.
         """
 
     def verify_data(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        As `check`, and the data checksum fits the slot's data bytes, which are all read.
+        As `check`, and the data checksum must match the slot's data bytes, which are all read.
         """
 
     def match(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        1 where a slot is WRITING with its generation, that of `source` READY with its own and its record to be
+        1 where a slot is WRITING with its generation, the slot of `source` is READY with its own, the record there can be
         believed, and both are the same shard of the same block: namespace, group, shard, world size, hash and data bytes
-        are equal. Else 0; uint8 (n,). A page that is no slot is 0 as well. `source` may be any pool, its slots uint32
-        and their generations uint64 of shape (n,).
+        are equal. Else 0; uint8 (n,). A page that is not a slot gives 0 as well. `source` may be any pool. Its slots are
+        uint32 and their generations uint64, of shape (n,).
         """
 
     def adopt(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        As `match`; where it is 1, the source's data checksum becomes this slot's. After a copy of the source's data, 1
-        says that what was copied is what the checksum was made of, or has rotted since.
+        As `match`; where it is 1, this slot takes over the source's data checksum. After a copy of the source's data, 1
+        says that the copied bytes are those of the checksum, or have rotted since.
         """
 
     def accept(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], source: PoolRecords, source_slots: numpy.typing.NDArray[numpy.uint32], source_generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.uint8]:
         """
-        After the source's data were read into these slots: as `match`, but 1 only if `sums`, xxh3_64 of the data bytes
-        that are in each slot now, uint64 (n,), is the source's data checksum, which becomes this slot's; 2 if they match
-        and the data do not fit.
+        For use after the source's data were read into these slots. As `match`, but 1 only if `sums`, xxh3_64 of the data
+        bytes that are in each slot now, uint64 (n,), is the source's data checksum, which this slot then takes over. 2 if
+        the records match, but the data do not.
         """
 
     def data_bytes(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """
-        The data bytes that each slot's record tells, in whatever state, uint64 (n,); 0 if it was never opened. Raises
-        ValueError if they are more than the slot's.
+        How many data bytes each slot's record says that it has, in whatever state, uint64 (n,); 0 if it was never opened.
+        Raises ValueError if they are more than the slot's.
         """
 
     def data_sums(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint8]]:
         """
-        The data checksum of each slot, uint64 (n,), and what `check` says, uint8 (n,). The sum is 0 where that is 0.
+        The data checksum of each slot, uint64 (n,), and what `check` returns, uint8 (n,). Where that is 0, so is the sum.
         """
 
     def record_pages(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
@@ -477,8 +484,8 @@ class PoolRecords:
 
     def format_extent(self, extent: int, slot_bytes: int) -> None:
         """
-        Makes an extent one of FREE slots of this size; generations in it go on rising. Raises ValueError if one of its
-        slots is not FREE, or no slot of this size fits.
+        Divides an extent into FREE slots of this size; generations in it go on rising. Raises ValueError if one of its
+        slots is not FREE, or if no slot of this size fits.
         """
 
     def extent_info(self, extent: int) -> tuple[int, int, int, int] | None:
@@ -488,9 +495,9 @@ class PoolRecords:
 
     def scan(self) -> dict[str, numpy.typing.NDArray[Any]]:
         """
-        Every extent in use and every slot that is not FREE: a dict of arrays, one row each. `intact`: READY, and the
-        record may be believed. `space_keys`: checksum of namespace, group and world size; `block_keys`: of these and
-        the hash; `copy_keys`: of these and the store id. `broken_extents`: headers that say something unbelievable.
+        Every extent in use and every slot that is not FREE, as a dict of arrays with one row each. `intact`: READY, and
+        the record can be believed. `space_keys`: a checksum of namespace, group and world size; `block_keys`: of these and
+        the hash; `copy_keys`: of these and the store id. `broken_extents`: extents whose headers cannot be believed.
         """
 
     def start_boot(self, boot_nonce: int) -> int:
@@ -513,12 +520,12 @@ class PoolRecords:
     @property
     def persisted_steps(self) -> int:
         """
-        Steps persisted by this object so far: each store of a word, checksum, clock or header, each group of fields.
+        Steps that this object has persisted so far: each store of a word, checksum, clock or header, or group of fields.
         """
 
 def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0) -> None:
     """
-    Writes the header of a new pool file, its magic last; no extent is in use then. Raises ValueError, and changes
+    Writes the header of a new pool file, with its magic last and no extent in use. Raises ValueError, and changes
     nothing, if the extents do not fit.
     """
 
@@ -545,13 +552,13 @@ TICKET_MAX: int = 72057594037927935
 class SharedWords:
     """
     64-bit words at the start of a writable buffer, shared with other processes. The buffer stays exported while this
-    object lives: drop it before closing an mmap. Safe from any number of threads. An index out of range raises
+    object lives, so drop it before closing an mmap. It is safe from any number of threads. An index out of range raises
     ValueError.
     """
 
     def __init__(self, buffer: Buffer | numpy.typing.NDArray[Any], count: int) -> None:
         """
-        `count` words, at least one. Raises ValueError if the buffer is smaller, read-only or not 8-byte aligned.
+        `count` is at least one. Raises ValueError if the buffer is too small, read-only or not 8-byte aligned.
         """
 
     @property
@@ -563,7 +570,7 @@ class SharedWords:
 
     def load_many(self, indexes: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """
-        The values of several words (each acquire), uint64 of the shape of `indexes` (n,).
+        The values of several words (acquire for each), uint64 of shape (n,) like `indexes`.
         """
 
     def store(self, index: int, value: int) -> None:
@@ -571,75 +578,75 @@ class SharedWords:
 
     def compare_exchange(self, index: int, expected: int, desired: int) -> bool:
         """
-        Sets the word to `desired` if it is `expected`; True if it did (acquire and release).
+        Sets the word to `desired` if it is `expected`, and returns whether it did (acquire and release).
         """
 
     def ring(self, index: int, value: int) -> None:
         """
-        Raises a doorbell to `value` (release). One that is already there or further stays: doorbells never go back.
+        Raises a doorbell to `value` (release). One that is as high or higher stays: doorbells never go back.
         """
 
     def try_start(self, index: int, ticket: int) -> bool:
         """
-        Armed to STARTED. False, and nothing changed, if the part is started, revoked, over or superseded.
+        Moves a part from armed to STARTED. False, and nothing changed, if it is started, revoked, over or superseded.
         """
 
     def try_revoke(self, index: int, ticket: int) -> bool:
         """
-        Armed to REVOKED; True also if this part is revoked already. False, and nothing changed, if it is started,
-        over or superseded. After True the part will never start.
+        Moves a part from armed to REVOKED. True as well if it is revoked already; then it will never start. False, and
+        nothing changed, if it is started, over or superseded.
         """
 
     def finish(self, index: int, ticket: int, state: int) -> None:
         """
-        STARTED to PART_DONE or PART_FAILED (release). Raises RuntimeError, and changes nothing, if the word does not
-        say STARTED for this ticket.
+        Moves a part from STARTED to PART_DONE or PART_FAILED (release). Raises RuntimeError, and changes nothing, if the
+        word does not say STARTED for this ticket.
         """
 
     def part_state(self, index: int, ticket: int) -> int:
         """
-        The part's state: one of the PART_ constants; PART_SUPERSEDED if the word belongs to a later ticket. Raises
+        The part's state, one of the PART_ constants; PART_SUPERSEDED if the word belongs to a later ticket. Raises
         RuntimeError for a value that no part word can have.
         """
 
 class SlabIo:
     """
-    Reads and writes of whole pages between memory and a file, many in flight at once (Linux native AIO). A call returns
-    when all of its operations have ended, whatever signals come: no device touches the memory after that. The
-    interpreter's lock is released meanwhile.
+    Reads and writes whole pages between memory and a file, many at once (Linux native AIO). A call returns when all of
+    its operations have ended, whatever signals come, so no device touches the memory afterwards. The interpreter's
+    lock is released meanwhile.
 
-    One caller: a call while another runs raises RuntimeError. All rows are checked before anything is submitted: a
-    ValueError names argument, index and value.
+    It has one caller: a call while another runs raises RuntimeError. All rows are checked before anything is
+    submitted: a ValueError names argument, index and value.
     """
 
     def __init__(self, fd: int, depth: int, progress: SharedWords | None = None, progress_index: int = 0) -> None:
         """
         Works on a duplicate of `fd`, with up to `depth` operations (1 to 2^20) in flight. A descriptor opened without
-        O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of
-        completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous
-        operations (fs.aio-max-nr) is used up.
+        O_DIRECT works as well, but one operation after the other. The word `progress_index` of `progress` receives the
+        time of completions, in nanoseconds of CLOCK_MONOTONIC. Raises OSError, with EAGAIN if the machine's limit of
+        asynchronous operations (fs.aio-max-nr) is used up.
         """
 
     def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64], data_bytes: numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint64]]:
         """
-        Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three
-        are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.
-        Rows are read in the order of the file, neighbours in it together, up to 1 MiB.
+        Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. These three
+        are uint64 of shape (n,) and multiples of PAGE_BYTES, as is the address of `memory`. Rows must not overlap in
+        memory. They are read in the order of the file, and neighbours in it together, up to 1 MiB.
 
         Returns 0 or an errno for each row, int32 of shape (n,), and xxh3_64 of the first `data_bytes[i]` bytes of each row,
-        uint64 (n,), 0 where it has an error; a row is summed as soon as it is there, while others are on their way. EIO also
-        when less than asked for was there. A row's error is its own: when several rows fail together, each is tried alone.
+        uint64 (n,), 0 where it has an error. A row's checksum is computed as soon as the row is there, while others are
+        still being read. A row that is not there as a whole has EIO. When several rows fail together, each is tried alone.
         """
 
     def write(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: numpy.typing.NDArray[numpy.uint64]) -> numpy.typing.NDArray[numpy.int32]:
         """
-        Writes from `memory` to the file, likewise; rows may not overlap in the file. Returns 0 or an errno for each row.
-        What a row with an error has left there is unknown. Nothing is flushed.
+        Writes from `memory` to the file, with arguments as for `read`. Rows must not overlap in the file. Returns 0 or an
+        errno for each row. What is in the file at a row with an error is not known. Nothing is flushed.
         """
 
     def close(self) -> None:
         """
-        Gives the context and the descriptor back; every later read or write raises ValueError.
+        Releases the context and the descriptor. Every later read or write raises ValueError.
         """
 
     def __enter__(self) -> Self: ...

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class Reason(IntEnum):
-    """Why a call was refused or a transfer failed. Stable: programs may switch on it."""
+    """Why a call was refused or a transfer failed. The numbers are stable, so programs may rely on them."""
 
     UNSPECIFIED = 0
     # Arguments. Nothing was changed. (INVALID_ARGUMENT)
@@ -25,8 +25,8 @@ class Reason(IntEnum):
     MODE_UNSUPPORTED = 15
     MALFORMED = 16
     DEVICE_UNKNOWN = 17  # no such GPU is visible to the daemon
-    DEVICE_MEMORY_INVALID = 18  # a handle, descriptor, offset or size that is not what it is said to be
-    # State. Nothing was changed. (FAILED_PRECONDITION unless said otherwise)
+    DEVICE_MEMORY_INVALID = 18  # a handle, descriptor, offset or size is not what the client says
+    # State. Nothing was changed. (FAILED_PRECONDITION unless noted otherwise)
     UNKNOWN_TOKEN = 30  # UNAUTHENTICATED
     WRONG_EPOCH = 31
     UNKNOWN_LEASE = 32  # NOT_FOUND
@@ -44,13 +44,13 @@ class Reason(IntEnum):
     EPOCH_ENDED = 44
     DEVICE_UNAVAILABLE = 45  # the driver is missing, too old, or refuses; the message says what to change
     DEVICE_OUT_OF_MEMORY = 46  # no room on the GPU for the daemon's context: lower the engine's share
-    # Load. Try again later or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)
+    # Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)
     QUEUE_FULL = 60
     LEASE_LIMIT = 61
     DRAINING = 62  # UNAVAILABLE
     WORKER_UNAVAILABLE = 63  # UNAVAILABLE
     SLOT_TOO_LARGE = 64  # FAILED_PRECONDITION: a block does not fit the pool
-    # Why a transfer ended other than DONE.
+    # Why a transfer ended otherwise than DONE.
     CANCELLED = 80
     REVOKED = 81
     GATE_DEADLINE = 82

@@ -35,7 +35,7 @@ void check_elements(const Buffer& buffer, std::size_t element_bytes, int dims) {
 }
 
 nb::object new_array(Element element, std::size_t rows, std::ptrdiff_t columns, void** data) {
-    // Kept for the life of the process: a result array per call is on the lookup's path, an import is not.
+    // These are kept as long as the process lives, because every lookup makes a result array and must not import anything.
     static PyObject* const empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
     static PyObject* const types = [] {
         nb::object numpy = nb::module_::import_("numpy");

@@ -1,4 +1,4 @@
-// Arrays across the border to Python: arguments through the buffer protocol, results as new numpy arrays.
+// Arrays between Python and C++: arguments come through the buffer protocol, results are new numpy arrays.
 //
 // nanobind's own ndarray reports a wrong dtype as "incompatible function arguments"; here the message names the argument.
 #pragma once
@@ -25,7 +25,7 @@ struct BufferArg {
     nb::handle object;
 };
 
-// A C-contiguous buffer of any element type, held for the life of this object. Made and destroyed with the GIL held.
+// A C-contiguous buffer of any element type, held as long as this object lives. Make and destroy it with the GIL held.
 class Buffer {
    public:
     // Throws ValueError naming `name` when the object has no C-contiguous (and, if asked for, writable) buffer.
@@ -141,7 +141,7 @@ struct type_caster<kvtier::ArrayArg<T>> {
     }
 };
 
-// Type checkers learn only from Python 3.12 on that an array is a Buffer.
+// Type checkers know only from Python 3.12 on that an array is a Buffer.
 template <>
 struct type_caster<kvtier::BufferArg> {
     NB_TYPE_CASTER(kvtier::BufferArg, const_name("typing_extensions.Buffer | numpy.typing.NDArray[typing.Any]"))

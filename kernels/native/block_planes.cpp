@@ -15,10 +15,10 @@ bool multiply_overflows(std::uint64_t a, std::uint64_t b, std::uint64_t* product
     return __builtin_mul_overflow(a, b, product);
 }
 
-// From this many keys on, counting digits beats comparing: 12,320 shuffled ones take 60 us instead of 600.
+// From this many keys on, a radix sort is faster than comparisons: 12,320 shuffled keys take 60 us instead of 600.
 constexpr std::size_t kRadixKeysMin = 256;
 
-// Sorts by the upper 32 bits, 11 at a time, keeping the order of equal ones.
+// Sorts by the upper 32 bits, 11 at a time, and keeps the order of equal keys.
 void sort_by_number(std::vector<std::uint64_t>& keys) {
     if (std::is_sorted(keys.begin(), keys.end())) return;
     if (keys.size() < kRadixKeysMin) {

@@ -10,9 +10,9 @@ namespace kvtier {
 
 namespace {
 
-// Keys looked up together: enough memory accesses in flight to hide most of a cache miss, and still few registers.
+// Keys that are looked up together: enough memory accesses in flight to hide most of a cache miss, but few registers.
 constexpr std::size_t kGroup = 32;
-// How far ahead batches by entry fetch the entries.
+// How many entries ahead a batch of entries prefetches.
 constexpr std::size_t kAhead = 8;
 
 std::size_t checked_capacity(std::size_t capacity, std::size_t pool_pages) {
@@ -111,7 +111,7 @@ void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<con
                         std::uint8_t flags, std::uint32_t* entries, std::uint8_t* created) {
     const std::size_t n = hashes.size() / kHashBytes;
     if (n == 0) return;
-    // The only allocation: made before anything changes.
+    // This is the only allocation, and comes before anything changes.
     std::size_t& in_space = spaces_.try_emplace(space, 0).first->second;
     const Published* const published = published_of(space);
     std::array<IndexPage::Place, kGroup> places;
@@ -171,7 +171,7 @@ void BlockTable::require_state(const Entry& entry, Entries entries, std::size_t 
 }
 
 // Counts each entry's occurrences in `staged` while check(entry, i) looks at them one by one. If one is refused, the counts
-// are taken back; otherwise the caller resets them with unstage() while it makes its changes, which cannot fail.
+// are reset; otherwise the caller resets them with unstage() while it makes its changes, which cannot fail.
 template <class Check>
 void BlockTable::stage(Entries entries, Check check) {
     std::size_t i = 0;
@@ -373,7 +373,7 @@ void BlockTable::attach_slots(Entries entries, const std::uint32_t* slots, std::
     for (const std::uint32_t id : entries) unstage(id);
     std::size_t i = 0;
     try {
-        // Whether a slot is free is known best by adding it: the batch may name it twice. A refusal takes all back.
+        // A slot may come twice in the batch, so whether it is free shows when it is added. A refusal undoes all of that.
         for (; i < entries.size(); ++i) {
             if (i + kAhead < entries.size()) slot_map_.prefetch(slots[(i + kAhead) * world]);
             Entry& entry = entries_[entries[i]];

@@ -1,5 +1,5 @@
-// Metadata of all blocks on the host: key -> entry -> state, pins, recency, slots. One writer; all memory is reserved when
-// the table is made. Every batch is checked completely before anything changes: an exception leaves the table as it was.
+// Metadata of all blocks of one tier: key -> entry -> state, pins, recency, slots. It has one writer, and reserves all memory
+// when it is made. Every batch is checked completely before anything changes: an exception leaves the table as it was.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ namespace kvtier {
 constexpr std::uint32_t kNoSlot = 0;
 constexpr std::size_t kDomains = 65536;
 constexpr std::size_t kCapacityMax = std::size_t{1} << 30;
-// More pins than leases and transfers can ever hold on one block: a leak is found long before a counter wraps.
+// More pins than leases and transfers can ever hold on one block, so that a leak is found long before a counter wraps.
 constexpr std::uint32_t kPinsMax = (1u << 20) - 1;
 
 enum BlockState : std::uint8_t { kAbsent = 0, kWriting = 1, kReady = 2, kEvicting = 3 };
@@ -35,9 +35,9 @@ class BlockTable {
     struct Entry {
         std::uint8_t hash[kHashBytes];
         std::uint32_t space;
-        std::uint32_t first_record;  // of its slots; 0: none yet
+        std::uint32_t first_record;  // the first record of its slots; 0 if it has none yet
         std::uint32_t prev;          // towards the least recent
-        std::uint32_t next;          // towards the most recent; of a free entry: the next free one
+        std::uint32_t next;          // towards the most recent; for a free entry, the next free one
         std::uint32_t pins;
         std::uint32_t generation;
         std::uint32_t staged;  // how often the batch being checked names this entry; 0 between calls
@@ -49,7 +49,7 @@ class BlockTable {
 
     struct Stats {
         std::size_t writing, ready, evicting, capacity, bytes;
-        std::map<std::uint16_t, std::size_t> domains;  // live blocks, where there are any
+        std::map<std::uint16_t, std::size_t> domains;  // live blocks of each domain that has any
     };
 
     // Throws if capacity is not 1 to 2^30 or pool_pages is not 2 to 2^32.
@@ -74,10 +74,10 @@ class BlockTable {
     void pin(Entries entries);
     void unpin(Entries entries);
     void touch(Entries entries);
-    // The other way round: evictable entries become the least recent, the last of the batch most of all.
+    // The opposite of touch: evictable entries become the least recent, the last of the batch most of all.
     void cool(Entries entries);
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
-    // Of the first `horizon` victims, up to n that have none of these flags.
+    // Up to n of the first `horizon` victims that have none of these flags.
     std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
                         std::uint32_t* out) const;
     // How many victims a domain has.
@@ -85,7 +85,7 @@ class BlockTable {
     void set_flags(Entries entries, std::uint8_t flags);
     void clear_flags(Entries entries, std::uint8_t flags);
 
-    // Calls read(i, entry) for each; throws before the first call if one is not live.
+    // Calls read(i, entry) for each entry. Throws before the first call if one of them is not live.
     template <class Read>
     void read(Entries entries, Read read) const {
         for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
@@ -99,29 +99,29 @@ class BlockTable {
     }
     std::vector<std::uint32_t> slots_of(const Entry& entry) const;
 
-    // From now on the page has the hashes of a space's blocks, in whatever state; of those that are there already as far as
-    // publish_more has come. Throws if the space has a page.
+    // From now on the page gets the hashes of a space's new blocks, in whatever state. publish_more adds those that are there
+    // already. Throws if the space has a page.
     void publish(std::uint32_t space, std::shared_ptr<IndexPage> page);
-    // Looks at up to n more entries; whether all are done.
+    // Looks at up to n more entries. Returns whether that were all.
     bool publish_more(std::uint32_t space, std::size_t n);
-    // The page is left as it is.
+    // Stops changing the page.
     void withdraw(std::uint32_t space);
 
     std::size_t count(std::uint32_t space) const;
     std::vector<std::uint32_t> entries_of(std::uint32_t space) const;
     Stats stats() const;
-    // Compares every structure with every other; an empty string, or what does not fit. Defined in block_table_check.cpp.
+    // Compares every structure with every other. Returns what does not fit, or an empty string. See block_table_check.cpp.
     std::string check() const;
 
    private:
     struct Domain {
-        std::uint32_t oldest;  // + 1; 0: none
-        std::uint32_t newest;  // + 1
+        std::uint32_t oldest;  // the entry + 1; 0 if there is none
+        std::uint32_t newest;  // the same
         std::uint32_t linked;
         std::uint32_t live;
     };
 
-    // A space's page, and how far it is filled: entries from `seen` on are not in it yet.
+    // A space's page, and how far it is filled: entries from `seen` on were not looked at yet.
     struct Published {
         std::shared_ptr<IndexPage> page;
         std::uint32_t seen = 0;
@@ -158,10 +158,10 @@ class BlockTable {
     SlotMap slot_map_;
     LazyArray<Domain> domains_;
     std::size_t pool_pages_;
-    std::uint32_t used_ = 0;           // entries from here on were never touched
-    std::uint32_t free_ = kNoEntry;    // removed entries, last one first
+    std::uint32_t used_ = 0;           // entries from here on were never used
+    std::uint32_t free_ = kNoEntry;    // removed entries, the latest first
     std::size_t states_[4] = {0, 0, 0, 0};
-    std::unordered_map<std::uint32_t, std::size_t> spaces_;  // live blocks per space, where there are any
+    std::unordered_map<std::uint32_t, std::size_t> spaces_;  // live blocks of each space that has any
     std::unordered_map<std::uint32_t, Published> published_;
 };
 

@@ -1,4 +1,4 @@
-// The validator of BlockTable: every structure against every other.
+// The validator of BlockTable, which compares every structure with every other.
 #include <vector>
 
 #include "block_table.hpp"

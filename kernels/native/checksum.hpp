@@ -1,4 +1,4 @@
-// xxh3_64 of the vendored xxHash, with the widest vectors this processor has. Every variant gives the same number.
+// xxh3_64 of the vendored xxHash, with the widest vectors that this processor has. Every variant computes the same number.
 #pragma once
 
 #include <cstddef>

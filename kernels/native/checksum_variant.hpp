@@ -1,4 +1,4 @@
-// Included by each checksum_*.cpp, which is compiled for its own instruction set: everything here is local to that file.
+// Included by each checksum_*.cpp, which is compiled for its own instruction set, so everything here is local to that file.
 #pragma once
 
 #define XXH_INLINE_ALL

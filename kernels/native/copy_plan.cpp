@@ -29,9 +29,9 @@ void CopyPlan::check(Numbers block_ids, Pool pool, Numbers slots) const {
 void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums) const {
     check(block_ids, pool, slots);
     require_apart(slots, pages_of(slot_bytes_), "slots", "overlaps");
-    // A checksum can wait for one place in memory at a time, the copy for eight: so the copy comes first, and the checksum
-    // reads what it has left in the cache. Should the engine write in between, the checksum does not fit, and the block is
-    // never loaded.
+    // A checksum waits for one place in memory at a time, and the copy for eight. So the copy comes first, and the checksum
+    // reads what it left in the cache. If the engine writes in between, the checksum does not match, and the block is never
+    // loaded.
     Checksum checksum;
     std::uint64_t summed_bytes = 0;
     const auto sum = [&](const Piece* pieces, std::size_t count) {
@@ -44,7 +44,7 @@ void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t
             summed_bytes = 0;
         }
     };
-    // Of other fragments, or in a pool that is not aligned to lines, the pieces are not all there is.
+    // For other fragments, or in a pool that is not aligned to lines, some bytes are in no piece.
     const bool whole = whole_lines_ && reinterpret_cast<std::uintptr_t>(pool.data) % kLineBytes == 0;
     const bool sum_pieces = checksums != nullptr && whole;
     StreamCopier copier(ops_, sum_pieces ? StreamCopier::After(sum) : StreamCopier::After());

@@ -1,5 +1,5 @@
-// Where the fragments of an engine's blocks lie in its mapping, checked once; and the copies between them and slots of the
-// pool. A slot holds a block's fragments one after the other in the order of the planes.
+// Where the fragments of an engine's blocks lie in its mapping, checked once, and the copies between them and slots of the
+// pool. A slot holds a block's fragments one after the other, in the order of the planes.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Pool {
 
 class CopyPlan {
    public:
-    // The mapping must outlive this object. Throws unless every fragment of every block lies inside it and, plane by plane,
+    // The mapping must outlive this object. Throws unless every fragment of every block lies inside it and, within each plane,
     // no two blocks' fragments overlap.
     CopyPlan(std::byte* mapping, std::size_t mapping_bytes, std::vector<Plane> planes, std::uint64_t num_blocks,
              const StreamOps& ops = *stream_variants().front());
@@ -27,9 +27,9 @@ class CopyPlan {
     std::uint64_t num_blocks() const { return num_blocks_; }
     std::size_t planes() const { return planes_.size(); }
 
-    // Blocks to slots. If `checksums` is not null it receives xxh3_64 of each slot's new bytes.
+    // Copies blocks to slots. If `checksums` is not null, it receives xxh3_64 of each slot's new bytes.
     void gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums) const;
-    // Slots to blocks. The pool is only read.
+    // Copies slots to blocks. The pool is only read.
     void scatter(Numbers block_ids, Pool pool, Numbers slots) const;
     // xxh3_64 of each slot's bytes.
     void checksums(Pool pool, Numbers slots, std::uint64_t* out) const;

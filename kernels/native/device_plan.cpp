@@ -25,7 +25,7 @@ void append(std::vector<Fragment>& fragments, const Fragment& next) {
         fragments.push_back(next);
 }
 
-// Where fragments can be merged, they lie on one diagonal: the distance of their two addresses is the same. Fragments of one
+// Fragments that can be merged lie on one diagonal: the difference of their two addresses is the same. Fragments of one
 // diagonal never overlap, as long as slots or blocks do not.
 void merge_all(std::vector<Fragment>& fragments) {
     std::sort(fragments.begin(), fragments.end(), [](const Fragment& a, const Fragment& b) {
@@ -36,12 +36,12 @@ void merge_all(std::vector<Fragment>& fragments) {
     fragments = std::move(merged);
 }
 
-// Collects fragments into two-dimensional copies, each with those that come right after it.
+// Collects fragments into two-dimensional copies, each with the fragments that come right after it.
 class RowCollector {
    public:
     void add(const Fragment& next) {
         if (!rows_.empty() && add_row(rows_.back(), next)) return;
-        // What is contiguous on both sides is one long row, and may be a row of something larger only by chance.
+        // Rows that are contiguous on both sides become one long row, which is part of a larger copy only by chance.
         flatten();
         rows_.push_back({next.device, next.host, next.bytes, 1, next.bytes, next.bytes, next.range, next.region});
     }
@@ -123,7 +123,7 @@ DevicePlan::Placement DevicePlan::place(Numbers block_ids, const HostSide& pool,
 }
 
 std::vector<Fragment> DevicePlan::fragments_of(const Placement& placement, std::uint64_t pool_address) const {
-    // In the order of their slots fragments follow each other on the host; what can be merged is then side by side.
+    // In the order of their slots, fragments follow each other on the host, so those that can be merged are neighbours.
     std::vector<Fragment> fragments;
     fragments.reserve(std::min<std::size_t>(placement.blocks.size() * planes_.size(), std::size_t{1} << 16));
     for (const Placed& placed : placement.blocks) {
@@ -135,7 +135,7 @@ std::vector<Fragment> DevicePlan::fragments_of(const Placement& placement, std::
             host += plane.fragment_bytes;
         }
     }
-    // Unless a slot comes several times: then several blocks compete for what follows it.
+    // That does not hold if a slot comes several times, because then several blocks precede what follows it.
     if (placement.slots_repeat) merge_all(fragments);
     return fragments;
 }

@@ -1,6 +1,6 @@
-// What a copy engine is asked to do: which bytes of device memory go with which bytes of the pool. Only addresses are dealt
-// in here; nothing is read or written. Fewer descriptors are what makes it fast: a driver takes about half a microsecond for
-// each and merges none of them.
+// What a copy engine is asked to do: which bytes of device memory belong to which bytes of the pool. This code only computes
+// addresses; it reads and writes nothing. The fewer descriptors, the faster the copies: a driver takes about half a
+// microsecond for each, and merges none of them.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Fragment {
     std::uint32_t region;  // of the pool
 };
 
-// `rows` runs of `width` bytes, at constant distances on both sides. One row is a plain run, its pitches are its width.
+// `rows` runs of `width` bytes, at constant distances on both sides. A single row is a plain run, with its width for pitches.
 struct Rows {
     std::uint64_t device;
     std::uint64_t host;
@@ -36,8 +36,8 @@ struct Rows {
     std::uint32_t region;
 };
 
-// The pool as a batch of copies sees it. A copy touches bytes on one side only of every border: offsets of the pool, in
-// rising order, at which another registration with the driver begins.
+// The pool as a batch of copies sees it. `borders` are offsets of the pool, in rising order, at which another registration
+// with the driver begins. A copy never crosses one.
 struct HostSide {
     std::uint64_t address;
     std::uint64_t bytes;
@@ -46,8 +46,9 @@ struct HostSide {
 
 class DevicePlan {
    public:
-    // The planes' bases are addresses. Planes of different `ranges` (one number for each plane; empty: all alike) are never
-    // part of one copy. Throws unless the planes can be addressed and, plane by plane, no two blocks' fragments overlap.
+    // The planes' bases are addresses. `ranges` has one number for each plane, or is empty if all are in one range; planes of
+    // different ranges are never part of one copy. Throws unless the planes can be addressed and, within each plane, no two
+    // blocks' fragments overlap.
     DevicePlan(std::vector<Plane> planes, std::vector<std::uint32_t> ranges, std::uint64_t num_blocks);
 
     std::uint64_t slot_bytes() const { return slot_bytes_; }
@@ -55,8 +56,8 @@ class DevicePlan {
     std::size_t planes() const { return planes_.size(); }
 
     // The copies between blocks and slots, as few as contiguous runs allow. Loads (`to_device`) may name a slot several
-    // times, stores a block. Throws before anything is planned if a block or slot is out of range, targets overlap, slots
-    // overlap in part, or a border runs through a slot.
+    // times, and stores a block. Throws before anything is planned if a block or slot is out of range, targets overlap, slots
+    // overlap in part, or a border lies inside a slot.
     std::vector<Fragment> describe(Numbers block_ids, const HostSide& pool, Numbers slots, bool to_device) const;
     // The same bytes in two-dimensional copies, over fragments that follow each other in the slots or over the blocks of
     // each plane, whichever needs fewer.

@@ -1,5 +1,5 @@
-// Copies that a driver takes one by one, submitted in one go: for drivers without batched copies, and for two-dimensional
-// ones. The driver's functions are called by address, so nothing of CUDA is needed to build this.
+// Submits many copies in one call, for drivers without batched copies and for two-dimensional copies, which a driver takes
+// one by one. The driver's functions are called by address, so nothing of CUDA is needed to build this.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace kvtier {
 
 using Words64 = std::span<const std::uint64_t>;
 
-// What the driver said: the code of the call that failed, or 0, and how many calls succeeded before it.
+// The code of the call that failed, or 0, and how many calls succeeded before it.
 struct LoopResult {
     int code;
     std::size_t done;
@@ -46,7 +46,7 @@ struct RowArrays {
     Words64 device, host, width, rows, device_pitch, host_pitch;
 };
 
-// One call for each descriptor, in order, up to the first that fails. The spans must be of one length.
+// Make one call for each descriptor, in order, up to the first that fails. The spans must have the same length.
 LoopResult copy_loop(CopyFunction function, Words64 targets, Words64 sources, Words64 sizes, void* stream);
 LoopResult copy_rows_loop(Copy2DFunction function, const RowArrays& copies, bool to_device, void* stream);
 

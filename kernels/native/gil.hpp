@@ -1,4 +1,4 @@
-// When a call lets other Python threads run.
+// Decides when a call lets other Python threads run.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,8 +8,8 @@
 
 namespace kvtier {
 
-// Releases the GIL for its scope if there is work for more than some tens of microseconds. For less it is not worth it: a
-// busy thread that gets hold of the GIL keeps it for a whole switch interval, 5 ms by default.
+// Releases the GIL for its scope if there is work for more than some tens of microseconds. For less it is not worth it,
+// because a busy thread that gets the GIL keeps it for a whole switch interval, 5 ms by default.
 class ReleaseGilIf {
    public:
     explicit ReleaseGilIf(bool worthwhile) {
@@ -20,7 +20,7 @@ class ReleaseGilIf {
     std::optional<nanobind::gil_scoped_release> release_;
 };
 
-// Rows of a batch of keys or entries from which on the GIL is released: 256 cold keys take about 15 us.
+// The GIL is released for batches of at least this many keys or entries; 256 cold keys take about 15 us.
 constexpr std::size_t kReleaseRows = 256;
 
 }  // namespace kvtier

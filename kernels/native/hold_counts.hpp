@@ -1,4 +1,4 @@
-// How many hold each entry of a block table, and how many entries somebody holds.
+// Counts how many holders each entry of a block table has.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,12 @@
 
 namespace kvtier {
 
-// One writer. A call that throws has changed nothing.
+// It has one writer. A call that throws has changed nothing.
 class HoldCounts {
    public:
     explicit HoldCounts(std::size_t capacity) : counts_(capacity, false) {}
 
-    // One holder more for each occurrence of an entry. Returns how many entries had none before.
+    // Counts one more holder for each occurrence of an entry. Returns how many entries had none before.
     std::size_t add(std::span<const std::uint32_t> entries) {
         check(entries);
         std::size_t fresh = 0;

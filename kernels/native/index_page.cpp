@@ -9,7 +9,7 @@ namespace kvtier {
 
 namespace {
 
-// A count that has come so far stays: what it stood for is not known any more.
+// A count that has reached this value never changes again, because how many blocks it stands for is not known any more.
 constexpr std::uint64_t kCountMax = 0xff;
 
 std::size_t checked_buckets(const std::byte* memory, std::size_t bytes) {

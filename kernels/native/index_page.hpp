@@ -1,10 +1,10 @@
-// What clients may know of a space's blocks without asking: a set of block hashes in memory that the daemon writes and clients
-// map read-only. Advisory: a hash that is missing may be there, one that is found is to be asked for.
+// What clients may know about a space's blocks without asking: a set of block hashes in memory that the daemon writes and
+// clients map read-only. It is advisory: a hash that is missing may be there, and one that is found has to be looked up.
 //
-// A page of header, then buckets of eight words, one cache line each. A word is `tag << 8 | count`: the upper 56 bits of the
-// hash's keyed 64-bit hash, and how many blocks (of several tiers, or of one tag) it stands for. A hash lies in one of two
-// buckets, the emptier one when it came: so hardly any is ever full. Where both are, it is left out. Words change one at a
-// time; nothing moves.
+// A page of header is followed by buckets of eight words, one cache line each. A word is `tag << 8 | count`: the upper 56
+// bits of the hash's keyed 64-bit hash, and how many blocks (of several tiers, or with the same tag) it stands for. A hash
+// has two buckets, and goes into the one that is emptier when it comes, so hardly any bucket ever gets full. If both are
+// full, the hash is left out. Words change one at a time, and nothing moves.
 #pragma once
 
 #include <atomic>
@@ -18,20 +18,20 @@ namespace kvtier {
 constexpr std::uint64_t kIndexMagic = 0x3158444e4954564bu;  // "KVTINDX1"
 constexpr std::size_t kIndexHeaderBytes = 4096;
 constexpr std::size_t kBucketWords = 8;
-// With two words for each block, one of some thousand hashes in a full and busy pool found both of its buckets full, and was
-// a miss for as long as it was there.
+// With only two words for each block, one of some thousand hashes in a full and busy pool found both of its buckets full, and
+// was a miss as long as it was there.
 constexpr std::uint64_t kWordsPerBlock = 4;
 constexpr std::size_t kBucketBytes = kBucketWords * sizeof(std::uint64_t);
 constexpr std::size_t kIndexBucketsMax = std::size_t{1} << 24;  // a gigabyte of words
 
 enum IndexHeader : std::size_t { index_magic, index_boot_nonce, index_seed, index_buckets, index_complete };
 
-// The words and where a hash belongs among them.
+// The words, and where a hash belongs among them.
 class IndexWords {
    public:
     // Which words a hash may lie in, and what the upper 56 bits of its word are.
     struct Place {
-        std::size_t buckets[2];  // which may be one
+        std::size_t buckets[2];  // these may be the same
         std::uint64_t tag;
     };
 
@@ -51,7 +51,7 @@ class IndexWords {
     std::uint64_t load(std::size_t word) const { return at(words_, word).load(std::memory_order_relaxed); }
     void store(std::size_t word, std::uint64_t value) { at(words_, word).store(value, std::memory_order_relaxed); }
 
-    // Calls visit(index, word) for each word of the two buckets until it returns true; whether it did.
+    // Calls visit(index, word) for each word of the two buckets until it returns true. Returns whether it did.
     template <class Visit>
     bool any(const Place& place, Visit visit) const {
         for (const std::size_t bucket : place.buckets)
@@ -78,22 +78,22 @@ class IndexWords {
     KeyHash key_hash_;
 };
 
-// The daemon's side. One writer.
+// The daemon's side, which has one writer.
 class IndexPage {
    public:
     using Place = IndexWords::Place;
 
-    // Bytes of a page that has room for so many hashes at a quarter of its words.
+    // Bytes of a page in which so many hashes fill at most a quarter of the words.
     static std::size_t bytes_for(std::uint64_t blocks);
 
-    // Takes memory of zeros. Throws if it is no header and a power of two of buckets, or not aligned to cache lines.
+    // Takes memory of zeros. Throws unless it is a header and a power of two of buckets, and aligned to cache lines.
     IndexPage(std::byte* memory, std::size_t bytes, std::uint64_t boot_nonce, std::uint64_t seed);
 
     Place place(const std::uint8_t* hash) const { return words_.place(hash); }
     void prefetch(const Place& place) const { words_.prefetch(place); }
     void add(const Place& place);
     void remove(const Place& place);
-    // From now on clients believe what is missing.
+    // From now on clients rely on it that a hash that is missing is not there.
     void complete() { words_.set_header(index_complete, 1); }
 
     std::uint64_t left_out() const { return left_out_; }
@@ -103,7 +103,7 @@ class IndexPage {
     std::uint64_t left_out_ = 0;
 };
 
-// A client's side. For any thread.
+// A client's side, for use in any thread.
 class IndexReader {
    public:
     // Throws if the memory is not such a page.

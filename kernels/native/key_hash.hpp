@@ -1,5 +1,5 @@
-// The index's own hash of a block key. Block hashes come from clients and may be anything, chosen to collide included, so
-// this one is keyed with a secret of the table.
+// The index's own hash of a block key. Block hashes come from clients and may be anything, even chosen to collide, so this
+// hash is keyed with a secret of the table.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ class KeyHash {
         return static_cast<std::uint32_t>(wide(space, hash) >> 32);
     }
 
-    // 64 of them.
+    // 64 well-mixed bits of it.
     std::uint64_t wide(std::uint32_t space, const std::uint8_t* hash) const {
         std::uint64_t words[4];
         std::memcpy(words, hash, kHashBytes);

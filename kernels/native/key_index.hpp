@@ -1,6 +1,6 @@
-// Open-addressing index: 32-bit tag of a key -> entry. Linear probing, eight slots per cache line, at most three quarters
-// full, no tombstones. The home position is the tag's top bits, so moving and deleting never touch the entries; the caller
-// compares the whole key.
+// An open-addressing index from the 32-bit tag of a key to its entry, with linear probing, eight slots per cache line, at
+// most three quarters full, and without tombstones. The home position is the tag's top bits, so moving and deleting never
+// touch the entries. The caller compares the whole key.
 #pragma once
 
 #include <bit>
@@ -22,7 +22,7 @@ class KeyIndex {
 
     void prefetch(std::uint32_t tag) const { __builtin_prefetch(&slots_[home(tag)]); }
 
-    // The first entry with this tag, without a look at its key: what to prefetch. kNoEntry if there is none.
+    // The first entry with this tag, whatever its key, so that it can be prefetched. kNoEntry if there is none.
     std::uint32_t candidate(std::uint32_t tag) const {
         for (std::size_t i = home(tag);; i = (i + 1) & mask_) {
             if (slots_[i] == 0) return kNoEntry;
@@ -39,14 +39,14 @@ class KeyIndex {
         }
     }
 
-    // The pair must not be there yet, and fewer entries than the capacity.
+    // The pair must not be there yet, and the index must have fewer entries than its capacity.
     void insert(std::uint32_t tag, std::uint32_t entry) {
         std::size_t i = home(tag);
         while (slots_[i] != 0) i = (i + 1) & mask_;
         slots_[i] = static_cast<std::uint64_t>(tag) << 32 | (std::uint64_t{entry} + 1);
     }
 
-    // The pair must be there. Later slots of the run move up where that shortens their way.
+    // The pair must be there. Later slots of the run move up where that brings them closer to their home.
     void erase(std::uint32_t tag, std::uint32_t entry) {
         const std::uint64_t wanted = static_cast<std::uint64_t>(tag) << 32 | (std::uint64_t{entry} + 1);
         std::size_t hole = home(tag);

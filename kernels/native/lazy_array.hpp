@@ -1,4 +1,4 @@
-// An array of zeros of fixed size whose pages the kernel provides when they are first touched.
+// An array of zeros with a fixed size, whose pages the kernel provides when they are first touched.
 #pragma once
 
 #include <sys/mman.h>
@@ -14,13 +14,13 @@ class LazyArray {
     static_assert(std::is_trivially_copyable_v<T>, "the memory starts as zeros and is never constructed");
 
    public:
-    // `huge`: ask for huge pages; for arrays that are read at random places, where each access would miss the TLB.
+    // `huge` asks for huge pages, for arrays that are read at random places, where each access would miss the TLB.
     LazyArray(std::size_t size, bool huge) : size_(size), bytes_(size * sizeof(T)) {
         void* memory =
             mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) throw std::bad_alloc();
         data_ = static_cast<T*>(memory);
-        // Advice only: without huge pages everything works, more slowly.
+        // This is only advice: without huge pages everything works, but more slowly.
         if (huge) (void)madvise(memory, bytes_, MADV_HUGEPAGE);
     }
     LazyArray(const LazyArray&) = delete;

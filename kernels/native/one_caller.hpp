@@ -1,4 +1,4 @@
-// Guards an object that has one writer: a second thread that comes in hears about it, and touches nothing.
+// Guards an object that has one writer: for a second thread that comes in it throws, and the thread touches nothing.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ class OneCaller {
     explicit OneCaller(const char* name, Arguments&&... arguments)
         : name_(name), guarded_(std::forward<Arguments>(arguments)...) {}
 
-    // Access for the life of this object. Throws std::runtime_error if somebody else has it.
+    // Access as long as this object lives. Throws std::runtime_error if another thread has it.
     class Entered {
        public:
         explicit Entered(OneCaller& owner) : owner_(owner) {

@@ -1,4 +1,4 @@
-// Planes as Python gives them: three arrays of one length.
+// Planes as Python passes them: three arrays of the same length.
 #pragma once
 
 #include <cstddef>

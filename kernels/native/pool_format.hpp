@@ -1,4 +1,4 @@
-// The pool file, format 1: what lies where, and the arithmetic of extents. ARCHITECTURE.md ("The pool file") is the contract.
+// The pool file, format 1: what lies where, and the arithmetic of extents. docs/design/pool.md is the contract.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ constexpr std::uint64_t magic(const char (&text)[9]) {
     for (int i = 7; i >= 0; --i) value = value << 8 | static_cast<unsigned char>(text[i]);
     return value;
 }
-inline constexpr std::uint64_t magic_making = magic("KVTIERP0");  // being created: whatever else it says is not believed
+inline constexpr std::uint64_t magic_making = magic("KVTIERP0");  // being made: nothing else in it is believed
 inline constexpr std::uint64_t magic_pool = magic("KVTIERP1");
 inline constexpr std::uint64_t magic_extent = magic("KVTIERX1");
 
@@ -43,7 +43,7 @@ enum ExtentWord : unsigned {
     extent_stride,
     extent_count,
     extent_data_offset,
-    extent_checksum,  // of the words before it, the magic as it is when the extent is in use
+    extent_checksum,  // covers the words before it, with the magic of an extent that is in use
 };
 
 // Slot record, in 8-byte words.
@@ -76,7 +76,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { retu
 constexpr std::uint64_t stride_of(std::uint64_t slot_bytes) { return round_up(slot_bytes, page_bytes); }
 constexpr std::uint64_t data_offset_of(std::uint64_t count) { return page_bytes + round_up(count * record_bytes, page_bytes); }
 
-// How many slots an extent holds; 0 if not even one fits. Slot bytes beyond the extent's are 0, so nothing overflows.
+// How many slots an extent holds; 0 if not even one fits. Larger slots than the extent give 0 at once: nothing overflows.
 constexpr std::uint64_t slots_per_extent(std::uint64_t extent_bytes, std::uint64_t slot_bytes) {
     if (slot_bytes == 0 || slot_bytes > extent_bytes) return 0;
     const std::uint64_t stride = stride_of(slot_bytes);

@@ -14,8 +14,8 @@
 namespace kvtier::pool {
 namespace {
 
-// Every word of a header or record is read and written as one atomic 8-byte word, with acquire and release: other processes look on,
-// and a reader that sees a changed byte must also see the state word that announced it.
+// Every word of a header or record is read and written as one atomic 8-byte word, with acquire and release, because other
+// processes read them: one that sees a changed byte must also see the state word that announced it.
 std::uint64_t load(const std::uint64_t* word) {
     return std::atomic_ref<std::uint64_t>(*const_cast<std::uint64_t*>(word)).load(std::memory_order_acquire);
 }
@@ -23,8 +23,8 @@ void store(std::uint64_t* word, std::uint64_t value) {
     std::atomic_ref<std::uint64_t>(*word).store(value, std::memory_order_release);
 }
 
-// Between reading a slot's data and asking its record whether they were what it says: an acquire load alone lets earlier, plain
-// reads of the data happen after it (not on x86, but on others).
+// Comes between reading a slot's data and asking its record whether they were what it says: an acquire load alone lets
+// earlier, plain reads of the data happen after it (not on x86, but on other processors).
 void after_data() { std::atomic_thread_fence(std::memory_order_acquire); }
 
 void copy_record(const std::uint64_t* record, std::uint64_t* out) {
@@ -51,7 +51,7 @@ std::uint16_t group_of(const std::uint64_t* record) { return static_cast<std::ui
 std::uint16_t shard_of(const std::uint64_t* record) { return static_cast<std::uint16_t>(record[record_bytes_group] >> 48); }
 std::uint16_t world_of(const std::uint64_t* record) { return static_cast<std::uint16_t>(record[record_world]); }
 
-// Whether a READY record may be believed: its checksum fits, and its fields make sense in the extent that holds it.
+// Whether a READY record can be believed: its checksum matches, and its fields make sense in the extent that holds it.
 bool intact_record(const std::uint64_t* record, const Extent& extent) {
     return record[record_checksum] == checksum_of_record(record, generation_of(record[record_word])) &&
            data_bytes_of(record) <= extent.slot_bytes && shard_of(record) < world_of(record) && record[record_world] >> 16 == 0;
@@ -263,7 +263,7 @@ void Records::generations(std::span<const std::uint32_t> slots, std::uint64_t* o
     for (std::size_t i = 0; i < slots.size(); ++i) out[i] = generation_of(load(require(slots[i]).record));
 }
 
-// A copy of the record, if it stayed READY with this generation while it was read and may be believed.
+// Copies the record, and returns whether it stayed READY with this generation meanwhile and can be believed.
 bool Records::read_ready(std::uint32_t slot, std::uint64_t generation, Place& place, std::uint64_t* record) const {
     if (!locate(slot, place)) return false;
     copy_record(place.record, record);
@@ -304,8 +304,8 @@ void Records::verify_data(std::span<const std::uint32_t> slots, const std::uint6
     }
 }
 
-// Whether the slot here is WRITING with its generation, row i of the source READY with its own, and both records name the same
-// shard of the same block with as many data bytes. Fills in both.
+// Whether the slot here is WRITING with its generation, row i of the source is READY with its own, and both records name the
+// same shard of the same block with as many data bytes. Fills in both.
 bool Records::match_one(std::uint32_t slot, std::uint64_t generation, const Source& source, std::size_t i, Place& place,
                         std::uint64_t* source_record) const {
     Place from;
@@ -401,7 +401,7 @@ void Records::format_extent(std::uint64_t index, std::uint64_t slot_bytes) {
     if (count == 0)
         refuse("slot_bytes ", slot_bytes, ": expected 1 to ", extent_bytes_ - 2 * page_bytes, " in extents of ", extent_bytes_,
                " bytes");
-    // Page numbers of the old slots may name new ones: generations go on from the highest that this extent has had.
+    // Page numbers of old slots may name new ones, so generations go on from the highest that this extent has had.
     std::uint64_t generation = 0;
     if (Extent old; extent(index, old)) {
         for (std::uint64_t slot = 0; slot < old.count; ++slot) {

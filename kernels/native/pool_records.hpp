@@ -12,7 +12,7 @@
 
 namespace kvtier::pool {
 
-// An extent in use, as its header describes it; made only after the header has been checked against the geometry.
+// An extent in use, as its header describes it. It is made only after the header was checked against the geometry.
 struct Extent {
     std::uint64_t index;
     std::uint64_t offset;  // in the file
@@ -25,7 +25,7 @@ struct Extent {
     std::uint64_t slot_offset(std::uint64_t slot) const { return offset + data_offset + slot * stride; }
 };
 
-// What a scan found: one row per slot that is not FREE, one per extent in use.
+// What a scan found: one row for each slot that is not FREE, and one for each extent in use.
 struct Scan {
     std::vector<std::uint32_t> extents, broken_extents;
     std::vector<std::uint64_t> extent_slot_bytes, extent_slots;
@@ -50,21 +50,21 @@ struct OpenFields {
 
 class Records;
 
-// READY slots of another pool (or of the same), as many as there are slots in the call.
+// READY slots of another pool (or of the same), as many as the call has slots.
 struct Source {
     const Records& records;
     std::span<const std::uint32_t> slots;
     const std::uint64_t* generations;
 };
 
-// What became of a slot that was to take over the data checksum of another.
+// What became of a slot that should take over the data checksum of another.
 enum Accepted : std::uint8_t { accepted_not, accepted, accepted_other_data };
 
-// Works on the bytes of a whole pool file. Everything read from them is checked before it is used as an offset, each time: they
-// may be garbage. Batch calls check every slot first and throw std::invalid_argument with nothing changed.
+// Works on the bytes of a whole pool file. Since they may be garbage, everything read from them is checked each time before it
+// is used as an offset. Batch calls check every slot first, and throw std::invalid_argument with nothing changed.
 class Records {
 public:
-    // Checks the header against the size. crash_after = n: the process kills itself right after its nth persisted step.
+    // Checks the header against the size. With crash_after = n, the process kills itself right after its nth persisted step.
     Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_after);
 
     // Writes the header of a pool file whose other bytes are zero.
@@ -77,18 +77,18 @@ public:
     void free(std::span<const std::uint32_t> slots);
 
     void generations(std::span<const std::uint32_t> slots, std::uint64_t* out) const;
-    // All that this thread has read of the slots before is covered: it was read while they were what is found now.
+    // Covers everything that this thread has read from the slots before: they were then what is found now.
     void check(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::optional<std::uint64_t> data_bytes,
                std::uint8_t* out) const;
     void check_writing(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::optional<std::uint64_t> data_bytes,
                        std::uint8_t* out) const;
     void verify_data(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint8_t* out) const;
 
-    // Between two pools, where records of the same shard of the same block meet: one here, WRITING, and a READY one in `source`.
+    // Compares records of two pools: one here, WRITING, and a READY one in `source`, of the same shard of the same block.
     void match(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out) const;
-    // Where they match, the source's data checksum becomes this record's.
+    // Where they match, this record takes over the source's data checksum.
     void adopt(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source, std::uint8_t* out);
-    // Where they match and `sums`, of the data that are in this slot, are the source's checksum, it becomes this record's.
+    // Where they match, and `sums`, of the data in this slot, is the source's data checksum, this record takes it over.
     void accept(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const Source& source,
                 const std::uint64_t* sums, std::uint8_t* out);
 
@@ -101,7 +101,7 @@ public:
     std::pair<std::uint64_t, std::uint64_t> table_range(std::uint64_t extent) const;
 
     void format_extent(std::uint64_t extent, std::uint64_t slot_bytes);
-    bool extent(std::uint64_t index, Extent& out) const;  // false: not in use, or its header is not to be believed
+    bool extent(std::uint64_t index, Extent& out) const;  // false: not in use, or its header cannot be believed
     Scan scan() const;
     std::uint64_t start_boot(std::uint64_t nonce);
 

@@ -15,7 +15,7 @@ std::string text(const Parts&... parts) {
     return out.str();
 }
 
-// Throws std::invalid_argument (ValueError) with the parts put together.
+// Throws std::invalid_argument (ValueError) with the joined parts.
 template <class... Parts>
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Parts&... parts) {
     throw std::invalid_argument(text(parts...));

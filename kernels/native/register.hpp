@@ -1,4 +1,4 @@
-// What the module `_native` is made of: one function per file register_*.cpp, called in module.cpp.
+// The parts of the module `_native`: one function for each file register_*.cpp, called in module.cpp.
 #pragma once
 
 #include <nanobind/nanobind.h>

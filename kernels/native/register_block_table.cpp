@@ -31,8 +31,8 @@ std::uint64_t random_seed() {
     return static_cast<std::uint64_t>(device()) << 32 | device();
 }
 
-// GIL-free sections make two callers at once possible. That is a bug of the caller, who shall hear about it instead of
-// reading torn metadata.
+// Sections without the GIL make two callers at once possible. That is a bug of the caller, for which a call throws, so that
+// nobody reads torn metadata.
 class GuardedTable : public OneCaller<BlockTable> {
    public:
     GuardedTable(std::size_t capacity, std::size_t pool_pages, std::optional<std::uint64_t> seed)
@@ -269,20 +269,21 @@ void register_block_table(nb::module_& module) {
     using T = BlockTable;
     nb::class_<GuardedTable>(
         module, "BlockTable",
-        "Metadata of all blocks on the host, keyed by (space, 32-byte hash). States: 1 WRITING, 2 READY, 3 EVICTING; 0 is\n"
+        "Metadata of all blocks of one tier, keyed by (space, 32-byte hash). States: 1 WRITING, 2 READY, 3 EVICTING; 0 is\n"
         "absent. An entry is the index of a block's metadata, valid until the block is removed; every method that takes\n"
         "entries refuses ones that are not live.\n\n"
-        "One writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes; a\n"
-        "ValueError names argument, index and value and leaves the table as it was. All memory is reserved when the table\n"
-        "is made, and provided by the kernel as it is first used.")
+        "It has one writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes;\n"
+        "a ValueError names argument, index and value, and leaves the table as it was. All memory is reserved when the\n"
+        "table is made, and provided by the kernel when it is first used.")
         .def(nb::init<std::size_t, std::size_t, std::optional<std::uint64_t>>(), "capacity"_a, "pool_pages"_a,
              "seed"_a = nb::none(),
-             "`capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the index's hash\n"
-             "function and has no visible effect; random by default, so that clients cannot choose colliding hashes.")
+             "Makes a table for `capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the\n"
+             "index's hash function and has no visible effect. It is random by default, so that clients cannot choose\n"
+             "colliding hashes.")
         .def("lookup", &lookup, "space"_a, "hashes"_a,
              nb::sig("def lookup(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> "
                      "tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]"),
-             "Entry and state of each key, hashes of shape (n, 32): NO_ENTRY and 0 where there is none.")
+             "Entry and state of each key; NO_ENTRY and 0 where there is none. `hashes` has shape (n, 32).")
         .def("lookup_prefix", &lookup_prefix, "space"_a, "hashes"_a,
              nb::sig("def lookup_prefix(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> "
                      "tuple[numpy.typing.NDArray[numpy.uint32], int]"),
@@ -294,30 +295,33 @@ void register_block_table(nb::module_& module) {
              "Creates the absent keys as WRITING, unpinned, without slots. Returns each key's entry and 1 where it was\n"
              "created, 0 where it existed or came earlier in the batch, 2 where the table was full (entry NO_ENTRY).")
         .def("attach_slots", &attach_slots, "entries"_a, "slots"_a,
-             "Gives WRITING entries without slots theirs: shape (n, world), page numbers in shard order, owned by nobody.")
+             "Gives WRITING entries their slots, page numbers of shape (n, world) in shard order. The entries must have none\n"
+             "yet, and the slots no owner.")
         .def("slots", &slots, "entries"_a, "world"_a,
              "Slots of the entries, uint32 of shape (n, world); a row of NO_SLOT for an entry without slots. Raises\n"
              "ValueError for an entry with another number of slots.")
         .def("owners", &owners, "slots"_a, "Entry that owns each slot; NO_ENTRY for a free one.")
         .def("commit", &change<&T::commit>, "entries"_a,
-             "WRITING to READY. Unpinned ones become the most recent of their domains, the last of the batch most of all.")
-        .def("begin_evict", &change<&T::begin_evict>, "entries"_a, "READY and unpinned to EVICTING.")
+             "Makes WRITING entries READY. Unpinned ones become the most recent of their domains, the last of the batch most\n"
+             "of all.")
+        .def("begin_evict", &change<&T::begin_evict>, "entries"_a, "Makes READY, unpinned entries EVICTING.")
         .def("condemn", &change<&T::condemn>, "entries"_a,
-             "READY, pinned or not, to EVICTING: not found READY any more; whoever drops the last pin removes it.")
+             "Makes READY entries, pinned or not, EVICTING: they are not found READY any more, and whoever drops the last pin\n"
+             "removes them.")
         .def("remove", &change<&T::remove>, "entries"_a,
-             "Forgets WRITING or EVICTING, unpinned entries and frees their slots; their generations go up.")
+             "Forgets unpinned WRITING or EVICTING entries and frees their slots. The entries' generations go up.")
         .def("pin", &change<&T::pin>, "entries"_a,
-             "One pin more for each time an entry is named, PINS_MAX at most. Pinned blocks are no victims.")
+             "Adds a pin for each time an entry is named, up to PINS_MAX. Pinned blocks are never victims.")
         .def("unpin", &change<&T::unpin>, "entries"_a,
-             "One pin less for each time an entry is named. A READY block that loses its last pin becomes the most recent\n"
+             "Drops a pin for each time an entry is named. A READY block that loses its last pin becomes the most recent\n"
              "of its domain, in the order of the batch.")
         .def("touch", &change<&T::touch>, "entries"_a,
-             "READY unpinned blocks become the most recent, in this order; blocks in other states stay as they are.")
+             "Makes READY, unpinned blocks the most recent, in this order. Other entries stay as they are.")
         .def("cool", &change<&T::cool>, "entries"_a,
-             "READY unpinned blocks become the least recent of their domains, in this order: the last of the batch is the\n"
-             "first to go. Blocks in other states stay as they are.")
+             "Makes READY, unpinned blocks the least recent of their domains, in this order, so that the last of the batch is\n"
+             "the next to be evicted. Other entries stay as they are.")
         .def("victims", &victims, "domain"_a, "n"_a,
-             "Up to n unpinned READY blocks of a domain, least recent first. Changes nothing.")
+             "Up to n READY, unpinned blocks of a domain, least recent first. Changes nothing.")
         .def("coldest", &coldest, "domain"_a, "n"_a, "without_flags"_a, "horizon"_a,
              "Of the `horizon` least recent victims of a domain, up to n that have none of these flags, least recent first.\n"
              "Changes nothing.")
@@ -337,33 +341,33 @@ void register_block_table(nb::module_& module) {
                  Table(guarded)->publish(space, std::move(page));
              },
              "space"_a, "page"_a,
-             "From now on the page has the hash of every block that is made in a space, until the block is removed. Several\n"
-             "tables may have one page. ValueError if the space has a page in this table.")
+             "From now on the page has the hash of every block that is created in a space, until the block is removed. Several\n"
+             "tables may share a page. Raises ValueError if the space has a page in this table.")
         .def("publish_more", [](GuardedTable& guarded, std::uint32_t space, std::size_t n) {
                  return Table(guarded)->publish_more(space, n);
              },
              "space"_a, "n"_a,
-             "Looks at up to n more of the entries that the table had when the page came, and adds those of the space. True once\n"
-             "all are in the page.")
+             "Looks at up to n more of the entries that the table had when the page was published, and adds those of the space.\n"
+             "True once all are in the page.")
         .def("withdraw", [](GuardedTable& guarded, std::uint32_t space) { Table(guarded)->withdraw(space); }, "space"_a,
-             "Lets go of a space's page and leaves it as it is.")
+             "Stops changing a space's page.")
         .def("hold_counts", [](GuardedTable& guarded) {
                  return std::make_unique<HoldCounts>(Table(guarded)->stats().capacity);
              },
-             "Counts of who holds which entries, all zero. Their memory is used as entries are held.")
+             "New counts of holders for this table's entries, all zero. Their memory is used only as entries are held.")
         .def("count", [](GuardedTable& guarded, std::uint32_t space) { return Table(guarded)->count(space); }, "space"_a,
              "Number of blocks of a space, in whatever state.")
         .def("entries_of", &entries_of, "space"_a,
-             "All entries of a space in ascending order. Reads the whole table: not for the path of a request.")
+             "All entries of a space in ascending order. Reads the whole table, so it is not for the path of a request.")
         .def("stats", &stats,
              nb::sig("def stats(self) -> dict[str, typing.Any]"),
-             "`writing`, `ready`, `evicting`, `capacity`, `bytes` (of a full table, slot records as far as used) and\n"
-             "`domains`, the number of blocks per domain that has any.")
+             "The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes` (of a full table, with slot records as far as\n"
+             "they were used), and `domains`, the number of blocks of each domain that has any.")
         .def("dump", &dump, nb::sig("def dump(self) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
              "All live entries as arrays: entries, spaces, hashes, states, flags, pins, domains, generations, slot_counts,\n"
              "and slots one after the other. For tests and validators.")
         .def("check", &check,
-             "Compares every structure of the table with every other; AssertionError says what does not fit. Slow.");
+             "Compares every structure of the table with every other. Raises AssertionError, which says what does not fit. Slow.");
 }
 
 }  // namespace kvtier

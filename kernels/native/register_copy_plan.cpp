@@ -85,7 +85,7 @@ void register_copy_plan(nb::module_& module) {
             return names;
         },
         nb::sig("def copy_variants() -> list[str]"),
-        "What copies can be made with on this machine, fastest first: avx512, avx2, sse2, memcpy.");
+        "The variants of copies that this machine can run, fastest first: avx512, avx2, sse2, memcpy.");
 
     nb::class_<BufferPlan>(
         module, "CopyPlan",
@@ -98,18 +98,18 @@ void register_copy_plan(nb::module_& module) {
         "while this object lives: drop it before closing an mmap.")
         .def(nb::init<BufferArg, OffsetsArg, OffsetsArg, OffsetsArg, std::uint64_t, const std::optional<std::string>&>(), "mapping"_a, "base_offsets"_a,
              "block_strides"_a, "fragment_bytes"_a, "num_blocks"_a, "variant"_a = nb::none(),
-             "`mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). Raises ValueError unless every\n"
-             "fragment of blocks 0 to num_blocks - 1 lies inside it and no plane's blocks overlap each other. `variant`: one of\n"
-             "copy_variants(), the first by default.")
+             "`mapping` is a writable buffer; the three arrays are uint64 of shape (planes,). `variant` is one of\n"
+             "copy_variants(), the first by default. Raises ValueError unless every fragment of blocks 0 to num_blocks - 1 lies\n"
+             "inside the mapping and no plane's blocks overlap each other.")
         .def_prop_ro("slot_bytes", [](const BufferPlan& plan) { return plan.slot_bytes(); },
                      "Bytes of one block in a slot: the sum of its fragments.")
         .def_prop_ro("num_blocks", [](const BufferPlan& plan) { return plan.num_blocks(); }, "Blocks of the engine.")
         .def_prop_ro("planes", [](const BufferPlan& plan) { return plan.planes(); }, "Fragments per block.")
         .def("gather", &gather, "block_ids"_a, "pool"_a, "slots"_a, "checksums"_a = nb::none(),
-             "Copies blocks to slots, uint32 of shape (n,) each; slots must not overlap. `checksums`, uint64 of shape (n,),\n"
-             "receives xxh3_64 of each slot's bytes; that takes about half as long again, less than reading them later.")
+             "Copies blocks to slots, uint32 of shape (n,) each. Slots must not overlap. `checksums`, uint64 of shape (n,),\n"
+             "receives xxh3_64 of each slot's bytes, which takes half as long again, but less than reading them later.")
         .def("scatter", &scatter, "block_ids"_a, "pool"_a, "slots"_a,
-             "Copies slots to blocks; a block may come only once, a slot several times.")
+             "Copies slots to blocks. A block may come only once, and a slot several times.")
         .def("checksums", &checksums, "pool"_a, "slots"_a, "xxh3_64 of each slot's bytes, uint64 of shape (n,).");
 }
 

@@ -17,7 +17,7 @@ namespace {
 using NumbersArg = ArrayArg<std::uint32_t>;
 using Words64Arg = ArrayArg<std::uint64_t>;
 
-// Fragments from which on planning one takes tens of microseconds.
+// From this many fragments on, planning takes tens of microseconds.
 constexpr std::size_t kReleaseFragments = 4096;
 
 std::vector<std::uint32_t> ranges_of(const std::optional<NumbersArg>& ranges) {
@@ -77,8 +77,8 @@ void register_device_plan(nb::module_& module) {
         "Where the fragments of an engine's blocks lie in device memory, and what to copy between them and slots of the pool.\n"
         "Fragment p of block b is at bases[p] + b * block_strides[p], fragment_bytes[p] long; a slot holds a block's fragments\n"
         "one after the other. Slots are page numbers: slot s begins at byte s * PAGE_BYTES of the pool.\n\n"
-        "Deals in addresses only and reads no memory. Immutable, safe from several threads; large batches are planned without\n"
-        "the GIL. All numbers of a call are checked first: a ValueError names argument, index and value.")
+        "It computes addresses and reads no memory. It is immutable and safe from several threads; large batches are planned\n"
+        "without the GIL. All numbers of a call are checked first: a ValueError names argument, index and value.")
         .def(
             "__init__",
             [](DevicePlan* self, Words64Arg bases, Words64Arg block_strides, Words64Arg fragment_bytes,
@@ -87,9 +87,9 @@ void register_device_plan(nb::module_& module) {
             },
             "bases"_a, "block_strides"_a, "fragment_bytes"_a, "num_blocks"_a, "ranges"_a = nb::none(),
             "`bases` are device addresses; the three arrays are uint64 of shape (planes,). `ranges`, uint32 of shape (planes,),\n"
-            "says which range of device memory each plane lies in: a copy never touches two of them, however close they lie;\n"
-            "without it all planes lie in one. Raises ValueError for a base of 0, if an address overflows, or if a plane's blocks\n"
-            "overlap each other. That the memory exists is for the caller to know.")
+            "says in which range of device memory each plane lies: a copy never touches two ranges, however close they are.\n"
+            "Without it all planes lie in one. The caller has to know that the memory exists. Raises ValueError for a base of 0,\n"
+            "if an address overflows, or if a plane's blocks overlap each other.")
         .def_prop_ro("slot_bytes", [](const DevicePlan& plan) { return plan.slot_bytes(); },
                      "Bytes of one block in a slot: the sum of its fragments.")
         .def_prop_ro("num_blocks", [](const DevicePlan& plan) { return plan.num_blocks(); }, "Blocks of the engine.")
@@ -100,22 +100,22 @@ void register_device_plan(nb::module_& module) {
                      "tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], "
                      "numpy.typing.NDArray[numpy.uint64]]"),
              "The copies between blocks and slots, uint32 of shape (n,) each: device addresses, host addresses and bytes, uint64\n"
-             "of shape (m,). What is contiguous on both sides is one copy, whatever the order of the blocks; the order of the\n"
-             "copies is not that of the blocks.\n\n"
-             "`to_device` says which side is written: no block may then come twice, while a slot may; otherwise no slot may, while\n"
-             "a block may. Slots never overlap in part. `borders`, uint64 of shape (k,), are offsets of the pool in rising order\n"
-             "that no copy may cross, such as the ends of memory registrations; one inside a slot is a ValueError.")
+             "of shape (m,). Bytes that are contiguous on both sides become one copy, whatever the order of the blocks. The order\n"
+             "of the copies is not that of the blocks.\n\n"
+             "With `to_device`, the device is written: no block may come twice, but a slot may. Without it, no slot may come\n"
+             "twice, but a block may. Slots must not overlap in part. `borders`, uint64 of shape (k,), are offsets of the pool in\n"
+             "rising order that no copy may cross, such as the ends of memory registrations. One inside a slot raises ValueError.")
         .def("describe_rows", &describe_rows, "block_ids"_a, "pool_address"_a, "pool_bytes"_a, "slots"_a,
              "to_device"_a = false, "borders"_a = nb::none(),
              nb::sig("def describe_rows" KVTIER_DESCRIBE_PARAMETERS
                      "tuple[numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], "
                      "numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64], "
                      "numpy.typing.NDArray[numpy.uint64], numpy.typing.NDArray[numpy.uint64]]"),
-             "The same bytes in two-dimensional copies: device and host addresses, width in bytes, rows, and the distance of two\n"
-             "rows on the device and on the host, uint64 of shape (m,) each. Fragments at constant distances are made one copy\n"
-             "either over the planes of a block or over the blocks of a plane, whichever gives fewer; never more than describe()\n"
-             "gives. One row is a plain copy, with its width for pitches. Pitches are at most 2^31 - 1, which is what drivers\n"
-             "accept.");
+             "The same bytes as two-dimensional copies: device and host addresses, width in bytes, rows, and the distance of two\n"
+             "rows on the device and on the host, uint64 of shape (m,) each. Fragments at constant distances become one copy,\n"
+             "either over the planes of a block or over the blocks of a plane, whichever gives fewer copies, and never more than\n"
+             "describe() gives. A single row is a plain copy, with its width for pitches. Pitches are at most 2^31 - 1, which is\n"
+             "what drivers accept.");
 }
 
 }  // namespace kvtier

@@ -60,9 +60,9 @@ void register_driver_loops(nb::module_& module) {
                 "src: numpy.typing.NDArray[numpy.uint64], sizes: numpy.typing.NDArray[numpy.uint64], stream: int) "
                 "-> tuple[int, int]"),
         "Calls `CUresult f(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)`, which lies at that address\n"
-        "(cuMemcpyAsync), once for each element of the arrays, uint64 of shape (n,), in order, without the GIL. Returns\n"
-        "(0, n), or (code, i) of the first call i that did not return 0; what came before it is submitted. Raises ValueError,\n"
-        "with nothing called, for arrays of different lengths. Addresses and sizes are the caller's responsibility.");
+        "(cuMemcpyAsync), once for each element of the arrays, uint64 of shape (n,), in order and without the GIL. Returns\n"
+        "(0, n), or (code, i) for the first call i that did not return 0; the copies before it are submitted. Addresses and\n"
+        "sizes are the caller's responsibility. Raises ValueError, with nothing called, for arrays of different lengths.");
     module.def(
         "copy_rows_loop", &run_copy_rows_loop, "function_address"_a, "device"_a, "host"_a, "width"_a, "rows"_a,
         "device_pitch"_a, "host_pitch"_a, "to_device"_a, "stream"_a,
@@ -70,8 +70,8 @@ void register_driver_loops(nb::module_& module) {
                 "host: numpy.typing.NDArray[numpy.uint64], width: numpy.typing.NDArray[numpy.uint64], "
                 "rows: numpy.typing.NDArray[numpy.uint64], device_pitch: numpy.typing.NDArray[numpy.uint64], "
                 "host_pitch: numpy.typing.NDArray[numpy.uint64], to_device: bool, stream: int) -> tuple[int, int]"),
-        "The same with cuMemcpy2DAsync_v2 and the arrays that DevicePlan.describe_rows() returns, from host to device memory\n"
-        "or back.");
+        "As copy_loop, with cuMemcpy2DAsync_v2 and the arrays that DevicePlan.describe_rows() returns, from host to device\n"
+        "memory or back.");
 }
 
 }  // namespace kvtier

@@ -27,14 +27,14 @@ Array<std::uint32_t> of(const HoldCounts& counts, EntriesArg entries_arg) {
 void register_hold_counts(nb::module_& module) {
     using namespace nb::literals;
     nb::class_<HoldCounts>(module, "HoldCounts",
-                           "How many hold each entry of a BlockTable, from `BlockTable.hold_counts`. One writer. An entry out\n"
-                           "of range is a ValueError, which changes nothing.")
+                           "How many holders each entry of a BlockTable has; made by `BlockTable.hold_counts`. It has one\n"
+                           "writer. An entry out of range raises ValueError, and then nothing has changed.")
         .def("add", &add, "entries"_a,
-             "One holder more for each occurrence of an entry. Returns how many entries had none before.")
+             "Counts one more holder for each occurrence of an entry. Returns how many entries had none before.")
         .def("remove", &remove, "entries"_a,
-             "Undoes an `add` of the same entries. Returns how many entries have none now. ValueError for an entry that\n"
-             "nobody holds; nothing is changed then.")
-        .def("of", &of, "entries"_a, "How many hold each entry.");
+             "Undoes an `add` of the same entries. Returns how many entries have none now. Raises ValueError for an entry that\n"
+             "nobody holds, and then nothing has changed.")
+        .def("of", &of, "entries"_a, "How many holders each entry has.");
 }
 
 }  // namespace kvtier

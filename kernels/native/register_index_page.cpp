@@ -9,7 +9,7 @@ namespace kvtier {
 
 namespace {
 
-// Hashes looked for together.
+// Hashes that are looked for together.
 constexpr std::size_t kGroup = 16;
 
 class Reader {
@@ -22,7 +22,7 @@ class Reader {
     bool complete() const { return reader_.complete(); }
     std::uint64_t boot_nonce() const { return reader_.boot_nonce(); }
 
-    // Of any sequence of bytes objects.
+    // Takes any sequence of bytes objects.
     std::size_t run(nb::sequence hashes, std::size_t first, std::size_t end) const {
         const nb::object fast = nb::steal(PySequence_Fast(hashes.ptr(), "hashes is no sequence"));
         if (!fast.is_valid()) throw nb::python_error();
@@ -31,7 +31,7 @@ class Reader {
         std::array<std::uint8_t, kHashBytes> key{};
         std::array<IndexWords::Place, kGroup> places;
         for (std::size_t start = first, size = 1; start < end; start += size, size = std::min(kGroup, end - start)) {
-            // The first one is by itself: it is the one that is missing most often.
+            // The first hash is looked for alone, because it is the one that is missing most often.
             for (std::size_t i = 0; i < size; ++i) {
                 PyObject* const hash = PySequence_Fast_GET_ITEM(fast.ptr(), static_cast<Py_ssize_t>(start + i));
                 if (!PyBytes_Check(hash) || static_cast<std::size_t>(PyBytes_GET_SIZE(hash)) != hash_bytes_)
@@ -59,21 +59,23 @@ void register_index_page(nb::module_& module) {
     nb::class_<SharedIndexPage>(
         module, "IndexPage",
         "A set of block hashes in shared memory, which clients read while a BlockTable writes it (`BlockTable.publish`).\n"
-        "Advisory: a few hashes may be left out.")
+        "It is advisory: a few hashes may be left out.")
         .def(nb::init<BufferArg, std::uint64_t, std::uint64_t>(), "buffer"_a, "boot_nonce"_a, "seed"_a,
-             "An empty page in a writable buffer of zeros, as long as `bytes_for` says. `seed` keys the hash function. Raises\n"
-             "ValueError for a buffer of another size, or not aligned to cache lines.")
+             "Makes an empty page in a writable buffer of zeros that is as long as `bytes_for` says. `seed` keys the hash\n"
+             "function. Raises ValueError for a buffer of another size, or one that is not aligned to cache lines.")
         .def_static("bytes_for", &SharedIndexPage::bytes_for, "blocks"_a, "Bytes of a page with room for so many hashes.")
-        .def("complete", &SharedIndexPage::complete, "From now on clients believe that what is missing is not there.")
+        .def("complete", &SharedIndexPage::complete,
+             "From now on clients rely on it that a hash that is missing is not there.")
         .def_prop_ro("left_out", &SharedIndexPage::left_out, "How many hashes found no place.");
-    nb::class_<Reader>(module, "IndexReader", "A client's view of an index page. For any thread.")
+    nb::class_<Reader>(module, "IndexReader", "A client's view of an index page, for use in any thread.")
         .def(nb::init<BufferArg, std::size_t>(), "buffer"_a, "hash_bytes"_a,
-             "Raises ValueError if the buffer is no index page. `hash_bytes`: of one block hash, 1 to 32.")
-        .def_prop_ro("complete", &Reader::complete, "False: what is missing may be there all the same.")
-        .def_prop_ro("boot_nonce", &Reader::boot_nonce, "Of the daemon that writes it.")
+             "`hash_bytes` is the length of one block hash, 1 to 32. Raises ValueError if the buffer is not an index page.")
+        .def_prop_ro("complete", &Reader::complete, "If False, a hash that is missing may be there all the same.")
+        .def_prop_ro("boot_nonce", &Reader::boot_nonce, "The boot nonce of the daemon that writes the page.")
         .def("run", &Reader::run, "hashes"_a, "first"_a, "end"_a,
              nb::sig("def run(self, hashes: collections.abc.Sequence[bytes], first: int, end: int) -> int"),
-             "How many of `hashes[first:end]` are there, up to the first that is not. ValueError for one of another length.");
+             "How many of `hashes[first:end]` are there, up to the first that is not. Raises ValueError for a hash of another\n"
+             "length.");
 }
 
 }  // namespace kvtier

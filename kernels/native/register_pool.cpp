@@ -109,7 +109,7 @@ class PoolRecords {
         return out;
     }
 
-    // match and adopt; with sums, accept.
+    // Serves match and adopt, and with sums also accept.
     template <auto compare, class... Sums>
     Array<std::uint8_t> compared(U32 slots, U64 generations, PoolRecords& source, U32 source_slots, U64 source_generations,
                                  Sums... sums_arg) {
@@ -255,62 +255,62 @@ void register_pool(nb::module_& module) {
              "n > 0 the process kills itself (SIGKILL) right after its nth persisted step: for tests.")
         .def("open", &PoolRecords::open, arg("slots"), arg("writer"), arg("boot_nonce"), arg("transfer"), arg("namespace"),
              arg("group"), arg("shard"), arg("world"), arg("hashes"), arg("data_bytes"),
-             "FREE to WRITING with a new generation, for one shard of the blocks with these hashes, shape (n, 32).\n"
-             "`namespace` is its 16-byte digest. Returns the generations, uint64 (n,).")
+             "Makes FREE slots WRITING, with a new generation, for one shard of the blocks with these hashes, shape (n, 32).\n"
+             "`namespace` is the 16-byte digest of theirs. Returns the generations, uint64 (n,).")
         .def("set_data_checksums", &PoolRecords::set_data_checksums, arg("slots"), arg("generations"), arg("sums"),
              "Records the xxh3_64 of the data of slots that are WRITING with these generations.")
-        .def("commit", &PoolRecords::commit, arg("slots"), arg("clocks"), "WRITING to READY, with the recency of each.")
-        .def("free", &PoolRecords::free, arg("slots"), "Any state to FREE, with a new generation.")
+        .def("commit", &PoolRecords::commit, arg("slots"), arg("clocks"), "Makes WRITING slots READY, each with its recency.")
+        .def("free", &PoolRecords::free, arg("slots"), "Makes slots in any state FREE, with a new generation.")
         .def("generations", &PoolRecords::generations, arg("slots"), "The present generation of each slot, uint64 (n,).")
         .def("check", &PoolRecords::checked<&pool::Records::check, std::optional<std::uint64_t>>, arg("slots"),
              arg("generations"), arg("data_bytes") = nb::none(),
-             "1 where a slot is READY with this generation, its record may be believed and, if `data_bytes` is given, it holds\n"
-             "so many; else 0; uint8 (n,). A page that is no slot is 0 as well. After a copy, 1 says that the copied bytes\n"
+             "1 where a slot is READY with this generation, its record can be believed and, if `data_bytes` is given, it holds\n"
+             "so many, else 0; uint8 (n,). A page that is not a slot gives 0 as well. After a copy, 1 says that the copied bytes\n"
              "were the slot's.")
         .def("check_writing", &PoolRecords::checked<&pool::Records::check_writing, std::optional<std::uint64_t>>, arg("slots"),
              arg("generations"), arg("data_bytes") = nb::none(),
-             "1 where a slot is WRITING with this generation and, if `data_bytes` is given, for so many; else 0; uint8 (n,).\n"
-             "A page that is no slot is 0 as well.")
+             "1 where a slot is WRITING with this generation and, if `data_bytes` is given, for so many, else 0; uint8 (n,).\n"
+             "A page that is not a slot gives 0 as well.")
         .def("verify_data", &PoolRecords::checked<&pool::Records::verify_data>, arg("slots"), arg("generations"),
-             "As `check`, and the data checksum fits the slot's data bytes, which are all read.")
+             "As `check`, and the data checksum must match the slot's data bytes, which are all read.")
         .def("match", &PoolRecords::compared<&pool::Records::match>, arg("slots"), arg("generations"), arg("source"),
              arg("source_slots"), arg("source_generations"),
-             "1 where a slot is WRITING with its generation, that of `source` READY with its own and its record to be\n"
+             "1 where a slot is WRITING with its generation, the slot of `source` is READY with its own, the record there can be\n"
              "believed, and both are the same shard of the same block: namespace, group, shard, world size, hash and data bytes\n"
-             "are equal. Else 0; uint8 (n,). A page that is no slot is 0 as well. `source` may be any pool, its slots uint32\n"
-             "and their generations uint64 of shape (n,).")
+             "are equal. Else 0; uint8 (n,). A page that is not a slot gives 0 as well. `source` may be any pool. Its slots are\n"
+             "uint32 and their generations uint64, of shape (n,).")
         .def("adopt", &PoolRecords::compared<&pool::Records::adopt>, arg("slots"), arg("generations"), arg("source"),
              arg("source_slots"), arg("source_generations"),
-             "As `match`; where it is 1, the source's data checksum becomes this slot's. After a copy of the source's data, 1\n"
-             "says that what was copied is what the checksum was made of, or has rotted since.")
+             "As `match`; where it is 1, this slot takes over the source's data checksum. After a copy of the source's data, 1\n"
+             "says that the copied bytes are those of the checksum, or have rotted since.")
         .def("accept", &PoolRecords::compared<&pool::Records::accept, U64>, arg("slots"), arg("generations"), arg("source"),
              arg("source_slots"), arg("source_generations"), arg("sums"),
-             "After the source's data were read into these slots: as `match`, but 1 only if `sums`, xxh3_64 of the data bytes\n"
-             "that are in each slot now, uint64 (n,), is the source's data checksum, which becomes this slot's; 2 if they match\n"
-             "and the data do not fit.")
+             "For use after the source's data were read into these slots. As `match`, but 1 only if `sums`, xxh3_64 of the data\n"
+             "bytes that are in each slot now, uint64 (n,), is the source's data checksum, which this slot then takes over. 2 if\n"
+             "the records match, but the data do not.")
         .def("data_bytes", &PoolRecords::data_bytes, arg("slots"),
-             "The data bytes that each slot's record tells, in whatever state, uint64 (n,); 0 if it was never opened. Raises\n"
-             "ValueError if they are more than the slot's.")
+             "How many data bytes each slot's record says that it has, in whatever state, uint64 (n,); 0 if it was never opened.\n"
+             "Raises ValueError if they are more than the slot's.")
         .def("data_sums", &PoolRecords::data_sums, arg("slots"), arg("generations"),
              nb::sig("def data_sums(self, slots: numpy.typing.NDArray[numpy.uint32], generations: "
                      "numpy.typing.NDArray[numpy.uint64]) -> tuple[numpy.typing.NDArray[numpy.uint64], "
                      "numpy.typing.NDArray[numpy.uint8]]"),
-             "The data checksum of each slot, uint64 (n,), and what `check` says, uint8 (n,). The sum is 0 where that is 0.")
+             "The data checksum of each slot, uint64 (n,), and what `check` returns, uint8 (n,). Where that is 0, so is the sum.")
         .def("record_pages", &PoolRecords::record_pages, arg("slots"),
              "File offsets of the pages that hold the slots' records, each once, in rising order; uint64 (m,).")
         .def("table_range", &PoolRecords::table_range, arg("extent"),
              "(file offset, bytes) of the slot table of an extent in use, both multiples of PAGE_BYTES; its header page lies\n"
              "before it. Raises ValueError if the extent is not in use.")
         .def("format_extent", &PoolRecords::format_extent, arg("extent"), arg("slot_bytes"),
-             "Makes an extent one of FREE slots of this size; generations in it go on rising. Raises ValueError if one of its\n"
-             "slots is not FREE, or no slot of this size fits.")
+             "Divides an extent into FREE slots of this size; generations in it go on rising. Raises ValueError if one of its\n"
+             "slots is not FREE, or if no slot of this size fits.")
         .def("extent_info", &PoolRecords::extent_info, arg("extent"),
              "(slot bytes, stride, slots, file offset of the first slot) of an extent in use, else None.")
         .def("scan", &PoolRecords::scan,
              nb::sig("def scan(self) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
-             "Every extent in use and every slot that is not FREE: a dict of arrays, one row each. `intact`: READY, and the\n"
-             "record may be believed. `space_keys`: checksum of namespace, group and world size; `block_keys`: of these and\n"
-             "the hash; `copy_keys`: of these and the store id. `broken_extents`: headers that say something unbelievable.")
+             "Every extent in use and every slot that is not FREE, as a dict of arrays with one row each. `intact`: READY, and\n"
+             "the record can be believed. `space_keys`: a checksum of namespace, group and world size; `block_keys`: of these and\n"
+             "the hash; `copy_keys`: of these and the store id. `broken_extents`: extents whose headers cannot be believed.")
         .def(
             "start_boot", [](PoolRecords& self, std::uint64_t nonce) { return self.records().start_boot(nonce); },
             arg("boot_nonce"), "Writes the nonce of this boot into the header and counts the boot. Returns the count.")
@@ -319,7 +319,7 @@ void register_pool(nb::module_& module) {
         .def_prop_ro("extent_bytes", [](PoolRecords& self) { return self.records().extent_bytes(); }, "Bytes per extent.")
         .def_prop_ro(
             "persisted_steps", [](PoolRecords& self) { return self.records().persisted_steps(); },
-            "Steps persisted by this object so far: each store of a word, checksum, clock or header, each group of fields.");
+            "Steps that this object has persisted so far: each store of a word, checksum, clock or header, or group of fields.");
 
     module.def(
         "format_pool",
@@ -330,7 +330,7 @@ void register_pool(nb::module_& module) {
             pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after);
         },
         arg("pool"), arg("extent_bytes"), arg("extents"), arg("config_digest"), arg("crash_after") = 0,
-        "Writes the header of a new pool file, its magic last; no extent is in use then. Raises ValueError, and changes\n"
+        "Writes the header of a new pool file, with its magic last and no extent in use. Raises ValueError, and changes\n"
         "nothing, if the extents do not fit.");
     module.def("populate", &populate, arg("pool"), arg("offset"), arg("length"),
                "Prefaults pages for writing, with the interpreter's lock released. Raises OSError: EFAULT when the file system is\n"

@@ -19,7 +19,7 @@ class GuardedSlabIo : public OneCaller<slab::SlabIo> {
     GuardedSlabIo(int fd, unsigned depth, slab::Progress progress) : OneCaller("SlabIo", fd, depth, progress) {}
 };
 
-// OSError with the system's errno and our sentence.
+// Raises OSError with the system's errno and our sentence.
 [[noreturn]] void raise_os_error(const std::system_error& error) {
     const nb::object arguments = nb::make_tuple(error.code().value(), error.what());
     PyErr_SetObject(PyExc_OSError, arguments.ptr());
@@ -94,32 +94,32 @@ void register_slab_io(nb::module_& module) {
     using namespace nb::literals;
     nb::class_<GuardedSlabIo>(
         module, "SlabIo",
-        "Reads and writes of whole pages between memory and a file, many in flight at once (Linux native AIO). A call returns\n"
-        "when all of its operations have ended, whatever signals come: no device touches the memory after that. The\n"
-        "interpreter's lock is released meanwhile.\n\n"
-        "One caller: a call while another runs raises RuntimeError. All rows are checked before anything is submitted: a\n"
-        "ValueError names argument, index and value.")
+        "Reads and writes whole pages between memory and a file, many at once (Linux native AIO). A call returns when all of\n"
+        "its operations have ended, whatever signals come, so no device touches the memory afterwards. The interpreter's\n"
+        "lock is released meanwhile.\n\n"
+        "It has one caller: a call while another runs raises RuntimeError. All rows are checked before anything is\n"
+        "submitted: a ValueError names argument, index and value.")
         .def("__init__", &make, "fd"_a, "depth"_a, "progress"_a.none() = nb::none(), "progress_index"_a = 0,
              nb::keep_alive<1, 4>(),
              "Works on a duplicate of `fd`, with up to `depth` operations (1 to 2^20) in flight. A descriptor opened without\n"
-             "O_DIRECT works as well, one operation after the other. The word `progress_index` of `progress` receives the time of\n"
-             "completions, nanoseconds of CLOCK_MONOTONIC. Raises OSError, EAGAIN when the machine's limit of asynchronous\n"
-             "operations (fs.aio-max-nr) is used up.")
+             "O_DIRECT works as well, but one operation after the other. The word `progress_index` of `progress` receives the\n"
+             "time of completions, in nanoseconds of CLOCK_MONOTONIC. Raises OSError, with EAGAIN if the machine's limit of\n"
+             "asynchronous operations (fs.aio-max-nr) is used up.")
         .def("read", &read, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a, "data_bytes"_a,
              nb::sig("def read(self, memory: numpy.typing.NDArray[numpy.uint8], memory_offsets: "
                      "numpy.typing.NDArray[numpy.uint64], file_offsets: numpy.typing.NDArray[numpy.uint64], lengths: "
                      "numpy.typing.NDArray[numpy.uint64], data_bytes: numpy.typing.NDArray[numpy.uint64]) -> "
                      "tuple[numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint64]]"),
-             "Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. The three\n"
-             "are uint64 of shape (n,), multiples of PAGE_BYTES, as is the address of `memory`; rows may not overlap in memory.\n"
-             "Rows are read in the order of the file, neighbours in it together, up to 1 MiB.\n\n"
+             "Reads `lengths[i]` bytes at `file_offsets[i]` into `memory`, uint8 of any size, at `memory_offsets[i]`. These three\n"
+             "are uint64 of shape (n,) and multiples of PAGE_BYTES, as is the address of `memory`. Rows must not overlap in\n"
+             "memory. They are read in the order of the file, and neighbours in it together, up to 1 MiB.\n\n"
              "Returns 0 or an errno for each row, int32 of shape (n,), and xxh3_64 of the first `data_bytes[i]` bytes of each row,\n"
-             "uint64 (n,), 0 where it has an error; a row is summed as soon as it is there, while others are on their way. EIO also\n"
-             "when less than asked for was there. A row's error is its own: when several rows fail together, each is tried alone.")
+             "uint64 (n,), 0 where it has an error. A row's checksum is computed as soon as the row is there, while others are\n"
+             "still being read. A row that is not there as a whole has EIO. When several rows fail together, each is tried alone.")
         .def("write", &write, "memory"_a, "memory_offsets"_a, "file_offsets"_a, "lengths"_a,
-             "Writes from `memory` to the file, likewise; rows may not overlap in the file. Returns 0 or an errno for each row.\n"
-             "What a row with an error has left there is unknown. Nothing is flushed.")
-        .def("close", &close, "Gives the context and the descriptor back; every later read or write raises ValueError.")
+             "Writes from `memory` to the file, with arguments as for `read`. Rows must not overlap in the file. Returns 0 or an\n"
+             "errno for each row. What is in the file at a row with an error is not known. Nothing is flushed.")
+        .def("close", &close, "Releases the context and the descriptor. Every later read or write raises ValueError.")
         .def("__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> typing.Self"))
         .def("__exit__", [](GuardedSlabIo& self, nb::args) { close(self); },
              nb::sig("def __exit__(self, *exception: object) -> None"));

@@ -30,29 +30,29 @@ void register_words(nb::module_& module) {
     nb::class_<SharedWords>(
         module, "SharedWords",
         "64-bit words at the start of a writable buffer, shared with other processes. The buffer stays exported while this\n"
-        "object lives: drop it before closing an mmap. Safe from any number of threads. An index out of range raises\n"
+        "object lives, so drop it before closing an mmap. It is safe from any number of threads. An index out of range raises\n"
         "ValueError.")
         .def(nb::init<BufferArg, std::size_t>(), nb::arg("buffer"), nb::arg("count"),
-             "`count` words, at least one. Raises ValueError if the buffer is smaller, read-only or not 8-byte aligned.")
+             "`count` is at least one. Raises ValueError if the buffer is too small, read-only or not 8-byte aligned.")
         .def_prop_ro("count", [](const SharedWords& words) { return words.count(); }, "Number of words.")
         .def("load", &Words::load, nb::arg("index"), "The word's value (acquire).")
         .def("load_many", &load_many, nb::arg("indexes"),
-             "The values of several words (each acquire), uint64 of the shape of `indexes` (n,).")
+             "The values of several words (acquire for each), uint64 of shape (n,) like `indexes`.")
         .def("store", &Words::store, nb::arg("index"), nb::arg("value"), "Sets the word (release).")
         .def("compare_exchange", &Words::compare_exchange, nb::arg("index"), nb::arg("expected"), nb::arg("desired"),
-             "Sets the word to `desired` if it is `expected`; True if it did (acquire and release).")
+             "Sets the word to `desired` if it is `expected`, and returns whether it did (acquire and release).")
         .def("ring", &Words::ring, nb::arg("index"), nb::arg("value"),
-             "Raises a doorbell to `value` (release). One that is already there or further stays: doorbells never go back.")
+             "Raises a doorbell to `value` (release). One that is as high or higher stays: doorbells never go back.")
         .def("try_start", &Words::try_start, nb::arg("index"), nb::arg("ticket"),
-             "Armed to STARTED. False, and nothing changed, if the part is started, revoked, over or superseded.")
+             "Moves a part from armed to STARTED. False, and nothing changed, if it is started, revoked, over or superseded.")
         .def("try_revoke", &Words::try_revoke, nb::arg("index"), nb::arg("ticket"),
-             "Armed to REVOKED; True also if this part is revoked already. False, and nothing changed, if it is started,\n"
-             "over or superseded. After True the part will never start.")
+             "Moves a part from armed to REVOKED. True as well if it is revoked already; then it will never start. False, and\n"
+             "nothing changed, if it is started, over or superseded.")
         .def("finish", &Words::finish, nb::arg("index"), nb::arg("ticket"), nb::arg("state"),
-             "STARTED to PART_DONE or PART_FAILED (release). Raises RuntimeError, and changes nothing, if the word does not\n"
-             "say STARTED for this ticket.")
+             "Moves a part from STARTED to PART_DONE or PART_FAILED (release). Raises RuntimeError, and changes nothing, if the\n"
+             "word does not say STARTED for this ticket.")
         .def("part_state", &Words::part_state, nb::arg("index"), nb::arg("ticket"),
-             "The part's state: one of the PART_ constants; PART_SUPERSEDED if the word belongs to a later ticket. Raises\n"
+             "The part's state, one of the PART_ constants; PART_SUPERSEDED if the word belongs to a later ticket. Raises\n"
              "RuntimeError for a value that no part word can have.");
 }
 

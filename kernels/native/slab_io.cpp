@@ -18,11 +18,11 @@ namespace kvtier::slab {
 
 namespace {
 
-// An operation that was interrupted, or for which the kernel had no room, is submitted anew so often.
+// How often an operation is submitted again that was interrupted, or for which the kernel had no room.
 constexpr unsigned kAttemptsMax = 4;
-// Pauses of a millisecond in one call while the kernel has no room and nothing is in flight that would make some.
+// Pauses of a millisecond in one call, while the kernel has no room and nothing is in flight that could make some.
 constexpr unsigned kPausesMax = 1000;
-// Completions taken at once.
+// Completions that are taken at once.
 constexpr unsigned kEventsMax = 256;
 
 constexpr std::uint64_t kFileBytesMax = std::numeric_limits<std::int64_t>::max();
@@ -70,7 +70,7 @@ std::vector<std::size_t> in_order(std::span<const std::uint64_t> offsets) {
     return order;
 }
 
-// Of two rows that are written to one place, chance would say which is there in the end.
+// If two rows were written to one place, it would be left to chance which of them stays there.
 void check_disjoint(const char* name, std::span<const std::uint64_t> offsets, std::span<const std::uint64_t> lengths,
                     const std::vector<std::size_t>& order) {
     for (std::size_t k = 1; k < order.size(); ++k) {
@@ -88,7 +88,7 @@ SlabIo::SlabIo(int fd, unsigned depth, Progress progress) : depth_(depth), progr
     if (progress.words != nullptr && progress.index >= progress.words->count())
         refuse("progress_index is ", progress.index, "; there are ", progress.words->count(), " words");
     events_.resize(std::min(depth, kEventsMax));
-    // A duplicate: whatever the caller's number names later, this object goes on with its file.
+    // With a duplicate, this object keeps its file, whatever the caller's number means later.
     fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), text("descriptor ", fd));
     if (syscall(SYS_io_setup, depth, &context_) != 0) {
@@ -120,7 +120,7 @@ void SlabIo::transfer(Direction direction, const Request& request, std::int32_t*
     while (!operations_.empty()) {
         prepare(direction);
         run(request, errors);
-        // What did not succeed as a whole: piece by piece.
+        // Operations that did not succeed as a whole are repeated piece by piece.
         operations_.clear();
         for (const Operation& again : again_) add_operation(again.first_piece, again.pieces, again.attempt);
         again_.clear();
@@ -145,7 +145,7 @@ void SlabIo::cut_into_pieces(Direction direction, const Request& request) {
             pieces_.push_back({request.file_offsets[row] + done, std::min(operation_bytes_max, length - done),
                                request.memory + request.memory_offsets[row] + done, row});
     }
-    // One operation, iovec and second attempt for each piece are the most there can be.
+    // There is at most one operation, iovec and second attempt for each piece.
     for (auto* operations : {&operations_, &again_}) {
         operations->clear();
         operations->reserve(pieces_.size());
@@ -214,13 +214,13 @@ void SlabIo::run(const Request& request, std::int32_t* errors) {
                 break;  // no room in the kernel until something completes
         }
         if (in_flight > 0 && !reap(in_flight, errors)) return lose(errors);
-        // One at a time: the device has work meanwhile, and gets more before the next.
+        // One checksum at a time: the device has work meanwhile, and gets more before the next one.
         if (!landed_.empty()) sum_one(request);
     }
 }
 
-// How many operations from `next` on the kernel took. If none: the first is done (refused for good), or not, and may be
-// submitted again.
+// How many operations from `next` on the kernel took. If none, the first one is either done, because it was refused for good,
+// or may be submitted again.
 std::size_t SlabIo::submit(std::size_t next, std::size_t room, std::size_t in_flight, std::int32_t* errors) {
     const std::size_t count = std::min(room, operations_.size() - next);
     const long accepted = syscall(SYS_io_submit, context_, static_cast<long>(count), &block_pointers_[next]);
@@ -239,7 +239,7 @@ std::size_t SlabIo::submit(std::size_t next, std::size_t room, std::size_t in_fl
     return 0;
 }
 
-// Waits for one completion at least, if there is nothing to sum. False if the kernel does not tell any more.
+// Waits for at least one completion, unless there is a checksum to compute. False if the kernel reports no more.
 bool SlabIo::reap(std::size_t& in_flight, std::int32_t* errors) {
     const long least = landed_.empty() ? 1 : 0;
     const long found = syscall(SYS_io_getevents, context_, least, static_cast<long>(events_.size()), events_.data(), nullptr);
@@ -272,12 +272,12 @@ void SlabIo::land(const Operation& operation) {
 }
 
 void SlabIo::sum_one(const Request& request) {
-    const std::size_t row = landed_.back();  // the one that has just come: the caches may still know it
+    const std::size_t row = landed_.back();  // the latest one, which may still be in the caches
     landed_.pop_back();
     request.sums[row] = xxh3_64(request.memory + request.memory_offsets[row], request.data_bytes[row]);
 }
 
-// The last resort: destroying the context waits for whatever is in flight.
+// The last resort: destroying the context waits for everything in flight.
 void SlabIo::lose(std::int32_t* errors) {
     close();
     for (const Operation& operation : operations_)

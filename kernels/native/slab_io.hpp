@@ -1,5 +1,5 @@
-// Reads and writes of a slab file, many in flight at once: Linux native AIO by raw system calls. It needs no library, and works
-// in containers that are not allowed io_uring.
+// Reads and writes of a slab file, many in flight at once, by Linux native AIO and raw system calls. That needs no library,
+// and works in containers that may not use io_uring.
 #pragma once
 
 #include <linux/aio_abi.h>
@@ -15,7 +15,7 @@
 namespace kvtier::slab {
 
 inline constexpr std::uint64_t page_bytes = 4096;
-// Neighbours in the file become one operation up to this size, and what is longer becomes several.
+// Neighbours in the file become one operation up to this size, and longer ones become several.
 inline constexpr std::uint64_t operation_bytes_max = 1u << 20;
 inline constexpr unsigned depth_max = 1u << 20;  // the machine has a limit of its own, fs.aio-max-nr
 
@@ -26,7 +26,7 @@ struct Request {
     std::byte* memory;  // only read when writing to the file
     std::uint64_t memory_bytes;
     std::span<const std::uint64_t> memory_offsets, file_offsets, lengths;
-    // Of a read: how many bytes of each row to sum, and where to; 0 where the row has an error.
+    // For a read: of how many bytes of each row to compute the checksum, and where to put it; 0 where the row has an error.
     std::span<const std::uint64_t> data_bytes = {};
     std::uint64_t* sums = nullptr;
 };
@@ -47,8 +47,8 @@ class SlabIo {
     SlabIo& operator=(const SlabIo&) = delete;
     ~SlabIo() { close(); }
 
-    // Writes 0 or an errno for each row. Throws std::invalid_argument, with nothing submitted, for rows that are no whole pages,
-    // reach out of the memory, or would overlap where they are written to. Nothing is in flight when it returns or throws.
+    // Writes 0 or an errno for each row. Throws std::invalid_argument, with nothing submitted, for rows that are not whole
+    // pages, reach beyond the memory, or overlap where they are written. Nothing is in flight when it returns or throws.
     void transfer(Direction direction, const Request& request, std::int32_t* errors);
     void close();
 
@@ -83,16 +83,16 @@ class SlabIo {
     unsigned depth_;
     Progress progress_;
     aio_context_t context_ = 0;
-    // Of the present call; kept between calls for their memory. All of it is there before the first operation is submitted:
-    // from then on nothing may throw.
+    // These belong to the current call, and are kept between calls for their memory. All of it is allocated before the first
+    // operation is submitted, because nothing may throw from then on.
     std::vector<Piece> pieces_;
     std::vector<Operation> operations_, again_;
     std::vector<iovec> vectors_;
     std::vector<iocb> blocks_;
     std::vector<iocb*> block_pointers_;
     std::vector<io_event> events_;
-    std::vector<std::size_t> pieces_left_;  // of each row to sum
-    std::vector<std::size_t> landed_;       // rows that are there as a whole and not summed yet
+    std::vector<std::size_t> pieces_left_;  // for each row that needs a checksum
+    std::vector<std::size_t> landed_;       // rows that have landed as a whole and have no checksum yet
     unsigned patience_ = 0;  // pauses left in this call for a kernel that has no room
 };
 

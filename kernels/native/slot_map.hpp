@@ -1,8 +1,8 @@
 // Which slots of the pool a block has, in shard order, and which block a slot belongs to.
 //
-// A chained hash table of 16-byte records rather than arrays indexed by page: those would take 8 bytes for every 4 KiB of
-// the pool, a kilobyte for a block of 512 KiB. Records are reserved for the largest possible number of slots, one per page,
-// but only those in use are ever touched.
+// It is a chained hash table of 16-byte records. Arrays indexed by page would take 8 bytes for every 4 KiB of the pool, a
+// kilobyte for a block of 512 KiB. Records are reserved for the largest possible number of slots, one per page, but only
+// those in use are ever touched.
 #pragma once
 
 #include <bit>
@@ -19,7 +19,7 @@ class SlotMap {
     // Records are numbered from 1; 0 is "none".
     struct Record {
         std::uint32_t slot;
-        std::uint32_t next_of_entry;  // next shard of the block; of a free record: the next free one
+        std::uint32_t next_of_entry;  // next shard of the block; for a free record, the next free one
         std::uint32_t next_of_bucket;
         std::uint32_t entry;
     };
@@ -46,7 +46,7 @@ class SlotMap {
         if (record != 0)
             free_ = records_[record].next_of_entry;
         else
-            record = ++used_;  // there are no more slots than pages, and page 0 is none: always in range
+            record = ++used_;  // always in range, because there are fewer slots than pages: page 0 is none
         std::uint32_t& head = buckets_[bucket(slot)];
         records_[record] = {slot, 0, head, entry};
         head = record;
@@ -78,7 +78,7 @@ class SlotMap {
         return n;
     }
     std::size_t used() const { return used_; }
-    // Touched so far: records never move, and freed ones are used again first.
+    // Bytes touched so far: records never move, and freed ones are reused first.
     std::size_t bytes() const { return buckets_.bytes() + used_ * sizeof(Record); }
 
    private:

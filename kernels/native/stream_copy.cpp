@@ -7,7 +7,7 @@ namespace kvtier {
 
 namespace {
 
-// Of each piece, fetched when it is added.
+// How much of each piece is fetched when it is added.
 constexpr std::size_t kFetchBytes = 256;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// For x86 without AVX2: SSE2, which every 64-bit one has. For others: the C library's copy.
+// For x86 without AVX2, this uses SSE2, which every 64-bit x86 has. For other processors it uses the C library's copy.
 #include "stream_copy.hpp"
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// Included by stream_copy_avx*.cpp (and, for SSE2, stream_copy_portable.cpp), each compiled for its own instruction set:
-// everything here is local to that file, and nothing of the standard library's inline functions is used.
+// Included by stream_copy_avx*.cpp (and, for SSE2, stream_copy_portable.cpp), each compiled for its own instruction set. So
+// everything here is local to that file, and uses none of the standard library's inline functions.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 namespace kvtier {
 namespace {
 
-// Lines of one stream per turn.
+// Cache lines that each stream copies in a turn.
 constexpr std::size_t kTurnLines = 4;
 constexpr std::size_t kTurnBytes = kTurnLines * kLineBytes;
 // How far ahead each stream fetches.

@@ -1,8 +1,8 @@
 // 64-bit words in memory shared between processes: plain values, doorbells, and the states of parts.
 //
 // A part word is `ticket << 8 | state`. A part with ticket T is armed as long as the word's ticket is smaller than T, so
-// nobody writes "armed" and neither side can overwrite the other's decision. Words come from another process and may hold
-// anything: every function is defined for every value.
+// nobody writes "armed" and neither side can overwrite the other's decision. Another process may have written anything into
+// a word, so every function is defined for every value.
 #pragma once
 
 #include <atomic>
@@ -43,7 +43,7 @@ class Words {
         return at(i).compare_exchange_strong(expected, desired, std::memory_order_acq_rel, std::memory_order_acquire);
     }
 
-    // Raises a doorbell to `value`; one that is already there or further stays as it is.
+    // Raises a doorbell to `value`. One that is already as high or higher stays as it is.
     void ring(std::size_t i, std::uint64_t value) {
         const Word word = at(i);
         std::uint64_t seen = word.load(std::memory_order_relaxed);
@@ -52,15 +52,15 @@ class Words {
         }
     }
 
-    // Armed -> STARTED; false if the part was revoked or superseded, or somebody has started it.
+    // Armed -> STARTED. False if the part was started, revoked or superseded before.
     bool try_start(std::size_t i, std::uint64_t ticket) { return decide(i, ticket, kPartStarted); }
 
-    // Armed -> REVOKED; also true if this very part is revoked already.
+    // Armed -> REVOKED. True as well if this very part is revoked already.
     bool try_revoke(std::size_t i, std::uint64_t ticket) {
         return decide(i, ticket, kPartRevoked) || load(i) == (ticket << 8 | kPartRevoked);
     }
 
-    // STARTED -> DONE or FAILED; everything the caller wrote before is visible to whoever reads the new state.
+    // STARTED -> DONE or FAILED. Everything that the caller wrote before is visible to whoever reads the new state.
     void finish(std::size_t i, std::uint64_t ticket, std::uint64_t state) {
         check_ticket(ticket);
         if (state != kPartDone && state != kPartFailed)

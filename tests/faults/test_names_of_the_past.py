@@ -1,4 +1,4 @@
-"""What a client still holds from a daemon that was killed names nothing in the next one."""
+"""Ids that a client still holds from a daemon that was killed mean nothing to the next daemon."""
 
 from collections.abc import Callable
 

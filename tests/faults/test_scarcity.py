@@ -1,4 +1,5 @@
-"""Descriptors and memory run out: what cannot be is refused by name, and who is served is served on."""
+"""Descriptors and memory run out: new requests are refused with the reason, and clients that are served stay
+served."""
 
 import errno
 import os

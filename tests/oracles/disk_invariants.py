@@ -22,12 +22,12 @@ READY, WRITING = int(BlockState.READY), int(BlockState.WRITING)
 
 
 def jobs_of(core: CoreState, kind: DiskJobKind) -> list[DiskJob]:
-    """All jobs of a kind that are not over, of all disks."""
+    """All jobs of one kind that have not ended, of all disks."""
     return [job for disk in core.disks.all for job in disk.jobs.values() if job.kind is kind]
 
 
 def check_disk(core: CoreState, disk: Disk, dump: Dump) -> None:
-    """One disk by itself; its blocks and slots are checked as the host's are."""
+    """Checks what concerns one disk alone. Its blocks and slots are checked in the same way as the host's."""
     _check_holds(disk, dump)
     _check_jobs(core, disk)
     _check_state(core, disk)
@@ -42,7 +42,8 @@ def check_disk(core: CoreState, disk: Disk, dump: Dump) -> None:
 
 
 def _check_holds(disk: Disk, dump: Dump) -> None:
-    """Pins are those of reads, WRITING entries are those of writes: each of exactly one job."""
+    """The pinned entries are those that reads hold, and the WRITING ones those that writes hold, each in
+    exactly one job."""
     by_kind: dict[DiskJobKind, list[Any]] = {kind: [_NONE] for kind in DiskJobKind}
     for job in disk.jobs.values():
         by_kind[job.kind].append(job.entries)
@@ -104,8 +105,8 @@ def _check_state(core: CoreState, disk: Disk) -> None:
 
 
 def check_host_flags(core: CoreState, dump: Dump) -> None:
-    """CLEAN: READY here and READY and readable on its disk. QUEUED: in a write. LATE: in a read that is
-    late."""
+    """CLEAN: the block is READY here, and READY and readable on its disk. QUEUED: a write has it. LATE: a
+    read that is late has it."""
     flags, states, entries = dump["flags"], dump["states"], dump["entries"]
     ready = states == READY
     on_disk = np.zeros(len(entries), np.bool_)
@@ -137,7 +138,8 @@ def check_host_flags(core: CoreState, dump: Dump) -> None:
 
 
 def check_promotions(core: CoreState) -> None:
-    """What reads hold of the host is theirs, and no more than promotions may hold."""
+    """The host slots that reads write are their blocks' own, and promotions hold no more of the host than
+    they may."""
     reading = 0
     for job in jobs_of(core, DiskJobKind.READ):
         assert job.host_domain is not None

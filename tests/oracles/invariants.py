@@ -36,7 +36,7 @@ OPEN_PARTS = (TransferPartState.POSTED, TransferPartState.LOST)
 
 
 def validate(machine: Machine) -> None:
-    """AssertionError, naming what is wrong, if the machine's state breaks an invariant."""
+    """Raises AssertionError, which names what is wrong, if the machine's state breaks an invariant."""
     core = machine.core
     _check_counters(core.tally)
     core.blocks.table.check()
@@ -82,7 +82,7 @@ def _check_counters(tally: Tally) -> None:
 
 
 def _check_pins(core: CoreState, dump: Dump) -> None:
-    """The pins in the table are those of leases, transfers and wishes, one by one."""
+    """The pins in the table are exactly those of leases, transfers and holds."""
     held = [lease.entries for lease in core.leases.values()]
     held.append(np.flatnonzero(core.retention.held_until).astype(np.uint32))
     for transfer in core.transfers.values():
@@ -101,7 +101,7 @@ def _check_pins(core: CoreState, dump: Dump) -> None:
 
 
 def _check_retention(core: CoreState, dump: Dump) -> None:
-    """Wishes are those of blocks that are there, counted, and will be looked at in time."""
+    """Only blocks that are there have retention requests; these are counted, and are looked at in time."""
     retention = core.retention
     held = np.flatnonzero(retention.held_until)
     states = np.zeros(core.blocks.capacity, np.uint8)
@@ -121,8 +121,7 @@ def _check_retention(core: CoreState, dump: Dump) -> None:
 
 
 def _check_writing(core: CoreState, dump: Dump) -> None:
-    """Every WRITING entry belongs to exactly one store or promotion, and has the slots that this one
-    writes."""
+    """Every WRITING entry belongs to exactly one store or promotion, and has the slots that it writes."""
     stores = [transfer for transfer in core.transfers.values() if transfer.direction is Direction.STORE]
     written = [int(entry) for transfer in stores for entry in transfer.entries]
     written += [int(entry) for job in jobs_of(core, DiskJobKind.READ) for entry in job.host_entries]
@@ -136,7 +135,8 @@ def _check_writing(core: CoreState, dump: Dump) -> None:
 
 
 def _check_blocks(blocks: Blocks, dump: Dump, users: Counter[int]) -> None:
-    """Counts of blocks, by domain and state; domains are known exactly as long as someone uses them."""
+    """Blocks are counted rightly by domain and state, and domains are known exactly as long as someone uses
+    them."""
     assert blocks.live == len(dump["entries"]), f"{blocks.live} entries counted, {len(dump['entries'])} there"
     evicting = dump["states"] == BlockState.EVICTING
     assert blocks.condemned == np.count_nonzero(evicting), "condemned blocks are counted wrongly"
@@ -158,8 +158,8 @@ def _check_spaces(core: CoreState, users: Counter[SpaceId]) -> None:
 
 
 def _check_slots(blocks: Blocks, dump: Dump) -> None:
-    """Each slot of each assigned extent is free, owned, quarantined or corrupt: exactly one of these, and of
-    the right size."""
+    """Each slot of each assigned extent is either free, owned, quarantined or corrupt, and has the right
+    size."""
     slots = blocks.slots
     worlds = {number: domain.world for number, domain in blocks.domains.by_id.items()}
     expected = np.array([worlds[number] for number in dump["domains"].tolist()], np.int64)
@@ -276,7 +276,7 @@ def _check_instance(core: CoreState, instance: Instance) -> None:
 
 
 def _check_lease_room(core: CoreState) -> None:
-    """What is held for loads is what leases and running loads hold, each block once."""
+    """What counts as held for loads is what leases and running loads hold, each block once."""
     room = core.lease_budget
     everything = np.zeros(core.blocks.capacity, np.int64)
     everybody = np.arange(core.blocks.capacity, dtype=np.uint32)
@@ -348,8 +348,8 @@ def _check_transfers_together(core: CoreState) -> None:
 
 
 def _check_doubts(core: CoreState, dump: Dump) -> None:
-    """What is known to be corrupt cannot be found, what verification asks for is flagged, and the check that
-    is on its way has a worker."""
+    """Corrupt blocks cannot be found, blocks that need verification are flagged, and the check that is under
+    way has a worker."""
     blocks = core.blocks
     _check_condemned(blocks, dump)
     evicting = dump["states"] == BlockState.EVICTING

@@ -1,5 +1,5 @@
 """Conversations that share beginnings and grow, over a cache that cannot hold them all at once: what they ask
-for, what of it could be found again, and a client that asks like an engine."""
+for, how much of it could be found again, and a client that asks like an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier import Client, Group, Lookup, Namespace, Plane, SharedBuffer
 
 PENDING_WAIT_S = 60.0
-"""However slow the machine is, what is on its way from a disk is waited for."""
+"""How long to wait for what is on its way from a disk, however slow the machine is."""
 POLL_S = 0.005
 READY_S = 60.0
 BLOCK_TOKENS = 32
@@ -25,15 +25,15 @@ NAMESPACE = Namespace(model="tests/talk", kv_dtype="uint8", hash_scheme="tests:n
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a workload, in blocks."""
+    """The shape of a workload, in blocks."""
 
     conversations: int = 12
     shared: int = 4
-    """With which all of them begin."""
+    """How many blocks all conversations begin with."""
     grows: tuple[int, int] = (1, 6)
-    """A turn adds so many, from the least to the most."""
+    """How many blocks a turn adds, at least and at most."""
     longest: int = 40
-    """A conversation that would grow beyond it is over; another takes its place."""
+    """The longest conversation. One that would grow beyond it is over, and another takes its place."""
     zipf: float = 1.0
     """The n-th conversation is chosen n ** -zipf times as often as the first."""
 
@@ -50,7 +50,7 @@ class Conversations:
         self._random = random.Random(self.seed)
 
     def turns(self, count: int) -> Iterator[list[str]]:
-        """Names of all blocks that each turn is about, from the first on."""
+        """Yields the names of all blocks of each turn, from the first block on."""
         shape, rng = self.shape, self._random
         weights = [(number + 1) ** -shape.zipf for number in range(shape.conversations)]
         lengths = [0] * shape.conversations
@@ -68,22 +68,22 @@ class Conversations:
 
 @dataclass
 class Tally:
-    """What was found of what could be."""
+    """What was found, and what could have been found."""
 
     possible: int = 0
     found: int = 0
     turns: int = 0
     losses: list[tuple[int, int, int]] = field(default_factory=list)
-    """Turns that found less: their number, what they found and what there was."""
+    """The turns that found less: their number, what they found, and what there was."""
     stored: set[bytes] = field(default_factory=set)
-    """Blocks whose store has succeeded: all of them are to be found again."""
+    """The blocks whose store has succeeded, all of which must be found again."""
 
     def asks(self, hashes: Sequence[bytes]) -> int:
-        """Blocks, from the first on, that could be found."""
+        """Returns how many blocks, from the first on, could be found."""
         return next((n for n, one in enumerate(hashes) if one not in self.stored), len(hashes))
 
     def count(self, possible: int, found: int) -> None:
-        """A turn that could find so many blocks has found so many."""
+        """Counts a turn that could find `possible` blocks and has found `found`."""
         self.possible += possible
         self.found += found
         if found < possible:
@@ -92,12 +92,12 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """Of what could be found."""
+        """The share that was found of what could be found."""
         return self.found / self.possible if self.possible else 1.0
 
 
 def hash_of(name: str) -> bytes:
-    """Of the block of this name."""
+    """Returns the hash of the block with this name."""
     return hashlib.sha256(name.encode()).digest()
 
 
@@ -106,11 +106,12 @@ def _content(value: bytes) -> npt.NDArray[np.uint8]:
 
 
 class Talker:
-    """A client with a cache of one request, which it forgets with it: everything comes from the daemon. It
-    loads, computes, stores and touches as the connector does, and compares every byte."""
+    """A client with a cache for one request, which it empties after each, so that everything comes from the
+    daemon. It loads, computes, stores and touches as the connector does, and compares every byte."""
 
     def __init__(self, socket: Path, instance: str, blocks: int, chunk: int = 16) -> None:
-        """`blocks`: of the longest request; `chunk`: blocks computed, and stored, in one step."""
+        """`blocks` is the size of the longest request; `chunk` is how many blocks are computed, and stored,
+        in one step."""
         self.tally = Tally()
         self._chunk = chunk
         self._memory = SharedBuffer.create(blocks * BLOCK_BYTES)
@@ -129,7 +130,7 @@ class Talker:
         assert self.client.wait_ready(READY_S), self.client.status
 
     def turn(self, names: Sequence[str]) -> None:
-        """One request. Its last block is computed in any case."""
+        """Makes one request. Its last block is computed in any case."""
         hashes = [hash_of(name) for name in names]
         possible = self.tally.asks(hashes[:-1])
         found = 0
@@ -142,7 +143,8 @@ class Talker:
         self.client.touch(hashes)
 
     def _load(self, hashes: Sequence[bytes], first: int) -> int:
-        """What comes at once, or after waiting for it."""
+        """Loads what can be loaded, after waiting for what is on its way. Returns how many blocks
+        that was."""
         deadline_s = time.monotonic() + PENDING_WAIT_S
         while True:
             answer = self._lookup(hashes[first:])
@@ -175,7 +177,7 @@ class Talker:
                 self.tally.stored.add(value)
 
     def close(self) -> None:
-        """Ends its session, and gives its memory back."""
+        """Ends the session, and gives the memory back."""
         self.client.close()
         self._cache = np.zeros((0, 0), np.uint8)
         self._memory.close()

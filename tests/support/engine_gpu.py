@@ -13,7 +13,7 @@ from tests.support.fake_cuda import FakeCuda
 
 
 class EngineGpu:
-    """Device 0 of a fake machine, its primary context current in the thread that makes this."""
+    """Device 0 of a fake machine, whose primary context is current in the thread that makes this."""
 
     def __init__(self, fake: FakeCuda, ordinal: int = 0) -> None:
         self.fake = fake
@@ -23,19 +23,19 @@ class EngineGpu:
         self.context.make_current()
 
     def alloc(self, size_bytes: int) -> int:
-        """Memory of cuMemAlloc."""
+        """Allocates memory with cuMemAlloc."""
         return self.driver.alloc(size_bytes)
 
     def alloc_chunks(self, chunks: int, chunk_bytes: int | None = None, *, exportable: bool = True) -> Chunks:
-        """Memory of cuMemCreate: so many chunks, one after another."""
+        """Allocates memory with cuMemCreate: so many chunks, one after another."""
         return Chunks(self, chunks, chunk_bytes or self.driver.chunk_granularity(self.ordinal), exportable)
 
     def view(self, address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """As the engine's kernels see it."""
+        """Returns the memory as the engine's kernels see it."""
         return self.fake.view(address, size_bytes)
 
     def stream(self) -> int:
-        """A new one."""
+        """Makes a new stream."""
         return self.driver.stream_create()
 
 
@@ -50,7 +50,7 @@ class Chunks:
         self.map()
 
     def map(self) -> None:
-        """New physical memory behind the addresses."""
+        """Maps new physical memory behind the addresses."""
         driver, ordinal = self._gpu.driver, self._gpu.ordinal
         for index in range(self._chunks):
             chunk = driver.chunk_create(self.chunk_bytes, ordinal, self._exportable)
@@ -59,7 +59,7 @@ class Chunks:
         driver.allow_access(self.address, self.size_bytes, ordinal)
 
     def unmap(self) -> None:
-        """The physical memory goes; the addresses stay reserved."""
+        """Frees the physical memory; the addresses stay reserved."""
         for index in range(self._chunks):
             self._gpu.driver.unmap(self.address + index * self.chunk_bytes, self.chunk_bytes)
 

@@ -49,8 +49,8 @@ ROOM = 65_536
 
 
 def build(sanitizer: str | None = None) -> Path:
-    """The library, built if its sources have changed; `sanitizer`: "thread" or "address". Several processes
-    may ask at once."""
+    """Returns the library, which is built if its sources have changed. `sanitizer` is "thread" or "address".
+    Several processes may ask at the same time."""
     flags = [*FLAGS, *([f"-fsanitize={sanitizer}", "-g"] if sanitizer else [])]
     sources = sorted(SOURCES.glob("*.c"))
     digest = hashlib.sha256(" ".join(flags).encode())
@@ -72,7 +72,7 @@ def build(sanitizer: str | None = None) -> Path:
 
 @dataclass(frozen=True)
 class OpenImport:
-    """Device memory of one process that another, which lives, has open."""
+    """Device memory of one living process that another has open."""
 
     importer_pid: int
     exporter_pid: int
@@ -96,15 +96,15 @@ class FakeCuda:
     """One fake machine: a folder with the library, its settings, the shared state and the device memory."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        """`folder` must exist, on a tmpfs. Each gets a library of its own, so that one test process can have
-        several machines one after another."""
+        """`folder` must exist, on a tmpfs. Each machine gets a library of its own, so that one test process
+        can have several machines one after another."""
         self.folder = folder
         self.library = folder / "libcuda.so.1"
         shutil.copy(build(), self.library)
         lines = [f"FAKE_CUDA_{name.upper()}={value}\n" for name, value in settings.items()]
         (folder / "settings").write_text("".join(lines))
         self.environment = {"KVTIER_CUDA_LIBRARY": str(self.library), "FAKE_CUDA_DIR": str(folder)}
-        """For child processes."""
+        """The environment for child processes."""
         self.raw = ctypes.CDLL(str(self.library))
         self.raw.fake_cuda_function.restype = ctypes.c_char_p
         self.raw.fake_cuda_used_bytes.restype = ctypes.c_uint64
@@ -122,29 +122,29 @@ class FakeCuda:
         self._closed = False
 
     def driver(self) -> Driver:
-        """The binding on this fake, in this process."""
+        """Returns the binding on this fake, in this process."""
         from kvtier_kernels.cuda import load
 
         return load(str(self.library))
 
     @staticmethod
     def device_name(ordinal: int = 0) -> str:
-        """The text name of a device."""
+        """Returns the text name of a device."""
         return f"GPU-fa4e0000-0000-4000-8000-{ordinal:012x}"
 
     def functions(self) -> list[str]:
-        """Every driver function that the fake has, by exported name."""
+        """Returns every driver function that the fake has, by exported name."""
         names: list[str] = []
         while (name := self.raw.fake_cuda_function(len(names))) is not None:
             names.append(name.decode())
         return names
 
     def hbm_used(self, device: int = 0, contexts: bool = False) -> int:
-        """Bytes of device memory that living processes hold, with their contexts if asked."""
+        """Returns the bytes of device memory that living processes hold, with their contexts if asked."""
         return int(self.raw.fake_cuda_used_bytes(device, int(contexts)))
 
     def open_imports(self) -> list[OpenImport]:
-        """What living processes have open of each other's."""
+        """Returns what living processes have open of each other's memory."""
         found = (_RawImport * ROOM)()
         count = self.raw.fake_cuda_open_imports(found, ROOM)
         return [
@@ -153,21 +153,21 @@ class FakeCuda:
         ]
 
     def processes(self) -> list[int]:
-        """The pids of living processes that have called the driver."""
+        """Returns the pids of living processes that have called the driver."""
         found = (ctypes.c_int32 * ROOM)()
         return list(found[: self.raw.fake_cuda_processes(found, ROOM)])
 
     def calls(self, function: str, pid: int = 0) -> int:
-        """How often a process (0: all of them, the dead included) has called the function."""
+        """Returns how often a process (0: all of them, including dead ones) has called the function."""
         return int(self.raw.fake_cuda_calls(function.encode(), pid))
 
     def arm(self, function: str, n: int, code: int, pid: int) -> None:
-        """The n-th call of the function from now on (0: every one) in that process fails with the code. Codes
-        of lost contexts stick."""
+        """Makes the n-th call of the function from now on (0: every one) in that process fail with the code.
+        Codes of lost contexts stick."""
         self._arm(function, n, code, 0, pid)
 
     def hang(self, function: str, n: int, pid: int, pause_ms: int = 0) -> None:
-        """That call hangs, for so long or (0) until `lift`."""
+        """Makes that call hang, for so long or (0) until `lift`."""
         self._arm(function, n, HANG, pause_ms, pid)
 
     def _arm(self, function: str, n: int, code: int, pause_ms: int, pid: int) -> None:
@@ -175,27 +175,29 @@ class FakeCuda:
         assert not failed, f"cannot arm {function} in process {pid}, which may not use the driver"
 
     def lift(self, pid: int) -> None:
-        """No fault of that process is armed any more, and what hangs goes on."""
+        """Disarms all faults of that process; what hangs goes on."""
         self.raw.fake_cuda_lift(pid)
 
     def refusals(self) -> list[str]:
-        """One line for each call that was refused, by any process: "pid function code why"."""
+        """Returns one line for each call that was refused, by any process: "pid function code why"."""
         path = self.folder / "refusals"
         return path.read_text().splitlines() if path.exists() else []
 
     def delay(self, stream: int, seconds: float) -> None:
-        """The stream of this process rests so long, as if a forward pass ran; its context must be current."""
+        """Makes the stream of this process rest so long, as if a forward pass ran. Its context must be
+        current."""
         code = self.raw.fake_cuda_delay(stream, round(seconds * 1e6))
         assert code == 0, f"fake_cuda_delay: {code}"
 
     @staticmethod
     def view(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Device memory of this process, as the device sees it. Dangles when the memory is freed."""
+        """Returns device memory of this process, as the device sees it. The view dangles when the memory is
+        freed."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
     def close(self) -> None:
-        """Ends what this process has of it, and removes the folder. Children must be gone. Nothing of its
-        device memory may be touched any more."""
+        """Ends what this process has of the machine, and removes the folder. Children must be gone. Nothing
+        of its device memory may be touched any more."""
         if not self._closed:
             self._closed = True
             self.raw.fake_cuda_shut_down()
@@ -204,7 +206,7 @@ class FakeCuda:
 
 @pytest.fixture
 def make_fake_cuda() -> Iterator[Callable[..., FakeCuda]]:
-    """`make_fake_cuda(version=12080, …)`; closed when the test ends."""
+    """Makes fake machines, as `make_fake_cuda(version=12080, …)`, which are closed when the test ends."""
     made: list[FakeCuda] = []
 
     def make(**settings: object) -> FakeCuda:
@@ -223,6 +225,6 @@ def fake_cuda(make_fake_cuda: Callable[..., FakeCuda]) -> FakeCuda:
 
 
 def environment_of(fake: FakeCuda, **settings: object) -> dict[str, str]:
-    """The whole environment of a child that uses the fake, with settings of its own."""
+    """Returns the whole environment of a child that uses the fake, with settings of its own."""
     own = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
     return os.environ | fake.environment | own

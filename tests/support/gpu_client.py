@@ -28,7 +28,7 @@ SHIFT_BYTES = 4_096
 
 
 class GpuCache:
-    """The memory of one rank: what cuMemAlloc gives, or chunks."""
+    """The memory of one rank, from cuMemAlloc or made of chunks."""
 
     def __init__(self, gpu: EngineGpu, *, chunks: bool = False) -> None:
         self.gpu = gpu
@@ -43,14 +43,14 @@ class GpuCache:
         self.memory = DeviceMemory(self._base + SHIFT_BYTES, SIZE_BYTES)
 
     def free(self) -> None:
-        """Nothing may use it any more. Chunks keep their addresses."""
+        """Frees the memory, which nothing may use any more. Chunks keep their addresses."""
         if self._chunks is None:
             self.gpu.driver.free(self._base)
         else:
             self._chunks.unmap()
 
     def allocate(self) -> None:
-        """After `free`: other memory; new chunks at the same addresses."""
+        """Allocates other memory after `free`; new chunks get the same addresses."""
         if self._chunks is None:
             self._base = self.gpu.alloc(SIZE_BYTES + SHIFT_BYTES)
         else:
@@ -59,7 +59,7 @@ class GpuCache:
 
     @property
     def planes(self) -> npt.NDArray[np.uint8]:
-        """As the engine's kernels see it."""
+        """The memory as the engine's kernels see it."""
         view = self.gpu.view(self._base + SHIFT_BYTES, SIZE_BYTES)
         return view.reshape(PLANES, BLOCKS, FRAGMENT_BYTES)
 
@@ -75,14 +75,14 @@ class GpuCache:
         return bool((self.planes[:, block_id].reshape(-1) == content(value)).all())
 
     def check(self, hashes: Sequence[bytes]) -> None:
-        """The first blocks have these contents, and the rest is as `wipe` left it."""
+        """Checks that the first blocks have these contents, and the rest is as `wipe` left it."""
         wrong = [index for index, value in enumerate(hashes) if not self.right(index, value)]
         assert not wrong, f"blocks {wrong} have wrong bytes"
         assert bool((self.planes[:, len(hashes) :] == 0x3F).all())
 
 
 def options(cache: GpuCache, socket: Path, instance: str, namespace: Namespace = NAMESPACE) -> ClientOptions:
-    """Of a client that shares this cache."""
+    """Returns the options of a client that shares this cache."""
     return {
         "instance": instance,
         "namespace": namespace,

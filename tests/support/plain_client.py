@@ -1,9 +1,9 @@
 """A plain client with a KV cache of its own. Contents follow from hashes, so that any wrong byte shows.
 
-Run as a program it stores block after block until it is killed:
+As a program it stores block after block until it is killed:
     python -m tests.support.plain_client SOCKET INSTANCE [BATCH MORE MOST]
-or until MORE batches after it was seen in the middle of batch BATCH or a later one, or until batch MOST if
-it never was: then it says OVER, and waits.
+With BATCH, it goes on for MORE batches after it was seen in the middle of batch BATCH or a later one, or
+until batch MOST if it never was. Then it says OVER, and waits.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ TRANSFER_S = 60.0
 
 
 def block_hashes(name: str, numbers: Iterable[int]) -> list[bytes]:
-    """Hashes of blocks of a family."""
+    """Returns the hashes of the blocks with these numbers in a family."""
     return [hashlib.sha256(f"{name}:{number}".encode()).digest() for number in numbers]
 
 
 def content(value: bytes) -> npt.NDArray[np.uint8]:
-    """The bytes that the block with this hash has, of all planes."""
+    """Returns the bytes of the block with this hash, of all planes."""
     return np.random.default_rng(np.frombuffer(value, np.uint8)).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 
 
 def group(blocks: int = BLOCKS) -> Group:
-    """Two planes, one after the other in memory."""
+    """Makes a group of two planes, one after the other in memory."""
     return Group(
         block_tokens=16,
         num_blocks=blocks,
@@ -134,8 +134,8 @@ class PlainClient:
     def lookup(
         self, hashes: Sequence[bytes], mode: LookupMode = LookupMode.PREFIX, *, lease: bool = False
     ) -> Lookup:
-        """What the daemon says, however long it takes it: on a machine that is busy an engine's patience ends
-        before the answer comes, and that is not what most tests ask about."""
+        """Looks up, however long the daemon takes. On a busy machine an engine's patience would end before
+        the answer comes, which is not what most tests are about."""
         answers: list[Lookup] = []
 
         def answered() -> bool:
@@ -146,7 +146,7 @@ class PlainClient:
         return answers[-1]
 
     def known_run(self, hashes: Sequence[bytes]) -> int:
-        """What the index page says, as soon as it can be told."""
+        """Returns what the index page says, as soon as it can be read."""
         known: list[int | None] = []
 
         def told() -> bool:
@@ -184,9 +184,9 @@ class PlainClient:
 
 
 def main(socket: Path, instance: str, wanted: int = 0, more: int = 0, most: float = math.inf) -> None:
-    """Stores for ever; says STARTED when a part of its is being copied, and STORED when one is done. With
-    `most` that is its last batch, or the one that is `more` after it has said STARTED of batch `wanted` or a
-    later one."""
+    """Stores without end. Prints STARTED when a part of its store is being copied, and STORED when a store is
+    done. With `most`, its last batch is `most`, or the one `more` after it has said STARTED of batch `wanted`
+    or a later one."""
     plain = PlainClient(socket, instance).ready()
     last = most
     for batch in itertools.count():

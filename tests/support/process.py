@@ -1,4 +1,4 @@
-"""A real kvtierd, as an operator starts it: its own process, sockets, pool and metrics."""
+"""A real kvtierd, as an operator starts it, with its own process, sockets, pool and metrics."""
 
 import json
 import os
@@ -20,22 +20,23 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support import forks
 
 DEADLINE_S = 60.0
-"""For anything that should take much less; only a broken daemon takes so long."""
+"""The deadline for things that should take much less: only a broken daemon takes so long."""
 
 
 def readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether there is something to read, or the other end is gone, within `timeout_s`. Unlike `select` it
-    does not mind large numbers: campaigns on GPUs keep a thousand pages of words open."""
+    """Returns whether there is something to read, or the other end is gone, within `timeout_s`. Unlike
+    `select` it accepts large numbers: campaigns on GPUs keep a thousand pages of words open."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_s) * 1_000))
 
 
 class Daemon:
-    """One `kvtierd serve`. Started when made; `stop` or `kill` ends it."""
+    """One `kvtierd serve`, which is started when this is made, and ended by `stop` or `kill`."""
 
     def __init__(self, run: Path, pool: Path, *, wrap: Sequence[str] = (), **settings: object) -> None:
-        """`settings` as `pool__size="1GiB"`; `wrap` goes before the command, and has to exec it."""
+        """`settings` are written like `pool__size="1GiB"`. `wrap` is put before the command, and has to exec
+        it."""
         self.socket = run / "kvtierd.sock"
         self.side_socket = run / "kvtierd.side.sock"
         self.pool = pool
@@ -56,13 +57,13 @@ class Daemon:
         self.greeting = ""
         self._told = 0
         self.may_complain = False
-        """Set by tests that break something."""
+        """Whether the log may have complaints; set by tests that break something."""
         self._read_greeting()
 
     def _read_greeting(self) -> None:
         assert self.process.stdout is not None
         deadline_s = time.monotonic() + DEADLINE_S
-        # Not through the buffered reader: what it holds back, select does not see.
+        # This does not use the buffered reader: what that holds back, select does not see.
         descriptor = self.process.stdout.fileno()
         while "vLLM" not in self.greeting:
             ready = readable(descriptor, deadline_s - time.monotonic())
@@ -77,12 +78,12 @@ class Daemon:
         return self._log.read()
 
     def complaints(self) -> list[str]:
-        """What is in the log that a healthy daemon with well-behaved clients does not say. What it finds the
-        host to lack before it starts is the test's choice."""
+        """Returns the log lines that a healthy daemon with well-behaved clients would not write. What it
+        finds the host to lack before it starts is the test's choice."""
         return [line for line in self.log().splitlines() if _complains(line)]
 
     def new_complaints(self) -> list[str]:
-        """The complaints since the last call: of a daemon that several tests share."""
+        """Returns the complaints since the last call, for a daemon that several tests share."""
         complaints = self.complaints()
         new = complaints[self._told :]
         self._told = len(complaints)
@@ -93,8 +94,8 @@ class Daemon:
         return next(line.split()[1] for line in self.greeting.splitlines() if "metrics" in line)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample by name, with its labels' values after a dot, of now: a daemon whose event loop does
-        not come round tells what it saw last."""
+        """Returns every sample by name, with its labels' values after a dot, as of now. (A daemon whose event
+        loop hangs would tell what it saw last.)"""
         found: list[dict[str, float]] = []
 
         def fresh() -> bool:
@@ -118,16 +119,16 @@ class Daemon:
             return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
 
     def check_idle(self) -> bool:
-        """Whether nobody is attached, and nothing is held or under way for anybody."""
+        """Returns whether nobody is attached, and nothing is held or under way."""
         status = self.status()
         return not (status.instances or status.leases or status.transfers_active)
 
     def descriptors_of_clients(self) -> int:
-        """Descriptors of clients' memory that the daemon's front holds open."""
+        """Returns how many descriptors of clients' memory the daemon's front holds open."""
         return sum(name.startswith("/memfd:kvtier-test-client") for name in self._descriptors())
 
     def sockets(self) -> int:
-        """Sockets and pidfds that the daemon's front holds open."""
+        """Returns how many sockets and pidfds the daemon's front holds open."""
         return sum(name.startswith(("socket:", "anon_inode:[pidfd]")) for name in self._descriptors())
 
     def _descriptors(self) -> list[str]:
@@ -144,19 +145,19 @@ class Daemon:
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Waits for the daemon's end. Returns its exit status."""
         status = self.process.wait(DEADLINE_S)
         self._close()
         return status
 
     def stop(self) -> int:
-        """SIGTERM, and its exit status."""
+        """Ends the daemon with SIGTERM, if it runs. Returns its exit status."""
         if self.process.poll() is None:
             self.terminate()
         return self.wait()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the daemon with SIGKILL."""
         self.process.kill()
         self.process.wait(DEADLINE_S)
         self._close()
@@ -195,7 +196,7 @@ def _flags(given: dict[str, object]) -> list[tuple[str, object]]:
 
 
 def refused_start(run: Path, pool: Path, *more: str, wrap: Sequence[str] = ()) -> tuple[int, str]:
-    """Starts a kvtierd that cannot: its exit status and what it said."""
+    """Starts a kvtierd that cannot start. Returns its exit status and what it said."""
     command = [*wrap, sys.executable, "-m", "kvtierd.cli", "serve", f"--server-socket={run / 'kvtierd.sock'}"]
     command += [f"--pool-path={pool}", "--pool-size=66MiB", "--metrics-listen=off", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -203,7 +204,7 @@ def refused_start(run: Path, pool: Path, *more: str, wrap: Sequence[str] = ()) -
 
 
 def until(condition: object, what: str) -> None:
-    """Waits until `condition()` holds; fails when that takes absurdly long."""
+    """Waits until `condition()` holds. Fails when that takes far too long."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline_s, f"still not: {what}"

@@ -1,7 +1,7 @@
-"""How several pytest processes share the tests: by file, those that take long first.
+"""How several pytest processes share the tests: by file, beginning with files that take long.
 
-A file's tests run in one process, in their order: they may share daemons and engines. Files whose tests all
-start what they need, and take long, are shared test by test.
+A file's tests run in one process, in their order, so they may share daemons and engines. Files whose tests
+all start what they need, and take long, are shared test by test.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FIRST = (
     "tests/faults/test_daemon_kills.py",
     "tests/faults/test_planned_restarts.py",
 )
-"""Files, or the beginnings of their paths, in the order in which they are handed out, before all others. What
+"""Files, or the beginnings of their paths, that are handed out before all others, in this order, because what
 takes longest must not begin last."""
 BY_TEST = ("tests/simulation/",)
 """Files that are shared test by test."""
 
 
 def rank(nodeid: str) -> int:
-    """Where in the order a test is."""
+    """Returns a test's place in the order."""
     return next((place for place, begin in enumerate(FIRST) if nodeid.startswith(begin)), len(FIRST))
 
 

@@ -1,4 +1,5 @@
-"""The connector without what keeps engines apart whose blocks differ: only audits are left to find it."""
+"""The connector without the checks that keep engines with different blocks apart, so that only audits can
+find it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""vLLM 0.33 exists as a CUDA build only: on a machine without a GPU it finds no platform, and its scheduler
-cannot be made. For tests that compute nothing it runs as if it were the CPU's build."""
+"""vLLM 0.33 exists only as a CUDA build: on a machine without a GPU it finds no platform, and its scheduler
+cannot be made. For tests that compute nothing, this makes it run as if it were the CPU's build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/known-bugs.md names tests that exist, for every bug that is to be on it."""
+"""docs/known-bugs.md names tests that exist, for every bug that must be on it."""
 
 from __future__ import annotations
 

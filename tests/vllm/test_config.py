@@ -1,4 +1,4 @@
-"""What a user may write into kv_connector_extra_config, and what he is told otherwise."""
+"""What a user may write into kv_connector_extra_config, and what the error says otherwise."""
 
 from __future__ import annotations
 

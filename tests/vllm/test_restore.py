@@ -1,4 +1,5 @@
-"""The point of it all: KV blocks outlive the engine that computed them, and nothing of the output changes."""
+"""The purpose of it all: KV blocks outlive the engine that computed them, and nothing of the
+output changes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A real engine stopped by SIGSTOP in the middle of its work, for longer than its session lasts: it is
-forgotten, others are served, and when it goes on it finishes what it had, attaches by itself, and hits."""
+"""A real engine that is stopped by SIGSTOP in the middle of its work, for longer than its session lasts: it
+is forgotten, others are served, and when it is continued it finishes its work, attaches by itself,
+and hits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights that change in place: nothing of the old ones is loaded, nothing of the new ones is taken for
-theirs."""
+"""Weights that change in place: no block of the old weights is loaded, and no block of the new ones is stored
+under the old name."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a client reaches its daemon: the address, the side socket, the steps of attaching, the threads."""
+"""How a client reaches its daemon: the address, the side socket, the steps of attaching, and the threads."""

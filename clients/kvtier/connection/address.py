@@ -8,10 +8,10 @@ from pathlib import Path
 from kvtier.errors import KvtierError, Reason
 
 SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_SERVER_SOCKET")
-"""The daemon reads them too. The second is its longer name for the first."""
+"""Variables that name the socket. The daemon reads them too; the second is its longer name."""
 SOCKET_NAME = "kvtierd.sock"
 SOCKET_PATH_BYTES_MAX = 107
-"""Of a Unix socket's address (sun_path), less its final zero."""
+"""The longest path of a Unix socket: `sun_path` without its final zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,21 @@ class Address:
 
     @property
     def side_socket(self) -> Path:
-        """kvtierd.sock has kvtierd.side.sock beside it."""
+        """The side socket beside it: that of kvtierd.sock is kvtierd.side.sock."""
         return self.socket.with_name(f"{self.socket.name.removesuffix('.sock')}.side.sock")
 
     @property
     def target(self) -> str:
-        """What a gRPC channel is given."""
+        """The target for a gRPC channel."""
         return f"unix:{self.socket}"
 
 
 def default_socket(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """KVTIER_SOCKET; else kvtier/kvtierd.sock in XDG_RUNTIME_DIR; else /tmp/kvtier-UID/kvtierd.sock.
+    """Returns the path that KVTIER_SOCKET names; else kvtier/kvtierd.sock in XDG_RUNTIME_DIR; else
+    /tmp/kvtier-UID/kvtierd.sock.
 
-    KVTIER_SERVER_SOCKET, the daemon's longer name for it, counts as well. Raises KvtierError if both name a
-    socket and not the same one.
+    KVTIER_SERVER_SOCKET, the daemon's longer name for the variable, counts as well. Raises KvtierError if
+    both are set to different sockets.
     """
     named = {name: environ[name] for name in SOCKET_VARIABLES if environ.get(name)}
     paths = {path_of(text) for text in named.values()}
@@ -53,13 +54,13 @@ def default_socket(environ: Mapping[str, str] = os.environ, uid: int | None = No
 
 
 def path_of(text: str) -> Path:
-    """The path, from the root, that a user wrote: `~`, relative ones and gRPC's `unix:PATH` too."""
+    """Returns the absolute path of what a user wrote, which may be relative, or begin with `~` or `unix:`."""
     return Path(os.path.abspath(os.path.expanduser(text.removeprefix("unix://").removeprefix("unix:"))))
 
 
 def resolve(socket: str | os.PathLike[str] | None) -> Address:
-    """The address a caller named, or the default one, as `default_socket`. Raises KvtierError for a path that
-    no socket can have."""
+    """Returns the address that the caller named, or the default one (see `default_socket`). Raises
+    KvtierError for a path that is too long for a socket."""
     address = Address(default_socket() if socket is None else path_of(os.fspath(socket)))
     side = address.side_socket
     if (length := len(os.fsencode(side))) > SOCKET_PATH_BYTES_MAX:

@@ -1,6 +1,6 @@
-"""Why a socket cannot be used: gRPC tells all of these reasons as one, UNAVAILABLE.
+"""Finds out why a socket cannot be used. gRPC reports all of these reasons as UNAVAILABLE.
 
-Nothing is said to who listens there; a connection is made and closed.
+A connection is made and closed; no message is sent to whoever listens.
 """
 
 import errno
@@ -24,11 +24,11 @@ class Reach(Enum):
     """What a socket's path leads to."""
 
     LISTENS = "listens"
-    """Somebody accepts connections there."""
+    """A process accepts connections there."""
     MISSING = "missing"
     """There is no such file."""
     NOBODY = "nobody"
-    """A socket that nobody listens at: whoever made it has ended."""
+    """There is a socket, but the process that made it has ended."""
     NOT_PERMITTED = "not permitted"
     """This process may not use the socket, or may not pass a folder on the way to it."""
     NOT_A_SOCKET = "not a socket"
@@ -42,33 +42,33 @@ class Found:
     path: Path
     reach: Reach
     detail: str = ""
-    """Of MISSING and NOBODY: what is the matter with the path, to be read behind it. Of the others a sentence
-    without a full stop; empty if somebody listens."""
+    """Of MISSING and NOBODY, what is wrong with the path, as a clause that follows the path. Of the others a
+    sentence without a full stop, or nothing if somebody listens."""
 
     @property
     def text(self) -> str:
-        """One sentence without a full stop, and what to do about it, but not how to start a daemon: not
-        everybody who asks can."""
+        """One sentence without a full stop that says what was found and what to do. It does not say how to
+        start a daemon, because not everybody who asks can."""
         if self.reach in (Reach.MISSING, Reach.NOBODY):
             return f"no daemon listens at {self.path}, which {self.detail}"
         return self.detail
 
 
 def look(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> Found:
-    """Looks at a socket of the daemon, and never waits. `kind`: SOCK_STREAM for gRPC's, SOCK_SEQPACKET for
-    the side socket."""
+    """Tries to connect to a socket of the daemon. Never waits. `kind` is SOCK_STREAM for gRPC's socket and
+    SOCK_SEQPACKET for the side socket."""
     with socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))
         except BlockingIOError:
-            pass  # more are waiting to be accepted than there is room for
+            pass  # the queue of connections to be accepted is full
         except OSError as error:
             return explain(path, error)
     return Found(path, Reach.LISTENS)
 
 
 def explain(path: Path, error: OSError) -> Found:
-    """What an error of connecting to a path means."""
+    """Returns what an error on connecting to a path means."""
     try:
         if not stat.S_ISSOCK(mode := path.stat().st_mode):
             return _not_a_socket(path, mode)
@@ -86,7 +86,7 @@ def explain(path: Path, error: OSError) -> Found:
             case errno.EACCES | errno.EPERM:
                 return Found(path, Reach.NOT_PERMITTED, _not_permitted(path))
     except OSError:
-        pass  # it has changed meanwhile
+        pass  # the path has changed meanwhile
     return Found(path, Reach.OTHER, f"{path} cannot be used: {error.strerror or error}")
 
 
@@ -105,7 +105,7 @@ def _missing(path: Path) -> str:
 
 
 def _not_permitted(path: Path) -> str:
-    """Which of folders and socket it is, whose that is, who we are, and what to change."""
+    """Says which folder or socket it is, whose that is, who we are, and what to change."""
     beginning = f"you may not use the socket {path}"
     for folder in _folders(path):
         if not os.access(folder, os.X_OK, effective_ids=True):
@@ -124,15 +124,15 @@ def _not_permitted(path: Path) -> str:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """Those on the way to a path, from the root: as it is written, and where links lead."""
+    """Yields the folders on the way to a path, from the root: as it is written, then where links lead."""
     plain = path.absolute()
     real = Path(os.path.realpath(plain))
     return iter(dict.fromkeys((*reversed(plain.parents), *reversed(real.parents))))
 
 
 def _told(what: Path, group_bit: int, remedy: str) -> str:
-    """Whose it is, who we are, and what to change. `group_bit`: what its group needs of its mode; `remedy`:
-    what to do where it has not got that."""
+    """Says whose a file is, who we are, and what to change. `group_bit` is the permission that its group
+    needs, `remedy` what to do if the group does not have it."""
     found = what.stat()
     owner, group, us = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
     mode = stat.S_IMODE(found.st_mode)
@@ -155,7 +155,7 @@ def _how_to_join(user: "_Account", group: "_Account") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """A user or a group, which may have no name here: of a container, for one."""
+    """A user or a group. It may have no name here, as one of a container does."""
 
     number: int
     name: str
@@ -180,7 +180,7 @@ def _group(gid: int) -> _Account:
 
 
 def _is_member(user: str, gid: int) -> bool:
-    """Whether the lists of users and groups say so."""
+    """Whether the user is in the group, according to the lists of users and groups."""
     try:
         return user in grp.getgrgid(gid).gr_mem or pwd.getpwnam(user).pw_gid == gid
     except KeyError:

@@ -1,5 +1,4 @@
-"""What people are told of a connection: that it is lost, that it works again, that memory cannot be
-registered."""
+"""Tells people that a connection is lost, that it works again, or that memory cannot be registered."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +12,7 @@ log = logging.getLogger("kvtier")
 
 
 class ConnectionReports:
-    """Tells each change once. Used by the thread that keeps the session; never called with the lock held."""
+    """Reports each change once. Used by the session's thread; never called with the lock held."""
 
     def __init__(
         self,
@@ -21,31 +20,31 @@ class ConnectionReports:
         on_ready: Callable[[ClientStatus], None] | None,
         hand_over: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`on_ready`: is told instead of the log that the client works. `hand_over`: calls it where its owner
-        wants it to be called."""
+        """`on_ready` is called instead of the log when the client becomes ready. `hand_over` makes that call
+        in the thread or loop that the owner wants."""
         self._socket = socket
         self._on_ready = on_ready
         self._hand_over = hand_over
         self._not_registered = ""
         self._works = False
-        """As the log has it: `ready` was the last to write, not `lost`."""
+        """Whether the last change that was reported was `ready`, not `lost`."""
         self._warned = False
 
     def not_registered(self, error: NotRegisteredError) -> None:
-        """Memory is not registered, which is told if the reason will not go by itself."""
+        """Reports that memory is not registered, if the reason will not go away by itself."""
         why = str(error)
         if error.lasting and why != self._not_registered:
             self._not_registered = why
             self._warn(why)
 
     def lost(self, why: str, told_before: str) -> None:
-        """There is no session, and why. `told_before`: why there was none before."""
+        """Reports why there is no session. `told_before` is the reason that was last reported."""
         if self._works or why != told_before:
             self._works, self._warned = False, True
             self._warn(why)
 
     def ready(self, status: ClientStatus) -> None:
-        """The client works."""
+        """Reports that the client is ready."""
         warned = self._warned
         self._works, self._warned = True, False
         if self._on_ready is not None:

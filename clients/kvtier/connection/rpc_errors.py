@@ -1,4 +1,4 @@
-"""What a failed gRPC call means, in one line for people or as the daemon's own error."""
+"""What a failed gRPC call means: one line for people, or the daemon's own error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +11,11 @@ from kvtier.errors import KvtierError
 from kvtier.v1 import types_pb2
 
 ERROR_METADATA = "kvtier-error-bin"
-"""Trailing metadata of a refused unary call: a serialised kvtier.v1.Error."""
+"""The key of a refused unary call's trailing metadata; its value is a serialised kvtier.v1.Error."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvtierError | None:
-    """The structured error of a refused gRPC call; None if it carries none (the daemon is gone, for one)."""
+    """Returns the structured error of a refused gRPC call, or None if it carries none."""
     trailing: Any = getattr(error, "trailing_metadata", lambda: None)()
     pairs: Iterable[tuple[str, str | bytes]] = trailing or ()
     for key, value in pairs:
@@ -28,7 +28,7 @@ def from_rpc_error(error: grpc.RpcError) -> KvtierError | None:
 
 
 def explain_rpc_error(error: grpc.RpcError, socket: Path | None = None) -> str:
-    """One line for people. `socket`: where it was tried, to be looked at if nobody was reached."""
+    """Returns one line for people. `socket` is looked at if nobody was reached there."""
     if (refusal := from_rpc_error(error)) is not None:
         return str(refusal)
     code = getattr(error, "code", lambda: None)()

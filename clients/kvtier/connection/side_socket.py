@@ -1,7 +1,7 @@
-"""The side socket: SOCK_SEQPACKET beside the gRPC socket, one message a packet, one exchange at a time.
+"""The side socket: a SOCK_SEQPACKET socket beside gRPC's, one message per packet, one exchange at a time.
 
-It shows the daemon who we are, carries descriptors, and lives as long as the session. `SideSocket` never
-waits; `call_blocking` does, for readiness.
+It proves to the daemon who we are, carries descriptors, and lives as long as the session. `SideSocket` never
+waits; `call_blocking` waits until it is ready.
 """
 
 import array
@@ -24,11 +24,11 @@ FD_BYTES = array.array("i").itemsize
 
 
 class SideSocket:
-    """A connected side socket, non-blocking."""
+    """A connected, non-blocking side socket."""
 
     def __init__(self, path: Path, beside: Path | None = None) -> None:
-        """Raises ConnectionLostError, which says why, if it cannot be connected. `beside`: the gRPC socket,
-        which users know: what is wrong with it is told instead."""
+        """Connects. Raises ConnectionLostError, which says why, if that fails. `beside` is the gRPC socket,
+        which users know: if something is wrong with it, the error tells that instead."""
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
@@ -40,11 +40,11 @@ class SideSocket:
             raise ConnectionLostError(_why(path, error, beside)) from None
 
     def fileno(self) -> int:
-        """For select and event loops; -1 once closed."""
+        """Returns the descriptor, or -1 once it is closed."""
         return self._socket.fileno()
 
     def prepare(self, call: SideCall) -> side_pb2.SideRequest:
-        """The request with an id of its own."""
+        """Returns a copy of the request with an id of its own."""
         request = side_pb2.SideRequest()
         request.CopyFrom(call.request)
         request.id = self._next_id
@@ -52,7 +52,7 @@ class SideSocket:
         return request
 
     def try_send(self, request: side_pb2.SideRequest, fds: tuple[int, ...]) -> bool:
-        """False if the socket is not ready. Raises ConnectionLostError."""
+        """Sends the request. Returns False if the socket is not ready. Raises ConnectionLostError."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.sendmsg([request.SerializeToString()], ancillary)
@@ -63,9 +63,9 @@ class SideSocket:
         return True
 
     def try_receive(self, request_id: int) -> SideReply | None:
-        """The reply to this request, None if there is none yet.
+        """Returns the reply to this request, or None if there is none yet.
 
-        Raises what the daemon refused as KvtierError, and ConnectionLostError for everything unexpected.
+        Raises KvtierError for what the daemon refused, and ConnectionLostError for everything unexpected.
         """
         try:
             # Not socket.recv_fds: in Python 3.11 it drops the flags; the descriptors would survive exec.
@@ -97,7 +97,7 @@ class SideSocket:
         return SideReply(response, fds)
 
     def close(self) -> None:
-        """Ends the session. Safe to call twice."""
+        """Closes the socket, which ends the session. Safe to call twice."""
         self._socket.close()
 
 
@@ -125,9 +125,10 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 def call_blocking(
     side: SideSocket, call: SideCall, interrupt: int, keep_alive: Callable[[], float] = lambda: math.inf
 ) -> SideReply:
-    """Performs one exchange. Raises as `try_receive`, at its deadline, and when `interrupt` is readable.
+    """Performs one exchange. Raises as `try_receive` does, and ConnectionLostError at its deadline and when
+    `interrupt` is readable.
 
-    `keep_alive` is called while it waits, as soon as it must and after as many seconds as it says.
+    While it waits it calls `keep_alive`, each time after as many seconds as the call before returned.
     """
     deadline_s = time.monotonic() + call.timeout_s
     request = side.prepare(call)
@@ -141,7 +142,7 @@ def call_blocking(
 def _wait(
     side: SideSocket, mask: int, interrupt: int, deadline_s: float, keep_alive: Callable[[], float]
 ) -> None:
-    """Until the socket is ready, or `keep_alive` wants to be called again."""
+    """Waits until the socket is ready, or `keep_alive` is to be called again."""
     poll = select.poll()
     poll.register(side, mask)
     poll.register(interrupt, select.POLLIN)

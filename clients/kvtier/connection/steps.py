@@ -1,9 +1,9 @@
-"""How a client gets attached and registered, as steps: the session's thread performs them, and sends back
-what came of it.
+"""How a client attaches and registers, as steps. The session's thread performs each and sends back its
+result.
 
-Each generator runs under the session's lock between two steps, and without it while a step is performed. A
-step that fails is thrown into the generator, which may know what to do; else it ends the session:
-KvtierError if something was refused, ConnectionLostError if the daemon is gone or late.
+Each generator runs under the session's lock between two steps, and without it while a step is performed. The
+error of a step that fails is thrown into the generator, which may handle it; otherwise it ends the session.
+It is a KvtierError if something was refused, and a ConnectionLostError if the daemon is gone or late.
 """
 
 import os
@@ -25,19 +25,19 @@ from kvtier.words import WordsPage
 OPEN_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 5.0
 REGISTER_TIMEOUT_S = 75.0
-"""Mapping a large cache takes the copy worker a while; one for a GPU may have to be started first, for which
-the daemon allows itself a minute."""
+"""A copy worker needs a while to map a large cache. One for a GPU may have to be started first, for which the
+daemon allows a minute."""
 UNREGISTER_TIMEOUT_S = 75.0
-"""The daemon gives up after a minute."""
+"""Longer than the minute after which the daemon gives up."""
 REGISTER_BYTES_MAX = 190 * 1024
-"""Of one request; the daemon takes packets of 192 KiB."""
+"""The largest request; the daemon takes packets of 192 KiB."""
 BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.05, 2.0
 REGISTER_RETRY_S = 0.1
-"""A lost copy worker is back within about a second."""
+"""A copy worker that was lost is back within about a second."""
 STALE_TRIES = 100
-"""About ten seconds: far more than a worker needs to close what an engine that died has left."""
+"""About ten seconds in all, far more than a worker needs to close what a dead engine has left."""
 UNABLE_RETRY_S = 2.0
-"""Somebody has to change something first."""
+"""After this time somebody may have changed what made registration impossible."""
 _BUSY = (Reason.WORKER_UNAVAILABLE, Reason.QUEUE_FULL)
 _UNABLE = (Reason.DEVICE_UNKNOWN, Reason.DEVICE_UNAVAILABLE, Reason.DEVICE_OUT_OF_MEMORY)
 
@@ -53,7 +53,7 @@ class SideCall:
 
 @dataclass(frozen=True, slots=True)
 class SideReply:
-    """Descriptors belong to whoever gets this."""
+    """The reply to a SideCall. Whoever gets it owns its descriptors."""
 
     response: side_pb2.SideResponse
     fds: Sequence[int]
@@ -61,7 +61,7 @@ class SideReply:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Open the gRPC stream and let the session's messages flow; then wait until this event is set."""
+    """Opens the gRPC stream, lets the session's messages flow, and waits for the record's event."""
 
     record: HelloRecord
     timeout_s: float
@@ -69,7 +69,7 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A call that may take a while, the driver's for one. Performing it returns what `call` returns."""
+    """A call that may take a while, such as the driver's. Performing it returns its result."""
 
     call: Callable[[], Any]
 
@@ -79,17 +79,17 @@ Steps = Generator[Step, Any, None]
 
 
 class NotRegisteredError(Exception):
-    """The memory is not registered, and the session goes on: try again after `retry_s`, or later."""
+    """The memory is not registered, but the session goes on: try again after `retry_s` seconds or later."""
 
     def __init__(self, error: KvtierError, retry_s: float) -> None:
         super().__init__(str(error))
         self.retry_s = retry_s
         self.lasting = retry_s >= UNABLE_RETRY_S
-        """Somebody has to change something first."""
+        """Whether somebody has to change something before it can succeed."""
 
 
 def _take(reply: SideReply | None, body: str, fds: int = 0) -> SideReply:
-    """The reply, if it is what was asked for; otherwise its descriptors are closed."""
+    """Returns the reply if it is what was asked for; otherwise closes its descriptors and raises."""
     assert reply is not None
     if reply.response.WhichOneof("body") == body and len(reply.fds) == fds:
         return reply
@@ -102,7 +102,7 @@ def _take(reply: SideReply | None, body: str, fds: int = 0) -> SideReply:
 
 
 def attach(session: ProtocolState) -> Steps:
-    """Side socket, then stream: afterwards the session has an epoch."""
+    """Connects the side socket, then the stream. Afterwards the session has an epoch."""
     request = side_pb2.SideRequest(open=side_pb2.SideOpen(protocol_versions=[PROTOCOL_VERSION]))
     reply = _take((yield SideCall(request, (), OPEN_TIMEOUT_S)), "opened")
     opened = reply.response.opened
@@ -115,18 +115,18 @@ def attach(session: ProtocolState) -> Steps:
 
 
 def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps:
-    """Shared words, then memory: afterwards the rank is registered, with a new page of words.
+    """Registers shared words, then memory. Afterwards the rank is registered, with a new page of words.
 
-    `doorbells`: how streams of a GPU ring here, if they do. Raises NotRegisteredError if it is worth another
-    try in the same session.
+    `doorbells` lets streams of a GPU ring here, if they do. Raises NotRegisteredError if another try in the
+    same session makes sense.
     """
     if not session.memory.wants_registration:
-        return  # it was taken back since somebody looked
+        return  # the memory was taken back meanwhile
     spec, memory = session.memory.begin()
     export: Export | None = None
     words_registered = False
     try:
-        if on_device(memory):  # first what only this process can refuse: the daemon knows nothing then
+        if on_device(memory):  # first what only this process can refuse: then the daemon knows nothing yet
             export = yield Work(memory.export)
         page = session.memory.new_page()
         yield from _register_words(page, spec)
@@ -137,7 +137,8 @@ def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps
             yield from _add_chunks(export)
             request, fds = spec.register_memory(export.ranges()), []
         registration = yield from _register_memory(session, page, request, fds)
-        if doorbells is not None:  # last: what is exposed stays mapped for good, and attempts may be many
+        # last, because what is exposed stays mapped for good, and there may be many attempts
+        if doorbells is not None:
             buffer, size_bytes = page.buffer, page.doorbells_bytes
             session.words.expose(buffer, (yield Work(lambda: doorbells.expose(buffer, size_bytes))))
         session.memory.registered(registration)
@@ -163,7 +164,7 @@ def _register_words(page: WordsPage, spec: AttachSpec) -> Steps:
 
 
 def _add_chunks(export: Export) -> Steps:
-    """Packet by packet: a large cache has more chunks than a process may have descriptors."""
+    """Sends the chunks in packets: a large cache has more of them than a process may have descriptors."""
     while (packet := (yield Work(export.next_packet))) is not None:
         request = side_pb2.SideRequest(add_chunks=side_pb2.AddChunks(bytes=packet.sizes_bytes))
         _take((yield SideCall(request, packet.fds, REGISTER_TIMEOUT_S)), "chunks_added")
@@ -172,7 +173,7 @@ def _add_chunks(export: Export) -> Steps:
 def _register_memory(
     session: ProtocolState, page: WordsPage, memory: side_pb2.RegisterMemory, fds: Sequence[int]
 ) -> Generator[Step, Any, int]:
-    """Returns the daemon's number of the registration."""
+    """Registers the memory. Returns the daemon's number of the registration."""
     request = side_pb2.SideRequest(register_memory=memory)
     if request.ByteSize() > REGISTER_BYTES_MAX:
         message = "too many ranges and planes for one request: share the allocation behind them as one range"
@@ -196,10 +197,11 @@ def _register_memory(
 
 
 def open_index(session: ProtocolState) -> Steps:
-    """The index pages of the instance's groups, as far as there are any: without, the daemon is asked."""
+    """Opens the index pages of the instance's groups, if there are any. Without a page, the daemon
+    is asked."""
     index = session.begin_index()
     if index is None:
-        return  # the session has ended since somebody looked
+        return  # the session has ended meanwhile
     try:
         while len(index) < GROUPS_MAX:
             request = side_pb2.SideRequest(open_index=side_pb2.OpenIndex(group=len(index)))
@@ -211,10 +213,10 @@ def open_index(session: ProtocolState) -> Steps:
 
 
 def unregister(session: ProtocolState) -> Steps:
-    """Afterwards no copy can touch the memory any more, and the daemon has it mapped no longer."""
+    """Unregisters the memory. Afterwards no copy can touch it, and the daemon has unmapped it."""
     registration = session.memory.registration
     if registration is None:
-        return  # the session has ended since somebody looked
+        return  # the session has ended meanwhile
     body = side_pb2.UnregisterMemory(registration_id=registration)
     call = SideCall(side_pb2.SideRequest(unregister_memory=body), (), UNREGISTER_TIMEOUT_S)
     try:
@@ -222,23 +224,22 @@ def unregister(session: ProtocolState) -> Steps:
     except KvtierError as error:
         if error.reason is not Reason.NOT_ATTACHED:
             raise
-        # The worker that had it was lost: its death, which the words page sees, is the fence.
+        # The worker that had it was lost. Its death, which the words page sees, is the fence.
     session.memory.unregistered()
 
 
 class Backoff:
-    """How long to wait before the next attempt: 50 ms, doubling up to 2 s, with jitter so that clients spread
-    out."""
+    """The pauses between attempts: 50 ms, doubling up to 2 s, with jitter so that clients spread out."""
 
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
         self._uniform = uniform
         self._next_s = BACKOFF_FIRST_S
 
     def reset(self) -> None:
-        """The last attempt was a success that lasted."""
+        """Starts again with the shortest pause, after an attempt that succeeded and lasted."""
         self._next_s = BACKOFF_FIRST_S
 
     def next_s(self) -> float:
-        """Seconds to wait now."""
+        """Returns the seconds to wait now."""
         wait_s, self._next_s = self._next_s, min(self._next_s * 2, BACKOFF_MOST_S)
         return self._uniform(wait_s / 2, wait_s)

@@ -1,10 +1,10 @@
-"""The threads that keep a session with the daemon: two of their own (session, stream) and those of the gRPC
-channel; all of them daemonic. A driver's call, which may hang, has one for itself.
+"""The threads that keep a session with the daemon: one for the session, one for the stream, and those of the
+gRPC channel. All are daemonic. A call of a driver, which may hang, runs in a thread of its own.
 
-Processes that fork: a client does not work in the child of a fork (everything there is a miss), and the child
-drops its copy of the side socket so that the parent's death is still seen. gRPC's own threads do not survive
-a fork either: make clients after forking, and leave GRPC_ENABLE_FORK_SUPPORT alone unless you must (set to 0,
-a forked child that uses gRPC hangs).
+A client does not work in a forked child, where every lookup misses. The child closes its copy of the side
+socket, so that the parent's death is still noticed. gRPC's own threads do not survive a fork either: make
+clients after forking, and do not set GRPC_ENABLE_FORK_SUPPORT unless you must (with 0, a child that uses gRPC
+hangs).
 """
 
 import logging
@@ -54,7 +54,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
-    # Heartbeats notice a silent daemon within a second or so; this one gives up a connection that is beyond
+    # Heartbeats notice a silent daemon within about a second; keepalive gives up a connection that is beyond
     # hope.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -63,9 +63,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", 64 << 20),
 )
 LASTED_S = 1.0
-"""A session that lasted this long starts the backoff anew."""
+"""After a session that lasted this long, the pauses between attempts start anew."""
 REASON_S = 0.05
-"""When the side socket is closed, the stream may bring the reason within this time."""
+"""After the side socket is closed, the reason may come on the stream within this time."""
 IDLE_WAIT_S = 60.0
 STREAM_JOIN_S = 2.0
 
@@ -96,8 +96,8 @@ class ConnectionThreads:
         changed: threading.Event,
         ended: threading.Event,
     ) -> None:
-        """Begins at once. `doorbells`: how streams of a GPU ring, if they do. `changed` is set when the
-        session may have another state, `ended` when nothing of this class runs any more."""
+        """Starts the session's thread. `doorbells` is how streams of a GPU ring, if they do. `changed` is set
+        when the session may have another state, and `ended` when no thread of this class runs any more."""
         self.lock = threading.Lock()
         self.session = session
         self.doorbells = doorbells
@@ -108,7 +108,7 @@ class ConnectionThreads:
         self._writable = threading.Condition(self.lock)
         self._closing = threading.Event()
         self._working = threading.Event()
-        """Ends the wait for a call that may take a while."""
+        """Set to end the wait for a call that may take a while."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._side: SideSocket | None = None
@@ -123,35 +123,35 @@ class ConnectionThreads:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is called by the session's own thread, which cannot wait for its end."""
+        """Whether the session's own thread calls this, which cannot wait for its own end."""
         return threading.current_thread() is self._thread
 
     def status(self) -> ClientStatus:
-        """A snapshot. Called without the lock."""
+        """Returns a snapshot of the client's state. Called without the lock."""
         mode = "" if self.doorbells is None else self.doorbells.mode
         with self.lock:
             return self.session.status(mode)
 
     def wake_session(self) -> None:
-        """There may be something to register or to give back. Called with the lock held."""
+        """Wakes the session's thread to register memory or give it back. Called with the lock held."""
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
     def wake_writer(self) -> None:
-        """There may be messages to send. Called with the lock held."""
+        """Wakes the thread that sends, if there are messages. Called with the lock held."""
         if self.session.has_outgoing:
             self._writable.notify_all()
 
     def flush(self) -> None:
-        """Sends what was submitted `lazily` and still waits for a message to go with. Never waits; costs next
-        to nothing if there is none. Called without the lock."""
+        """Sends the messages that were submitted `lazily` and wait for another one. Never waits; costs next
+        to nothing if there are none. Called without the lock."""
         if self.session.has_unhurried:
             with self.lock:
                 self.session.hurry()
                 self.wake_writer()
 
     def end(self) -> None:
-        """Ends the session now, and has the threads end soon. Idempotent."""
+        """Ends the session now; the threads end soon. Safe to call twice."""
         with self.lock:
             if not self._closing.is_set():
                 self._closing.set()
@@ -161,7 +161,7 @@ class ConnectionThreads:
                 os.eventfd_write(self._wake, 1)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the last instructions of a thread that has said `ended`."""
+        """Waits until the thread, which has set `ended`, is gone."""
         self._thread.join(timeout_s)
 
     # --- the session thread ---
@@ -185,7 +185,7 @@ class ConnectionThreads:
             except Exception as error:
                 log.exception("the session failed; it is tried again")
                 why = f"{type(error).__name__}: {error}"
-            with self.lock:  # first of all nobody waits any more, and nothing can start
+            with self.lock:  # first, so that nobody waits any more, and nothing can start
                 for stream in streams:
                     stream.over = True
                 closing, told_before = self._closing.is_set(), self.session.last_error
@@ -204,12 +204,12 @@ class ConnectionThreads:
         self.ended.set()
 
     def _serve(self, streams: list[_Stream]) -> None:
-        """Keeps the session alive until it ends by an exception."""
+        """Keeps the session alive until an exception ends it."""
         assert self._side is not None
         poll = select.poll()
         poll.register(self._side, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        memory, retry_s = self.session.memory, 0.0  # of the monotonic clock
+        memory, retry_s = self.session.memory, 0.0  # by the monotonic clock
         while True:
             wait_s = IDLE_WAIT_S
             if memory.wants_release:
@@ -241,7 +241,7 @@ class ConnectionThreads:
                     raise ConnectionLostError("the daemon closed the side socket")
 
     def _perform(self, steps: Steps, streams: list[_Stream]) -> None:
-        """Performs all steps. Raises what comes out of them."""
+        """Performs all steps. Raises what they raise."""
         result: Any = None
         error: Exception | None = None
         while True:
@@ -258,7 +258,7 @@ class ConnectionThreads:
             result = error = None
             try:
                 result = self._perform_one(step, streams)
-            except Exception as caught:  # the steps may know what to do
+            except Exception as caught:  # the steps may handle it
                 error = caught
 
     def _perform_one(self, step: Step, streams: list[_Stream]) -> Any:
@@ -274,8 +274,9 @@ class ConnectionThreads:
                 return None
 
     def _work(self, call: Callable[[], Any]) -> Any:
-        """Returns what `call` returns, which is called in a thread that nobody waits for at the end: a driver
-        may hang. Raises what comes out of it, or ConnectionLostError when that is of no interest any more."""
+        """Makes the call in a thread of its own, which is not waited for at the end, because a driver may
+        hang. Returns what `call` returns, raises what it raises, and raises ConnectionLostError if the client
+        closes meanwhile."""
         outcome: list[tuple[Any, Exception | None]] = []
         over = threading.Event()
 
@@ -299,7 +300,7 @@ class ConnectionThreads:
         return result
 
     def _keep_alive(self) -> float:
-        """Called again and again while steps are performed, which may take longer than the daemon's patience.
+        """Sends heartbeats while steps are performed, which may take longer than the daemon's patience.
         Returns the seconds until the next call must come."""
         with self.lock:
             if self.session.epoch is None:
@@ -331,7 +332,7 @@ class ConnectionThreads:
     # --- the stream's threads ---
 
     def _requests(self, stream: _Stream) -> Iterator[cache_pb2.AttachRequest]:
-        """What gRPC sends; runs in a thread of gRPC's, which ends with it."""
+        """Yields what gRPC sends. It runs in a thread of gRPC's, which ends with it."""
         while True:
             with self._writable:
                 while not stream.over and not self.session.has_outgoing:
@@ -363,14 +364,14 @@ class ConnectionThreads:
                     self.wake_session()
 
     def after_fork_in_child(self) -> None:
-        """This is the child's copy: no threads, and a lock that nobody will release."""
+        """Makes this copy in a forked child harmless: no threads, and a lock that nobody releases."""
         self.lock = threading.Lock()
         self._writable = threading.Condition(self.lock)
         self.changed, self.ended, self._closing = threading.Event(), threading.Event(), threading.Event()
         self.ended.set()
         self._closing.set()
         self.doorbells = None  # CUDA does not survive a fork, nor do threads
-        self.session.words.close()  # the pages are the parent's: do not seal them
+        self.session.words.close()  # the pages are the parent's, so they are not sealed
         self.session.close("the process was forked: make a client of its own")
         if self._side is not None:
             self._side.close()

@@ -1,10 +1,10 @@
-"""An engine's memory on an NVIDIA GPU, shared with the daemon. Needs the driver (libcuda.so.1); no torch.
+"""An engine's memory on an NVIDIA GPU, shared with the daemon. Needs the driver (libcuda.so.1), but no torch.
 
     from kvtier import Client, Doorbell, Group, Namespace, Plane
     from kvtier.cuda import DeviceMemory
     from kvtier_kernels.cuda import load
 
-    driver = load()  # here the engine is the driver's interface; torch does as well
+    driver = load()  # here the engine uses the driver's interface; torch does as well
     driver.retain_primary(0).make_current()
     block_bytes, num_blocks = 65_536, 64
     kv_cache = driver.alloc(num_blocks * block_bytes)
@@ -28,15 +28,15 @@
     driver.stream_destroy(stream)
     driver.free(kv_cache)
 
-Offsets of planes count from the start of the memory (`memory.offset_of(tensor)`). Exporting is asked for anew
-at every registration, so a daemon that was restarted, or memory that was given back and taken again
-(`client.release_memory`, `client.register_memory`), needs nothing else.
+Offsets of planes count from the start of the memory (`memory.offset_of(tensor)`). The memory is exported anew
+at every registration, so nothing else is needed after the daemon was restarted, or after memory was given
+back and taken again (`client.release_memory`, `client.register_memory`).
 
-Memory that the driver does not let other processes map, for which `memory.check()` raises NotExportableError,
-is kept in a mirror in host memory, which is slower: `MirrorMemory(memory, groups)` says how.
+If the driver does not let other processes map the memory, `memory.check()` raises NotExportableError. Such
+memory is mirrored in host memory, which is slower: see `MirrorMemory(memory, groups)`.
 
-The engine's contexts: the GPU's primary context is retained, and made current around each call of ours only.
-Nothing here waits for work of the engine.
+The GPU's primary context, which is the engine's, is retained, and made current only around each call of ours.
+Nothing here waits for the engine's work.
 """
 
 from kvtier.cuda.memory import DeviceMemory

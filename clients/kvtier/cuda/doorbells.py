@@ -1,5 +1,5 @@
-"""Doorbells rung by an engine's stream: by a write of the GPU into the words page, or, where that does not
-work, by an event that a thread of ours watches."""
+"""Doorbells that an engine's stream rings: the GPU writes into the words page, or, where that does not work,
+a thread of ours watches an event."""
 
 import logging
 import mmap
@@ -18,15 +18,15 @@ from kvtier.memory import Ring, SharedBuffer
 log = logging.getLogger("kvtier")
 
 PAGES_MAX = 4_096
-"""Pages that a process exposes to one GPU, ever: they stay mapped, each with 4 KiB pinned. Every registration
-takes one."""
+"""The most pages that a process ever exposes to one GPU. They stay mapped, each with 4 KiB pinned, and every
+registration takes one."""
 TEST_DEADLINE_S = 2.0
 TEST_POLL_S = 0.000_2
 TEST_VALUE = 0x6B76_7469_6572_0001
 
 
 class StreamWrites:
-    """Pages of host memory that streams of one GPU write; one of these per GPU and process."""
+    """Pages of host memory that streams of one GPU write to. There is one of these per GPU and process."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -34,16 +34,17 @@ class StreamWrites:
         self._pages = 0
         self._tested = False
         self.why_not = ""
-        """Why there are none (any more); empty if they work, as far as is known."""
+        """Why streams cannot write, or not any more; empty if they can, as far as is known."""
 
     def expose(self, buffer: SharedBuffer, size_bytes: int) -> int | None:
-        """See kvtier.memory.StreamDoorbells."""
+        """Lets the GPU write the first `size_bytes` of a buffer, and returns their address there; None if it
+        cannot."""
         with self._lock:
             try:
                 if not self._tested:
                     self._test()
                     self._tested = True
-            except OSError:  # no descriptor or no memory for the test just now
+            except OSError:  # there is no descriptor or memory for the test just now
                 return None
             if not self.why_not and self._pages >= PAGES_MAX:
                 self._give_up(f"{PAGES_MAX} registrations have used up the pages that may stay mapped")
@@ -55,23 +56,23 @@ class StreamWrites:
             except CudaError as error:
                 self._give_up(str(error))
                 return None
-            except ValueError:  # closed, and its client with it
+            except ValueError:  # the buffer is closed, as its client is
                 return None
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """Queues the write. Raises CudaError."""
+        """Queues the write on the stream. Raises CudaError."""
         with self._gpu.context:
             self._gpu.driver.write_value(stream, address, value)
 
     def _map(self, buffer: SharedBuffer, size_bytes: int) -> int:
         driver = self._gpu.driver
-        address = buffer.keep_mapped()  # a write that is queued lands there, whatever becomes of the client
+        address = buffer.keep_mapped()  # a queued write lands there even after the client is gone
         self._pages += 1
         driver.host_register(address, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         return driver.host_device_pointer(address)
 
     def _test(self) -> None:
-        """Has a stream of ours write a word, and looks."""
+        """Has a stream of ours write a word, and checks that it arrives."""
         buffer = SharedBuffer.create(mmap.PAGESIZE, "kvtier-doorbell-test")
         driver = self._gpu.driver
         try:
@@ -105,7 +106,7 @@ _writes_of = OnePerGpu(StreamWrites)
 
 
 class GpuDoorbells:
-    """One client's. See kvtier.memory.StreamDoorbells."""
+    """The doorbells of one client, as kvtier.memory.StreamDoorbells describes them."""
 
     def __init__(self, gpu: Gpu, ring: Ring) -> None:
         self._writes = _writes_of(gpu)
@@ -114,16 +115,18 @@ class GpuDoorbells:
 
     @property
     def mode(self) -> str:
-        """See kvtier.memory.StreamDoorbells."""
+        """How doorbells are rung: "stream writes", or that a thread watches events, and why."""
         why_not = self._writes.why_not
         return f"events, watched by a thread: {why_not}" if why_not else "stream writes"
 
     def expose(self, buffer: SharedBuffer, size_bytes: int) -> int | None:
-        """See kvtier.memory.StreamDoorbells."""
+        """Lets the GPU write the first `size_bytes` of a buffer, and returns their address there; None if it
+        cannot."""
         return self._writes.expose(buffer, size_bytes)
 
     def ring_on(self, stream: Any, address: int | None, doorbell: int, value: int) -> None:
-        """See kvtier.memory.StreamDoorbells."""
+        """Has `stream` write `value` to the address, or a thread ring after an event. Raises KvtierError if
+        the driver refuses both."""
         handle = _handle(stream)
         if address is not None:
             try:
@@ -138,12 +141,12 @@ class GpuDoorbells:
             self._events.ring_after(handle, doorbell, value)
 
     def close(self) -> None:
-        """See kvtier.memory.StreamDoorbells."""
+        """Ends the ringing by a thread. What streams were asked to write, they still write."""
         self._events.close()
 
 
 def _handle(stream: Any) -> int:
-    """Of a number, a torch stream, or an object with `__cuda_stream__`."""
+    """Returns the CUstream of a number, a torch stream, or an object with `__cuda_stream__`."""
     if isinstance(stream, int):
         return stream
     if (handle := getattr(stream, "cuda_stream", None)) is not None:

@@ -1,4 +1,4 @@
-"""Doorbells rung after events: the fallback where a stream cannot write to the words page."""
+"""Doorbells that a thread rings after events, where a stream cannot write to the words page."""
 
 import logging
 import threading
@@ -14,8 +14,7 @@ from kvtier.memory import Ring
 log = logging.getLogger("kvtier")
 
 RINGS_MAX = 256
-"""Rings of one doorbell that wait. The next one takes the place of the last: both ring when the later is due.
-"""
+"""The most rings of one doorbell that wait. A further one replaces the last: both then ring together."""
 POLL_S = 0.000_2
 IDLE_WAIT_S = 60.0
 
@@ -27,10 +26,10 @@ class _Waiting:
 
 
 class EventRings:
-    """Rings doorbells of one client from a thread of its own, each in the order in which it was asked for."""
+    """Rings the doorbells of one client from a thread of its own, each in the order of the requests."""
 
     def __init__(self, gpu: Gpu, ring: Ring) -> None:
-        """`ring` is called from the thread. Nothing is started before there is something to wait for."""
+        """`ring` is called from the thread, which starts when there is something to wait for."""
         self._gpu = gpu
         self._ring = ring
         self._changed = threading.Condition()
@@ -40,7 +39,8 @@ class EventRings:
         self._closed = False
 
     def ring_after(self, stream: int, doorbell: int, value: int) -> None:
-        """Rings once the stream has done what it holds now. Raises CudaError; nothing will ring then."""
+        """Rings the doorbell once the stream has done what is queued on it now. Raises CudaError if it never
+        will."""
         with self._changed:
             if self._closed:
                 return
@@ -57,13 +57,13 @@ class EventRings:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Rings no more. Safe to call twice."""
+        """Ends the ringing. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Sees to it that there is a thread."""
+        """Starts the thread if none runs."""
         if self._thread is not None and self._thread.is_alive():
             return
         if self._thread is not None:
@@ -97,7 +97,7 @@ class EventRings:
                         ring = rings.popleft()
                         self._spare.append(ring.event)
                         due.append((doorbell, ring.value))
-            except CudaError as error:  # nobody knows how far the stream is: a gate that stays shut is safe
+            except CudaError as error:  # how far the stream is, is not known; a shut gate is safe
                 log.error("kvtier: %d rings of doorbell %d are lost: %s", len(rings), doorbell, error)
                 rings.clear()
         return due
@@ -111,4 +111,4 @@ class EventRings:
                 for event in events:
                     self._gpu.driver.event_destroy(event)
         except CudaError:
-            pass  # the context is gone, and they with it
+            pass  # the context is gone, and the events with it

@@ -1,7 +1,7 @@
-"""Handles by which another process can map memory of this one.
+"""Handles with which another process can map memory of this one.
 
-Which kind is asked of the driver for each range: legacy handles for memory of cuMemAlloc, descriptors of the
-physical chunks for memory of cuMemCreate. Nothing is remembered from one export to the next.
+The driver is asked for each range which kind it takes: legacy handles for memory of cuMemAlloc, descriptors
+of the physical chunks for memory of cuMemCreate. Nothing is remembered from one export to the next.
 """
 
 import os
@@ -17,7 +17,7 @@ from kvtier.v1 import side_pb2
 
 PACKET_CHUNKS_MAX = 64
 CHUNKS_MAX = 65_536
-"""Of one client; the daemon takes no more."""
+"""The most chunks of one client that the daemon takes."""
 POSIX_FD, FABRIC = 1, 8
 """Bits of CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES."""
 
@@ -25,10 +25,10 @@ _MIRROR = "or copy through kvtier.cuda.MirrorMemory"
 
 
 class DeviceExport:
-    """See kvtier.memory.Export."""
+    """One export of a GPU's memory, for one registration, as kvtier.memory.Export describes it."""
 
     def __init__(self, gpu: Gpu, ranges: Sequence[tuple[int, int]]) -> None:
-        """`ranges`: (address, bytes). Raises KvtierError."""
+        """`ranges` are pairs of address and size in bytes. Raises KvtierError."""
         if gpu.info.is_mig:
             raise NotExportableError(
                 f"a MIG instance shares no memory between processes: give the engine a whole GPU, {_MIRROR}",
@@ -47,7 +47,7 @@ class DeviceExport:
         self._walk = self._walk_all()
 
     def next_packet(self) -> ChunkPacket | None:
-        """See kvtier.memory.Export."""
+        """Returns the next 1 to 64 chunks, or None after the last, and closes those before."""
         self._close_fds()
         sizes, fds = [], []
         try:
@@ -62,11 +62,11 @@ class DeviceExport:
         return ChunkPacket(sizes, tuple(fds)) if fds else None
 
     def ranges(self) -> list[side_pb2.DeviceRange]:
-        """See kvtier.memory.Export."""
+        """Returns the ranges for RegisterMemory, once `next_packet` has returned None."""
         return self._ranges
 
     def close(self) -> None:
-        """See kvtier.memory.Export."""
+        """Closes all open descriptors, without waiting for a `next_packet` that runs."""
         with self._lock:
             self._closed = True
         self._close_fds()
@@ -101,7 +101,7 @@ class DeviceExport:
         return info
 
     def _legacy_handle(self, address: int) -> bytes:
-        """`address`: the allocation's first, which is what the driver's documentation asks for."""
+        """`address` is the allocation's first, as the driver's documentation demands."""
         try:
             with self._gpu.context:
                 return self._gpu.driver.ipc_export(address)
@@ -114,7 +114,7 @@ class DeviceExport:
             ) from error
 
     def _walk_all(self) -> Iterator[tuple[int, int]]:
-        """(bytes, descriptor) of every chunk, exported one at a time."""
+        """Yields (bytes, descriptor) of every chunk, which are exported one at a time."""
         for exported, first in self._walks:
             address, end = first, first + exported.bytes
             while address < end:

@@ -1,4 +1,4 @@
-"""GPUs as this process sees them, each with its primary context, which is the engine's."""
+"""The GPUs that this process sees, each with its primary context, which is also the engine's."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ _Made = TypeVar("_Made")
 
 
 class Gpu:
-    """One GPU. Its context is retained for as long as the process lives: queued writes need it."""
+    """One GPU. Its context is retained until the process ends, because queued writes need it."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver = driver
@@ -56,7 +56,7 @@ _lock = threading.Lock()
 
 
 def _after_fork_in_child() -> None:
-    """CUDA does not survive a fork; the parent's objects are left alone."""
+    """Forgets the GPUs: CUDA does not survive a fork. The parent's objects are left alone."""
     global _gpus, _lock
     _gpus, _lock = {}, threading.Lock()
 
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 @contextlib.contextmanager
 def driver_errors(field: str, value: object) -> Iterator[None]:
-    """Turns a failed call into KvtierError DEVICE_UNAVAILABLE."""
+    """Turns a failed call of the driver into KvtierError DEVICE_UNAVAILABLE."""
     try:
         yield
     except (CudaError, CudaUnavailableError) as error:
@@ -74,9 +74,9 @@ def driver_errors(field: str, value: object) -> Iterator[None]:
 
 
 def gpu_of(address: int, ordinal: int | None) -> Gpu:
-    """The GPU whose memory this is.
+    """Returns the GPU to whose memory the address belongs.
 
-    `ordinal`: the device to ask through; None if a context of the engine's is current in this thread. Raises
+    `ordinal` is the device to ask through, or None if a context is current in this thread. Raises
     KvtierError.
     """
     with driver_errors("address", hex(address)):
@@ -95,7 +95,7 @@ def gpu_of(address: int, ordinal: int | None) -> Gpu:
 
 
 def pointer_info(gpu: Gpu, address: int) -> PointerInfo:
-    """What the driver knows of an address. Raises CudaError."""
+    """Returns what the driver knows about an address. Raises CudaError."""
     with gpu.context:
         return gpu.driver.pointer_info(address)
 

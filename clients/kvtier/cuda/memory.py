@@ -18,29 +18,29 @@ from kvtier.memory import Ring
 
 @dataclass(frozen=True, slots=True)
 class AddressRange:
-    """Addresses of a GPU, one after another."""
+    """A contiguous range of addresses of a GPU."""
 
     address: int
     size_bytes: int
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address behind the range."""
         return self.address + self.size_bytes
 
 
 class DeviceMemory:
-    """One or more ranges of one GPU's memory. It stays allocated as long as it is shared.
+    """One or more ranges of one GPU's memory, which stays allocated as long as it is shared.
 
-    What lies behind the addresses is looked up at each registration, and may have changed in between (an
-    engine that sleeps and wakes). Any thread may use it.
+    What lies behind the addresses is looked up at each registration and may have changed in between, as in an
+    engine that sleeps and wakes. Any thread may use it.
     """
 
     def __init__(self, address: int, size_bytes: int, *, ordinal: int | None = None) -> None:
-        """`address` may be any address inside an allocation, or among addresses that chunks are mapped to
-        (cuMemMap). `ordinal` is needed only in a thread without a CUDA context.
+        """`address` may be any address inside an allocation, or one that chunks are mapped to (cuMemMap).
+        `ordinal` is needed only in a thread without a CUDA context.
 
-        Raises KvtierError: no memory of a GPU, no driver.
+        Raises KvtierError if this is no memory of a GPU, or if there is no driver.
         """
         self._init(_checked(address, size_bytes, ordinal), owners=())
 
@@ -51,8 +51,9 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, tensor: Any) -> Self:
-        """The whole storage behind a torch tensor; or the memory of an object with
-        `__cuda_array_interface__`, or with `data_ptr()` and `nbytes`. Keeps it alive. Raises KvtierError."""
+        """Makes one of the whole storage behind a torch tensor, or of the memory of an object with
+        `__cuda_array_interface__`, or with `data_ptr()` and `nbytes`. Keeps the object alive. Raises
+        KvtierError."""
         address, size_bytes = _extent(tensor)
         made = cls.__new__(cls)
         ordinal = getattr(getattr(tensor, "device", None), "index", None)
@@ -61,7 +62,7 @@ class DeviceMemory:
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Memory of all these, one range after another. Raises KvtierError unless they are of one GPU."""
+        """Makes one of several memories, in order. Raises KvtierError unless all are of one GPU."""
         if not parts:
             raise KvtierError(Reason.MAPPING_INVALID, "join at least one", field="parts", value=0)
         for index, part in enumerate(parts):
@@ -83,21 +84,21 @@ class DeviceMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Of all ranges."""
+        """The size of all ranges together."""
         return self._starts[-1]
 
     @property
     def range_bytes(self) -> tuple[int, ...]:
-        """Of each range; a plane lies wholly inside one."""
+        """The size of each range. A plane lies in one of them as a whole."""
         return tuple(part.size_bytes for part in self._ranges)
 
     @property
     def gpu(self) -> Gpu:
-        """Its GPU, for the other modules of this package."""
+        """The GPU, for the other modules of this package."""
         return self._gpu
 
     def offset_of(self, place: Any) -> int:
-        """Where an address, or the first element of a tensor, lies in this memory: what a plane's
+        """Returns where an address, or the first element of a tensor, lies in this memory, as a plane's
         `base_offset` counts. Raises KvtierError if it lies elsewhere."""
         address = place if isinstance(place, int) else _address(place)
         for start, part in zip(self._starts, self._ranges, strict=False):
@@ -107,14 +108,14 @@ class DeviceMemory:
         raise KvtierError(Reason.PLANE_BEYOND_MAPPING, message, field="address", value=hex(address))
 
     def addresses_of(self, offsets: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Addresses of these offsets, which are inside."""
+        """Returns the addresses of these offsets, which must be inside the memory."""
         indexes = np.searchsorted(np.array(self._starts[1:], np.uint64), offsets, side="right")
         starts = np.array(self._starts[:-1], np.uint64)[indexes]
         addresses = np.array([part.address for part in self._ranges], np.uint64)[indexes]
         return addresses + (offsets - starts)
 
     def check(self) -> None:
-        """Raises NotExportableError, with what to change, if other processes cannot map this memory."""
+        """Raises NotExportableError, which says what to change, if other processes cannot map this memory."""
         export = self.export()
         try:
             export.next_packet()
@@ -122,11 +123,11 @@ class DeviceMemory:
             export.close()
 
     def export(self) -> DeviceExport:
-        """Handles for one registration. Raises KvtierError, NotExportableError for one."""
+        """Makes the handles for one registration. Raises KvtierError, for example NotExportableError."""
         return DeviceExport(self._gpu, [(part.address, part.size_bytes) for part in self._ranges])
 
     def stream_doorbells(self, ring: Ring) -> GpuDoorbells:
-        """For streams of this GPU."""
+        """Returns what lets streams of this GPU ring doorbells."""
         return GpuDoorbells(self._gpu, ring)
 
     def __repr__(self) -> str:
@@ -156,7 +157,7 @@ def _address(tensor: Any) -> int:
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
-    """(address, bytes)"""
+    """Returns the address and the size in bytes."""
     if callable(storage_of := getattr(tensor, "untyped_storage", None)):
         storage = storage_of()
         return int(storage.data_ptr()), int(storage.nbytes())

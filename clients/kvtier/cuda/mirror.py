@@ -19,28 +19,28 @@ from kvtier.memory import Ring, SharedBuffer
 from kvtier.queries import BlockIds, list_block_ids
 
 STAGING_BYTES = 16 << 20
-"""Pinned, once per GPU and process."""
+"""The pinned memory that copies go through, once per GPU and process."""
 
 U64 = npt.NDArray[np.uint64]
 
 
 class MirrorMemory:
-    """Host memory with the shape of a device memory, given to a client as `memory=` in its place.
+    """Host memory with the shape of a device memory, which a client is given as `memory=` in its place.
 
     The client's process copies between the two, block by block:
     - store: `copy_out(ids)`, then `client.store(..., ids)`; once that is fenced, `discard(ids)`;
     - load: `client.load(..., ids)`; once that is DONE, `copy_in(ids)`.
 
-    Only blocks on their way take memory: the mirror is sparse. Copies go over a stream of their own, so they
-    wait for nothing of the engine's and hold nothing of it up: what produced a block must be done before
-    `copy_out`, what still uses it before `copy_in`, and what will use it is launched after `copy_in`.
+    The mirror is sparse: only blocks on their way take memory. Copies run on a stream of their own, so they
+    do not wait for the engine's work, and do not delay it. What produces a block must be done before
+    `copy_out`, and what still uses it before `copy_in`; launch what will use it after `copy_in`.
 
-    Calls wait for their copies: use a helper thread, not the engine's. Any thread may call; one copy per GPU
-    runs at a time. Blocks of two calls at the same time are different ones.
+    Calls wait for their copies, so make them in a helper thread, not in the engine's. Any thread may call;
+    one copy per GPU runs at a time. Two calls at the same time must be for different blocks.
     """
 
     def __init__(self, memory: DeviceMemory, groups: Sequence[Group]) -> None:
-        """`groups` as the client's. Raises KvtierError if they do not fit, OSError without memory."""
+        """`groups` are those of the client. Raises KvtierError if they do not fit, OSError without memory."""
         check_layout(groups, memory.size_bytes, memory.range_bytes)
         self._memory = memory
         self._groups = tuple(groups)
@@ -48,31 +48,30 @@ class MirrorMemory:
 
     @property
     def size_bytes(self) -> int:
-        """As the device memory."""
+        """The size of the device memory."""
         return self._memory.size_bytes
 
     def fileno(self) -> int:
-        """The memfd; -1 once closed."""
+        """Returns the memfd, or -1 once the mirror is closed."""
         return self._buffer.fileno()
 
     @property
     def held_bytes(self) -> int:
-        """Host memory that it takes now."""
+        """How many bytes of host memory it takes now."""
         return self._buffer.held_bytes
 
     def stream_doorbells(self, ring: Ring) -> GpuDoorbells:
-        """For streams of the GPU."""
+        """Returns what lets streams of the GPU ring doorbells."""
         return self._memory.stream_doorbells(ring)
 
     @property
     def context(self) -> AbstractContextManager[object]:
-        """Makes the context of the device memory's GPU current in a thread, for calls of the caller's own
-        there."""
+        """Makes the context of the device memory's GPU current in the caller's thread, for its own calls."""
         return self._memory.gpu.context
 
     def copy_out(self, block_ids: BlockIds, *, group: int = 0) -> None:
-        """Device to mirror. Returns when the bytes are there. Raises KvtierError; what is in the mirror is
-        unknown then."""
+        """Copies blocks from the device to the mirror, and returns when the bytes are there. Raises
+        KvtierError; then the content of these blocks in the mirror is unknown."""
         offsets, addresses, sizes = self._runs(block_ids, group)
         with driver_errors("block_ids", len(block_ids)), _staging_of(self._memory.gpu) as staging:
             for batch in staging.batches(offsets, addresses, sizes):
@@ -81,8 +80,9 @@ class MirrorMemory:
                     self._buffer.array[offset : offset + size] = staging.array[place : place + size]
 
     def copy_in(self, block_ids: BlockIds, *, group: int = 0, discard: bool = True) -> None:
-        """Mirror to device, and `discard`. Returns when the bytes are there. Raises KvtierError; what is in
-        the device's blocks is unknown then."""
+        """Copies blocks from the mirror to the device, and returns when the bytes are there. Then gives the
+        mirror's memory back, unless `discard` is False. Raises KvtierError; then the content of these blocks
+        on the device is unknown."""
         offsets, addresses, sizes = self._runs(block_ids, group)
         with driver_errors("block_ids", len(block_ids)), _staging_of(self._memory.gpu) as staging:
             for batch in staging.batches(offsets, addresses, sizes):
@@ -93,13 +93,12 @@ class MirrorMemory:
             self._discard(offsets, sizes)
 
     def discard(self, block_ids: BlockIds, *, group: int = 0) -> None:
-        """Gives the memory of these blocks back to the system, but for the pages that they share with
-        others."""
+        """Gives the memory of these blocks back to the system, except for pages shared with others."""
         offsets, _, sizes = self._runs(block_ids, group)
         self._discard(offsets, sizes)
 
     def close(self) -> None:
-        """Gives everything back. After the clients that were given it."""
+        """Gives all memory back. Call it after the clients that were given the mirror are closed."""
         self._buffer.close()
 
     def __enter__(self) -> Self:
@@ -113,7 +112,7 @@ class MirrorMemory:
             self._buffer.discard(offset, size)
 
     def _runs(self, block_ids: BlockIds, group: int) -> tuple[U64, U64, U64]:
-        """Offset, address and bytes of the pieces that are contiguous on both sides."""
+        """Returns offset, address and size of the pieces that are contiguous on both sides."""
         if not 0 <= group < len(self._groups):
             message = f"there are the groups 0 to {len(self._groups) - 1}"
             raise KvtierError(Reason.UNKNOWN_GROUP, message, field="group", value=group)
@@ -128,7 +127,7 @@ class MirrorMemory:
 
 
 def _merge(offsets: U64, addresses: U64, sizes: U64) -> tuple[U64, U64, U64]:
-    """Pieces in order of their offsets, joined where one ends at the beginning of the next on both sides."""
+    """Joins pieces, in the order of their offsets, where one ends at the start of the next on both sides."""
     if not len(offsets):
         return offsets, addresses, sizes
     apart = (offsets[:-1] + sizes[:-1] != offsets[1:]) | (addresses[:-1] + sizes[:-1] != addresses[1:])
@@ -137,10 +136,10 @@ def _merge(offsets: U64, addresses: U64, sizes: U64) -> tuple[U64, U64, U64]:
 
 
 class _Batch:
-    """What fits the staging memory at once."""
+    """Pieces that fit the staging memory together."""
 
     def __init__(self, base: int, pieces: list[tuple[int, int, int]]) -> None:
-        """`pieces`: offset, address, bytes; `base`: address of the staging memory."""
+        """`pieces` are offset, address and size in bytes; `base` is the address of the staging memory."""
         self._offsets = [offset for offset, _, _ in pieces]
         self.addresses = np.array([address for _, address, _ in pieces], np.uint64)
         self.sizes = np.array([size for _, _, size in pieces], np.uint64)
@@ -148,13 +147,13 @@ class _Batch:
         self.places = self._starts + np.uint64(base)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Offset in the mirror, position in the staging memory, bytes."""
+        """Yields each piece's offset in the mirror, position in the staging memory, and size in bytes."""
         return zip(self._offsets, self._starts.tolist(), self.sizes.tolist(), strict=True)
 
 
 class _Staging:
-    """Pinned memory and a stream for the copies of one GPU. Inside `with`: for one thread, with the context
-    current."""
+    """Pinned memory and a stream for the copies of one GPU. Inside a `with` it belongs to one thread, in
+    which the context is current."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -179,7 +178,7 @@ class _Staging:
             self._lock.release()
 
     def batches(self, offsets: U64, addresses: U64, sizes: U64) -> Iterator[_Batch]:
-        """The pieces, cut so that each batch fits."""
+        """Yields the pieces, cut so that each batch fits."""
         pieces: list[tuple[int, int, int]] = []
         room = STAGING_BYTES
         for offset, address, left in zip(offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True):
@@ -194,7 +193,7 @@ class _Staging:
             yield _Batch(self.address, pieces)
 
     def copy(self, batch: _Batch, *, to_host: bool) -> None:
-        """Returns when nothing is under way any more, failed or not. Raises CudaError."""
+        """Copies a batch. Returns when no copy is under way, also after a failure. Raises CudaError."""
         assert self._stream is not None
         try:
             if to_host:
@@ -213,7 +212,8 @@ class _Staging:
         self._copies = Copies(driver)
         mapping = mmap.mmap(-1, STAGING_BYTES)
         array = np.frombuffer(mapping, np.uint8)
-        driver.host_register(array.ctypes.data, STAGING_BYTES)  # last: what is registered must stay mapped
+        # last, because what is registered must stay mapped
+        driver.host_register(array.ctypes.data, STAGING_BYTES)
         self.array: npt.NDArray[np.uint8] = array
         self.address: int = array.ctypes.data
         self._mapping = mapping

@@ -1,2 +1,1 @@
-"""What a client knows of its session with the daemon, without any input or output: `state` is the whole of
-it."""
+"""What a client knows of its session with the daemon, without any I/O. `state` holds all of it together."""

@@ -1,4 +1,4 @@
-"""One attachment: what the daemon's Welcome said, and what has changed since."""
+"""One attachment to the daemon: what its Welcome said, and what has changed since."""
 
 from kvtier.session.index import Index
 from kvtier.session.leases import LeaseTracker
@@ -11,24 +11,24 @@ MESSAGE_REST_BYTES = 1_024
 """More than a message holds besides hashes and block ids. A larger one than the daemon takes would end the
 stream."""
 BLOCK_ID_BYTES = 5
-"""Of a 32-bit number in protobuf's encoding, at most."""
+"""The most that a 32-bit number takes in protobuf's encoding."""
 
 
 class Attachment:
-    """Lives from Welcome until the connection is lost; everything in it belongs to one epoch."""
+    """What is known from Welcome until the connection is lost. All of it belongs to one epoch."""
 
     def __init__(self, spec: AttachSpec, welcome: cache_pb2.Welcome, first_ticket: int, now_s: float) -> None:
         self._spec = spec
         self.welcome = welcome
         self.epoch: int = welcome.epoch
-        """Of the instance."""
+        """The instance's epoch."""
         self.instance = welcome.instance
         self.ready: bool = welcome.instance.ready
-        """Whether the instance is."""
+        """Whether the instance is ready."""
         self.words = PartWords(spec.parts, first_ticket)
         self.leases = LeaseTracker()
         self.transfers: dict[int, TransferRecord] = {}
-        """Those in flight, by ticket."""
+        """The transfers in flight, by ticket."""
         self.heartbeat_pending = False
         self._next_heartbeat_s = now_s + self.heartbeat_interval_s
         self.index = Index(welcome.boot_nonce, spec.namespace.hash_bytes)
@@ -36,22 +36,22 @@ class Attachment:
         self.registration: int | None = None
         """The daemon's number of the memory that is registered, as far as this client was told."""
         self.registered = not spec.role.holds_rank
-        """Whether this client has nothing (more) to register."""
+        """Whether this client has nothing left to register."""
         limits, hash_bytes = welcome.limits, spec.namespace.hash_bytes
         self.lookup_hashes_max = self._fitting(limits.lookup_hashes_max, hash_bytes)
-        """Hashes that fit one lookup."""
+        """The number of hashes that fit one lookup."""
         self.transfer_blocks_max = self._fitting(limits.transfer_blocks_max, hash_bytes + BLOCK_ID_BYTES)
-        """Blocks that fit one store or load."""
+        """The number of blocks that fit one store or load."""
         self._stale_requests = False
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """As the daemon asks for it, kept between bounds."""
+        """The interval that the daemon asks for, kept within bounds."""
         asked_s = self.welcome.limits.heartbeat_interval_ms / 1_000
         return min(max(asked_s, HEARTBEAT_MIN_S), HEARTBEAT_MAX_S)
 
     def heartbeat_due(self, now_s: float) -> bool:
-        """Whether to send one now; the next is then due an interval later. One at a time."""
+        """Returns whether to send a heartbeat now, and schedules the next. False while one is unanswered."""
         if now_s < self._next_heartbeat_s:
             return False
         self._next_heartbeat_s = now_s + self.heartbeat_interval_s
@@ -60,40 +60,40 @@ class Attachment:
         return due
 
     def next_heartbeat_in_s(self, now_s: float) -> float:
-        """Seconds until `heartbeat_due` must be asked again."""
+        """Returns the seconds until `heartbeat_due` must be asked again."""
         return max(0.0, self._next_heartbeat_s - now_s)
 
     # --- index pages ---
 
     @property
     def wants_index(self) -> bool:
-        """Whether to ask for the index pages now: once, when the instance is ready, and with it its namespace
+        """Whether to ask for the index pages now: once, when the instance is ready, and so its namespace is
         known."""
         return self._index_wanted and self.ready
 
     def index_asked(self) -> None:
-        """Whatever came of it."""
+        """Notes that the index pages were asked for, whatever the answer is."""
         self._index_wanted = False
 
     # --- registration ---
 
     def register(self, registration: int) -> None:
-        """Words and memory are registered. Instance events that were sent before it may still ask for it."""
+        """Notes that words and memory are registered. Instance events sent earlier may still ask for it."""
         self.registration = registration
         self.registered = True
         self._stale_requests = self._spec.rank in self.instance.reregister_ranks
 
     def withdraw(self) -> None:
-        """The memory is wanted back: nothing is registered, as far as submitters are concerned."""
+        """Notes that the memory is wanted back: for those who submit, nothing is registered any more."""
         self.registered = False
 
     def unregister(self) -> None:
-        """The daemon has let go of words and memory."""
+        """Notes that the daemon has given up words and memory."""
         self.registration = None
         self.registered = False
 
     def on_instance(self, event: cache_pb2.InstanceEvent) -> None:
-        """What the instance is able to do changed; the copy worker of this rank may be lost."""
+        """Takes over the instance's state. The copy worker of this rank may have been lost."""
         self.instance, self.ready = event, event.ready
         if not self._spec.role.holds_rank:
             return

@@ -1,17 +1,18 @@
-"""Several messages of the session stream in one: gRPC needs more time for a message than most take."""
+"""Joins several messages of the session stream into one, because gRPC takes longer for a message than the
+daemon takes for most requests."""
 
 from collections.abc import Iterable, Iterator
 
 from kvtier.v1 import cache_pb2
 
 MESSAGES_MAX = 64
-"""Of one batch: what a daemon takes."""
+"""The most messages that a daemon takes in one batch."""
 BATCH_BYTES_MAX = 64 << 10
-"""About so many; a message that is larger goes by itself."""
+"""The approximate size of a batch. A message that is larger is sent by itself."""
 
 
 def in_batches(requests: Iterable[cache_pb2.AttachRequest]) -> Iterator[cache_pb2.AttachRequest]:
-    """The same requests, in their order, in fewer messages."""
+    """Yields the same requests, in their order, in fewer messages."""
     batch: list[cache_pb2.AttachRequest] = []
     size_bytes = 0
     for request in requests:

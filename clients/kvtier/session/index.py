@@ -1,4 +1,4 @@
-"""The daemon's index pages, as a client reads them: which blocks it need not even ask for."""
+"""The daemon's index pages, in which a client sees which blocks it need not ask for."""
 
 import mmap
 import os
@@ -12,7 +12,7 @@ GROUPS_MAX = 64
 
 
 class Index:
-    """The pages of one epoch, one for each group of the instance."""
+    """The index pages of one epoch, one for each group of the instance."""
 
     def __init__(self, boot_nonce: int, hash_bytes: int) -> None:
         self._boot_nonce = boot_nonce
@@ -23,8 +23,7 @@ class Index:
         return len(self._readers)
 
     def add(self, fd: int) -> None:
-        """Takes over the descriptor of the next group's page. Raises KvtierError for what is no page of this
-        daemon's."""
+        """Takes over the descriptor of the next group's page. Raises KvtierError for another daemon's."""
         try:
             memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
             reader = IndexReader(memory, self._hash_bytes)
@@ -42,8 +41,8 @@ class Index:
         self._readers.append(reader)
 
     def known_run(self, group: int, hashes: Sequence[bytes], first: int, end: int) -> int | None:
-        """How many of `hashes[first:end]` the daemon knows, up to the first that it does not; None if that
-        cannot be told. Raises ValueError for a hash of another length."""
+        """Returns how many of `hashes[first:end]` the daemon has, up to the first that it does not have, or
+        None if that cannot be told. Raises ValueError for a hash of another length."""
         if not 0 <= group < len(self._readers) or not self._readers[group].complete:
             return None
         return self._readers[group].run(hashes, first, end)

@@ -1,50 +1,50 @@
-"""The leases of one epoch, from the lookup that got them to the release or the load that ends them."""
+"""The leases of one epoch, from the lookup that was granted them to their release or load."""
 
 from collections import deque
 from enum import Enum
 
 RELEASES_MAX = 65_536
-"""Leases that wait to be released; more are left to expire."""
+"""The most leases that wait to be released; further ones expire."""
 RELEASE_BATCH = 4_096
 
 
 class _State(Enum):
     HELD = 0
     LOADING = 1
-    """Named by a load that is not accepted yet, and will consume it."""
+    """A load that will consume the lease was sent, and not accepted yet."""
     RELEASE = 2
-    """The same, and to be released if that load is refused."""
+    """As LOADING, but the lease is released if that load is refused."""
 
 
 class LeaseTracker:
-    """Which leases are ours, and which are to be given back."""
+    """Keeps track of which leases this client has, and which are to be given back."""
 
     def __init__(self) -> None:
         self._states: dict[int, _State] = {}
         self._releases: deque[int] = deque()
 
     def __len__(self) -> int:
-        """Leases held or being loaded."""
+        """Returns the number of leases that are held or being loaded."""
         return len(self._states)
 
     def add(self, lease_id: int) -> None:
-        """The daemon has granted it."""
+        """Notes that the daemon has granted the lease."""
         self._states[lease_id] = _State.HELD
 
     def held(self, lease_id: int) -> bool:
-        """Whether a load may name it."""
+        """Returns whether a load may use the lease."""
         return self._states.get(lease_id) is _State.HELD
 
     def load(self, lease_id: int) -> None:
-        """A load that will consume it was submitted."""
+        """Notes that a load was submitted which will consume the lease."""
         self._states[lease_id] = _State.LOADING
 
     def consumed(self, lease_id: int) -> None:
-        """That load was accepted."""
+        """Notes that this load was accepted."""
         self._states.pop(lease_id, None)
 
     def refused(self, lease_id: int) -> None:
-        """That load was refused: the lease is ours again, unless it was released in the meantime."""
+        """Notes that this load was refused: the lease is ours again, unless it was released meanwhile."""
         state = self._states.get(lease_id)
         if state is not None:
             self._states[lease_id] = _State.HELD
@@ -52,7 +52,7 @@ class LeaseTracker:
             self.release(lease_id)
 
     def release(self, lease_id: int) -> None:
-        """Gives it back, now or when the load that names it is refused. Idempotent."""
+        """Gives the lease back, now or when the load that uses it is refused. Safe to call twice."""
         state = self._states.get(lease_id)
         if state is _State.LOADING:
             self._states[lease_id] = _State.RELEASE
@@ -63,9 +63,9 @@ class LeaseTracker:
 
     @property
     def has_releases(self) -> bool:
-        """Whether `take_releases` has something."""
+        """Whether there are leases to release."""
         return bool(self._releases)
 
     def take_releases(self) -> list[int]:
-        """Up to RELEASE_BATCH leases to tell the daemon of."""
+        """Takes up to RELEASE_BATCH leases that the daemon is to release."""
         return [self._releases.popleft() for _ in range(min(len(self._releases), RELEASE_BATCH))]

@@ -1,48 +1,48 @@
-"""What the daemon is told of an engine with the next heartbeat."""
+"""What an engine tells the daemon with the next heartbeat."""
 
 from collections import deque
 
 from kvtier.v1 import cache_pb2
 
 TOLD_MAX = 1_000_000_000
-"""Lookups, and hashes, that one heartbeat tells of; the daemon believes no more."""
+"""The most lookups, and hashes, that one heartbeat may report; the daemon accepts no more."""
 AUDITS_TOLD_MAX, AUDITS_KEPT_MAX = 16, 256
-"""In one heartbeat, and at most waiting for one: the oldest are forgotten."""
+"""The most audits in one heartbeat, and the most that wait for one. The oldest are dropped."""
 
 
 class News:
-    """Collected between heartbeats."""
+    """Collects what is to be told between two heartbeats."""
 
     def __init__(self, prefill_tokens_per_s: float) -> None:
-        """The rate as it is known so far; 0: it is not."""
+        """`prefill_tokens_per_s` is the rate that is known so far; 0 means that it is not known."""
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._prefill_is_news = False
         self._audits: deque[cache_pb2.Audit] = deque(maxlen=AUDITS_KEPT_MAX)
         self._lookups = self._hashes = 0
-        """That the index answered: the daemon has not heard of them."""
+        """Lookups that the index has answered, of which the daemon has not heard."""
 
     def prefill(self, tokens_per_s: float) -> None:
-        """The rate as measured lately; 0 says nothing."""
+        """Notes the rate as measured lately; 0 is ignored."""
         if tokens_per_s == 0:
             return
         self._prefill_is_news |= tokens_per_s != self.prefill_tokens_per_s
         self.prefill_tokens_per_s = tokens_per_s
 
     def prefill_told(self) -> None:
-        """The daemon knows the rate: it was in Hello."""
+        """Notes that the daemon knows the rate from Hello."""
         self._prefill_is_news = False
 
     def spared(self, hashes: int) -> None:
-        """A lookup of so many hashes was answered here."""
+        """Notes that a lookup of so many hashes was answered here."""
         self._lookups += 1
         self._hashes += hashes
 
     def audited(self, audit: cache_pb2.Audit) -> None:
-        """A block was computed, and compared with what is stored."""
+        """Notes an audit: a block was computed, and compared with what is stored."""
         self._audits.append(audit)
 
     def take(self) -> cache_pb2.Heartbeat:
-        """What is new since the last one."""
+        """Returns a heartbeat with all that is new since the last one."""
         news, self._prefill_is_news = self._prefill_is_news, False
         lookups, self._lookups = self._lookups, 0
         hashes, self._hashes = self._hashes, 0

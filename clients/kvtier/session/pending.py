@@ -1,4 +1,4 @@
-"""What a session has sent and not been answered yet."""
+"""Requests that a session has sent, and that are not answered yet."""
 
 from dataclasses import dataclass
 from threading import Event
@@ -10,7 +10,7 @@ from kvtier.transfers import TransferRecord
 
 @dataclass(slots=True, eq=False)
 class HelloRecord:
-    """A Hello on its way."""
+    """A Hello that was sent."""
 
     event: Event
     welcomed: bool = False
@@ -18,11 +18,11 @@ class HelloRecord:
 
 
 class Ignored:
-    """Stands for a request whose answer says nothing."""
+    """Stands for a request whose answer does not matter."""
 
 
 class HeartbeatSent:
-    """Stands for a heartbeat on its way."""
+    """Stands for a heartbeat that was sent."""
 
 
 @dataclass(slots=True, eq=False)

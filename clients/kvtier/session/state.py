@@ -1,9 +1,9 @@
-"""The session of one client, without any input or output: what it knows, what it has asked, what it wants to
-send.
+"""The session of one client, without any I/O: what it knows, what it has asked, and what it wants to send.
 
 The connection (kvtier.connection.threads) feeds it messages, takes messages from it, calls `tick`, and tells
-it when it is lost; the session never waits, and never fails because of the daemon. Not thread-safe: the
-connection's lock is held around every call."""
+it when it is lost. The session never waits, and never fails because of the daemon. It is not thread-safe: the
+connection's lock is held around every call.
+"""
 
 import dataclasses
 from collections import deque
@@ -35,22 +35,22 @@ from kvtier.v1.types_pb2 import GATE_DOORBELL, GATE_NONE
 from kvtier.words import Direction, Doorbell, PartRef, PartState, RankWords
 
 SILENCE_S = 1.0
-"""A daemon that owes an answer for this long is unresponsive: nothing waits for it until it speaks again."""
+"""A daemon that has owed an answer for this long is unresponsive: nothing waits for it until it speaks."""
 PATIENCE_S = 0.02
-"""A lookup given up after this long without a word from the daemon makes it unresponsive at once; it usually
-answers within a millisecond."""
+"""A lookup that is given up after this long without a word from the daemon makes the daemon unresponsive at
+once. It usually answers within a millisecond."""
 CARRY_OVER_S = 0.01
-"""How often to look for what streams still write to a page of the past."""
+"""The interval at which to look for what streams still write to a page that was replaced."""
 OUTGOING_MAX = 1_024
-"""Messages that wait to be sent; more are refused."""
+"""The most messages that wait to be sent; more are refused."""
 PENDING_MAX = 8_192
-"""Requests that wait for an answer; more are refused."""
+"""The most requests that wait for an answer; more are refused."""
 UNHURRIED_MAX = 64
-"""Messages that wait for others to go with; more, and they are sent."""
+"""The most messages that wait for another to go with; with one more, all are sent."""
 
 
 class ProtocolState:
-    """See the module."""
+    """The state of one client's session. The module says how it is used."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class ProtocolState:
         make_event: Callable[[], Event],
         release: Callable[[Lease], None] | None = None,
     ) -> None:
-        """`release` is what a Lookup calls to give its lease back: `release` below, with the lock held."""
+        """`release` gives a Lookup's lease back: it calls this class's `release` with the lock held."""
         self.spec = spec.with_memory(None)
-        """Who this is; what it shares is in `memory`."""
+        """Who this client is. The memory that it shares is in `memory`."""
         self.words = RankWords(spec.doorbells, spec.parts)
         self.memory = RankMemory(spec, self.words)
         self.counters = Counters()
@@ -78,7 +78,7 @@ class ProtocolState:
         self._pending: dict[int, Pending] = {}
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
         self._hurried = False
-        """Whether something of that is to be sent at once; else it all waits for what is."""
+        """Whether some of these are to be sent at once; if not, all of them wait for one that is."""
         self._silent_since_s: float | None = None
         self._suspect = False
         self.last_error = ""
@@ -86,7 +86,7 @@ class ProtocolState:
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
         self._ready_epoch: int | None = None
-        """Of which `take_ready` has told."""
+        """The epoch of which `take_ready` has told."""
         self.news = News(spec.prefill_tokens_per_s)
         """What the daemon is told with the next heartbeat."""
 
@@ -116,14 +116,14 @@ class ProtocolState:
         return self._attachment is not None and self._attachment.wants_index
 
     def take_ready(self) -> bool:
-        """Whether it is ready, and was not before in this epoch. True once for each."""
+        """Returns whether the session has become ready. True once for each epoch."""
         newly = self._newly_ready
         if newly:
             self._ready_epoch = self.epoch
         return newly
 
     def begin_index(self) -> Index | None:
-        """What the pages are put into; None without a session."""
+        """Returns the index that the pages are put into, or None without a session."""
         if self._attachment is None:
             return None
         self._attachment.index_asked()
@@ -131,21 +131,21 @@ class ProtocolState:
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether `take_outgoing` has something."""
+        """Whether there is something to send now."""
         attachment = self._attachment
         return self._hurried or (attachment is not None and attachment.leases.has_releases)
 
     @property
     def has_unhurried(self) -> bool:
-        """Whether `hurry` has something to do. Also right in a thread that does not hold the lock."""
+        """Whether messages wait for another to go with. Also right without the lock."""
         return bool(self._outgoing) and not self._hurried
 
     def hurry(self) -> None:
-        """What waits for other messages is to be sent now."""
+        """Has the messages that wait for another sent now."""
         self._hurried = bool(self._outgoing)
 
     def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
-        """What is to be sent now, in order. The caller sends it."""
+        """Takes what is to be sent now, in order. The caller sends it."""
         self._send_releases()
         messages = list(self._outgoing)
         self._clear_outgoing()
@@ -154,7 +154,7 @@ class ProtocolState:
         return list(in_batches(messages)) if len(messages) > 1 else messages
 
     def receive(self, message: cache_pb2.AttachResponse) -> None:
-        """One message of the stream. What it does not expect it ignores."""
+        """Handles one message of the stream. Ignores what it does not expect."""
         if message.WhichOneof("body") == "batch":
             for each in message.batch.responses:
                 self._take(each)
@@ -164,7 +164,7 @@ class ProtocolState:
     def _take(self, message: cache_pb2.AttachResponse) -> None:
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
-        answers_owed = len(self._pending) > len(self._outgoing)  # to what has been sent
+        answers_owed = len(self._pending) > len(self._outgoing)  # to requests that were sent
         self._silent_since_s = self._clock() if answers_owed else None
         if isinstance(pending, HeartbeatSent) and self._attachment is not None:
             self._attachment.heartbeat_pending = False
@@ -187,7 +187,7 @@ class ProtocolState:
                 self.end(f"the daemon ended the session: {KvtierError.from_proto(message.goodbye.why)}")
 
     def end(self, why: str) -> None:
-        """The connection is known to be over; `lost` will be called. The first reason given is kept."""
+        """Notes that the connection is over; `lost` will be called. The first reason given is kept."""
         if self.ended is None:
             self.ended = why
         for waiting in self._pending.values():
@@ -210,7 +210,7 @@ class ProtocolState:
         return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
     def lost(self, why: str) -> None:
-        """The connection is over, or could not be made: what is in flight ends, as a miss or as lost."""
+        """Ends all that is in flight, as a miss or as lost: the connection is over, or could not be made."""
         self.last_error = why
         self.ended = None
         attachment, self._attachment = self._attachment, None
@@ -230,14 +230,14 @@ class ProtocolState:
         self._next_ticket = attachment.words.next_ticket
         for record in attachment.transfers.values():
             if self.spec.role.holds_rank:
-                record.lost = True  # its part word knows the rest
+                record.lost = True  # its part word tells the rest
                 record.event.set()
             else:
                 error = KvtierError(Reason.EPOCH_ENDED, why)
                 record.end(Outcome(TransferState.FAILED, fenced=False, error=error))
 
     def close(self, why: str) -> None:
-        """As `lost`, for good."""
+        """Ends the session for good; see `lost`."""
         self._closed = True
         self.lost(why)
 
@@ -245,13 +245,13 @@ class ProtocolState:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the session, None without one."""
+        """The epoch of the session, or None without one."""
         return None if self._attachment is None else self._attachment.epoch
 
     @property
     def ready_epoch(self) -> int | None:
-        """`epoch` in the state READY, else None. Also right in a thread that does not hold the lock: what it
-        looks at is of one attachment."""
+        """The epoch if the state is READY, else None. Also right in a thread that does not hold the lock,
+        because it looks at one attachment only."""
         attachment = self._attachment
         if attachment is None or self._closed or self._unresponsive():
             return None
@@ -259,20 +259,20 @@ class ProtocolState:
 
     @property
     def transfer_blocks_max(self) -> int:
-        """Blocks of one transfer, 0 without a session. Also right without the lock."""
+        """The most blocks of one transfer; 0 without a session. Also right without the lock."""
         attachment = self._attachment
         return 0 if attachment is None else attachment.transfer_blocks_max
 
     @property
     def prefix_tokens_max(self) -> int:
-        """Tokens of the longest prefix that the pool can hold; 0: not known, or not bounded. Also right
-        without the lock."""
+        """How many tokens of a prefix fit the pool; 0 if not known or not bounded. Also right without the
+        lock."""
         attachment = self._attachment
         return 0 if attachment is None else attachment.instance.prefix_tokens_max
 
     @property
     def state(self) -> ClientState:
-        """See ClientState."""
+        """The client's state."""
         if self._closed:
             return ClientState.CLOSED
         if self._attachment is None:
@@ -284,7 +284,7 @@ class ProtocolState:
         return ClientState.ATTACHED
 
     def status(self, stream_doorbells: str = "") -> ClientStatus:
-        """A snapshot."""
+        """Returns a snapshot of the client's state."""
         attachment, welcome = self._attachment, self._welcome
         return ClientStatus(
             state=self.state,
@@ -309,10 +309,10 @@ class ProtocolState:
     def lookup(
         self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool, host_only: bool = False
     ) -> LookupRecord:
-        """Asks; the record's event is set with the answer, at once if it is known already."""
+        """Sends a lookup. The record's event is set with the answer, at once if it is known already."""
         self.counters.lookups += 1
         if lease:
-            self._send_releases()  # what was given back first, because leases are bounded
+            self._send_releases()  # first what was given back, because leases are bounded
         record, asked = self._admit(hashes, queries, counts=True)
         if asked:
             wire = [query.to_proto() for query in queries]
@@ -321,7 +321,7 @@ class ProtocolState:
         return record
 
     def prefetch(self, hashes: bytes, queries: Sequence[GroupQuery]) -> LookupRecord:
-        """Has blocks promoted. The answer comes as for a lookup."""
+        """Sends a prefetch. The answer comes as for a lookup."""
         record, asked = self._admit(hashes, queries, counts=False)
         if asked:
             wire = [query.to_proto() for query in queries]
@@ -331,8 +331,8 @@ class ProtocolState:
     def _admit(
         self, hashes: bytes, queries: Sequence[GroupQuery], *, counts: bool
     ) -> tuple[LookupRecord, bytes]:
-        """A record, and the hashes to ask about: what lies beyond them is a miss. Without hashes it has ended
-        already."""
+        """Returns a record, and the hashes to ask about; what lies beyond them is a miss. Without hashes to
+        ask about, the record has ended already."""
         record = LookupRecord(queries, self._make_event(), self._clock(), counts)
         attachment, error = self._attachment, None
         if hashes and (error := self._why_not_now()) is None and attachment is not None:
@@ -352,8 +352,8 @@ class ProtocolState:
     def known_run(
         self, group: int, hashes: Sequence[bytes], first: int, end: int, *, counted: bool
     ) -> int | None:
-        """As `Index.known_run`; None also when the daemon would not answer now. No block is known: that
-        counts as a lookup, if it is `counted`."""
+        """As `Index.known_run`; None also if the daemon would not answer now. If no block is known, this is
+        reported as a lookup, unless it is not `counted`."""
         attachment = self._attachment
         if attachment is None or self.state is not ClientState.READY:
             return None
@@ -364,10 +364,10 @@ class ProtocolState:
         return known
 
     def abandon(self, record: LookupRecord) -> Lookup:
-        """Nobody waits for this lookup any more. Returns its answer if it has come, else that none has.
+        """Gives a lookup up. Returns its answer if it has come, else a miss.
 
-        A lease that comes later is released. Until the daemon says something, other lookups do not wait for
-        it.
+        A lease that comes later is released. If the daemon has said nothing since, other lookups do not wait
+        for it until it does.
         """
         if record.answer is not None:
             return record.answer
@@ -379,8 +379,8 @@ class ProtocolState:
         return record.end_without(KvtierError(Reason.DEADLINE, "the daemon did not answer in time"))
 
     def touch(self, touch: Touch, *, lazily: bool = False) -> None:
-        """Tells the daemon of blocks that are in use, or will not be. Dropped if it cannot be told now.
-        `lazily`: with the next message, which may be a heartbeat."""
+        """Tells the daemon which blocks to keep longer, or to evict first. Has no effect if it cannot be told
+        now. If `lazily`, it is sent with the next message, which may be a heartbeat."""
         attachment = self._attachment
         if not touch.hashes or attachment is None or self._why_not_now() is not None:
             return
@@ -397,8 +397,8 @@ class ProtocolState:
         *,
         lazily: bool = False,
     ) -> TransferRecord:
-        """Submits a store of as many hashes as block ids. The arguments are checked already. `lazily`: its
-        message may be sent with the next, and its end be told a little later, with that of others."""
+        """Submits a store of as many hashes as block ids, which are checked already. If `lazily`, its message
+        may be sent with the next one, and its end be reported a little later, with that of others."""
         self.counters.stores += 1
         wishes = None if retention is None or retention.plain else retention.to_proto()
         record, signals = self._submit("store", len(block_ids), doorbell, None)
@@ -451,12 +451,12 @@ class ProtocolState:
         return record
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease back, now or when the load that names it is refused. Idempotent."""
+        """Gives a lease back, now or when the load that uses it is refused. Safe to call twice."""
         if self._attachment is not None and lease.epoch == self._attachment.epoch:
             self._attachment.leases.release(lease.lease_id)
 
     def cancel(self, record: TransferRecord) -> None:
-        """Asks the daemon to end a transfer early; its outcome still comes."""
+        """Asks the daemon to end a transfer early. Its outcome still comes."""
         attachment, part = self._attachment, record.part
         if attachment is None or part is None or attachment.transfers.get(part.ticket) is not record:
             return
@@ -464,8 +464,8 @@ class ProtocolState:
             self._send(Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
 
     def outcome(self, record: TransferRecord) -> Outcome:
-        """How a transfer stands: what the daemon reported or, for a client with a rank, what its part word
-        says."""
+        """Returns how a transfer stands: what the daemon reported or, for a client with a rank, what its part
+        word says."""
         part = record.part
         if record.outcome is not ACTIVE or part is None or not self.spec.role.holds_rank:
             return record.outcome
@@ -478,7 +478,7 @@ class ProtocolState:
             message = f"the daemon went away before it reported the end: {self.last_error}"
             error = KvtierError(Reason.EPOCH_ENDED, message)
             record.outcome = Outcome(TransferState.FAILED, fenced=True, error=error)
-        else:  # the daemon will say what became of it; the blocks may be reused already
+        else:  # the daemon will report how it ended; the blocks may be reused already
             return Outcome(TransferState.ACTIVE, fenced=True)
         return record.outcome
 
@@ -495,7 +495,7 @@ class ProtocolState:
             self._silent_since_s = self._clock()
 
     def _send_lazily(self, pending: Pending, **body: object) -> None:
-        """With the next message."""
+        """Queues a message that is sent with the next one."""
         if len(self._outgoing) < UNHURRIED_MAX:
             self._queue(pending, body)
         else:
@@ -519,7 +519,7 @@ class ProtocolState:
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
     ) -> tuple[TransferRecord, cache_pb2.Signals | None]:
-        """A record, and the signals to submit it with; without signals it has ended already."""
+        """Returns a record, and the signals to submit it with. Without signals it has ended already."""
         record = TransferRecord(direction, count, self._make_event())
         attachment = self._attachment
         if count == 0:
@@ -603,7 +603,8 @@ class ProtocolState:
                 self.counters.lookups_unanswered += pending.counts
                 pending.end_without(error)
             case Submitted() if error.reason is Reason.INTERNAL:
-                # No refusal, which would mean that nothing changed: some ranks may have their parts already.
+                # This is no refusal, which would mean that nothing changed: some ranks may have their parts
+                # already.
                 self.end(str(error))
             case Submitted() if self._attachment is not None:
                 self._attachment.leases.refused(pending.lease_id)
@@ -626,7 +627,7 @@ class ProtocolState:
         record.end(outcome)
 
     def _end_transfer(self, ticket: int) -> TransferRecord | None:
-        """Its parts are fenced on every rank, so its word is free."""
+        """Takes out a transfer that is over: its parts are fenced on every rank, so its word is free."""
         attachment = self._attachment
         record = attachment.transfers.pop(ticket, None) if attachment is not None else None
         if attachment is not None and record is not None and record.part is not None:
@@ -640,7 +641,7 @@ class ProtocolState:
         return since_s is not None and self._clock() - since_s > SILENCE_S
 
     def _why_not_ready(self) -> str:
-        """In one sentence; empty if it is."""
+        """Returns why the client is not ready, in one sentence; an empty text if it is."""
         state, attachment = self.state, self._attachment
         if state is ClientState.READY:
             return ""
@@ -661,7 +662,7 @@ class ProtocolState:
         return "the instance is not ready"
 
     def _why_not_now(self) -> KvtierError | None:
-        """Why nothing can be asked now; None if it can."""
+        """Returns why nothing can be asked now, or None if something can."""
         state = self.state
         if state is ClientState.READY:
             if len(self._outgoing) < OUTGOING_MAX and len(self._pending) < PENDING_MAX:

@@ -80,33 +80,31 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
-        """A snapshot of the daemon: cheap, safe to poll every second.
+        """A snapshot of the daemon. It is cheap, and may be polled every second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """From now on nothing new is taken: stores and loads are refused with REASON_DRAINING, lookups miss, new
-        sessions are refused. What runs ends as it would have; sessions that are attached stay. Reports until the
-        last transfer has ended, or the time is up; a stream that breaks off changes nothing. Draining lasts until
-        Resume, or until the daemon stops.
-        Refused with REASON_MODE_UNSUPPORTED: for_restart of a daemon whose pool would not outlive it.
+        """From now on nothing new is taken: stores and loads are refused with REASON_DRAINING, lookups miss, and new sessions
+        are refused. Running transfers go on, and attached sessions stay. Reports until the last transfer has ended, or the
+        time is up; if the stream breaks off, the drain goes on. Draining lasts until Resume, or until the daemon stops.
+        With for_restart, refused with REASON_MODE_UNSUPPORTED if the daemon's pool would not outlive it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes Drain back. Nothing happens if the daemon is not draining; refused with REASON_DRAINING if it is
-        being stopped.
+        """Ends draining. Does nothing if the daemon is not draining. Refused with REASON_DRAINING if it is being stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why does this hash miss? Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if a
+        """Says why a hash hits or misses. Takes milliseconds of the daemon's time. Refused with REASON_NAMESPACE_INVALID if a
         namespace is asked for and none fits, REASON_HASH_LENGTH if hashes of all that fit have another length.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -115,7 +113,7 @@ class AdminServicer(object):
 
     def Scrub(self, request, context):
         """Compares every block on the disks with its checksum, once, while the disks have nothing else to do. Answers at
-        once; DiskStatus says how far it is. Nothing new begins on a disk where one is on its way.
+        once; DiskStatus says how far it is. On a disk whose scrub is not finished, no other one begins.
         Refused with REASON_MODE_UNSUPPORTED if there is no disk tier.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -123,25 +121,26 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Drops blocks, of all namespaces or of one, from every tier. What is leased or under way stays, and is counted:
-        nothing waits for it, and nothing of it fails. What engines store meanwhile may stay as well. Answers when no daemon
-        on this pool, killed in whatever way, will find again what was dropped; or says on which disks that is not so yet.
-        Refused with REASON_NAMESPACE_INVALID if no namespace, or more than one, begins as asked; nothing has changed then.
+        """Drops blocks, of all namespaces or of one, from every tier. Blocks that are leased or under way stay, and are
+        counted: the call neither waits for them nor makes their transfers fail. Blocks that engines store meanwhile may
+        stay as well. Answers when no daemon on this pool will find the dropped blocks again, even after a kill, or says
+        for which disks that does not hold yet. Refused with REASON_NAMESPACE_INVALID if no namespace, or more than one,
+        begins as asked; then nothing has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """The namespaces that engines use, or that blocks are there of: the latest 1,024 groups of them.
+        """Lists the namespaces that engines use, or that have blocks: the latest 1,024 groups of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that
-        can change while it runs. Refused with REASON_MALFORMED, and nothing has changed, if it cannot be used.
+        """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that can
+        change while it runs. Refused with REASON_MALFORMED if it cannot be used; then nothing has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

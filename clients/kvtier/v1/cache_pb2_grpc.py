@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class CacheStub(object):
-    """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
-    session. The unary calls do the same for a session that is attached; they are the public API for tools and for
-    languages without the client library.
-    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
-    hit. It is a MISS where promoting it would take longer than computing it anew.
+    """Engines use the session stream (`Attach`), which is the fast path and carries events. When it ends, the session ends.
+    The unary calls do the same for a session that is attached; they are the public API for tools and for languages
+    without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later lookup
+    will hit. It is a MISS if promoting it would take longer than computing it anew.
     """
 
     def __init__(self, channel):
@@ -87,15 +87,15 @@ class CacheStub(object):
 
 
 class CacheServicer(object):
-    """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
-    session. The unary calls do the same for a session that is attached; they are the public API for tools and for
-    languages without the client library.
-    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
-    hit. It is a MISS where promoting it would take longer than computing it anew.
+    """Engines use the session stream (`Attach`), which is the fast path and carries events. When it ends, the session ends.
+    The unary calls do the same for a session that is attached; they are the public API for tools and for languages
+    without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later lookup
+    will hit. It is a MISS if promoting it would take longer than computing it anew.
     """
 
     def Attach(self, request_iterator, context):
-        """One session. The first message is a Hello; everything else is answered in any order under its `id`.
+        """Serves one session. The first message is a Hello. All later requests are answered in any order, under their `id`.
         The token comes from the side socket, which must stay open as long as the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -103,7 +103,7 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Which of these blocks can be loaded now; optionally leases them.
+        """Says which of these blocks can be loaded now, and leases them if asked to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,15 +111,15 @@ class CacheServicer(object):
 
     def Touch(self, request, context):
         """Makes blocks recent, so that they are evicted later. For blocks that an engine uses without loading them, and for
-        prefixes that were stored in several parts: the head of a prefix should go last.
+        prefixes that were stored in several parts, because the head of a prefix should be evicted last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Has blocks that only a lower tier holds promoted to the host, ahead of a lookup. Answers at once, with the states
-        that a lookup would now tell; nothing is leased.
+        """Promotes blocks that only a lower tier holds to the host, ahead of a lookup. Answers at once, with the states that
+        a lookup would return now. Nothing is leased.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,28 +133,28 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Submits one load, for all ranks, of blocks held by a lease. Returns when it is accepted, not when it is done.
+        """Submits one load, for all ranks, of blocks that a lease holds. Returns when it is accepted, not when it is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives leases back. Unknown and expired ones are ignored: releasing twice is safe.
+        """Gives leases back. Unknown and expired ones are ignored, so releasing twice is safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Asks for transfers to end early. Their terminal state still comes as an event, or from Wait.
+        """Asks transfers to end early. How they end still comes as an event, or from Wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wait(self, request, context):
-        """Waits, up to a deadline, until the named transfers are terminal.
+        """Waits, up to a deadline, until the named transfers have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,11 +217,11 @@ def add_CacheServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cache(object):
-    """Engines use the session stream (`Attach`): it is the fast path, carries events, and its end is the end of the
-    session. The unary calls do the same for a session that is attached; they are the public API for tools and for
-    languages without the client library.
-    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later one will
-    hit. It is a MISS where promoting it would take longer than computing it anew.
+    """Engines use the session stream (`Attach`), which is the fast path and carries events. When it ends, the session ends.
+    The unary calls do the same for a session that is attached; they are the public API for tools and for languages
+    without the client library.
+    A block that only a lower tier holds is PENDING: the lookup has begun to promote it to the host, and a later lookup
+    will hit. It is a MISS if promoting it would take longer than computing it anew.
     """
 
     @staticmethod

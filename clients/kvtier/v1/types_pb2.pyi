@@ -27,22 +27,22 @@ class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     ROLE_SCHEDULER: _Role.ValueType  # 1
-    """Looks up, submits stores and loads for the whole instance."""
+    """Looks up, and submits stores and loads, for the whole instance."""
     ROLE_RANK: _Role.ValueType  # 2
-    """Owns one rank's share of the engine's KV cache."""
+    """Holds one rank's share of the engine's KV cache."""
     ROLE_SCHEDULER_AND_RANK: _Role.ValueType  # 3
-    """Both at once: an instance of a single process (plain clients, world size 1)."""
+    """Both at once, for an instance of a single process (plain clients, world size 1)."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What one attachment of a process to the daemon is for. One process may fill both places."""
+    """What one attachment of a process to the daemon is for. One process may have both roles."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_SCHEDULER: Role.ValueType  # 1
-"""Looks up, submits stores and loads for the whole instance."""
+"""Looks up, and submits stores and loads, for the whole instance."""
 ROLE_RANK: Role.ValueType  # 2
-"""Owns one rank's share of the engine's KV cache."""
+"""Holds one rank's share of the engine's KV cache."""
 ROLE_SCHEDULER_AND_RANK: Role.ValueType  # 3
-"""Both at once: an instance of a single process (plain clients, world size 1)."""
+"""Both at once, for an instance of a single process (plain clients, world size 1)."""
 global___Role = Role
 
 class _GroupKind:
@@ -72,7 +72,7 @@ class _Gate:
 class _GateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Gate.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     GATE_NONE: _Gate.ValueType  # 0
-    """At once: the submitter knows that the engine's memory is ready."""
+    """At once, because the submitter knows that the engine's memory is ready."""
     GATE_DOORBELL: _Gate.ValueType  # 1
     """When the rank's doorbell word has reached the submitted value."""
 
@@ -80,7 +80,7 @@ class Gate(_Gate, metaclass=_GateEnumTypeWrapper):
     """When a copy worker may start its part of a transfer."""
 
 GATE_NONE: Gate.ValueType  # 0
-"""At once: the submitter knows that the engine's memory is ready."""
+"""At once, because the submitter knows that the engine's memory is ready."""
 GATE_DOORBELL: Gate.ValueType  # 1
 """When the rank's doorbell word has reached the submitted value."""
 global___Gate = Gate
@@ -93,18 +93,18 @@ class _BlockStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     BLOCK_STATE_MISS: _BlockState.ValueType  # 0
     BLOCK_STATE_PENDING: _BlockState.ValueType  # 1
-    """Being written or promoted: ask again."""
+    """It is being stored or promoted: ask again."""
     BLOCK_STATE_HIT: _BlockState.ValueType  # 2
-    """Readable now."""
+    """It can be read now."""
 
 class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
-    """Residency of one block, as told to clients."""
+    """Whether clients can read one block."""
 
 BLOCK_STATE_MISS: BlockState.ValueType  # 0
 BLOCK_STATE_PENDING: BlockState.ValueType  # 1
-"""Being written or promoted: ask again."""
+"""It is being stored or promoted: ask again."""
 BLOCK_STATE_HIT: BlockState.ValueType  # 2
-"""Readable now."""
+"""It can be read now."""
 global___BlockState = BlockState
 
 class _StoreResult:
@@ -114,25 +114,25 @@ class _StoreResult:
 class _StoreResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_StoreResult.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     STORE_RESULT_ACCEPTED: _StoreResult.ValueType  # 0
-    """The key will be written by this transfer."""
+    """This transfer will write the block."""
     STORE_RESULT_EXISTS: _StoreResult.ValueType  # 1
-    """Already readable: nothing to copy."""
+    """It can already be read, so there is nothing to copy."""
     STORE_RESULT_PENDING: _StoreResult.ValueType  # 2
-    """Another transfer is writing it: nothing to copy."""
+    """Another transfer is writing it, so there is nothing to copy."""
     STORE_RESULT_THROTTLED: _StoreResult.ValueType  # 3
-    """No room now; nothing is copied for this key."""
+    """There is no room now, so nothing is copied for this key."""
 
 class StoreResult(_StoreResult, metaclass=_StoreResultEnumTypeWrapper):
-    """What a submitted store did with one key. On the wire one byte per key, in the order of submission."""
+    """What a submitted store did with one key. On the wire, one byte for each key, in the order of submission."""
 
 STORE_RESULT_ACCEPTED: StoreResult.ValueType  # 0
-"""The key will be written by this transfer."""
+"""This transfer will write the block."""
 STORE_RESULT_EXISTS: StoreResult.ValueType  # 1
-"""Already readable: nothing to copy."""
+"""It can already be read, so there is nothing to copy."""
 STORE_RESULT_PENDING: StoreResult.ValueType  # 2
-"""Another transfer is writing it: nothing to copy."""
+"""Another transfer is writing it, so there is nothing to copy."""
 STORE_RESULT_THROTTLED: StoreResult.ValueType  # 3
-"""No room now; nothing is copied for this key."""
+"""There is no room now, so nothing is copied for this key."""
 global___StoreResult = StoreResult
 
 class _TransferState:
@@ -143,25 +143,25 @@ class _TransferStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     TRANSFER_STATE_UNSPECIFIED: _TransferState.ValueType  # 0
     TRANSFER_STATE_ACTIVE: _TransferState.ValueType  # 1
-    """Submitted; no promise about its copies."""
+    """Submitted. Its copies may or may not have started."""
     TRANSFER_STATE_DONE: _TransferState.ValueType  # 2
-    """Terminal, fenced: every accepted block is committed (store) or in place (load)."""
+    """Ended and fenced: every accepted block is committed (store) or in place (load)."""
     TRANSFER_STATE_FAILED: _TransferState.ValueType  # 3
-    """Terminal, fenced: see `results` for keys that did succeed."""
+    """Ended and fenced: `TransferEvent.succeeded` says which keys did succeed."""
     TRANSFER_STATE_CANCELLED: _TransferState.ValueType  # 4
-    """Terminal, fenced: revoked or cancelled before or while it ran."""
+    """Ended and fenced: revoked or cancelled, before or while it ran."""
 
 class TransferState(_TransferState, metaclass=_TransferStateEnumTypeWrapper): ...
 
 TRANSFER_STATE_UNSPECIFIED: TransferState.ValueType  # 0
 TRANSFER_STATE_ACTIVE: TransferState.ValueType  # 1
-"""Submitted; no promise about its copies."""
+"""Submitted. Its copies may or may not have started."""
 TRANSFER_STATE_DONE: TransferState.ValueType  # 2
-"""Terminal, fenced: every accepted block is committed (store) or in place (load)."""
+"""Ended and fenced: every accepted block is committed (store) or in place (load)."""
 TRANSFER_STATE_FAILED: TransferState.ValueType  # 3
-"""Terminal, fenced: see `results` for keys that did succeed."""
+"""Ended and fenced: `TransferEvent.succeeded` says which keys did succeed."""
 TRANSFER_STATE_CANCELLED: TransferState.ValueType  # 4
-"""Terminal, fenced: revoked or cancelled before or while it ran."""
+"""Ended and fenced: revoked or cancelled, before or while it ran."""
 global___TransferState = TransferState
 
 class _Reason:
@@ -191,9 +191,9 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_DEVICE_UNKNOWN: _Reason.ValueType  # 17
     """no such GPU is visible to the daemon"""
     REASON_DEVICE_MEMORY_INVALID: _Reason.ValueType  # 18
-    """a handle, descriptor, offset or size that is not what it is said to be"""
+    """a handle, descriptor, offset or size is not what the client says"""
     REASON_UNKNOWN_TOKEN: _Reason.ValueType  # 30
-    """State. Nothing was changed. (FAILED_PRECONDITION unless said otherwise)
+    """State. Nothing was changed. (FAILED_PRECONDITION unless noted otherwise)
     UNAUTHENTICATED
     """
     REASON_WRONG_EPOCH: _Reason.ValueType  # 31
@@ -221,7 +221,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_DEVICE_OUT_OF_MEMORY: _Reason.ValueType  # 46
     """no room on the GPU for the daemon's context: lower the engine's share"""
     REASON_QUEUE_FULL: _Reason.ValueType  # 60
-    """Load. Try again later or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
+    """Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
     REASON_LEASE_LIMIT: _Reason.ValueType  # 61
     REASON_DRAINING: _Reason.ValueType  # 62
     """UNAVAILABLE"""
@@ -230,7 +230,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_SLOT_TOO_LARGE: _Reason.ValueType  # 64
     """FAILED_PRECONDITION: a block does not fit the pool"""
     REASON_CANCELLED: _Reason.ValueType  # 80
-    """Why a transfer ended other than DONE."""
+    """Why a transfer ended otherwise than DONE."""
     REASON_REVOKED: _Reason.ValueType  # 81
     REASON_GATE_DEADLINE: _Reason.ValueType  # 82
     REASON_WORKER_LOST: _Reason.ValueType  # 83
@@ -242,7 +242,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """INTERNAL"""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
-    """Why a call was refused or a transfer failed. Stable: programs may switch on it."""
+    """Why a call was refused or a transfer failed. The numbers are stable, so programs may rely on them."""
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
 REASON_HASH_LENGTH: Reason.ValueType  # 1
@@ -265,9 +265,9 @@ REASON_MALFORMED: Reason.ValueType  # 16
 REASON_DEVICE_UNKNOWN: Reason.ValueType  # 17
 """no such GPU is visible to the daemon"""
 REASON_DEVICE_MEMORY_INVALID: Reason.ValueType  # 18
-"""a handle, descriptor, offset or size that is not what it is said to be"""
+"""a handle, descriptor, offset or size is not what the client says"""
 REASON_UNKNOWN_TOKEN: Reason.ValueType  # 30
-"""State. Nothing was changed. (FAILED_PRECONDITION unless said otherwise)
+"""State. Nothing was changed. (FAILED_PRECONDITION unless noted otherwise)
 UNAUTHENTICATED
 """
 REASON_WRONG_EPOCH: Reason.ValueType  # 31
@@ -295,7 +295,7 @@ REASON_DEVICE_UNAVAILABLE: Reason.ValueType  # 45
 REASON_DEVICE_OUT_OF_MEMORY: Reason.ValueType  # 46
 """no room on the GPU for the daemon's context: lower the engine's share"""
 REASON_QUEUE_FULL: Reason.ValueType  # 60
-"""Load. Try again later or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
+"""Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
 REASON_LEASE_LIMIT: Reason.ValueType  # 61
 REASON_DRAINING: Reason.ValueType  # 62
 """UNAVAILABLE"""
@@ -304,7 +304,7 @@ REASON_WORKER_UNAVAILABLE: Reason.ValueType  # 63
 REASON_SLOT_TOO_LARGE: Reason.ValueType  # 64
 """FAILED_PRECONDITION: a block does not fit the pool"""
 REASON_CANCELLED: Reason.ValueType  # 80
-"""Why a transfer ended other than DONE."""
+"""Why a transfer ended otherwise than DONE."""
 REASON_REVOKED: Reason.ValueType  # 81
 REASON_GATE_DEADLINE: Reason.ValueType  # 82
 REASON_WORKER_LOST: Reason.ValueType  # 83
@@ -318,8 +318,8 @@ global___Reason = Reason
 
 @typing.final
 class Namespace(google.protobuf.message.Message):
-    """What makes two engines' KV blocks interchangeable. Every field is compared byte for byte; blocks never cross
-    from one namespace to another. An empty field means "not applicable", never "any".
+    """What has to be equal for two engines to share KV blocks. Every field is compared byte for byte, and blocks never
+    cross from one namespace to another. An empty field means "not applicable", never "any".
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -337,31 +337,34 @@ class Namespace(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """Model identity, e.g. a hub name. For local weights: a name for people; `weights_revision` decides."""
+    """The model's identity, e.g. a hub name. For local weights it is a name for people, and `weights_revision` decides."""
     weights_revision: builtins.str
     """Hub commit, or "sha256:…" of the local weights' content."""
     kv_dtype: builtins.str
-    """dtype of the KV cache as stored, e.g. "bfloat16"."""
+    """The dtype of the KV cache as it is stored, e.g. "bfloat16"."""
     kv_scales: builtins.str
-    """Identity of static KV quantisation scales; empty if there are none. Dynamic scales cannot be shared."""
+    """The identity of static KV quantisation scales; empty if there are none. Blocks with dynamic scales cannot be
+    shared.
+    """
     parallelism: builtins.str
-    """Parallelism, as it shapes what one rank holds: tensor, pipeline and context parallel sizes and interleave."""
+    """Parallelism, as far as it decides what one rank holds: tensor, pipeline and context parallel sizes and interleave."""
     hash_scheme: builtins.str
     """How block hashes are made, e.g. "vllm:sha256_cbor:none-hash-v1"."""
     hash_bytes: builtins.int
     """Bytes of one block hash, 8 to 32."""
     tenant: builtins.str
-    """Tenant; blocks are never shared between tenants."""
+    """The tenant. Blocks are never shared between tenants."""
     salt: builtins.str
     """Free text mixed into the namespace, e.g. a deployment's secret salt."""
     generation: builtins.int
-    """Raised by an engine that changed its weights in place or reset its cache."""
+    """An engine raises it when it has changed its weights in place or reset its cache."""
     adapter: builtins.str
-    """LoRA or other adapter identity where the block hash does not carry it."""
+    """The identity of a LoRA or other adapter, if block hashes do not include it."""
     @property
     def identity(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Setting]:
-        """Everything else that decides a block's bytes, by name, e.g. "model_config.max_model_len": sorted by name, no name
-        twice, at most 256, and 32 KiB. A daemon that does not know this field leaves it out, so a client says a digest of it in `weights_revision` too.
+        """Everything else that decides a block's bytes, by name, e.g. "model_config.max_model_len". Sorted by name, without
+        repeated names, at most 256 settings and 32 KiB. A daemon that does not know this field ignores it, so a client
+        also puts a digest of it into `weights_revision`.
         """
 
     def __init__(
@@ -408,8 +411,8 @@ global___Setting = Setting
 
 @typing.final
 class PlaneGeometry(google.protobuf.message.Message):
-    """Geometry of one plane inside a block: what the layout fingerprint covers. Where the plane lies in memory is
-    said on the side socket and is not part of the fingerprint.
+    """The geometry of one plane inside a block, which the layout fingerprint covers. Where the plane lies in memory is sent
+    on the side socket, and is not part of the fingerprint.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -417,7 +420,7 @@ class PlaneGeometry(google.protobuf.message.Message):
     FRAGMENT_BYTES_FIELD_NUMBER: builtins.int
     DESCRIPTION_FIELD_NUMBER: builtins.int
     fragment_bytes: builtins.int
-    """Bytes this plane contributes to one block, more than zero."""
+    """Bytes that this plane contributes to one block, more than zero."""
     description: builtins.str
     """What is in it, e.g. "layers.3.kv [heads=2, tokens=32, channels=128] bfloat16"."""
     def __init__(
@@ -432,7 +435,7 @@ global___PlaneGeometry = PlaneGeometry
 
 @typing.final
 class Group(google.protobuf.message.Message):
-    """Layers that share one block table, as one rank holds them."""
+    """Layers that share one block table, in the form in which one rank holds them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -451,7 +454,7 @@ class Group(google.protobuf.message.Message):
     """Window in tokens for GROUP_KIND_SLIDING_WINDOW, else 0."""
     replicated: builtins.bool
     """Every rank of the instance holds the same bytes (MLA under tensor parallelism): a block is stored once, by a rank
-    that the daemon picks, and loaded by all. All ranks must say so, with the same planes.
+    that the daemon chooses, and loaded by all. All ranks must say so, with the same planes.
     """
     @property
     def planes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlaneGeometry]:
@@ -473,7 +476,7 @@ global___Group = Group
 
 @typing.final
 class TransferId(google.protobuf.message.Message):
-    """One transfer, for ever: `boot_nonce` differs for every start of the daemon."""
+    """Names one transfer for ever, because `boot_nonce` differs for every start of the daemon."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -493,7 +496,7 @@ global___TransferId = TransferId
 
 @typing.final
 class Error(google.protobuf.message.Message):
-    """A refused call or failed transfer. Travels as `kvtier-error-bin` trailing metadata of unary calls, and inside
+    """A refused call or a failed transfer. It is sent as trailing metadata `kvtier-error-bin` of unary calls, and in
     replies of the session stream and of the side socket.
     """
 
@@ -507,7 +510,7 @@ class Error(google.protobuf.message.Message):
     field: builtins.str
     """The field at fault, e.g. "block_ids[3]"."""
     value: builtins.str
-    """The value found there, shortened."""
+    """The value of that field, shortened."""
     message: builtins.str
     """One sentence: what is wrong and what to do."""
     def __init__(

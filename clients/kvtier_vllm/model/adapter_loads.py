@@ -21,10 +21,10 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 LOADED_MAX = 65_536
-"""Adapters of one engine that are remembered. What later ones compute is not cached."""
+"""The most adapters of one engine that are remembered. What later ones compute is not cached."""
 
 UNKNOWN = b""
-"""Proof of files that could not be looked at, or changed while they were read. It proves nothing."""
+"""The proof of files that could not be looked at, or changed while they were read. It proves nothing."""
 
 AdapterId = tuple[int, str]
 """vLLM's number of an adapter, and its path as the user gave it."""
@@ -36,25 +36,25 @@ class AdapterLoad:
 
     adapter: AdapterId
     proof: bytes
-    """Of the files that were read, see `proof_of`."""
+    """The proof of the files that were read (see `proof_of`)."""
 
 
 def adapter_of(request: Any) -> AdapterId | None:
-    """What vLLM's request computes with; None: no adapter."""
+    """Returns the adapter that a request of vLLM computes with, or None."""
     lora = getattr(request, "lora_request", None)
     return None if lora is None else (lora.lora_int_id, lora.lora_path)
 
 
 def remember(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Adds it; of more than LOADED_MAX the oldest is forgotten."""
+    """Adds an entry, and forgets the oldest if there are more than LOADED_MAX."""
     kept[key] = value
     if len(kept) > LOADED_MAX:
         del kept[next(iter(kept))]
 
 
 def proof_of(path: str) -> bytes:
-    """Equal for two moments exactly if no file of the adapter at `path` was changed or replaced between them;
-    UNKNOWN if that cannot be told."""
+    """Returns a proof that is equal for two moments exactly if no file of the adapter at `path` was changed
+    or replaced between them, or UNKNOWN if that cannot be told."""
     try:
         stamp = stamp_of(Path(path).expanduser())
     except (UnknownWeights, OSError):
@@ -64,8 +64,8 @@ def proof_of(path: str) -> bytes:
 
 @dataclass(slots=True)
 class LoadedAdapters:
-    """What one worker has loaded. An adapter ends when its number gets other weights: what is computed for it
-    from then on is not what its name says."""
+    """The adapters that one worker has loaded. An adapter ends when its number gets other weights, because
+    what is computed under that number from then on is not what its name says."""
 
     _current: dict[int, AdapterLoad] = field(default_factory=dict)
     """By vLLM's number."""
@@ -73,8 +73,8 @@ class LoadedAdapters:
     _news: list[AdapterLoad] = field(default_factory=list)
 
     def loaded(self, adapter: AdapterId, proof: bytes) -> AdapterLoad | None:
-        """The worker has read an adapter, and is about to compute with it. Returns what is new, which `take`
-        tells as well."""
+        """Notes that the worker has read an adapter and is about to compute with it. Returns the load if it
+        is new, which `take` then also returns."""
         number = adapter[0]
         before, now = self._current.get(number), AdapterLoad(adapter, proof)
         if before == now and proof != UNKNOWN:
@@ -88,37 +88,37 @@ class LoadedAdapters:
         return now
 
     def has_ended(self, adapter: AdapterId | None) -> bool:
-        """Whether nothing counts any more that this worker computes for it. None: no adapter at all."""
+        """Whether what this worker computes for an adapter no longer counts. None means no adapter."""
         return adapter in self._ended
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` is worth calling."""
+        """Whether `take` has something to return."""
         return bool(self._news)
 
     def take(self) -> list[AdapterLoad]:
-        """What is new since the last call."""
+        """Returns the loads since the last call."""
         news, self._news = self._news, []
         return news
 
 
 class AdapterListener(Protocol):
-    """A half of a connector."""
+    """One half of a connector, the scheduler's or a worker's."""
 
     @property
     def lora_config(self) -> Any:
-        """vLLM's, of its engine; None without adapters."""
+        """vLLM's LoRA configuration of the engine; None without adapters."""
 
     def adapter_loaded(self, adapter: AdapterId, proof: bytes) -> None:
-        """A worker of its engine has read this adapter, and is about to compute with it."""
+        """Takes note that a worker of the engine has read this adapter, and is about to compute with it."""
 
 
 _listeners: weakref.WeakSet[AdapterListener] = weakref.WeakSet()
 
 
 def listen(listener: AdapterListener) -> None:
-    """It is told of each adapter that a worker of its engine loads in this process, for as long as it
-    lives. Raises AttributeError or ImportError where vLLM has no such workers."""
+    """Has a listener told of each adapter that a worker of its engine loads in this process, for as long as
+    the listener lives. Raises AttributeError or ImportError if vLLM has no such workers."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     if not hasattr(WorkerLoRAManager._load_adapter, "_told_to_kvtier"):
@@ -127,7 +127,7 @@ def listen(listener: AdapterListener) -> None:
 
 
 def _telling(load: Any) -> Any:
-    """vLLM's `_load_adapter`, followed by what it has read."""
+    """Returns vLLM's `_load_adapter`, extended to tell what it has read."""
 
     @functools.wraps(load)
     def telling(manager: Any, lora_request: Any) -> Any:
@@ -146,7 +146,7 @@ def _telling(load: Any) -> Any:
 
 
 def tell(lora_config: Any, adapter: AdapterId, proof: bytes) -> None:
-    """Tells the halves of the engine that has this configuration; all of this process if none has."""
+    """Tells the halves of the engine that has this configuration; if none has, all halves in this process."""
     listeners = list(_listeners)
     own = [listener for listener in listeners if listener.lora_config is lora_config]
     for listener in own or listeners:

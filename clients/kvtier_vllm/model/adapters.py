@@ -1,9 +1,9 @@
-"""By what the daemon knows the blocks of a request: vLLM's hashes, and with a LoRA adapter hashes of those
-and of the adapter's files.
+"""The keys by which the daemon knows the blocks of a request: vLLM's hashes or, with a LoRA adapter, hashes
+of those and of the adapter's files.
 
-vLLM's block hash carries an adapter's name and (from 0.31 on) its path, and nothing of its weights: two
-engines, or one engine at two times, may have different ones under the same name. Which files its weights are
-of the workers say, that have loaded them (see `adapter_loads`).
+vLLM's block hash carries an adapter's name and (from 0.31 on) its path, but nothing of its weights: two
+engines, or one engine at two times, may have different ones under the same name. The workers, which have
+loaded the weights, say from which files (see `adapter_loads`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvtier_vllm.model.adapter_loads import UNKNOWN, AdapterId, AdapterLoad, pro
 from kvtier_vllm.model.weights import UnknownWeights, local_revision
 
 ADAPTERS_MAX = 1_024
-"""Remembered; one that comes back later is identified again."""
+"""The most adapters that are remembered; one that comes back later is identified again."""
 
 Keys = Callable[[Sequence[bytes]], Sequence[bytes]]
-"""From a request's block hashes to keys, one for each, in order."""
+"""Makes keys out of a request's block hashes, one for each, in order."""
 
 
 class DerivedKeys(Sequence[bytes]):
-    """Keys of one request's blocks, made as they are asked for, each once."""
+    """The keys of one request's blocks. Each is made when it is first asked for."""
 
     def __init__(self, hashes: Sequence[bytes], revision: bytes, made: dict[bytes, bytes]) -> None:
-        """`made`: those of the request so far; added to."""
+        """`made` holds the request's keys so far, and is added to."""
         self._hashes = hashes
         self._revision = revision
         self._made = made
@@ -58,27 +58,27 @@ class DerivedKeys(Sequence[bytes]):
 
 @dataclass(slots=True)
 class _Adapter:
-    """One that requests have named, or a worker has loaded."""
+    """An adapter that requests have named, or that a worker has loaded."""
 
     proof: bytes
-    """Of its files when it was first seen."""
+    """The proof of its files when it was first seen."""
     revision: Future[str] | None = None
-    """None: they cannot be identified."""
+    """The identity of its files; None if they cannot be identified."""
     doubt: str = ""
-    """Why what its requests compute is neither stored nor loaded, as long as this engine lives. Empty: there
-    is no reason."""
+    """Why what its requests compute is neither stored nor loaded while this engine lives; empty without a
+    reason."""
     said: bool = False
-    """The user was told why."""
+    """Whether the user was told why."""
 
 
 @dataclass(slots=True)
 class _Loaded:
-    """What the workers have said of one adapter."""
+    """What the workers have said about one adapter."""
 
     proof: bytes
     workers: int = 1
     ended: bool = False
-    """Its number has other weights now, or its workers have read different files."""
+    """Whether its number has other weights now, or its workers have read different files."""
 
 
 @dataclass(slots=True)
@@ -86,28 +86,29 @@ class Adapters:
     """The adapters of one engine. Called from the scheduler's thread; files are read in another.
 
     An adapter is known by its files once all workers have loaded the very files that are there, and as long
-    as those stay as they are. Once they have changed, or others were loaded under the adapter's number, its
+    as these stay as they are. Once they have changed, or others were loaded under the adapter's number, its
     blocks are left alone.
     """
 
     log: logging.Logger
     identify: Callable[[Path], str] = local_revision
     world_size: int = 1
-    """Workers, each of which loads every adapter."""
+    """The number of workers, each of which loads every adapter."""
     names_alone: bool = False
-    """vLLM's block hashes carry an adapter's name only: two adapters with one name cannot be told apart."""
+    """Whether vLLM's block hashes carry only an adapter's name, so that two with the same name look alike."""
     _known: OrderedDict[AdapterId, _Adapter] = field(default_factory=OrderedDict)
     _loaded: dict[AdapterId, _Loaded] = field(default_factory=dict)
     _paths: dict[int, str] = field(default_factory=dict)
-    """By number: of what was loaded last."""
+    """The path of the adapter that was last loaded, by number."""
     _names: dict[str, AdapterId] = field(default_factory=dict)
-    """With `names_alone`: what was first called so."""
+    """With `names_alone`, the adapter that first had the name."""
     _told_at_once: bool = False
     _reading: ThreadPoolExecutor | None = None
 
     def loaded(self, loads: Sequence[AdapterLoad], *, at_once: bool = False) -> set[AdapterId]:
-        """What workers have loaded. `at_once`: the only one tells it as it happens, and what comes with the
-        step's results was known before. Returns adapters whose requests compute with other weights now."""
+        """Takes note of what workers have loaded. `at_once` says that the only worker tells this as it
+        happens; the same news in the step's results is then ignored. Returns the adapters whose requests
+        compute with other weights now."""
         if self._told_at_once and not at_once:
             return set()
         self._told_at_once = at_once
@@ -132,7 +133,7 @@ class Adapters:
         return ended
 
     def keys(self, request: Any) -> Keys | None:
-        """How the blocks of a request are named. None: not known (yet): nothing of it can be shared."""
+        """Returns how the blocks of a request are named, or None if that is not known (yet)."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return as_they_are
@@ -156,7 +157,7 @@ class Adapters:
         return _derived_from(revision)
 
     def known_keys(self, request: Any) -> Keys | None:
-        """As `keys`, of a request whose blocks were stored or loaded before: looks at no file."""
+        """As `keys`, for a request whose blocks were stored or loaded before. Looks at no file."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return as_they_are
@@ -168,7 +169,7 @@ class Adapters:
         return _derived_from(adapter.revision.result().encode())
 
     def close(self) -> None:
-        """The engine shuts down."""
+        """Stops reading files, because the engine shuts down."""
         if self._reading is not None:
             self._reading.shutdown(wait=False, cancel_futures=True)
 
@@ -186,7 +187,8 @@ class Adapters:
         return adapter
 
     def _doubt(self, adapter: _Adapter, this: AdapterId, name: str) -> str:
-        """Why what the engine computes for it may not be of its files, or these are unknown."""
+        """Returns why what the engine computes with an adapter may not be of its files, or these
+        are unknown."""
         if adapter.proof == UNKNOWN:
             return f"no safetensors files can be read in {this[1]!r}"
         if self.names_alone and name not in self._names:
@@ -216,7 +218,7 @@ class Adapters:
 
 
 def as_they_are(hashes: Sequence[bytes]) -> Sequence[bytes]:
-    """The keys of blocks without an adapter."""
+    """Returns the hashes unchanged: the keys of blocks without an adapter."""
     return hashes
 
 

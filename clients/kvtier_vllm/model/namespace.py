@@ -1,9 +1,9 @@
-"""From a vLLM configuration to the namespace its blocks belong to.
+"""Derives from a vLLM configuration the namespace that the engine's blocks belong to.
 
-vLLM's block hash covers tokens, LoRA name (see `adapters`), multi-modal content and cache salt, and nothing
-of the model. All else that decides a block's bytes is named here, out of what was given to the engine (files
-and settings, see `identity`) and not of what its processes have made of it; what cannot be named for certain
-is refused: a namespace too narrow costs a miss, one too wide serves wrong bytes.
+vLLM's block hash covers tokens, LoRA name (see `adapters`), multi-modal content and cache salt, but nothing
+of the model. Everything else that decides a block's bytes is named here. It is taken from what was given to
+the engine (files and settings, see `identity`) and not from what its processes have made of it. What cannot
+be named for certain is refused: too narrow a namespace costs a miss, too wide a one serves wrong bytes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from kvtier_vllm.model.identity.rendering import Unnameable, text_of
 from kvtier_vllm.model.identity.settings import UnnameableSetting, configuration_of, identity_of
 from kvtier_vllm.model.weights import UnknownWeights, local_revision
 
-# First release whose NONE_HASH is the same in every process for the sha256 family, and whose KV caches are
-# views of one allocation.
+# The first release whose NONE_HASH is the same in every process for the sha256 family, and whose KV caches
+# are views of one allocation.
 OLDEST_VLLM = (0, 29)
-# Last release whose block hashing was read; a later one gets a scheme of its own until somebody has looked.
+# The last release whose block hashing was read; a later one gets a scheme of its own until somebody has
+# looked.
 NEWEST_READ_VLLM = (0, 33)
-# First release that tags the extra keys of a block hash with their kind.
+# The first release that tags the extra keys of a block hash with their kind.
 TAGGED_EXTRA_KEYS_VLLM = (0, 31)
 
 _NONE_HASH_SEED = "vllm-none-hash"
 _HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 _PLAIN_KV_DTYPES = {"auto", "float16", "bfloat16"}
-# Scales per tensor, read from the checkpoint (or 1): part of the weights' identity.
+# Scales per tensor, read from the checkpoint (or 1), which are part of the weights' identity.
 _STATIC_SCALE_KV_DTYPES = {"fp8", "fp8_e4m3", "fp8_e5m2"}
 # Speculative methods that keep no KV of their own in the cache.
 _DRAFTLESS_METHODS = {"ngram", "ngram_gpu", "suffix"}
-# Those whose draft's KV lies beside the model's, and follows from a block's tokens and the one behind it.
+# Methods whose draft's KV lies beside the model's, and follows from a block's tokens and the one behind it.
 _DRAFTING_METHODS = {"eagle", "eagle3", "mtp"}
-# Weights are read from the safetensors files in the model's folder, which are what is digested.
+# These read weights from the safetensors files in the model's folder, which are the files that are digested.
 _SAFETENSORS_FORMATS = {
     "auto",
     "bitsandbytes",
@@ -54,18 +55,18 @@ _SAFETENSORS_FORMATS = {
     "safetensors",
     "sharded_state",
 }
-# From the files of a repository, whose commit is known.
+# These read from the files of a repository, whose commit is known.
 _REPOSITORY_FORMATS = _SAFETENSORS_FORMATS | {"gguf", "npcache", "pt"}
-# What models of these kinds read from other repositories, by the names in their configuration.
+# Models of these kinds read from other repositories, which their configuration names under these keys.
 _OTHER_REPOSITORIES = {"ultravox": ("audio_model_id", "text_model_id")}
-# vLLM finds out how long prompts may be.
+# With this value vLLM finds out by itself how long prompts may be.
 _FITTED = -1
-# What a client may tell of an engine.
+# The most settings, and bytes, that a client may tell about an engine.
 _CONFIGURATION_MAX, _CONFIGURATION_BYTES_MAX = 256, 32 << 10
 
 
 class UnsupportedConfiguration(Exception):
-    """This engine's blocks cannot be shared; the message says why and what to change."""
+    """This engine's blocks cannot be shared. The message says why, and what to change."""
 
 
 def derive(
@@ -77,12 +78,11 @@ def derive(
     *,
     adapters_by_files: bool = False,
 ) -> Namespace:
-    """Namespace of the engine that `vllm_config` (a VllmConfig) describes.
+    """Returns the namespace of the engine that `vllm_config` (a VllmConfig) describes.
 
-    Every process of an engine derives the same one. May read the model's weights (see `weights`). A
-    `revision` set by the user replaces what would be found out about the weights. `adapters_by_files`: blocks
-    of LoRA adapters are named by `adapters`; otherwise engines with LoRA are refused. Raises
-    UnsupportedConfiguration.
+    Every process of an engine derives the same one. It may read the model's weights (see `weights`), unless
+    the user has set a `revision`. With `adapters_by_files`, blocks of LoRA adapters are named by `adapters`;
+    without, engines with LoRA are refused. Raises UnsupportedConfiguration.
     """
     version = version_of(vllm_version)
     _refuse_what_the_hash_omits(vllm_config, adapters_by_files)
@@ -110,8 +110,8 @@ def derive(
 
 
 def told(vllm_config: Any, on_reset: str = "leave") -> tuple[tuple[str, str], ...]:
-    """Settings of this engine in which others that share with it may differ, for people; and what a reset of
-    its cache does, for `kvtierctl check-engine`."""
+    """Returns settings of this engine in which others that share with it may differ, for people, and what a
+    reset of its cache does, for `kvtierctl check-engine`."""
     found = configuration_of(vllm_config) | {"kvtier.on_reset": on_reset}
     found.setdefault("model_config.max_model_len", str(vllm_config.model_config.max_model_len))
     kept, size = [], 0
@@ -123,8 +123,8 @@ def told(vllm_config: Any, on_reset: str = "leave") -> tuple[tuple[str, str], ..
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """Major and minor number of a vLLM release. Raises UnsupportedConfiguration for what is none, and for
-    releases that are too old."""
+    """Returns the major and minor number of a vLLM release. Raises UnsupportedConfiguration if this is no
+    release, or one that is too old."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
         raise UnsupportedConfiguration(
@@ -137,7 +137,7 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def _adapters(vllm_config: Any) -> str:
-    """What all adapters have in common; their weights are in their blocks' keys."""
+    """Returns what all adapters have in common; their weights are in their blocks' keys."""
     lora = getattr(vllm_config, "lora_config", None)
     return "" if lora is None else f"LoRA {lora.lora_dtype}"
 
@@ -170,8 +170,8 @@ def _load_format_of(load_config: Any) -> str:
 
 
 def _refuse_unsettled_contexts(parallel: Any) -> None:
-    """Context parallelism of which this process cannot say which rank holds which tokens. What KV caches may
-    be spread by decode context parallelism is up to `groups`."""
+    """Refuses context parallelism if this process cannot say which rank holds which tokens. Which KV caches
+    decode context parallelism may spread is up to `groups`."""
     prefill = getattr(parallel, "prefill_context_parallel_size", 1)
     if prefill != 1:
         raise UnsupportedConfiguration(
@@ -179,7 +179,7 @@ def _refuse_unsettled_contexts(parallel: Any) -> None:
         )
     old = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
     if getattr(parallel, "decode_context_parallel_size", 1) > 1 and old not in (1, _interleave(parallel)):
-        # Workers put it into cp_kv_cache_interleave_size when they are up; the scheduler's process does not.
+        # Workers put it into cp_kv_cache_interleave_size when they start; the scheduler's process does not.
         raise UnsupportedConfiguration(
             f"dcp_kv_cache_interleave_size={old}: set cp_kv_cache_interleave_size to it instead"
         )
@@ -240,12 +240,13 @@ def _parallelism(parallel: Any) -> str:
 
 def _model_name(model: Any) -> str:
     path = Path(model.model)
-    # A path is where weights lie on one machine, not what they are.
+    # A path says where weights lie on one machine, not what they are.
     return path.resolve().name if path.is_dir() else str(model.model)
 
 
 def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
-    """Raises UnnameableSetting and UnsupportedConfiguration."""
+    """Returns the settings that are in the identity. Raises UnnameableSetting
+    and UnsupportedConfiguration."""
     model = vllm_config.model_config
     drafts = _drafts(vllm_config)
     found = identity_of(vllm_config, drafts=drafts)
@@ -264,10 +265,11 @@ def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
     if positions.is_others_code(model):
         found["transformers"] = importlib.metadata.version("transformers")
     found |= _overrides(model, revision)
-    if revision and (given := positions.given_digest(model)):  # else it is in what was found of the weights
+    # else it is part of what was found out about the weights
+    if revision and (given := positions.given_digest(model)):
         found["model_config.hf_config"] = given
     if positions.matters(model):
-        # What is fitted to the memory is fitted when the model has been built already.
+        # A length that is fitted to the memory is known only when the model has been built.
         fitted = getattr(model, "original_max_model_len", None) == _FITTED
         found["model_config.max_model_len"] = "auto" if fitted else str(model.max_model_len)
     if drafts:
@@ -283,7 +285,8 @@ def _identity(vllm_config: Any, revision: str) -> tuple[tuple[str, str], ...]:
 
 
 def _has_two_sets_of_weights(model: Any) -> bool:
-    """In Mistral's format and in another one: which of them is read depends on how the engine was started."""
+    """Returns whether the folder has weights in Mistral's format and in another one. Which are read then
+    depends on how the engine was started."""
     folder = positions.folder_of(model)
     return folder is not None and any(folder.glob("consolidated*.safetensors"))
 
@@ -294,8 +297,8 @@ def _drafts(vllm_config: Any) -> bool:
 
 
 def _platform() -> str:
-    """Kernels for quantised weights differ in what they compute with: a GPU without FP4 or FP8 units
-    multiplies what another one does in a wider type."""
+    """Returns the kind of processor. Kernels for quantised weights differ in what they compute with: a GPU
+    without FP4 or FP8 units multiplies in a wider type."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -303,8 +306,8 @@ def _platform() -> str:
 
 
 def _packing() -> str:
-    """On a processor, its instructions, by which vLLM's kernels order the keys within a block; else empty. A
-    pool on a disk may outlive the machine."""
+    """Returns the instructions of a CPU, by which vLLM's kernels order the keys within a block, or an empty
+    text on a GPU. A pool on a disk may outlive the machine."""
     import torch
     from vllm.platforms import current_platform
 
@@ -316,7 +319,7 @@ def _packing() -> str:
 
 
 def _overrides(model: Any, revision: str) -> dict[str, str]:
-    """Of the model's configuration, where it does not all come from beside its weights."""
+    """Returns the parts of the model's configuration that do not come from beside its weights."""
     found = {}
     if overrides := getattr(model, "hf_overrides", None):
         try:
@@ -334,7 +337,7 @@ def _overrides(model: Any, revision: str) -> dict[str, str]:
         )
     given = positions.given_config(model)
     if getattr(model, "trust_remote_code", False) and given.get("auto_map"):
-        found["model_config.trust_remote_code"] = text_of(True)  # without it another class reads the files
+        found["model_config.trust_remote_code"] = text_of(True)  # without it, another class reads the files
     for key in _OTHER_REPOSITORIES.get(str(given.get("model_type")), ()):
         if (other := given.get(key)) and not revision:
             raise UnsupportedConfiguration(
@@ -364,7 +367,7 @@ def _found_revision(model: Any, load_format: str = "auto") -> str:
             raise UnsupportedConfiguration(str(error)) from error
     commit = getattr(model.hf_config, "_commit_hash", None)
     if (getattr(model, "hf_config_path", None) or model.model) != str(path):
-        commit = None  # that of another repository, which has no weights
+        commit = None  # it is the commit of another repository, which has no weights
     if not commit:
         raise UnsupportedConfiguration(
             f"the commit of {model.model!r} is unknown; set weights_revision in kv_connector_extra_config"

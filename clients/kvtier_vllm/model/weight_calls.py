@@ -1,12 +1,12 @@
-"""vLLM's own calls that change the weights of a running engine, noticed in the process of each worker.
+"""Notices vLLM's own calls that change the weights of a running engine, in the process of each worker.
 
-vLLM tells connectors nothing of them, so they are wrapped, in every class of workers and model runners that
-this process knows, once; and `load_weights` of the model's class, which is where most programs that update
-weights arrive, whichever way they came. Of a call nobody knows what it has loaded: the weights have no name
-afterwards, until somebody gives them one.
+vLLM tells connectors nothing of these calls, so they are wrapped, once, in every class of workers and model
+runners that this process knows. So is `load_weights` of the model's class, which most programs that update
+weights arrive at. Nobody knows what such a call has loaded, so the weights have no name afterwards until
+somebody gives them one.
 
-What writes into parameters by itself (a function given to `collective_rpc`) is not seen. Functions given to
-`apply_model` are: the parameters are compared before and afterwards.
+Code that writes into parameters by itself (a function given to `collective_rpc`) is not noticed. Functions
+given to `apply_model` are: the parameters are compared before and afterwards.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ CHANGING = (
     "start_weight_update",
     "update_weights",
 )
-"""Of workers and model runners, in 0.29 to 0.33: all that they do is to change weights."""
+"""Methods of workers and model runners in vLLM 0.29 to 0.33 that do nothing but change weights."""
 DISCARDING_LEVEL = 2
-"""Of vLLM's sleep: from it on weights are discarded, and others may be loaded on waking."""
+"""The level of vLLM's sleep from which on weights are discarded, and others may be loaded on waking."""
 
 Tell = Callable[[Any], object]
-"""Told the VllmConfig of the engine whose weights have changed, or are about to."""
+"""Called with the VllmConfig of the engine whose weights have changed, or are about to."""
 
 _models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Those of the workers of this process, with the VllmConfig of each."""
+"""The models of this process's workers, with the VllmConfig of each."""
 
 
 def notice(tell: Tell) -> None:
-    """From now on, in this process. Called again it only looks for classes that are new. Raises ImportError
-    or AttributeError where vLLM has no such workers."""
+    """Calls `tell` from now on, in this process. When called again, only looks for new classes. Raises
+    ImportError or AttributeError if vLLM has no such workers."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     for worker in _classes(WorkerBase):
@@ -60,7 +60,7 @@ def _classes(base: type) -> Iterator[type]:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """The class's own method, if it has one, and was not wrapped before."""
+    """Wraps the class's own method, if it has one that was not wrapped before."""
     method = vars(owner).get(name)
     if method is not None and not hasattr(method, "_told_to_kvtier"):
         wrapped: Any = functools.wraps(method)(wrapper(method))
@@ -69,7 +69,8 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def _told_before(tell: Tell, method: Any) -> Any:
-    """Nothing is computed during the call. Who names the weights at its end, from within, is heard last."""
+    """Tells before the call, during which nothing is computed. So a name that is given from within, at its
+    end, is the last that is heard."""
 
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         tell(self.vllm_config)
@@ -101,7 +102,7 @@ def _told_of_discarding(tell: Tell, method: Any) -> Any:
 
 
 def _told_of_differences(tell: Tell, method: Any) -> Any:
-    """Most functions only look at the model."""
+    """Tells only if the parameters differ afterwards: most functions only look at the model."""
 
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.get_model()
@@ -116,7 +117,7 @@ def _told_of_differences(tell: Tell, method: Any) -> Any:
 
 
 def _knowing_the_model(tell: Tell, method: Any) -> Any:
-    """The last call of an engine's start, when connectors are there."""
+    """Wraps the last call of an engine's start, at which connectors exist."""
 
     def knowing(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.get_model()
@@ -130,13 +131,14 @@ def _knowing_the_model(tell: Tell, method: Any) -> Any:
 
 
 def _wrap_wherever(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """As `_wrap`, in whichever class the method comes from."""
+    """As `_wrap`, in whichever base class the method comes from."""
     for each in owner.__mro__:
         _wrap(each, name, wrapper)
 
 
 def _told_of_the_models(tell: Tell, method: Any) -> Any:
-    """Other models of the class load weights as well: a draft, or the model of an engine that starts."""
+    """Tells only for a model of a worker: others of its class load weights as well, such as a draft, or the
+    model of an engine that starts."""
 
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = _models.get(self)
@@ -148,10 +150,11 @@ def _told_of_the_models(tell: Tell, method: Any) -> Any:
 
 
 def digest_of_parameters(model: Any) -> bytes:
-    """A digest of the sums of all rows and columns of a torch module's parameters and buffers.
+    """Returns a digest of the sums of all rows and columns of a torch module's parameters and buffers.
 
     It differs when the weights were trained, replaced, scaled or moved. It is no proof against somebody who
-    exchanges values so that no sum changes. It reads everything; where it cannot, it differs each time."""
+    exchanges values so that no sum changes. It reads all parameters; if it cannot, it differs each time.
+    """
     import torch
 
     whole = hashlib.sha256()
@@ -161,13 +164,13 @@ def digest_of_parameters(model: Any) -> bytes:
                 whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
                 for sums in _sums_of(tensor.detach()):
                     whole.update(sums.cpu().numpy().tobytes())
-    except Exception:  # of tensors that are more than numbers in memory
+    except Exception:  # such as tensors that are more than numbers in memory
         return os.urandom(whole.digest_size)
     return whole.digest()
 
 
 def _sums_of(tensor: Any) -> Iterator[Any]:
-    """Of the bits of a tensor, as whole numbers, along its first and along its last dimension."""
+    """Yields the sums of a tensor's bits, as whole numbers, along its first and along its last dimension."""
     import torch
 
     if not tensor.numel() or tensor.is_meta:

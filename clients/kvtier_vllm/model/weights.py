@@ -1,8 +1,8 @@
-"""Identity of model weights: what must be equal for two engines' KV blocks to be interchangeable.
+"""The identity of model weights, which must be equal for two engines' KV blocks to be interchangeable.
 
-Local weights are identified by their content. Hashing tens of gigabytes takes tens of seconds, so the
-digest is kept in the user's cache directory, valid only while every file has the size, inode and change
-time it was made from; processes that need the same digest at once wait for the first instead of all reading
+Local weights are identified by their content. Hashing tens of gigabytes takes tens of seconds, so the digest
+is kept in the user's cache directory. It is valid only while every file has the size, inode and change time
+that it was made from. Processes that need the same digest at once wait for the first, instead of all reading
 the disk.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Which of the weight files are read.
+# These files say which of the weight files are read.
 INDEX_NAMES = ("consolidated.safetensors.index.json", "model.safetensors.index.json")
 # Files that decide the values a model computes. Tokenizer files do not: blocks are named by token ids.
 CONFIG_NAMES = (
@@ -43,27 +43,27 @@ WEIGHT_PATTERN = "*.safetensors"
 SUBFOLDERS = ("adapters/*", "whisper-large-v3")
 
 _CHUNK_BYTES = 8 << 20
-# Longer than hashing the largest models takes; after it a process computes the digest itself.
+# Longer than hashing the largest models takes; after it, a process computes the digest itself.
 _LOCK_TIMEOUT_S = 600.0
 
 SETTLED_S = 2.0
-"""Files that have changed more lately may change again without another change time: many file systems take it
-from a clock that stands still for milliseconds. Their digest is not remembered."""
+"""Files that have changed more lately than this may change again without another change time, because many
+file systems take it from a clock that stands still for milliseconds. Their digest is not remembered."""
 
 
 Stamp = list[list[int | str]]
-"""Equal exactly if no file was changed or replaced."""
+"""The state of files; equal exactly if no file was changed or replaced."""
 
 
 class UnknownWeights(Exception):
-    """The weights cannot be identified; the message says why and what to set."""
+    """The weights cannot be identified. The message says why, and what to set."""
 
 
 def local_revision(directory: Path) -> str:
-    """`sha256:…` over names, sizes and content of the config, code and safetensors files of the model, or of
-    the adapter, in `directory`.
+    """Returns `sha256:…`, a digest of the names, sizes and contents of the config, code and safetensors files
+    of the model or adapter in `directory`.
 
-    Independent of the directory's path. Raises UnknownWeights if there are no safetensors files or one
+    It does not depend on the directory's path. Raises UnknownWeights if there are no safetensors files or one
     cannot be read. A cache that cannot be read or written only costs time.
     """
     files = _files_of(directory)
@@ -84,7 +84,8 @@ def local_revision(directory: Path) -> str:
 
 
 def stamp_of(directory: Path) -> Stamp:
-    """Of the files that `local_revision` reads. Raises UnknownWeights likewise."""
+    """Returns the stamp of the files that `local_revision` reads. Raises UnknownWeights if there are none, or
+    one cannot be looked at."""
     return _stamp_of(directory, _files_of(directory))
 
 
@@ -114,7 +115,8 @@ def _last_change_ns(stamp: Stamp) -> int:
 
 
 def _digest(directory: Path, files: list[Path]) -> str:
-    # Each file by itself, in threads (hashing releases the GIL); the digest of digests is the revision.
+    # Files are hashed one by one, in threads (hashing releases the GIL); the digest of digests is the
+    # revision.
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_file_digest, files))
     whole = hashlib.sha256()
@@ -137,12 +139,13 @@ def _file_digest(file: Path) -> str:
 
 @contextlib.contextmanager
 def _cache_entry(key: str) -> Iterator[Path | None]:
-    """Path of the cache entry, locked against other processes; None where there is no usable cache."""
+    """Yields the path of the cache entry, locked against other processes, or None without a cache."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier" / "weights"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = root.stat()
-        # An entry decides which blocks are shared: only a directory that nobody else can write is believed.
+        # An entry decides which blocks are shared, so only a directory that nobody else can write to is
+        # trusted.
         if state.st_uid != os.getuid() or state.st_mode & 0o022:
             raise PermissionError(root)
         lock = os.open(root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,5 +1,5 @@
-"""What the next requests in the queue need is promoted before it is their turn: while all slots of the engine
-are taken, vLLM asks about no request."""
+"""Promotes what the next requests in the queue need before it is their turn, because vLLM asks about no
+request while all slots of the engine are taken."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from kvtier import Client
 from kvtier_vllm.scheduler.question import Question
 
 PREFETCHES_MAX = 8
-"""Requests in the queue whose blocks are promoted ahead of their turn: the next ones, and not the whole
-queue, which could push each other's blocks out again."""
+"""For how many requests in the queue blocks are promoted ahead: the next ones, and not the whole queue, whose
+blocks could push each other out again."""
 
 
 class Ahead:
     """Requests that vLLM has not asked about yet, in their order."""
 
     def __init__(self, question: Question, loadable: Callable[[Any, Sequence[bytes]], int]) -> None:
-        """`loadable`: units of a request, with its hashes, that may be loaded."""
+        """`loadable` returns how many units of a request, with these hashes, may be loaded."""
         self._question = question
         self._loadable = loadable
         self._unasked: dict[str, tuple[Any, Sequence[bytes]]] = {}
         self._prefetched: set[str] = set()
-        """Of them."""
+        """Those of them whose blocks were promoted."""
 
     def __len__(self) -> int:
         return len(self._unasked)
 
     def arrived(self, request: Any, hashes: Sequence[bytes]) -> None:
-        """A new request, which vLLM asks about when it is its turn."""
+        """Adds a new request, which vLLM asks about when it is its turn."""
         self._unasked[request.request_id] = request, hashes
 
     def asked(self, request_id: str) -> None:
-        """It is its turn, or it is over. Idempotent."""
+        """Removes a request, because it is its turn or it is over. Safe to call twice."""
         self._unasked.pop(request_id, None)
         self._prefetched.discard(request_id)
 
     def prefetch(self, client: Client) -> None:
-        """Has what the next ones need promoted."""
+        """Has what the next requests need promoted."""
         for request_id, (request, hashes) in itertools.islice(self._unasked.items(), PREFETCHES_MAX):
             if request_id in self._prefetched:
                 continue

@@ -1,12 +1,12 @@
-"""Audits: of some requests that hit, the last block that could be loaded is computed as well, and compared
+"""Audits: for some requests that hit, the last block that could be loaded is computed as well, and compared
 with what is stored.
 
-Nothing else can see the right bytes of the wrong model: every check of bytes passes, and the output is wrong.
-The stored block is loaded into a block of the engine's own that nobody uses, the request computes its own,
-and a worker compares the two where they lie. A block that the same weights computed in another batch differs
-by rounding; one of other weights, positions or scales has little to do with it.
+Nothing else notices the right bytes of the wrong model: every check of bytes passes, and the output is wrong.
+The stored block is loaded into a block of the engine that nobody uses, the request computes its own, and a
+worker compares the two where they lie. A block that the same weights computed in another batch differs by
+rounding; one of other weights, positions or scales has little to do with it.
 
-Costs the request at most one unit of computing, everybody else nothing.
+An audit costs its request at most one unit of computing, and other requests nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from kvtier_vllm.scheduler.tables import hashes_of
 from kvtier_vllm.scheduler.tracking import TrackedRequest
 
 UNITS_MIN = 2
-"""Units of a hit that is audited: at least one is loaded."""
+"""The fewest units of a hit that is audited, so that at least one is loaded."""
 OPEN_MAX = 4
-"""Audits at the same time."""
+"""The most audits at the same time."""
 PATIENCE_S = 30.0
-"""An audit that has not come to a verdict by then is given up."""
+"""An audit that has not come to a verdict after this time is given up."""
 FREE_FRACTION_MIN = 0.05
-"""Of the engine's blocks, free before some are taken for an audit."""
+"""The share of the engine's blocks that must be free before some are taken for an audit."""
 
-# The relative error above which two blocks are not of one model, by the dtypes of KV cache and model: that of
-# the coarser one counts. Derivation: ARCHITECTURE, "Audits".
+# The relative error above which two blocks are not of one model, by the dtypes of KV cache and model; the
+# coarser one counts. For the derivation see docs/design/identity.md, "Audits".
 _THRESHOLDS = {
     "float32": 0.01,
     "float16": 0.05,
@@ -54,8 +54,8 @@ _THRESHOLDS = {
 
 
 def threshold_of(*dtypes: str) -> float:
-    """For blocks of these dtypes, as vLLM names them: "bfloat16", "torch.float16", "fp8_e4m3", …; "auto" says
-    nothing."""
+    """Returns the threshold for blocks of these dtypes, as vLLM names them: "bfloat16", "torch.float16",
+    "fp8_e4m3" and so on. "auto" is ignored."""
     names = {"fp8" if "fp8" in name else name.removeprefix("torch.") for name in dtypes}
     return max(_THRESHOLDS.get(name, _THRESHOLDS["fp8"]) for name in names - {"auto"})
 
@@ -66,42 +66,42 @@ class AuditVerdict:
 
     matched: bool
     error: float
-    """As `comparing.Difference.error`, of all groups and ranks the worst."""
+    """The worst `comparing.Difference.error` of all groups and ranks."""
     threshold: float
     group: int
     block_hash: bytes
     detail: str
-    """Where: the layer, and the rank."""
+    """The layer that differs most."""
 
 
 @dataclass(slots=True)
 class AuditCounters:
-    """Since the engine started."""
+    """Totals since the engine started."""
 
     audits: int = 0
-    """That came to a verdict."""
+    """Audits that came to a verdict."""
     mismatches: int = 0
     worst_error: float = 0.0
-    """Of those that matched."""
+    """The largest error of those that matched."""
     worst_mismatch: float = 0.0
     """The largest error of the others."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One group's block that is compared."""
+    """The block of one group that is compared."""
 
     group: int
     index: int
-    """Block of the request."""
+    """The number of the block in the request."""
     block_hash: bytes
     call: LookupCall | None = None
     answer: Lookup | None = None
     spare: Any = None
-    """vLLM's block that the stored bytes go to."""
+    """vLLM's block that the stored bytes are loaded to."""
     transfer: Transfer | None = None
     computed: Any = None
-    """vLLM's block that the request has computed, held."""
+    """vLLM's block that the request has computed, which is held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +118,7 @@ class _Audit:
 
 
 class Audits:
-    """Called from the scheduler's thread; nothing here waits, but for `settle`."""
+    """The audits of one engine. Called from the scheduler's thread; nothing here waits except `settle`."""
 
     def __init__(
         self,
@@ -132,9 +132,11 @@ class Audits:
         *,
         direct: bool = True,
     ) -> None:
-        """`rate`: the share of requests with hits that are audited; 0: none at all. `world_size`: workers
-        that compare. `draw`: numbers from 0 to 1. `direct`: nobody but the daemon copies to the engine's
-        blocks."""
+        """rate: the share of requests with hits that are audited; 0: none.
+        world_size: the number of workers that compare.
+        draw: returns random numbers from 0 to 1.
+        direct: whether only the daemon copies to the engine's blocks.
+        """
         self._direct = direct
         self._groups = groups
         self._shapes = [shape for shape in groups.shapes if shape.kind is not GroupKind.MAMBA]
@@ -147,32 +149,33 @@ class Audits:
         self._pool: WholeBlockPool | None = None
         self._due = True
         self._chosen: set[str] = set()
-        """Requests that have not begun."""
+        """Chosen requests that have not begun."""
         self._tickets = itertools.count(1)
         self._open: dict[int, _Audit] = {}
         self._dropped: list[int] = []
-        """Not told the workers yet."""
+        """Tickets of cancelled audits that the workers were not told of yet."""
         self.counters = AuditCounters()
 
     def __len__(self) -> int:
-        """Audits that hold blocks of the engine, or are about to."""
+        """Returns the number of audits that hold blocks of the engine, or are about to."""
         return len(self._open)
 
     @property
     def has_orders(self) -> bool:
-        """Whether `plan` is worth calling now."""
+        """Whether `plan` has something to do."""
         return bool(self._open or self._dropped)
 
     def watch(self, pool: WholeBlockPool) -> None:
-        """The engine's blocks. Nothing is audited before."""
+        """Takes the engine's block pool. Nothing is audited before."""
         self._pool = pool
 
     def attached(self) -> None:
-        """To a daemon, or another one: the next hit that can be is audited."""
+        """Notes that the engine has attached to a daemon: the next hit that can be audited is."""
         self._due = True
 
     def choose(self, request: str, units: int) -> bool:
-        """Whether a request that could load so many units computes the last of them; asked once for each."""
+        """Returns whether a request that could load so many units computes the last of them. Asked once for
+        each."""
         if self._pool is None or self._rate <= 0 or units < UNITS_MIN:
             return False
         under_way = len(self._open) + len(self._chosen)
@@ -182,7 +185,8 @@ class Audits:
         return True
 
     def begin(self, request: str, hashes: Sequence[bytes], unit: int) -> None:
-        """A request that was chosen has room for its blocks, and computes this unit. `hashes`: all of its."""
+        """Begins the audit of a chosen request, which has room for its blocks and computes this unit.
+        `hashes` are all of the request's."""
         self._chosen.discard(request)
         end_tokens = (unit + 1) * self._groups.unit_tokens
         places = []
@@ -193,14 +197,15 @@ class Audits:
         self._open[next(self._tickets)] = audit
 
     def over(self, request: str) -> None:
-        """The request computes no more, or loses its blocks. Idempotent."""
+        """Cancels the request's audit unless its block is computed, because it computes no more or loses its
+        blocks. Safe to call twice."""
         self._chosen.discard(request)
         for ticket, audit in list(self._open.items()):
             if audit.request == request and not self._is_computed(audit):
                 self._cancel(ticket, audit)
 
     def drop_all(self) -> None:
-        """Another daemon or namespace: what is under way comes to no verdict."""
+        """Cancels all audits, because there is another daemon or namespace."""
         self._chosen.clear()
         for ticket, audit in list(self._open.items()):
             self._cancel(ticket, audit)
@@ -213,7 +218,8 @@ class Audits:
         step: int,
         out: Orders,
     ) -> None:
-        """Once per step, when vLLM has scheduled it. `requests`: all that it has not finished."""
+        """Moves audits on, and adds to `out` what the workers have to do. Called once per step, when vLLM has
+        scheduled it. `requests` are all that vLLM has not finished."""
         for ticket, audit in list(self._open.items()):
             if audit.cancelled:
                 continue
@@ -246,7 +252,7 @@ class Audits:
         self._dropped = []
 
     def results(self, client: Client | None, results: Sequence[AuditResult]) -> AuditVerdict | None:
-        """What workers have found. The verdict that is a mismatch, if there is one."""
+        """Takes what workers have found. Returns a verdict that is a mismatch, or None."""
         bad = None
         for result in results:
             audit = self._open.get(result.ticket)
@@ -262,8 +268,8 @@ class Audits:
         return bad
 
     def settle(self, timeout_s: float) -> None:
-        """The engine has nothing else to do: gives all blocks back that no copy can write to any more, for
-        which this waits."""
+        """Cancels all audits, and waits at most `timeout_s` seconds until their copies have ended, to give
+        their blocks back. For an engine that has nothing else to do."""
         self.drop_all()
         if not self._direct:
             return
@@ -281,7 +287,7 @@ class Audits:
         return audit.places[0].computed is not None
 
     def _submit(self, client: Client, ticket: int, audit: _Audit, step: int, out: Orders) -> bool:
-        """Has the stored blocks loaded, when they are leased. False: they cannot be."""
+        """Has the stored blocks loaded, once they are leased. Returns False if they cannot be."""
         pool = self._pool
         assert pool is not None
         if not audit.asked:
@@ -324,7 +330,7 @@ class Audits:
             return None
 
     def _hold(self, audit: _Audit, table: Sequence[Sequence[int]]) -> bool:
-        """The request's blocks stay as they are after this step. False: it has lost one."""
+        """Holds the request's blocks as they are after this step. False: the request has lost one."""
         pool = self._pool
         assert pool is not None
         ids = [
@@ -340,7 +346,7 @@ class Audits:
         return True
 
     def _cancel(self, ticket: int, audit: _Audit) -> None:
-        """It comes to no verdict. Blocks that a load may still write to stay until the workers report."""
+        """Cancels an audit. Blocks that a load may still write to are kept until the workers report."""
         if audit.cancelled:
             return
         audit.cancelled = True
@@ -352,13 +358,13 @@ class Audits:
             del self._open[ticket]
 
     def _forget(self, ticket: int, audit: _Audit) -> None:
-        """No copy can write to its blocks any more."""
+        """Ends an audit, to whose blocks no copy can write any more."""
         del self._open[ticket]
         self._release(audit)
         self._free(audit, computed=True, spares=True)
 
     def _release(self, audit: _Audit) -> None:
-        """Its leases."""
+        """Releases its leases."""
         for place in audit.places:
             if place.call is not None:
                 place.answer, place.call = place.call.abandon(), None
@@ -377,7 +383,7 @@ class Audits:
                 place.spare = None
 
     def _judge(self, audit: _Audit) -> AuditVerdict | None:
-        """None: some worker could not compare."""
+        """Returns the verdict, or None if some worker could not compare."""
         found = [difference for result in audit.results for difference in result.differences]
         if any(not result.differences for result in audit.results):
             return None

@@ -1,9 +1,9 @@
 """What is stored and loaded of a request: the engine's settings, narrowed by the request's own wishes.
 
-A request says them in vLLM's `kv_transfer_params`, under the key "kvtier", beside those of other connectors:
-`{"kvtier": {"store": false, "max_load_tokens": 4096}}`. It may ask for less than the engine's settings allow,
-never for more, and it never fails because of what it says. That its blocks be held it may ask for, within the
-engine's bound.
+A request states its wishes in vLLM's `kv_transfer_params`, under the key "kvtier", beside those of other
+connectors: `{"kvtier": {"store": false, "max_load_tokens": 4096}}`. It may ask for less than the engine's
+settings allow, never for more, except to have its blocks held, within the engine's bound. It never fails
+because of what it asks for.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from kvtier_vllm.config import TIERS_EXPECTED, ConnectorConfig, are_tiers, is_nu
 from kvtier_vllm.scheduler.retaining import ANYHOW, DISK, PRIORITIES, Keeping, Kept
 
 PARAMS_KEY = "kvtier"
-"""Of `kv_transfer_params`: what is meant for this connector."""
+"""The key in `kv_transfer_params` for what is meant for this connector."""
 WARNED_MAX = 64
-"""Different mistakes that are warned of, each once. Clients choose their text, so there is an end to it."""
+"""The most mistakes that are warned of, each once. There is a limit because clients choose their text."""
 SHOWN_CHARACTERS_MAX = 64
-"""Of a name or value, in a warning."""
+"""How much of a name or value is shown in a warning."""
 
 _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """For one request. Tokens count from its beginning."""
+    """What holds for one request. Tokens count from its beginning."""
 
     store: bool
     load: bool
     store_end_tokens: int | None
     """Blocks that end later are not stored; None: all are."""
     load_end_tokens: int | None
-    """Likewise not loaded."""
+    """Blocks that end later are not loaded; None: all are."""
     keeping: Keeping = ANYHOW
-    """What becomes of its blocks."""
+    """How its blocks are kept."""
 
 
 class Controls:
@@ -52,8 +52,8 @@ class Controls:
         self._warned: set[str] = set()
 
     def of(self, request: Any) -> Control:
-        """What holds for a request of vLLM's. Names that are unknown and values that cannot be used are left
-        out, with one warning for each kind of mistake."""
+        """Returns what holds for a request of vLLM. Unknown names and unusable values are ignored, with one
+        warning for each kind of mistake."""
         wishes = self._wishes(getattr(request, "kv_transfer_params", None))
         config = self._config
         store_end = _least(config.max_store_tokens or None, wishes.get("max_store_tokens"))
@@ -79,7 +79,8 @@ class Controls:
         )
 
     def _hold_s(self, wishes: Mapping[str, Any]) -> float:
-        """A request that asks for nothing gets what the engine holds anyway, so no bound is below that."""
+        """Returns how long to hold. No bound is below what the engine holds anyway, which a request that asks
+        for nothing gets."""
         config = self._config
         most = max(config.pin_s, config.max_pin_s)
         if "pin_s" in wishes:
@@ -126,7 +127,7 @@ _FIELDS = {
     "ttl_s": f"a number of seconds from 0 to {SECONDS_MAX:g}",
     "tiers": TIERS_EXPECTED,
 }
-"""What a request may say, and how. A cap of 0 means none of its tokens."""
+"""What a request may ask for, and how it is written. A cap of 0 means none of its tokens."""
 
 
 def _usable(name: str, value: object) -> bool:

@@ -1,19 +1,21 @@
 """KV events: which blocks this engine has seen kvtierd hold, for whoever routes requests by them.
 
-vLLM publishes them with its own, where KV events are enabled. Each announcement describes itself (tokens,
-parent, block size, group, extra keys of the hash), under medium "CPU" and the owner "kvtier".
+vLLM publishes them with its own events, if KV events are enabled. Each announcement describes itself (tokens,
+parent, block size, group, extra keys of the hash), with medium "CPU" and the owner "kvtier".
 
-Announced as stored: blocks of this engine's stores once they are DONE, those that kvtierd held already, and
-those that were loaded. Announced as removed: of these, what the index page no longer knows (looked through a
-part per step, so an idle engine tells late), what is too old to be remembered here, and all of them when the
-engine attaches to a daemon anew or its cache is reset: vLLM's AllBlocksCleared would take the engine's own
-blocks along. While a daemon is away nothing is said.
-Blocks of LoRA adapters are announced as all others, by vLLM's hashes and with the adapter's name; kvtierd
-knows them by keys (see `adapters`), by which the index page is asked. Not announced: what others store,
-blocks of an adapter whose files have changed, and where a block lies below kvtierd, whose host memory it
-passes anyway.
+Announced as stored are blocks of this engine's stores once they are DONE, blocks that kvtierd held already,
+and blocks that were loaded. Announced as removed are, of these:
+- blocks that the index page no longer has (a part of them is looked up per step, so an idle engine is late);
+- blocks that are too old to be remembered here;
+- all of them, when the engine attaches to a daemon anew or its cache is reset: vLLM's AllBlocksCleared would
+  include the engine's own blocks.
 
-Experimental interfaces of vLLM's: take_events, BlockStored, BlockRemoved (0.29 to 0.33).
+While a daemon is away nothing is announced. Blocks of LoRA adapters are announced as all others, by vLLM's
+hashes and with the adapter's name; kvtierd knows them by keys (see `adapters`), which the index page is asked
+for. Not announced are what others store, blocks of an adapter whose files have changed, and on which tier of
+kvtierd a block lies, because a load passes its host memory anyway.
+
+This uses experimental interfaces of vLLM: take_events, BlockStored, BlockRemoved (0.29 to 0.33).
 """
 
 from __future__ import annotations
@@ -37,21 +39,21 @@ try:
 except ImportError:  # before 0.31 events have them as the hash does
 
     def to_event_extra_keys(extra_keys: Any) -> Any:
-        """See vLLM."""
+        """Stands for vLLM's function of the same name."""
         return extra_keys if any(extra_keys) else None
 
 
 LOCALITY, OWNERSHIP = "LOCAL", "kvtier"
 ANNOUNCED_MAX = 262_144
-"""Blocks remembered as announced, of all groups together: some 40 MB, half as much again with adapters."""
+"""The most blocks remembered as announced, of all groups: about 40 MB, half as much again with adapters."""
 WAITING_MAX = 65_536
-"""Blocks announced between two calls of `take`. What is beyond it is never announced, which costs hits."""
+"""The most blocks announced between two calls of `take`. Others never are, which costs hits."""
 CHECKED_PER_STEP = 512
-"""Announced blocks that are looked up in the index page in each step: some 5 µs."""
+"""How many announced blocks are looked up in the index page in each step, which takes about 5 µs."""
 
 
 class BlockEvents:
-    """What is announced of one engine. Called from the scheduler's thread."""
+    """The events of one engine. Called from the scheduler's thread."""
 
     def __init__(
         self,
@@ -62,17 +64,17 @@ class BlockEvents:
         announced_max: int = ANNOUNCED_MAX,
         waiting_max: int = WAITING_MAX,
     ) -> None:
-        """`specs`: vLLM's KVCacheSpec of each group."""
+        """`specs` are vLLM's KVCacheSpec of each group."""
         self._groups = groups
         self._kinds = [
             (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs
         ]
         self._log = log
         self.keys_of: Callable[[Any], Keys | None] = lambda _: as_they_are
-        """How the daemon knows the blocks of a request; None: nothing of it is announced."""
+        """Returns how the daemon knows the blocks of a request; None if none of it is to be announced."""
         self._announced: tuple[OrderedDict[bytes, bytes], ...] = tuple(OrderedDict() for _ in specs)
-        """By group, vLLM's hash for each of the daemon's keys. The oldest, or those whose check was longest
-        ago, come first."""
+        """For each group, vLLM's hash for each of the daemon's keys. The oldest, or those whose check was
+        longest ago, come first."""
         self._announced_max = max(1, announced_max // len(specs))
         self._waiting: list[Any] = []
         self._waiting_max = waiting_max
@@ -80,8 +82,8 @@ class BlockEvents:
         self._overflowed = False
 
     def held(self, request: Any, group: int, indexes: Sequence[int], keys: Sequence[bytes]) -> None:
-        """kvtierd holds these blocks of a request, in rising order, by these keys. Those that are announced
-        already are not again."""
+        """Announces blocks of a request that kvtierd holds, in rising order, by these keys, except those that
+        are announced already."""
         keys_now = self.keys_of(request)
         if keys_now is None:
             return
@@ -118,7 +120,7 @@ class BlockEvents:
             self._remove(group, [announced.popitem(last=False)[1] for _ in range(count)])
 
     def check(self, client: Client) -> None:
-        """Announces as removed what the daemon has no more, of the next part of what was announced."""
+        """Looks up the next part of the announced blocks, and announces those that are gone as removed."""
         for group, announced in enumerate(self._announced):
             keys = list(itertools.islice(announced, CHECKED_PER_STEP))
             gone: list[bytes] = []
@@ -136,13 +138,13 @@ class BlockEvents:
             self._remove(group, [announced.pop(key) for key in gone])
 
     def clear(self) -> None:
-        """Nothing is known any more of what was announced."""
+        """Announces all announced blocks as removed."""
         for group, announced in enumerate(self._announced):
             self._remove(group, list(announced.values()))
             announced.clear()
 
     def take(self) -> list[Any]:
-        """Events since the last call, in their order."""
+        """Returns the events since the last call, in their order."""
         events, self._waiting = self._waiting, []
         self._room = self._waiting_max
         return events
@@ -160,7 +162,7 @@ class BlockEvents:
             )
 
     def _stored(self, request: Any, shape: GroupShape, run: Sequence[int]) -> Any:
-        """One event of neighbouring blocks."""
+        """Makes one event for neighbouring blocks."""
         first, end, tokens, stride = run[0], run[-1] + 1, shape.block_tokens, shape.hash_stride
         hashes = request.block_hashes[(first + 1) * stride - 1 : end * stride : stride]
         parent = request.block_hashes[first * stride - 1] if first else None
@@ -194,7 +196,7 @@ def _extra_keys(request: Any, tokens: int, run: Sequence[int]) -> list[Any]:
 
 
 def _runs(indexes: Sequence[int]) -> Iterator[list[int]]:
-    """Rising indexes, cut where they do not follow each other."""
+    """Yields rising indexes, cut where they do not follow each other."""
     run: list[int] = []
     for index in indexes:
         if run and index != run[-1] + 1:

@@ -1,13 +1,13 @@
-"""Which weights an engine's blocks are of, as far as anybody has said: updates in place, and resets of the
-engine's own cache, in whatever order they come.
+"""Keeps track of which weights an engine's blocks belong to, as far as anybody has said: from updates in
+place, and from resets of the engine's own cache, in whatever order they come.
 
-A name is shared under only from a point on at which nothing of other weights is left in the engine. Its own
-cache goes on serving blocks of the old weights until it is reset, and what is computed behind those would be
-stored under the new name. So a name counts where the cache was reset right before the name was said, or right
-after it: with no step between that computed or loaded anything. After such a step a reset may be that of
-another update, of which nobody has told.
+Blocks are shared under a name only from a point on at which the engine has nothing of other weights left. Its
+own cache goes on serving blocks of the old weights until it is reset, and what is computed behind those would
+be stored under the new name. So a name counts if the cache was reset right before the name was given, or
+right after it, with no step between that computed or loaded anything. After such a step, a reset may belong
+to another update, of which nobody has told.
 
-Time is told by the number of such steps (`KvtierMetadata.work`), which workers and the scheduler count alike.
+Time is counted in such steps (`KvtierMetadata.work`), which workers and the scheduler count alike.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from kvtier_vllm.meta import Weights, WeightsChange
 
 
 class Generations:
-    """What is known of one engine's weights. Each method tells whether the engine's blocks are others' from
-    now on, which are those of `weights`."""
+    """What is known about one engine's weights. Each method returns whether the engine's blocks belong to
+    other weights from now on, which are then in `weights`."""
 
     def __init__(self, weights: Weights, *, keep: bool, world_size: int, log: logging.Logger) -> None:
-        """`keep`: resets only flush the cache."""
+        """`keep` says that resets only flush the cache."""
         self.weights = weights
         self._keep = keep
         self._world_size = world_size
         self._log = log
         self._emptied = 0
-        """When nothing was in the engine's cache."""
+        """When the engine's cache was last empty."""
         self._began = 0
-        """When `weights` did."""
+        """When `weights` began to hold."""
         self._named: WeightsChange | None = None
-        """What was said last, if no reset has come that is its own."""
+        """The last change that was told, if the reset that belongs to it has not come."""
         self._own_reset: int | None = None
-        """When there was one, which may be told a second time."""
+        """When that reset came, which may be told a second time."""
         self._told = 0
-        """Changes that some worker has told of, and perhaps not all."""
+        """How many changes some worker has told of, perhaps not all workers."""
         self._left = False
 
     def was_reset(self, work: int, *, done: bool) -> bool:
-        """vLLM was asked to reset its own cache, as it is when weights have changed, and for measurements. It
-        may have refused (not `done`): the weights have changed all the same."""
+        """Takes note that vLLM was asked to reset its own cache, as it is when weights have changed, and for
+        measurements. If it refused (not `done`), the weights have changed all the same."""
         named = self._named
         if done:
             self._emptied = work
@@ -53,19 +53,19 @@ class Generations:
         return not self._keep and self._leave(work)
 
     def was_dropped(self, work: int) -> bool:
-        """vLLM was asked to have this connector's cache reset, whatever resets mean here; it has told of its
-        own already."""
+        """Takes note that vLLM was asked to have this connector's cache reset, whatever resets mean here.
+        vLLM may have told of its own reset already."""
         own, self._own_reset = self._own_reset == work, None
         return not own and self._leave(work)
 
     def have_changed(self, work: int, changes: Sequence[WeightsChange]) -> bool:
-        """What workers have said, one each, and go on saying until they are answered."""
+        """Takes what workers have told, one change each, which they repeat until they are answered."""
         count = max(change.count for change in changes)
         if len(changes) < self._world_size or {change.count for change in changes} != {count}:
             if count <= self._told:
                 return False
             self._told, self._named = count, None
-            self._begin(work, self.weights.heeded, private=True)  # the others' answer is waited for
+            self._begin(work, self.weights.heeded, private=True)  # until the other workers have told it too
             return True
         if count <= self.weights.heeded:
             return False
@@ -98,7 +98,7 @@ class Generations:
 
     def _leave(self, work: int) -> bool:
         if self.weights.private and self._began == work:
-            return False  # it has just done so
+            return False  # it has just left
         self._begin(work, self.weights.heeded, private=True)
         if self._left:
             self._log.info("kvtier: cache reset; this engine goes on in a namespace of its own again")

@@ -1,12 +1,13 @@
-"""Engine blocks that stay as they are while a store reads them, because vLLM's block pool counts one user
-more.
+"""Holds blocks of the engine while a store reads them, by counting as one more user in vLLM's block pool.
 
-Needed for requests that are over while stores still read their blocks: vLLM has forgotten such a request, and
-what is held comes back without a word of vLLM's or a worker's, also in an engine that takes no further step.
+This is needed for requests that are over while stores still read their blocks: vLLM has forgotten such a
+request, and what is held comes back without a message from vLLM or a worker, even if the engine takes no
+further step.
 
-And where vLLM writes to blocks before connectors hear that a request has lost them: it zeroes new blocks of
-models with recurrent layers, or of mixed precision, at the very beginning of a step. And a recurrent layer's
-state leaves its request two steps after it was computed. There stores hold from their beginning.
+It is also needed where vLLM writes to blocks before connectors hear that a request has lost them. vLLM zeroes
+new blocks of models with recurrent layers, or of mixed precision, at the very beginning of a step. And the
+state of a recurrent layer leaves its request two steps after it was computed. In these cases stores hold
+their blocks from the beginning.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 FRACTION_MAX = 0.5
-"""Of the engine's blocks, held at once. Most of them are their request's as well, and cost nothing more."""
+"""The largest share of the engine's blocks that is held at once. Most of these are their request's as well,
+and cost nothing more."""
 SOON_S = 0.25
-"""What has been held for longer is not counted on to come back at once: vLLM need not wait for it."""
+"""vLLM need not wait for blocks that have been held for longer: they are not expected back at once."""
 
 
 class BlockPool(Protocol):
-    """What is used of vllm.v1.core.block_pool.BlockPool, seen in 0.29 to 0.33."""
+    """What is used of vllm.v1.core.block_pool.BlockPool, as seen in 0.29 to 0.33."""
 
     blocks: Sequence[Any]
-    """By id."""
+    """The blocks by id."""
 
     def touch(self, blocks: Any) -> None: ...
 
@@ -36,7 +38,7 @@ class BlockPool(Protocol):
 
 
 class WholeBlockPool(BlockPool, Protocol):
-    """And what more audits use of it, seen in the same releases."""
+    """What audits use of it besides, as seen in the same releases."""
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]: ...
 
@@ -52,21 +54,21 @@ class _Hold:
 
 
 class BlockHolds:
-    """Blocks of stores, by the number of each. Called from the scheduler's thread."""
+    """The blocks that stores hold, by the number of each store. Called from the scheduler's thread."""
 
     def __init__(self, pool: BlockPool, hold_s: float, clock: Callable[[], float]) -> None:
-        """None is held for much longer than `hold_s`."""
+        """No block is held for much longer than `hold_s` seconds."""
         self._pool = pool
         self._hold_s = hold_s
         self._clock = clock
         self._holds: dict[int, _Hold] = {}
         self._users: Counter[int] = Counter()
-        """Of each block that is held, how many of them are ours."""
+        """For each block that is held, how many of its users are ours."""
         self._count = 0
         self._most = max(1, int(len(pool.blocks) * FRACTION_MAX))
 
     def __len__(self) -> int:
-        """Stores that hold blocks."""
+        """Returns the number of stores that hold blocks."""
         return len(self._holds)
 
     def __contains__(self, number: int) -> bool:
@@ -74,8 +76,8 @@ class BlockHolds:
 
     @property
     def are_all(self) -> bool:
-        """Whether there are some, and nobody else uses any block: without them the whole pool were free."""
-        used = len(self._pool.blocks) - 1 - self._pool.get_num_free_blocks()  # but for vLLM's null block
+        """Whether blocks are held and nobody else uses any block: without them all were free."""
+        used = len(self._pool.blocks) - 1 - self._pool.get_num_free_blocks()  # without vLLM's null block
         return bool(self._holds) and used == len(self._users) and all(map(self._solely, self._users))
 
     @property
@@ -87,11 +89,11 @@ class BlockHolds:
         )
 
     def has_room(self, blocks: int, planned: int = 0) -> bool:
-        """Whether so many more may be held, beside those that are about to be. The first always may."""
+        """Returns whether so many more blocks may be held, beside `planned` ones. The first always may."""
         return not (self._holds or planned) or self._count + planned + blocks <= self._most
 
     def hold(self, number: int, block_ids: Sequence[int]) -> None:
-        """They keep what they hold, whoever lets go of them, until `release`."""
+        """Holds these blocks for a store until `release`: they keep their content until then."""
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
         now_s = self._clock()
         self._holds[number] = _Hold(block_ids, now_s, now_s + self._hold_s)
@@ -99,7 +101,8 @@ class BlockHolds:
         self._count += len(block_ids)
 
     def release(self, number: int) -> None:
-        """The store reads no more, or nothing that it reads counts. Idempotent."""
+        """Lets go of a store's blocks, because what it reads counts no more, or it reads nothing. Safe to
+        call twice."""
         hold = self._holds.pop(number, None)
         if hold is not None:
             self._count -= len(hold.block_ids)
@@ -107,25 +110,25 @@ class BlockHolds:
                 self._users[block] -= 1
                 if not self._users[block]:
                     del self._users[block]
-            # The last of a prefix are the first to go.
+            # The last blocks of a prefix are the first to be reused.
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(hold.block_ids)])
 
     def release_all(self) -> list[int]:
-        """As `release`. Returns the numbers that held blocks."""
+        """Lets go of all blocks. Returns the numbers of the stores that held some."""
         numbers = list(self._holds)
         for number in numbers:
             self.release(number)
         return numbers
 
     def end(self, number: int) -> None:
-        """Its time is over."""
+        """Ends a store's time to hold blocks."""
         hold = self._holds.get(number)
         if hold is not None:
             hold.until_s = self._clock()
 
     def overdue(self, step: int, *, everything: bool = False) -> list[int]:
-        """Stores that have to be withdrawn in this step, by the workers, before anything else of it. Their
-        blocks are released in the next: what vLLM gives away then is written in a later step."""
+        """Returns the stores that workers have to withdraw in this step, before anything else in it. Their
+        blocks are released in the next step: what vLLM gives away then is written in a later one."""
         now_s = self._clock()
         due: list[int] = []
         for number, hold in list(self._holds.items()):
@@ -138,5 +141,5 @@ class BlockHolds:
         return due
 
     def _solely(self, block: int) -> bool:
-        """Whether nobody but these stores uses a block that is held."""
+        """Returns whether only these stores use a block that is held."""
         return bool(self._pool.blocks[block].ref_cnt == self._users[block])

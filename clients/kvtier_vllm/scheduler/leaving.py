@@ -1,5 +1,5 @@
-"""What the daemon is told of a request's blocks when it is over: that they are in use, that they are to be
-held for a time, or that they may go first."""
+"""Tells the daemon about a request's blocks when it is over: that they are in use, that they are to be held
+for a time, or that they may be evicted first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier_vllm.scheduler.storing import StoreState
 from kvtier_vllm.scheduler.tracking import TrackedRequest
 
 PATIENCE_S = 30.0
-"""Nothing is told of a request whose stores have not ended so long after itself."""
+"""If a request's stores have not ended so long after the request, nothing is told about it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,38 +26,38 @@ class _Over:
     stores: StoreState
     keeping: Keeping
     hashes: Sequence[bytes]
-    """What it has used, in units of vLLM's block hashes."""
+    """The hashes of what it has used, in vLLM's block hashes."""
     until_s: float
 
 
 class Leaving:
-    """Last words of requests. Called from the scheduler's thread; nothing here waits.
+    """What is told about requests that are over. Called from the scheduler's thread; nothing here waits.
 
-    Only blocks that can be read already are held or let go first, so where either is wished the words wait
-    for the request's stores.
+    Only blocks that can be read already can be held or made the first to be evicted. If either is wished,
+    telling waits for the request's stores.
     """
 
     def __init__(
         self, groups: Groups, longest: GroupShape, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`longest`: the group that knows how long a prefix is."""
+        """`longest` is the group that knows how long a prefix is."""
         self._groups = groups
         self._longest = longest
         self._clock = clock
         self._waiting: deque[_Over] = deque()
 
     def __len__(self) -> int:
-        """Requests whose stores are waited for."""
+        """Returns the number of requests whose stores are waited for."""
         return len(self._waiting)
 
     def over(self, client: Client, tracked: TrackedRequest) -> None:
-        """The request is over; what the daemon is to know of it, it learns now or in a later step."""
+        """Tells the daemon about a request that is over, now or in a later step."""
         control, stores = tracked.control, tracked.stores
         blocks = stores.next_block[self._longest.group]
         if not control.store:
             if not control.keeping.hold_s:
                 return
-            # It has made none: what it began with was there before.
+            # It has made no blocks; those that it began with were there before.
             blocks = tracked.expected_tokens // self._longest.block_tokens
         hashes = tracked.hashes[: blocks * self._longest.hash_stride]
         over = _Over(stores, control.keeping, hashes, self._clock() + PATIENCE_S)
@@ -67,7 +67,7 @@ class Leaving:
             self._tell(client, over)
 
     def tell(self, client: Client | None) -> None:
-        """Once per step: what had to wait and need not any more. Without a daemon it is forgotten."""
+        """Tells what need not wait any more. Called once per step. Without a daemon it is dropped."""
         for _ in range(len(self._waiting)):
             over = self._waiting.popleft()
             if client is None or self._clock() > over.until_s:
@@ -78,12 +78,12 @@ class Leaving:
                 self._tell(client, over)
 
     def clear(self) -> None:
-        """Another daemon, or other blocks: nothing is to be told any more."""
+        """Drops all that waits, because there is another daemon, or the blocks are others."""
         self._waiting.clear()
 
     def _tell(self, client: Client, over: _Over) -> None:
-        """Stores of one prefix in several steps leave its head older than its tail, and a prefix that hits in
-        the engine's own cache is not heard of at all: say that the whole of it is in use."""
+        """Tells the daemon that the whole prefix is in use: storing it in several steps leaves its head older
+        than its tail, and of a prefix that hits in the engine's own cache the daemon does not hear at all."""
         made, hashes, hold_s = over.stores.made, over.hashes, over.keeping.hold_s
         if made is not None and (first := made.first(self._longest.group)) is not None:
             hashes = hashes[: first * self._longest.hash_stride]

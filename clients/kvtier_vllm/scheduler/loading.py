@@ -1,12 +1,13 @@
-"""What was promised to vLLM is loaded: in one transfer of each group, or in several.
+"""Loads what was promised to vLLM: in one transfer for each group, or in several.
 
-Several where the daemon takes fewer blocks in one transfer, or where a prefix is larger than what it leases
-at once: then what is leased is loaded, and when that has ended the rest is looked up, leased and loaded in
-the same way, until all of it is there. Meanwhile the request waits in vLLM, as for any load. What has gone
-from the pool in between, or cannot be leased for too long, is reported as failed, and vLLM computes it.
+There are several if the daemon takes fewer blocks in one transfer, or if a prefix is larger than what it
+leases at once. In that case the leased part is loaded, and when that has ended the rest is looked up, leased
+and loaded in the same way, until all of it is there. Meanwhile the request waits in vLLM, as for any load.
+What has left the pool meanwhile, or cannot be leased for too long, is reported as failed, and vLLM computes
+it.
 
-Only requests of one group of full attention are loaded in parts: of several groups vLLM takes nothing of a
-load of which some has failed.
+Only requests of one group of full attention are loaded in parts: with several groups, vLLM takes nothing of a
+load of which a part has failed.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class Rest:
 
     hashes: Sequence[bytes]
     block_ids: tuple[int, ...]
-    """Where each goes."""
+    """The block that each hash is loaded to."""
     host_only: bool
     since_s: float
-    """When it was looked up first, or last grew shorter."""
+    """When it was first looked up, or last grew shorter."""
     asked_s: float = 0.0
     call: LookupCall | None = None
 
     def drop(self) -> None:
-        """Nobody waits for its lookup any more."""
+        """Abandons its lookup, because nobody waits for it any more."""
         if self.call is not None:
             self.call.abandon().release()
             self.call = None
@@ -46,13 +47,13 @@ class Rest:
 
 @dataclass(slots=True, eq=False)
 class PromisedLoad:
-    """What was promised to vLLM."""
+    """A load that was promised to vLLM."""
 
     transfers: list[Transfer | None]
-    """That have been submitted; None: one was refused."""
+    """The transfers that were submitted; None stands for one that was refused."""
     block_ids: frozenset[int]
     loaded: tuple[tuple[Target, Sequence[bytes]], ...]
-    """For each group: where it goes, and its hashes."""
+    """For each group, where it is loaded to, and its hashes."""
     tokens: int
     submitted_s: float
     failed: bool = False
@@ -64,18 +65,18 @@ class PromisedLoad:
 
     @property
     def over(self) -> bool:
-        """Whether all that has been submitted has ended, as far as the daemon knows."""
+        """Whether all submitted transfers have ended, as far as the daemon knows."""
         return all(one is None or one.ended for one in self.transfers)
 
     @property
     def spoiled(self) -> bool:
-        """Whether something of it was refused or has failed, as far as the daemon knows."""
+        """Whether one of them was refused or has failed, as far as the daemon knows."""
         return any(one is None or (one.ended and not one.outcome.done) for one in self.transfers)
 
 
 @dataclass(slots=True)
 class _Orders:
-    """Transfers of one step, as the workers are to follow them."""
+    """The transfers of one step, as the workers are to follow them."""
 
     parts: list[PartRef | None] = field(default_factory=list)
     block_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -94,7 +95,7 @@ class _Orders:
 
 
 class Loader:
-    """Submits loads, and goes on with those that come in parts. Never waits."""
+    """Submits loads, and continues those that come in parts. Never waits."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Loader:
         pending_wait_s: float = PENDING_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pending_wait_s`: how long a part waits for its lease."""
+        """`pending_wait_s` is how many seconds a part waits for its lease."""
         self._groups = groups
         self._log = log
         self._pending_wait_s = pending_wait_s
@@ -121,13 +122,13 @@ class Loader:
         *,
         host_only: bool,
     ) -> tuple[PromisedLoad, LoadOrder]:
-        """Submits what the grant has leased, to be let go in this step. `hashes`: the request's. What cannot
-        be submitted is reported as failed by the workers."""
+        """Submits what the grant has leased, to be released in this step. `hashes` are the request's. What
+        cannot be submitted is reported as failed by the workers."""
         now_s = self._clock()
         orders, rest = _Orders(), None
         for target in targets:
             lease, start = self._lease_of(grant, target)
-            # Targets begin where leases do, or behind.
+            # Targets begin where leases begin, or behind that.
             leased = 0 if lease is None else start + lease.blocks - target.first
             ids = target.block_ids
             if grant is not None and grant.lookup.unleased and 0 < leased < len(ids):
@@ -136,15 +137,15 @@ class Loader:
                 ids = ids[:leased]
             self._submit(client, orders, lease, ids, target.group, target.first - start, step)
         if grant is not None:
-            grant.lookup.release()  # what no load has taken
+            grant.lookup.release()  # releases what no load has taken
         loaded = tuple((target, target.hashes_of(hashes)) for target in targets)
         all_ids = frozenset().union(*(target.block_ids for target in targets))
         load = PromisedLoad(orders.transfers, all_ids, loaded, tokens, now_s, rest=rest)
         return load, orders.order(request, rest, blocks_tell=len(self._groups.shapes) == 1)
 
     def go_on(self, client: Client | None, request: str, load: PromisedLoad, step: int) -> LoadOrder | None:
-        """The next part of a load, if it can begin in this step; a last order that says that the rest fails,
-        if it will not come. None: there is no rest, or it has to wait."""
+        """Returns the next part of a load, if it can begin in this step, or a last order that says that the
+        rest fails, if it will not come. Returns None if there is no rest, or it has to wait."""
         rest = load.rest
         if rest is None:
             return None
@@ -173,7 +174,8 @@ class Loader:
         return orders.order(request, load.rest, goes_on=True)
 
     def give_up(self, request: str, load: PromisedLoad) -> LoadOrder | None:
-        """What is not submitted of a load never will be, and fails. None: there is nothing of that kind."""
+        """Gives up the rest of a load that is not submitted. Returns the order that says so, if there is a
+        rest."""
         rest, load.rest = load.rest, None
         if rest is None:
             return None
@@ -182,7 +184,7 @@ class Loader:
         return LoadOrder(request, (None,), (rest.block_ids,), goes_on=True)
 
     def _lease_of(self, grant: Grant | None, target: Target) -> tuple[Lease | None, int]:
-        """The lease of a group, and the request's block with which it begins."""
+        """Returns the lease of a group, and the request's block with which it begins."""
         if grant is None:
             return None, target.first
         start = grant.first * self._groups.unit_tokens // target.block_tokens
@@ -199,7 +201,7 @@ class Loader:
         first: int,
         step: int,
     ) -> None:
-        """Blocks of a lease from `first` on, in as many transfers as it takes; the last consumes the
+        """Submits blocks of a lease from `first` on, in as many transfers as it takes. The last consumes the
         lease."""
         most = len(block_ids) if client is None else client.transfer_blocks_max or len(block_ids)
         for begin in range(0, len(block_ids), most):
@@ -220,7 +222,8 @@ class Loader:
             orders.add(transfer, ids)
 
     def _ask(self, client: Client, rest: Rest) -> Lookup | None:
-        """The answer about the rest; None while it is on its way, or too early to ask again."""
+        """Returns the answer about the rest, or None while it is on its way, or it is too early to
+        ask again."""
         now_s = self._clock()
         if rest.call is None:
             if now_s - rest.asked_s < PENDING_POLL_S:

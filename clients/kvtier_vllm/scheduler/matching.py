@@ -1,11 +1,11 @@
-"""Which of a waiting request's blocks the daemon holds: one lookup and one lease per request, remembered.
-None at all where the daemon's index page says already that there is nothing.
+"""Finds out which of a waiting request's blocks the daemon holds, with one lookup and one lease per request,
+which are remembered. There is no lookup if the daemon's index page already says that there is nothing.
 
 vLLM asks about a waiting request in every step until it has room for it, for hundreds of steps if need be,
 and each time its own cache may hold a little more or less of the prefix.
 
-A run of hits that ends at a PENDING block will soon be longer: the block is on its way up from a disk, or
-somebody is storing it. Such a request waits for it, within bounds, while vLLM computes others.
+A run of hits that ends at a PENDING block will soon be longer, because the block is being read from a disk,
+or somebody is storing it. The request waits for it, within bounds, while vLLM computes others.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from kvtier import Client, Lookup, LookupCall
 from kvtier_vllm.scheduler.question import Question
 
 ANSWER_DEADLINE_S = 0.2
-"""A lookup unanswered for this long, when its request is asked about again, is given up."""
+"""A lookup that has not been answered for this long, when its request is asked about again, is given up."""
 STARTS_MAX = 16
-"""Lookups begun in one step; requests beyond it ask in the next. Each costs the scheduler some 50 µs, and a
-thousand requests may arrive at once."""
+"""The most lookups that begin in one step; other requests ask in the next. Each costs the scheduler about 50
+µs, and a thousand requests may arrive at once."""
 LOOKUPS_MAX = 16
-"""Per request and admission. The engine's own part of a prefix seldom changes while the request waits."""
+"""The most lookups per request and admission. The engine's own part seldom changes."""
 LEASE_AGE_MAX_S = 60.0
-"""An older lease is exchanged for a new one: the daemon ends leases some time, renewed or not."""
+"""A lease that is older is exchanged for a new one, because the daemon ends leases after some time."""
 PENDING_WAIT_S = 2.0
 PENDING_POLL_S = 0.01
 POLLS_MAX = 8
-"""Lookups repeated for PENDING blocks, in one step and in one `pending_poll_s`, of all requests together: the
-more of them wait, the less often each asks."""
+"""The most lookups repeated for PENDING blocks in one step, and in one `pending_poll_s`, of all requests
+together: the more of them wait, the less often each asks."""
 POLLS_PER_WAIT = 8
-"""A request that has waited for long already asks again no sooner than after this part of it."""
+"""A request asks again no sooner than after this part (one eighth) of the time that it has already waited."""
 STUCK_S = 10.0
-"""A block that did not become readable while a request waited is not waited for again for so long, by any
-request: if its writer is stopped, one request pays for it, not every one with that prefix."""
+"""For how long no request waits for a block that did not become readable while one waited. If the block's
+writer is stopped, one request pays for it, not every one with that prefix."""
 STUCK_MAX = 1_024
 
 
@@ -46,9 +46,9 @@ class _Match:
     """What is known about one waiting request."""
 
     first: int = 0
-    """Block of the request at which the lookup started."""
+    """The request's unit at which the lookup started."""
     end: int = 0
-    """Blocks below it, from `first` on, can be loaded."""
+    """Units below it, from `first` on, can be loaded."""
     call: LookupCall | None = None
     answer: Lookup | None = None
     asked_s: float = 0.0
@@ -56,56 +56,56 @@ class _Match:
     lookups: int = 0
     given_up: bool = False
     seen_local: bool = False
-    """The index page has said that there is nothing."""
+    """Whether the index page has said that there is nothing."""
     waiting: bool = False
-    """The answer ended at a PENDING block, and is worth another lookup."""
+    """Whether the answer ended at a PENDING block, and is worth another lookup."""
     end_hash: bytes = b""
     asked_end: int = 0
-    """The lookup was about blocks below it."""
+    """The lookup was about units below it."""
     left: bool = False
-    """It was seen that less can be loaded than is worth it."""
+    """Whether less can be loaded than is worth it."""
     end_since_s: float = 0.0
-    """The PENDING block at which the answers end, and when they began to."""
+    """Since when the answers have ended at the PENDING block with `end_hash`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The right to load a request's blocks from `first` on."""
+    """The right to load a request's units from `first` on."""
 
     lookup: Lookup
-    """With a lease, or one for each group; on all blocks that were promised, but for those that are
-    `unleased` and have to be looked up again."""
+    """The lookup with its leases, one for each group, on all blocks that were promised, except `unleased`
+    ones, which have to be looked up again."""
     first: int
 
 
 @dataclass(slots=True)
 class MatchCounters:
-    """Since the engine started."""
+    """What has happened since the engine started."""
 
     lookups: int = 0
     local: int = 0
-    """Requests for which the index page has said that there is nothing, without a lookup."""
+    """Requests for which the index page said, without a lookup, that there is nothing."""
     hits: int = 0
     """Answers with at least one block."""
     given_up: int = 0
     polls: int = 0
-    """Lookups repeated because of PENDING blocks; not among `lookups`."""
+    """Lookups repeated because of PENDING blocks, which are not among `lookups`."""
     waits: int = 0
     """Requests that waited for PENDING blocks."""
     waits_in_vain: int = 0
-    """Of them: they got less than they waited for."""
+    """Those of them that got less than they waited for."""
     left: int = 0
-    """Requests of which something could have been loaded, and less than is worth it."""
+    """Requests of which something could have been loaded, but less than is worth it."""
 
 
 @dataclass(slots=True)
 class Matcher:
-    """Lookups and leases of all waiting requests. Waits at most `budget_s` between two calls of `next_step`.
+    """The lookups and leases of all waiting requests. Waits at most `budget_s` per step.
 
-    A request whose run of hits ends at a PENDING block is looked up again every `pending_poll_s` at most, and
-    answered None meanwhile; `pending_wait_s` after its first such answer (0: at once) it gets what there is,
-    and never waits again until it is forgotten. It waits no longer than computing those blocks would take, as
-    far as `block_s` tells.
+    A request whose run of hits ends at a PENDING block is looked up again at most every `pending_poll_s`, and
+    answered None meanwhile. `pending_wait_s` after its first such answer (0: at once) it gets what there is,
+    and does not wait again until it is forgotten. It waits no longer than computing those blocks would take,
+    as far as `block_s` tells.
     """
 
     question: Question
@@ -114,11 +114,11 @@ class Matcher:
     pending_poll_s: float = PENDING_POLL_S
     clock: Callable[[], float] = time.monotonic
     in_parts: bool = True
-    """Blocks that are readable and not leased yet are promised as well, behind some that are leased."""
+    """Whether readable blocks that are not leased yet are promised as well, behind some that are."""
     block_s: float = 0.0
-    """Seconds in which the engine computes a block; 0: not known."""
+    """The seconds in which the engine computes a unit; 0 if that is not known."""
     step_s: float = 0.0
-    """Seconds until a request that is told None can be asked about again; 0: no time to speak of."""
+    """The seconds until a request that was answered None is asked about again; 0 for hardly any."""
     counters: MatchCounters = field(default_factory=MatchCounters)
     _left_s: float = field(init=False)
     _starts: int = field(init=False, default=0)
@@ -126,16 +126,16 @@ class Matcher:
     _step: int = field(init=False, default=0)
     _matches: dict[str, _Match] = field(init=False, default_factory=dict)
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
-    """When a request was first told PENDING. Outlives its match, so that no request waits twice."""
+    """When a request was first answered PENDING. It outlives the match, so that no request waits twice."""
     _waiting: set[str] = field(init=False, default_factory=set)
     _stuck: OrderedDict[bytes, float] = field(init=False, default_factory=OrderedDict)
-    """Hashes of blocks that were waited for in vain, and until when that is held against them."""
+    """Hashes of blocks that were waited for in vain, and until when nobody waits for them again."""
 
     def __post_init__(self) -> None:
         self._left_s = self.budget_s
 
     def next_step(self) -> None:
-        """The budget is whole again."""
+        """Begins a step with the whole budget."""
         self._left_s = self.budget_s
         self._starts = self._polls = 0
         self._step += 1
@@ -151,11 +151,11 @@ class Matcher:
         *,
         host_only: bool = False,
     ) -> int | None:
-        """How many blocks from block `local` on can be loaded, at once or in parts, counting to block `total`
-        at most; 0 if they are fewer than `least`. `host_only`: without those that only disks have.
+        """Returns how many units from unit `local` on can be loaded, at once or in parts, counting to unit
+        `total` at most; 0 if they are fewer than `least`. With `host_only`, disks do not count.
 
-        None: the answer, or the next block, is on its way; ask again in the next step. A lease holds what is
-        promised until `take` or `drop`; there is never a second one.
+        Returns None if the answer, or the next block, is on its way: ask again in the next step. A lease
+        holds what is promised until `take` or `drop`; there is never a second one.
         """
         match = self._matches.get(request)
         if match is None:
@@ -180,7 +180,7 @@ class Matcher:
                 self._ask(match, client, hashes, local, total, host_only)
         if match.call is not None and not self._hear(request, match, hashes):
             return 0 if match.given_up else None
-        if local < match.first:  # the answer came for a longer local part than there is now
+        if local < match.first:  # the answer was for a longer local part than there is now
             self._release(match)
             match.answer = None
             return None
@@ -192,17 +192,18 @@ class Matcher:
         return promised
 
     def take(self, request: str) -> Grant | None:
-        """Hands the request's lease to the caller and forgets the request. None: there is none."""
+        """Hands the request's lease to the caller and forgets the request. Returns None if there is none."""
         match = self._matches.get(request)
         if match is None or match.call is not None or match.answer is None or not match.answer.leases:
-            self.drop(request)  # vLLM goes on without: it need not wait for an answer that is on its way
+            # vLLM goes on without it, so it need not wait for an answer that is on its way
+            self.drop(request)
             return None
         del self._matches[request]
         self._waiting.discard(request)
         return Grant(match.answer, match.first)
 
     def drop(self, request: str) -> None:
-        """Gives a request's lease back, and asks anew if vLLM does."""
+        """Gives a request's lease back. If vLLM asks about the request again, it is looked up anew."""
         self._waiting.discard(request)
         match = self._matches.pop(request, None)
         if match is None:
@@ -212,17 +213,17 @@ class Matcher:
         self._release(match)
 
     def drop_all(self) -> None:
-        """`drop` for every request."""
+        """Calls `drop` for every request."""
         for request in list(self._matches):
             self.drop(request)
 
     def forget(self, request: str) -> None:
-        """The request is over: as `drop`, and it may wait anew if it ever comes again."""
+        """Drops a request that is over. If it ever comes again, it may wait anew."""
         self.drop(request)
         self._since_s.pop(request, None)
 
     def _may_ask(self, request: str, match: _Match, *, again: bool) -> bool:
-        """Whether a lookup may begin now, which is counted then. `again`: for what was PENDING."""
+        """Returns whether a lookup may begin now, which is then counted. `again`: for what was PENDING."""
         if again:
             may = self._may_poll(request, match)
             self._polls += may
@@ -254,7 +255,7 @@ class Matcher:
         match.call = self.question.ask(client, hashes, local, total, host_only=host_only)
 
     def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
-        """Whether the answer that has come is taken, or a better one is worth waiting for."""
+        """Decides whether the answer that has come is taken, or a better one is worth waiting for."""
         in_parts = self.in_parts and answer.unleased > 0 and bool(answer.leases)
         if not answer.pending or in_parts or self.pending_wait_s <= 0:
             self._settle(request, match)
@@ -278,8 +279,8 @@ class Matcher:
             self._waiting.add(request)
 
     def _may_poll(self, request: str, match: _Match) -> bool:
-        """Whether to look a waiting request up again now. Once, whenever it comes, after its patience is
-        over: steps may be long, and what is known then may be old."""
+        """Returns whether to look a waiting request up again now. Once its patience is over this is always
+        true, because steps may be long, and what is known then may be old."""
         if self._polls >= POLLS_MAX:
             return False
         now_s = self.clock()
@@ -291,13 +292,13 @@ class Matcher:
         return self._step - match.asked_step >= share and now_s - match.asked_s >= interval_s
 
     def _patience_s(self, match: _Match) -> float:
-        """How long a request waits for what is PENDING, in all."""
+        """Returns how many seconds a request waits for what is PENDING, in all."""
         if not self.block_s:
             return self.pending_wait_s
         return min(self.pending_wait_s, (match.asked_end - match.end) * self.block_s)
 
     def _leave(self, match: _Match, blocks: int) -> None:
-        """So many can be loaded, and are not worth it."""
+        """Counts a request of which so many units can be loaded that are not worth it."""
         if blocks > 0 and not match.left:
             match.left = True
             self.counters.left += 1
@@ -309,12 +310,12 @@ class Matcher:
             self._stuck.popitem(last=False)
 
     def _settle(self, request: str, match: _Match) -> None:
-        """What is known now is the answer."""
+        """Takes what is known now as the answer."""
         match.waiting = False
         self._waiting.discard(request)
 
     def _covers(self, match: _Match, client: Client, local: int) -> bool:
-        """Whether what is known still answers the question."""
+        """Returns whether what is known still answers the question."""
         if match.answer is None or local < match.first:
             return False
         if not match.answer.leases:
@@ -322,7 +323,8 @@ class Matcher:
         return match.answer.leases[0].epoch == client.epoch and self.clock() - match.asked_s < LEASE_AGE_MAX_S
 
     def _hear(self, request: str, match: _Match, hashes: Sequence[bytes]) -> bool:
-        """Takes the answer if it comes within what is left of the budget. False: there is none to go by."""
+        """Takes the answer if it comes within what is left of the budget. Returns whether there is one to
+        use."""
         assert match.call is not None
         started_s = self.clock()
         answer = match.call.poll()
@@ -347,7 +349,7 @@ class Matcher:
         return not match.waiting
 
     def _nothing(self, request: str, match: _Match) -> None:
-        """There is nothing to load now; it is asked anew when vLLM asks again."""
+        """Notes that there is nothing to load now. When vLLM asks again, this is looked up again."""
         self.counters.local += not match.seen_local
         match.seen_local = True
         self._settle(request, match)
@@ -355,13 +357,13 @@ class Matcher:
         match.answer = None
 
     def _give_up(self, request: str, match: _Match) -> None:
-        """Nothing is loaded for this request."""
+        """Gives a request up: nothing is loaded for it."""
         match.given_up = True
         self._settle(request, match)
         self._release(match)
 
     def _release(self, match: _Match) -> None:
-        """Gives the lease back. From `first` on nothing can be loaded then, and that stays known."""
+        """Gives the lease back. Then nothing can be loaded from `first` on, which stays known."""
         answer = match.answer
         if answer is not None and answer.leases:
             answer.release()

@@ -1,8 +1,8 @@
-"""How fast this engine computes prompts, learned from its own steps.
+"""Learns from the engine's own steps how fast it computes prompts.
 
-The daemon promotes blocks from a disk only where that is quicker than computing them. Too high a figure would
-lose hits, too low a one costs some waiting, so what is measured here errs on the low side: the time of a step
-is taken from its own beginning to a moment at which it has surely ended.
+The daemon promotes blocks from a disk only if that is quicker than computing them. A figure that is too high
+would lose hits, one that is too low costs some waiting. So this errs on the low side: a step's time is
+measured from its own beginning to a moment at which it has surely ended.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from kvtier_vllm.scheduler.tracking import TrackedRequest
 
 STEP_TOKENS_MIN = 512
-"""Prompt tokens of a step that says something: smaller ones are mostly overhead."""
+"""The fewest prompt tokens of a step that is measured: smaller steps are mostly overhead."""
 RUN_MAX = 16
-"""Steps in a row that are looked at together."""
+"""How many steps in a row are looked at together."""
 SAMPLES_MIN, SAMPLES_MAX = 4, 64
 PERCENTILE = 0.75
-"""Of the samples: pauses and slow steps make many of them too low, hardly anything makes one too high."""
+"""The percentile of the samples that is taken: pauses and slow steps make many samples too low, and hardly
+anything makes one too high."""
 ELAPSED_MIN_S = 1e-4
 
 
 def tokens_of_step(output: Any, requests: Mapping[str, TrackedRequest]) -> tuple[int, int]:
-    """Of a SchedulerOutput: tokens of prompts, and all others."""
+    """Returns the tokens of prompts in a SchedulerOutput, and all other tokens."""
     of_prompts = scheduled_tokens = 0
     for request_id, scheduled in output.num_scheduled_tokens.items():
         scheduled_tokens += scheduled
@@ -38,7 +39,7 @@ def tokens_of_step(output: Any, requests: Mapping[str, TrackedRequest]) -> tuple
 
 
 class PrefillMeter:
-    """Told of every step when it is scheduled; the interval between two of them is the measure."""
+    """Measures the intervals between steps. It is told of every step when the step is scheduled."""
 
     def __init__(
         self,
@@ -47,19 +48,19 @@ class PrefillMeter:
         step_tokens_min: int = STEP_TOKENS_MIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`steps_in_flight`: when a step is scheduled, all but this many less one of those before it have
-        ended: 1 for an engine that schedules one step after the other."""
+        """`steps_in_flight` is 1 for an engine that schedules one step after the other. When a step is
+        scheduled, all but `steps_in_flight` - 1 of the steps before it have ended."""
         self._in_flight = steps_in_flight
         self.step_tokens_min = step_tokens_min
-        """Smaller steps say nothing."""
+        """Steps with fewer prompt tokens are not measured."""
         self._clock = clock
         self._steps: deque[tuple[float, int]] = deque(maxlen=RUN_MAX + steps_in_flight - 1)
-        """When each was scheduled, and its prompt tokens; 0 for one that says nothing."""
+        """When each step was scheduled, and its prompt tokens, or 0 for one that is not measured."""
         self._samples: deque[float] = deque(maxlen=SAMPLES_MAX)
 
     def step(self, prompt_tokens: int, other_tokens: int) -> bool:
-        """A step is scheduled that computes so many tokens of prompts, and of anything else. True if
-        `tokens_per_s` may be another now."""
+        """Takes note of a step with these numbers of tokens. Returns whether `tokens_per_s` may
+        have changed."""
         now_s = self._clock()
         sampled = False
         if len(self._steps) >= self._in_flight and self._steps[-self._in_flight][1]:
@@ -73,14 +74,14 @@ class PrefillMeter:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 until enough is known."""
+        """The prompt tokens per second; 0 until enough is known."""
         if len(self._samples) < SAMPLES_MIN:
             return 0.0
         return sorted(self._samples)[int(PERCENTILE * (len(self._samples) - 1))]
 
     def _rate(self, now_s: float) -> float:
-        """The best of the runs of steps that end with the last one that is over: a longer run is spoilt less
-        by a step that is still in flight, a shorter one by a pause before it."""
+        """Returns the best rate of the runs of steps that end with the last one that is over. A longer run
+        suffers less from a step that is still in flight, a shorter one less from a pause before it."""
         best, tokens = 0.0, 0
         for index in range(len(self._steps) - self._in_flight, -1, -1):
             began_s, step_tokens = self._steps[index]

@@ -10,16 +10,16 @@ from kvtier_vllm.groups import Groups
 
 
 class Question:
-    """Counts in units; hashes are a request's, of the blocks that vLLM hashes."""
+    """Asks the daemon about units of a request. Hashes are the request's, of the blocks that vLLM hashes."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._whole = next((shape for shape in groups.shapes if not shape.window_blocks), None)
-        """A group of which a prefix needs all, so that it tells how long one can be."""
+        """A group of which a prefix needs all blocks, so that it tells how long a prefix can be."""
 
     def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
-        """How many of units `first` to `end` are worth a lookup, as the index page has it; None: it cannot
-        tell. Asks nobody."""
+        """Returns how many of the units from `first` to `end` are worth a lookup, by the index page, or None
+        if it cannot tell. Sends nothing."""
         whole, size = self._whole, self._groups.unit_hashes
         if whole is None:
             return None
@@ -31,23 +31,23 @@ class Question:
     def ask(
         self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
     ) -> LookupCall:
-        """Begins a lookup of units `first` to `end`, with leases; `host_only`: not on disks."""
+        """Begins a lookup of the units from `first` to `end`, with leases. `host_only`: not on disks."""
         size, queries = self._groups.unit_hashes, self._groups.queries
         return client.start_lookup(
             hashes[first * size : end * size], queries, lease=True, host_only=host_only
         )
 
     def prefetch(self, client: Client, hashes: Sequence[bytes], end: int) -> None:
-        """Has units up to `end` promoted. The answer is of no interest."""
+        """Has the units up to `end` promoted. The answer does not matter."""
         client.start_prefetch(hashes[: end * self._groups.unit_hashes], self._groups.queries)
 
     def hits(self, answer: Lookup) -> int:
-        """Units that can be loaded, from the first on."""
+        """Returns how many units can be loaded, from the first on."""
         return answer.hits * self._groups.shapes[0].block_tokens // self._groups.unit_tokens
 
     def pending_hash(self, answer: Lookup, hashes: Sequence[bytes], first: int) -> bytes:
-        """Of the block at which a PENDING answer to a question from unit `first` on ends. Of several such
-        blocks, the one that comes first."""
+        """Returns the hash of the block at which a PENDING answer ends, to a question from unit `first` on.
+        If there are several such blocks, it is the first."""
         ends = [
             (found.states.index(PENDING) + 1) * shape.hash_stride
             for found, shape in zip(answer.groups, self._groups.shapes, strict=True)

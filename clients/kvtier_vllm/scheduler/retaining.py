@@ -1,4 +1,4 @@
-"""How long the daemon keeps a request's blocks, and in which tiers: what engine and request wish."""
+"""How long the daemon keeps a request's blocks, and in which tiers, as engine and request wish."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PRIORITIES = ("low", "normal", "high")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kept:
-    """What a store has its blocks kept like. The larger of two is what the daemon grants of both: a block
-    with a time stays on the host whatever else is said of it."""
+    """How a store has its blocks kept. The larger of two is what the daemon grants of both: a block with a
+    time to live stays on the host whatever else is asked for."""
 
     on_disks: bool = True
     ttl_s: float = math.inf
@@ -26,29 +26,29 @@ class Kept:
 
     @property
     def retention(self) -> Retention | None:
-        """As a store says it; None: nothing need be said."""
+        """The retention to submit a store with; None if there is nothing special to ask for."""
         if self == PLAIN:
             return None
         return Retention(ttl_s=self.ttl_s if self.ttl_s < math.inf else 0.0, host_only=True)
 
 
 PLAIN = Kept()
-"""For as long as there is room, in all tiers."""
+"""Blocks are kept as long as there is room, in all tiers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Of one request."""
+    """How the blocks of one request are kept."""
 
     kept: Kept = PLAIN
-    """Its stores."""
+    """How its stores have their blocks kept."""
     host_only: bool = False
-    """What only disks have is not looked for."""
+    """Whether blocks that only disks have are not looked for."""
     hold_s: float = 0.0
-    """When it ends, what it has used is held for so long."""
+    """For how many seconds the blocks that it has used are held after its end."""
     cool: bool = False
-    """When it ends, what it has made goes first."""
+    """Whether the blocks that it has made are the first to be evicted after its end."""
 
 
 ANYHOW = Keeping()
-"""Nothing is wished."""
+"""Nothing special is asked for."""

@@ -1,7 +1,7 @@
-"""The scheduler's side: looks up, submits loads and stores, and tells the workers which parts to follow.
+"""The scheduler's side: it looks up, submits loads and stores, and tells the workers which parts to follow.
 
 Whatever happens, every load that was promised to vLLM reaches the workers in the next metadata, so that its
-request is reported and goes on.
+request is reported and continues.
 """
 
 from __future__ import annotations
@@ -50,22 +50,24 @@ if TYPE_CHECKING:
     from kvtier_vllm.scheduler.events import BlockEvents
 
 BLOCKS_LOADED_MAX = 65_536
-"""Of one request: what the daemon takes in one lookup by default. The rest is computed."""
+"""The most blocks of one request that are loaded, as many as the daemon takes in one lookup by default. The
+rest is computed."""
 LOOKUPS_WITHOUT_HIT = 100
-"""After as many the log says once what this engine's namespace is."""
+"""After as many lookups without a hit, the log says once what this engine's namespace is."""
 CLOSE_TIMEOUT_S = 1.0
 SETTLE_S = 0.1
-"""How long a reset of the engine's own cache waits for stores that still read blocks of finished requests:
-their copies take milliseconds."""
+"""How long a reset of the engine's own cache waits for stores that still read blocks of finished requests.
+Their copies take milliseconds."""
 PREFILL_TOKENS_PER_S_MAX = 1e9
-"""More is not believed."""
+"""The highest rate that is reported."""
 
 Connect = Callable[[Weights], Link]
 """Makes the client's link, for blocks of these weights."""
 
 
 class SchedulerSide:
-    """Called by vLLM's scheduler, from one thread. Nothing here waits longer than the lookup budget."""
+    """The connector's part in vLLM's scheduler. Called from one thread; waits no longer than the lookup
+    budget."""
 
     def __init__(
         self,
@@ -82,17 +84,22 @@ class SchedulerSide:
         world_size: int = 1,
         adapters_by_name: bool = False,
     ) -> None:
-        """Attaches in the background. `prefill` learns how fast prompts are computed; None if that was
-        declared. `events`: None if nobody wants to be told what is held. `audits`: None for none at all.
-        `in_parts`: a prefix that cannot be leased at once is promised whole; if some of it cannot be loaded
-        in the end, vLLM computes it. `adapters_by_name`: vLLM's hashes carry nothing else of adapters."""
+        """Attaches in the background.
+
+        prefill: learns how fast prompts are computed; None if that was configured.
+        events: None if nobody wants to be told what is held.
+        audits: None for no audits.
+        in_parts: whether a prefix that cannot be leased at once is promised as a whole. If some of it cannot
+            be loaded in the end, vLLM computes it.
+        adapters_by_name: whether vLLM's block hashes carry nothing of adapters but their names.
+        """
         self._config = config
         self._groups = groups
         smallest = min(groups.shapes, key=lambda shape: shape.block_tokens)
         self._longest = next((shape for shape in groups.shapes if not shape.window_blocks), smallest)
         """The group that knows how long a prefix is."""
         self._loaded_max = max(1, BLOCKS_LOADED_MAX * smallest.block_tokens // groups.unit_tokens)
-        """Units."""
+        """The most units of one request that are loaded."""
         self._connect = connect
         self._log = log
         self._generations = Generations(
@@ -120,40 +127,40 @@ class SchedulerSide:
             events.keys_of = self._adapters.known_keys
         self._worth = Worth(lambda: config.prefill_tokens_per_s if prefill is None else prefill.tokens_per_s)
         self._computed: Collection[str] = ()
-        """Requests that the last step has computed."""
+        """The requests that the last step has computed."""
         self._least: int | None = None
-        """Units: fewer are not loaded. None: to be found out for this step."""
+        """The fewest units that are loaded; None: to be found out for this step."""
         self._loads = LoadCounters()
         self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
         self._filled = [shape for shape in groups.shapes if not shape.handed_off]
-        """Groups whose blocks are stored when they are full. vLLM hands off those of the others."""
+        """The groups whose blocks are stored when they are full. vLLM hands off those of the others."""
         self._audits = audits
         self._quarantined = False
-        """An audit has found that what is stored in this namespace is not what this engine computes."""
+        """Whether an audit has found that this namespace holds other blocks than this engine computes."""
         self._tainted: set[str] = set()
-        """Requests from before that, which may have loaded some of it: what they go on to compute is no
-        better, and is not to stay in the engine's own cache."""
+        """Requests from before that, which may have loaded some of it. What they go on to compute is no
+        better, and must not stay in the engine's own cache."""
         self._pool: WholeBlockPool | None = None
         self._requests: dict[str, TrackedRequest] = {}
         self._loading: dict[str, PromisedLoad] = {}
-        """Of those requests, what is being loaded and was not reported."""
+        """What is being loaded for those requests, and was not reported."""
         self._aborted: dict[str, list[int]] = {}
-        """Of requests that were over before their loads: what vLLM keeps until the workers report them."""
+        """The blocks that vLLM keeps for requests that were over before their loads were reported."""
         self._lent: list[int] = []
         """Those of them that count as free while the engine's own cache is reset."""
         self._ahead = Ahead(question, self._prefetchable)
         self._epoch: int | None = None
         self._step = 1
         self._work = 0
-        """Steps so far that compute or load anything."""
+        """The number of steps so far that compute or load anything."""
         self._out = Orders()
-        """For the workers, in the next step."""
+        """What the workers are told in the next step."""
         self._stopped = False
         self._told = False
 
     def watch_blocks(self, pool: WholeBlockPool) -> None:
-        """The engine's blocks. From now on stores hold what they read, where that is needed."""
+        """Takes the engine's block pool. From now on stores hold what they read, where that is needed."""
         self._room.watch(pool)
         self._pool = pool
         if self._audits is not None:
@@ -161,10 +168,9 @@ class SchedulerSide:
         self._storer.holds = BlockHolds(pool, self._config.load_start_deadline_s, time.monotonic)
 
     def settle(self) -> None:
-        """The engine is about to forget what its blocks hold, which vLLM refuses while any block is used:
-        nothing of ours is to be in its way, nor what is being loaded for requests that are over, of which an
-        engine that takes no further step would never hear. Waits for `SETTLE_S` at most. `was_reset`
-        follows."""
+        """Frees what stands in the way of a reset of the engine's own cache, which vLLM refuses while any
+        block is used. That includes what is being loaded for requests that are over, of which an engine that
+        takes no further step would never hear. Waits at most `SETTLE_S`. `was_reset` follows."""
         if self._pool is not None and self._aborted:
             self._lent = [block for blocks in self._aborted.values() for block in blocks]
             self._pool.free_blocks([self._pool.blocks[block] for block in self._lent])
@@ -186,8 +192,8 @@ class SchedulerSide:
 
     @property
     def has_steps_to_do(self) -> bool:
-        """Whether the engine has to go on stepping, even without requests: to have its blocks back, or
-        because the daemon is to be told something when stores have ended."""
+        """Whether the engine has to make further steps even without requests, to get its blocks back, or
+        because the daemon has to be told something when stores have ended."""
         if self._storer.holds or self._audits:
             return True
         return len(self._leaving) > 0 and not self._stopped
@@ -195,14 +201,14 @@ class SchedulerSide:
     # --- what vLLM asks
 
     def arrived(self, request: Any) -> None:
-        """A new request, which vLLM asks about when it is its turn."""
+        """Takes note of a new request, which vLLM asks about when it is its turn."""
         keys = self._adapters.keys(request)
         control = self._controls.of(request)
         if keys is not None and control.load and not control.keeping.host_only:
             self._ahead.arrived(request, keys(request.block_hashes))
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Tokens that can be loaded beyond the engine's own; None: ask again in the next step."""
+        """Returns how many tokens can be loaded beyond the engine's own, or None to be asked again."""
         tracked = self._track(request)
         tracked.expected_tokens, tracked.begun = num_computed_tokens, False
         self._ahead.asked(request.request_id)
@@ -219,7 +225,7 @@ class SchedulerSide:
         total = min(self._loadable(request, hashes, tracked.control), local + self._loaded_max)
         if tracked.audited_unit is not None:
             total = min(total, tracked.audited_unit)
-        proof = int(self._groups.looks_ahead)  # a unit that is found, and computed all the same
+        proof = int(self._groups.looks_ahead)  # a unit that must be found, and is computed all the same
         units = self._matcher.match(
             client,
             request.request_id,
@@ -236,7 +242,7 @@ class SchedulerSide:
             if self._audits.choose(request.request_id, units):
                 units -= 1
                 tracked.audited_unit = local + units
-                if not self._groups.plain:  # what a shorter prefix needs is another lookup's to lease
+                if not self._groups.plain:  # a shorter prefix needs other leases, from another lookup
                     self._matcher.drop(request.request_id)
                     return None
         if units and not self._room.has(request, (local + units) * unit_tokens):
@@ -244,15 +250,15 @@ class SchedulerSide:
         return None if units is None else units * unit_tokens
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """vLLM made room for what `match` promised, or (0) goes on without. `tables`: the request's blocks,
-        by group."""
+        """Submits the load of what `match` promised, for which vLLM has made room; with 0 tokens vLLM goes on
+        without. `tables` are the request's blocks, by group."""
         tracked = self._track(request)
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
             self._give_back(grant)
-            if tracked.audited_unit is not None:  # it loads nothing; else it has loaded, and runs
+            if tracked.audited_unit is not None:  # it loads nothing; otherwise it has loaded, and runs
                 self._compute_unaudited(tracked)
-            if self._storer.watches:  # another connector may load there, and no step says so
+            if self._storer.watches:  # another connector may load there, which no step tells
                 new = beyond(self._groups, tables, tracked.expected_tokens)
                 self._out.fence += self._storer.withdraw(new)
             return
@@ -280,16 +286,16 @@ class SchedulerSide:
             self._out.fence += self._storer.withdraw(load.block_ids)
 
     def promise_failed(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
-        """A load into some of these blocks was promised to vLLM and could not be submitted: have it reported
-        as failed."""
+        """Has a load into these blocks reported as failed that was promised to vLLM and could not be
+        submitted."""
         if not any(order.request == request_id for order in self._out.loads):
             ids = tuple(tuple(block for block in table if block) for table in tables)
             self._out.loads.append(LoadOrder(request_id, (None,) * len(ids), ids, blocks_tell=len(ids) == 1))
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
-        # Most steps have next to nothing to do here, and each function called costs microseconds between two
-        # runs of a model, which leaves the processor's caches to others: so ask before calling.
+        # Most steps have next to nothing to do here. Each function that is called costs microseconds between
+        # two runs of a model, which leaves the processor's caches to others. So ask before calling.
         scheduled_tokens: Mapping[str, int] = output.num_scheduled_tokens
         storer = self._storer
         self._work += bool(scheduled_tokens or self._out.loads)
@@ -353,7 +359,7 @@ class SchedulerSide:
             self._tell_why_nothing_hits(client)
 
     def take_metadata(self) -> KvtierMetadata:
-        """What the workers are to know in this step; the next one begins. Never fails."""
+        """Returns what the workers are to know in this step, and begins the next one. Never fails."""
         orders = self._out
         out = KvtierMetadata(self._step, self._work, self._generations.weights, stopped=self._stopped)
         if orders.any:
@@ -364,7 +370,7 @@ class SchedulerSide:
         return out
 
     def results(self, output: Any) -> None:
-        """What the workers reported for a step."""
+        """Takes what the workers reported for a step."""
         invalid = output.invalid_block_ids or ()
         if invalid:
             for load in self._loading.values():
@@ -398,7 +404,7 @@ class SchedulerSide:
                     self._storer.loaded(tracked.request, target.group, indexes, hashes)
 
     def totals(self) -> dict[str, float]:
-        """Since the engine started, by the names of `stats.COUNTERS`."""
+        """Returns the totals since the engine started, by the names of `stats.COUNTERS`."""
         matched, stored, loaded = self._matcher.counters, self._storer.counters, self._loads
         return {
             "lookups": matched.lookups + matched.polls,
@@ -420,12 +426,12 @@ class SchedulerSide:
         }
 
     def take_events(self) -> list[Any]:
-        """Of vLLM's KV events: what has changed in what this engine knows kvtierd to hold."""
+        """Returns vLLM's KV events about what has changed in what this engine knows kvtierd to hold."""
         return [] if self._events is None else self._events.take()
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]] = ()) -> bool:
-        """The request is over. `tables`: its blocks, by group. True: vLLM keeps them until the workers report
-        it as sent."""
+        """Ends a request that is over. `tables` are its blocks, by group. Returns whether vLLM must keep them
+        until the workers report the request as sent."""
         self._matcher.forget(request_id)
         self._ahead.asked(request_id)
         self._room.give_back((request_id,))
@@ -449,7 +455,7 @@ class SchedulerSide:
         client = self._ready_client()
         if client is not None:
             self._leaving.over(client, tracked)
-            if tracked.stores.open:  # the sooner they end, the sooner others have its blocks
+            if tracked.stores.open:  # the sooner they end, the sooner others can have its blocks
                 client.flush()
         if tracked.preemptions != tracked.request.num_preemptions:
             self._out.fence += self._storer.forget_open(tracked.stores)
@@ -459,7 +465,7 @@ class SchedulerSide:
         return True
 
     def was_reset(self, done: bool) -> None:
-        """vLLM was asked to reset its own prefix cache, and has done so, or has refused."""
+        """Takes note that vLLM was asked to reset its own prefix cache, and whether it has done so."""
         if self._pool is not None and self._lent:  # a load may still write to them
             self._pool.touch([self._pool.blocks[block] for block in self._lent])
             self._lent = []
@@ -469,25 +475,25 @@ class SchedulerSide:
             self._begin()
 
     def reset(self) -> None:
-        """What is stored may no longer fit what this engine computes."""
+        """Takes note that what is stored may no longer fit what this engine computes."""
         if self._generations.was_dropped(self._work):
             self._begin()
 
     def weights_changed(self, changes: Sequence[WeightsChange]) -> None:
-        """What workers have told of their weights."""
+        """Takes what workers have told about their weights."""
         if self._generations.have_changed(self._work, changes):
             self._begin()
 
     def adapters_loaded(self, loads: Sequence[AdapterLoad], *, at_once: bool = False) -> None:
-        """What workers have loaded, see `Adapters.loaded`. Requests whose adapter has other weights now store
-        nothing any more."""
+        """Takes which adapters workers have loaded (see `Adapters.loaded`). Requests whose adapter has other
+        weights now store nothing any more."""
         ended = self._adapters.loaded(loads, at_once=at_once)
         for tracked in self._requests.values() if ended else ():
             if adapter_of(tracked.request) in ended:
                 tracked.keys = None
 
     def _begin(self) -> None:
-        """Blocks of other weights: nothing of what was stored so far is this engine's, and nothing of what is
+        """Begins with other weights: nothing that was stored so far is this engine's, and nothing that is
         being loaded counts."""
         self._matcher.drop_all()
         self._start_over()
@@ -498,14 +504,14 @@ class SchedulerSide:
             self.link = self._connect(self._generations.weights)
 
     def stop(self) -> None:
-        """Disables this side for good; `take_metadata` and `finished` go on."""
+        """Disables this side for good; `take_metadata` and `finished` still work."""
         self._stopped = True
         self.link.close(0)
         if self._events is not None:
             self._events.clear()
 
     def close(self) -> None:
-        """The engine shuts down."""
+        """Ends the connection, because the engine shuts down."""
         self._stopped = True
         self._adapters.close()
         self.link.close(CLOSE_TIMEOUT_S)
@@ -530,7 +536,7 @@ class SchedulerSide:
         return tracked
 
     def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes]:
-        """As `TrackedRequest.hashes`; asks for the keys while they are not known."""
+        """Returns `TrackedRequest.hashes`, and asks for the keys while they are not known."""
         if tracked.keys is None:
             tracked.keys = self._adapters.keys(tracked.request)
         return tracked.hashes
@@ -573,7 +579,7 @@ class SchedulerSide:
             grant.lookup.release()
 
     def _compute_unaudited(self, tracked: TrackedRequest) -> None:
-        """Nothing that this request has chosen to compute for an audit is compared."""
+        """Ends the request's audit: what it computes for one is not compared."""
         tracked.audited_unit = None
         if self._audits is not None:
             self._audits.over(tracked.request.request_id)
@@ -588,8 +594,7 @@ class SchedulerSide:
             self._quarantine(verdict)
 
     def _quarantine(self, verdict: AuditVerdict) -> None:
-        """What is stored under this engine's name is not what it computes: it has no part in that any
-        more."""
+        """Leaves the namespace: what is stored under this engine's name is not what it computes."""
         client = self.link.client
         self._log.error(
             "kvtier: an audit found that block %s is stored otherwise than this engine computes it: relative "
@@ -612,13 +617,13 @@ class SchedulerSide:
         self._evict_all()
 
     def _evict_all(self) -> None:
-        """The engine's own prefix cache is empty, as after a reset; requests that run keep their blocks. What
-        was loaded is there like what it has computed itself."""
+        """Empties the engine's own prefix cache, as a reset does: what was loaded is in it like what was
+        computed. Requests that run keep their blocks."""
         if self._pool is not None:
             self._pool.evict_blocks(set(range(len(self._pool.blocks))))
 
     def _fail_loads(self) -> None:
-        """What they bring is not what this engine computes."""
+        """Has all loads fail, because what they bring is not what this engine computes."""
         for request_id, load in self._loading.items():
             load.failed = True
             self._out.revoke += load.parts
@@ -636,7 +641,7 @@ class SchedulerSide:
                 self._out.loads.append(order)
 
     def _load_no_further(self, request_id: str, load: PromisedLoad) -> None:
-        """What is not submitted of a load fails."""
+        """Has the rest of a load fail that is not submitted."""
         order = self._loader.give_up(request_id, load)
         if order is not None:
             self._out.loads.append(order)
@@ -647,7 +652,8 @@ class SchedulerSide:
         self._out.fence += self._storer.forget_open(tracked.stores)
 
     def _has_full_blocks(self, tracked: TrackedRequest, scheduled: int) -> bool:
-        """Whether there is more to store when this step has computed so many tokens of it. Once per step."""
+        """Returns whether this step, which computes so many tokens, leaves more to store. Asked once per
+        step."""
         request, first = tracked.request, tracked.stores.next_block
         if not tracked.begun:
             tracked.begun, began_at = True, request.num_computed_tokens
@@ -667,9 +673,9 @@ class SchedulerSide:
         computed = request.num_computed_tokens + scheduled
         hashes = self._hashes(tracked)
         known = len(hashes)
-        if tracked.foreign_until:  # only what vLLM has seen succeed
+        if tracked.foreign_until:  # stores only what vLLM has seen succeed
             computed = request.num_computed_tokens - request.num_in_flight_tokens
-            if computed <= tracked.foreign_until:  # the step that loads it has not ended, or it failed
+            if computed <= tracked.foreign_until:  # the step that loads it has not ended, or the load failed
                 computed = min(computed, tracked.expected_tokens)
         if (end_tokens := tracked.control.store_end_tokens) is not None:
             computed = min(computed, end_tokens)
@@ -698,7 +704,7 @@ class SchedulerSide:
             )
 
     def _store_states(self, output: Any) -> None:
-        """Recurrent layers' states at block ends, which vLLM hands off as it computes them."""
+        """Stores states of recurrent layers at block ends, which vLLM hands off as it computes them."""
         handed_off = getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
         for request_id, states in handed_off.items():
             tracked = self._requests.get(request_id)
@@ -722,8 +728,8 @@ class SchedulerSide:
                 )
 
     def _least_units(self) -> int:
-        """Fewer are not loaded in this step: as the setting says, or else what is computed sooner. That is
-        judged only where a load shares its steps with requests that are being computed."""
+        """Returns the fewest units that are loaded in this step, by the setting, or else by what is computed
+        sooner. The latter is judged only if a load shares its steps with requests that are being computed."""
         if self._least is None:
             tokens = self._config.min_load_tokens
             if not tokens:
@@ -735,8 +741,8 @@ class SchedulerSide:
         return self._least
 
     def _loadable(self, request: Any, hashes: Sequence[bytes], control: Control) -> int:
-        """Units that a load may fill. The last token is always computed, and never into a loaded block, as
-        with the engine's own hits."""
+        """Returns how many units a load may fill. The last token is always computed, and never into a loaded
+        block, as with the engine's own hits."""
         tokens: int = request.num_tokens - 1
         if control.load_end_tokens is not None:
             tokens = min(tokens, control.load_end_tokens)
@@ -748,13 +754,13 @@ class SchedulerSide:
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
         client, tokens = self.link.client, (0, output.total_num_scheduled_tokens)
-        if tokens[1] >= prefill.step_tokens_min:  # else it does not matter which of them are of prompts
+        if tokens[1] >= prefill.step_tokens_min:  # otherwise it does not matter which of them are of prompts
             tokens = tokens_of_step(output, self._requests)
         if prefill.step(*tokens) and client is not None:
             client.report_prefill_rate(min(prefill.tokens_per_s, PREFILL_TOKENS_PER_S_MAX))
 
     def _tell_why_nothing_hits(self, client: Client | None) -> None:
-        """Once: a cache that never hits should not be silent."""
+        """Warns once if nothing ever hits, because such a cache should not be silent."""
         counters = self._matcher.counters
         if counters.hits:
             self._told = True

@@ -1,4 +1,4 @@
-"""Which blocks of running requests to store, and what became of those that were submitted."""
+"""Decides which blocks of running requests to store, and follows the stores that were submitted."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from kvtier_vllm.scheduler.events import BlockEvents
 
 GONE_MAX = 256
-"""Blocks that one submission may find to be gone from the daemon, in one place each; what is behind them goes
-with the next step. Each costs a look at the index page, some microseconds."""
+"""The most blocks that one submission may find to be gone from the daemon, in one place each; what is behind
+them waits for the next step. Each costs a look at the index page, which takes some microseconds."""
 TRANSFERS_MAX = 256
-"""Stores in flight. Beyond it blocks wait, and go with later ones of their request."""
+"""The most stores in flight. Further blocks wait, and go with later ones of their request."""
 BLOCKS_MAX = 2_048
-"""Of one store, far below what the daemon takes."""
+"""The most blocks of one store, far below what the daemon takes."""
 PAUSE_S = 0.5
-"""Without stores, after one was refused."""
+"""How long nothing is stored after a store was refused."""
 FAILURES_MAX = 3
-"""Of one request; then it is left alone."""
+"""The most failures of one request; with more, nothing of it is stored any more."""
 SEND_BLOCKS, SEND_STEPS = 32, 4
 """Stores are sent together, because each message costs the engine's process a few hundred microseconds: when
-they have so many blocks, or the first of them is so many steps old. That makes no difference to a prompt of
-some length, and to what is generated a small one."""
+they have so many blocks, or when the first of them is so many steps old. That makes no difference to a prompt
+of some length, and a small one to generated text."""
 
 
 class Made:
-    """Blocks that the daemon has because of one request, by group."""
+    """The blocks that the daemon has because of one request, by group."""
 
     def __init__(self, groups: int) -> None:
         self._blocks: list[dict[int, bytes]] = [{} for _ in range(groups)]
 
     def add(self, group: int, index: int, block_hash: bytes) -> None:
-        """Block `index` of the request."""
+        """Adds block `index` of the request."""
         self._blocks[group][index] = block_hash
 
     def first(self, group: int) -> int | None:
-        """Its first block in this group; None: it has made none there."""
+        """Returns the request's first such block in this group, or None without one."""
         return min(self._blocks[group], default=None)
 
     def in_order(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Each group that has some, and their hashes, in the order of the request."""
+        """Yields each group that has some, and their hashes, in the order of the request."""
         for group, blocks in enumerate(self._blocks):
             if blocks:
                 yield group, [blocks[index] for index in sorted(blocks)]
@@ -60,45 +60,45 @@ class Made:
 
 @dataclass(slots=True, eq=False)
 class StoreState:
-    """One request, as far as its stores go."""
+    """The stores of one request."""
 
     request: Any
-    """vLLM's."""
+    """vLLM's request."""
     next_block: list[int]
-    """Of each group: blocks below it were submitted, or need not be."""
+    """For each group, the block below which all were submitted, or need not be."""
     failures: int = 0
     sighted: list[int] = field(default_factory=list)
-    """Of each group: blocks below it were counted as seen by this request. Empty: none."""
+    """For each group, the block below which all were counted as seen by this request. Empty: none."""
     open: dict[int, PartRef] = field(default_factory=dict)
-    """By number: parts of stores that may still read the request's blocks, as far as the scheduler knows."""
+    """By number, the parts of stores that may still read the request's blocks."""
     kept: Kept = PLAIN
     """How the daemon is to keep its blocks."""
     made: Made | None = None
-    """None: nobody wants to know."""
+    """What it has made; None if nobody needs to know."""
     under_way: int = 0
-    """Stores whose end the daemon has not reported, also those that it was parted from."""
+    """How many stores have not been reported as ended, including those that the request was parted from."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What a store has of one request."""
+    """The part of a store that belongs to one request."""
 
     name: str
     request: StoreState
     origin: StoreState
-    """What it was planned for, which `request` may be parted from."""
+    """The request that it was planned for, from which `request` may be parted."""
     hashes: list[bytes]
     indexes: list[int]
-    """Block of the request for each hash."""
+    """The request's block for each hash."""
     sources: Sequence[int]
     given_up: bool = False
-    """Its request has lost blocks that it reads: it is not to succeed."""
+    """Whether its request has lost blocks that it reads, so that it must not succeed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """Of all requests of a step that have blocks of one group to store, want them kept alike, and compute
-    with the same adapter."""
+    """One store. It is for all requests of a step that have blocks of one group to store, want them kept
+    alike, and compute with the same adapter."""
 
     transfer: Transfer
     group: int
@@ -109,22 +109,22 @@ class _Store:
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Since the engine started."""
+    """Totals since the engine started."""
 
     blocks: int = 0
     transfers: int = 0
     refused: int = 0
     withdrawn: int = 0
-    """Because vLLM gave blocks of theirs to others."""
+    """Stores withdrawn because vLLM gave blocks of theirs to other requests."""
 
 
 class Storer:
-    """Plans and submits stores, and keeps account of them: one for each group and step, whose blocks are of
-    all requests that have some, because each transfer costs both sides much more than its blocks.
+    """Plans and submits stores, and keeps account of them: one for each group and step, with blocks of all
+    requests that have some, because a transfer costs both sides much more than its blocks do.
 
     What a store reads must stay as it is until its part is over. Blocks of full attention stay with their
-    request as long as it runs; for those that leave it before there are two ways: `withdraw` ends stores
-    whose blocks are given to others, before anything is written there; with `holds_at_once` vLLM does not
+    request as long as it runs. For blocks that leave it earlier there are two ways: `withdraw` ends stores
+    whose blocks are given to others, before anything is written there; with `holds_at_once`, vLLM does not
     give them to others at all. When a request is over, `keep` holds what its stores still read.
     """
 
@@ -138,12 +138,14 @@ class Storer:
         events: BlockEvents | None = None,
         holds_at_once: bool = False,
     ) -> None:
-        """`threshold`: a block is stored when so many requests have had it. `events`: is told what the daemon
-        holds. `holds_at_once`: stores hold what they read from the beginning, not only when its request is
-        over."""
+        """threshold: after how many requests with the same block it is stored.
+        events: is told what the daemon holds.
+        holds_at_once: whether stores hold what they read from the beginning, and not only when its request is
+            over.
+        """
         most = KNOWN_MAX // len(groups.shapes)
         self.known = tuple(KnownBlocks(clock, most) for _ in groups.shapes)
-        """By group."""
+        """Known blocks, by group."""
         self.counters = StoreCounters()
         self.holds = holds
         self._sightings = None if threshold <= 1 else tuple(Sightings(threshold, most) for _ in groups.shapes)
@@ -153,46 +155,44 @@ class Storer:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._stores: dict[int, _Store] = {}
-        """By numbers of our own: tickets begin anew with each client."""
+        """Stores by numbers of our own, because tickets begin anew with each client."""
         self._planned: dict[tuple[int, Kept, AdapterId | None], list[_Share]] = {}
-        """By group, how it is kept, and the adapter that it is computed with, what the next `submit` is to
-        store."""
+        """What the next `submit` is to store, by group, how it is kept, and its adapter."""
         self._planned_hashes: set[tuple[int, bytes]] = set()
         self._planned_blocks = 0
         self._readers: dict[int, list[int]] = {}
-        """Numbers of the stores that read a block which may leave its request. Several do if requests share
-        it."""
+        """The stores that read a block which may leave its request; several if requests share it."""
         self._unsent_blocks = self._unsent_since = 0
-        """Of stores that may still wait to be sent; since which step."""
+        """How many blocks may still wait to be sent, and since which step."""
         self._paused_until_s = 0.0
 
     @property
     def has_room(self) -> bool:
-        """Whether `plan` is worth calling now."""
+        """Whether more may be planned now."""
         return len(self._stores) < TRANSFERS_MAX and self._clock() >= self._paused_until_s
 
     @property
     def busy(self) -> bool:
-        """Whether there are stores of which it is not known how they ended: else `poll` finds nothing, and no
-        request has lost blocks that are read."""
+        """Whether there are stores whose end is not known. Without any, `poll` finds nothing, and no request
+        can have lost blocks that are read."""
         return bool(self._stores)
 
     @property
     def has_plans(self) -> bool:
-        """Whether `submit` is worth calling now."""
+        """Whether something was planned."""
         return bool(self._planned)
 
     @property
     def watches(self) -> bool:
-        """Whether `withdraw` is worth calling now."""
+        """Whether stores read blocks that may leave their requests."""
         return bool(self._readers)
 
     def new_state(self, request: Any) -> StoreState:
-        """Of a request that has stored nothing."""
+        """Returns the state of a request that has stored nothing."""
         return StoreState(request, [0] * len(self.known))
 
     def loaded(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """The daemon has been seen to hold these blocks of a request."""
+        """Takes note that the daemon has been seen to hold these blocks of a request."""
         self.known[group].seen(hashes)
         self._announce(request, group, indexes, hashes)
 
@@ -209,8 +209,8 @@ class Storer:
         block_ids: Sequence[int],
         group: int = 0,
     ) -> None:
-        """What is new among the first `len(block_ids)` blocks of a request in a group is stored by the next
-        `submit`; 0 is a block that it has no more."""
+        """Has the next `submit` store what is new among the first `len(block_ids)` blocks of a request in a
+        group. The id 0 stands for a block that the request no longer has."""
         if request.failures > FAILURES_MAX:
             request.next_block[group] = len(block_ids)
             return
@@ -238,11 +238,11 @@ class Storer:
     def plan_one(
         self, name: str, request: StoreState, group: int, block_hash: bytes, index: int, block_id: int
     ) -> None:
-        """Likewise of one block, if it is new."""
+        """Has the next `submit` store one block of a request, if it is new."""
         if request.failures > FAILURES_MAX or self.known[group].covers(block_hash, request.kept):
             return
         if self._sightings is not None:
-            # Each is handed off once, but for preempted requests.
+            # Each block is handed off once, except for preempted requests.
             self._sightings[group].add([block_hash])
             if not self._sightings[group].enough(block_hash):
                 return
@@ -261,7 +261,7 @@ class Storer:
         if holds is not None and not holds.has_room(len(sources), self._planned_blocks):
             request.next_block[group] = min(request.next_block[group], indexes[0])
             return
-        # What another request of this step has as well need not be told twice.
+        # What another request of this step stores as well need not be stored twice.
         news = [place for place, one in enumerate(hashes) if (group, one) not in self._planned_hashes]
         if not news:
             return
@@ -324,24 +324,24 @@ class Storer:
         return StoreOrder(tuple(share.name for share in shares), part, sources, adapter)
 
     def _most(self, client: Client) -> int:
-        """Blocks of one store."""
+        """Returns the most blocks of one store."""
         return min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `send` is worth calling now."""
+        """Whether stores may still wait to be sent."""
         return self._unsent_blocks > 0
 
     def send(self, client: Client, step: int) -> None:
-        """Has stores sent that have waited long enough for others, or are enough themselves. Once per step,
-        after its stores."""
+        """Sends stores that have waited long enough for others, or are enough by themselves. Called once per
+        step, after its stores."""
         if self._unsent_blocks >= SEND_BLOCKS or step - self._unsent_since >= SEND_STEPS:
             client.flush()
             self._unsent_blocks = 0
 
     def poll(self) -> list[PartRef]:
-        """Takes in what the daemon reported. Returns the parts of stores that ended otherwise than well: a
-        worker that has not seen them start would wait for them in vain."""
+        """Takes in what the daemon reported. Returns the parts of stores that did not end well: a worker that
+        has not seen them start would wait for them in vain."""
         failed: list[PartRef] = []
         for number, store in list(self._stores.items()):
             outcome = store.transfer.outcome
@@ -359,15 +359,17 @@ class Storer:
         return failed
 
     def withdraw(self, block_ids: Iterable[int]) -> list[PartRef]:
-        """vLLM has given these blocks to somebody: returns the parts that may still read them. They are over
-        before anything is written there, and what they have read is never served."""
+        """Withdraws the stores that read these blocks, which vLLM has given to others. Returns the parts that
+        may still read them. They are over before anything is written there, and what they have read is never
+        served."""
         readers = self._readers
         numbers = {number for block in block_ids for number in readers.get(block, ())}
         return [part for number in numbers if (part := self._withdraw(number)) is not None]
 
     def overdue(self, step: int, *, everything: bool = False) -> list[PartRef]:
-        """Parts that have held blocks for too long: to be withdrawn in this step. Lets go of those that were
-        in an earlier one. Once per step. `everything`: no part may hold blocks any more."""
+        """Returns the parts that have held blocks for too long, to be withdrawn in this step, and lets go of
+        those that were returned in an earlier one. Called once per step. With `everything`, no part may hold
+        blocks any more."""
         if self.holds is None:
             return []
         numbers = self.holds.overdue(step, everything=everything)
@@ -375,14 +377,14 @@ class Storer:
         return [store.transfer.part for store in stores if store.transfer.part is not None]
 
     def forget_open(self, request: StoreState) -> list[PartRef]:
-        """The request loses its blocks: returns the parts that may still read them and must not. What becomes
-        of those stores is no longer held against it, and it starts over."""
+        """Starts a request over that loses its blocks. Returns the parts that may still read them, and must
+        not. What becomes of those stores no longer counts against it."""
         opened = list(request.open.items())
         parts: list[PartRef] = []
         for number, part in opened:
             if number not in self._stores:  # the daemon that it was submitted to is gone
                 parts.append(part)
-            elif self._holds_at_once:  # it goes on, and has what it reads
+            elif self._holds_at_once:  # the store goes on, and holds what it reads
                 self._part(request, self._stores[number])
             else:
                 self._withdraw(number)
@@ -392,21 +394,21 @@ class Storer:
         return [] if self._holds_at_once else parts
 
     def keep(self, request: StoreState) -> bool:
-        """The request is over: from now on what its open stores read is held. False: it cannot be, and vLLM
-        must not give the blocks to others until the workers say so."""
+        """Holds what the open stores of a request that is over read. Returns False if that is not possible:
+        then vLLM must not give the blocks to others until the workers say so."""
         if self.holds is None:
             return not request.open
         for number in request.open:
             store = self._stores.get(number)
-            # What is not there any more has no daemon, and is revoked before anything is written.
+            # A store that is not there any more has no daemon, and is revoked before anything is written.
             if store is not None and number not in self.holds:
                 self.holds.hold(number, store.sources)
         return True
 
     def settle(self, wait_s: float) -> list[PartRef]:
-        """Nothing is to be held any more, if nobody else uses a block: waits up to `wait_s` for the stores
+        """Gives all held blocks back if nobody else uses a block: waits up to `wait_s` seconds for the stores
         that hold some. Returns the parts of those that have not ended, to be withdrawn in the next step
-        before anything is written; their blocks are released now, but for models whose blocks are zeroed
+        before anything is written. Their blocks are released now, except for models whose blocks are zeroed
         earlier than that."""
         holds, deadline_s = self.holds, self._clock() + wait_s
         if holds is None or not holds.are_all:
@@ -421,7 +423,7 @@ class Storer:
         return failed + [part for number in left if (part := self._withdraw(number)) is not None]
 
     def start_over(self) -> None:
-        """Another daemon, or the same after a restart: nothing is known of what it holds."""
+        """Forgets what the daemon holds, because it is another one, or has restarted."""
         for known in self.known:
             known.clear()
         self._paused_until_s = 0.0
@@ -429,8 +431,8 @@ class Storer:
     def _forget_gone(
         self, client: Client, group: int, hashes: Sequence[bytes], first: int, end: int, kept: Kept
     ) -> int:
-        """Forgets the blocks from `first` on that the daemon has evicted since they were known to be there,
-        as its index page has it. Returns up to where it has looked: `end`, or before."""
+        """Forgets the blocks from `first` on that, by its index page, the daemon has evicted since they were
+        known to be there. Returns up to where it has looked: `end`, or before."""
         known, gone, index = self.known[group], 0, first
         while index < end:
             if not known.covers(hashes[index], kept):
@@ -457,8 +459,8 @@ class Storer:
         request.sighted[group] = max(request.sighted[group], end)
 
     def _withdraw(self, number: int) -> PartRef | None:
-        """Its part is to be withdrawn before anything is written: nothing of it counts any more, and what its
-        requests have left of it is tried again."""
+        """Gives up a store whose part must be withdrawn before anything is written. Nothing of it counts any
+        more, and its requests try again to store what they still have. Returns the part."""
         store = self._stores[number]
         for share in store.shares:
             share.request.open.pop(number, None)
@@ -469,7 +471,7 @@ class Storer:
         return store.transfer.part
 
     def _part(self, request: StoreState, store: _Store) -> None:
-        """The request has nothing to do with this store any more."""
+        """Parts the request from this store."""
         for share in store.shares:
             if share.request is request:
                 share.request, share.given_up = self.new_state(share.origin.request), True
@@ -479,7 +481,8 @@ class Storer:
         next_block[group] = min(next_block[group], share.indexes[position])
 
     def _read_no_more(self, number: int, store: _Store, *, fenced: bool) -> None:
-        """What is not fenced is revoked in this step, before anybody writes: the daemon is gone."""
+        """Notes that a store reads no more. One that is not fenced is revoked in this step before anybody
+        writes, because its daemon is gone."""
         self._forget_reader(number, store)
         if self.holds is not None:
             if fenced:
@@ -520,7 +523,7 @@ class Storer:
             self._pause()
 
     def _refused(self, store: _Store) -> None:
-        """Nothing of it was stored."""
+        """Handles a store of which nothing was stored."""
         left = [share for share in store.shares if not share.given_up]
         for share in left:
             self._failed(share, store.group, 0)
@@ -528,8 +531,7 @@ class Storer:
             self._pause()
 
     def _failed(self, share: _Share, group: int, position: int) -> None:
-        """What was not stored is tried again with its request's next blocks: without it they are of no
-        use."""
+        """Has what was not stored tried again with its request's next blocks, which need it."""
         share.request.failures += 1
         self._try_again(share, group, position)
 
@@ -539,8 +541,8 @@ class Storer:
 
 
 def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int], int | None]:
-    """Which blocks of a share the daemon holds, and the first that it has refused or lost."""
-    if succeeded.count(1) == len(results):  # as most often
+    """Returns which blocks of a share the daemon holds, and the first that it has refused or lost."""
+    if succeeded.count(1) == len(results):  # the usual case
         return list(range(len(results))), None
     good: list[int] = []
     first_bad: int | None = None
@@ -553,7 +555,7 @@ def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int]
 
 
 def _in_pieces(shares: list[_Share], most: int) -> Iterator[list[_Share]]:
-    """Of at most so many blocks, which no share exceeds."""
+    """Yields the shares in pieces of at most `most` blocks, which no share exceeds."""
     piece: list[_Share] = []
     blocks = 0
     for share in shares:

@@ -1,4 +1,4 @@
-"""What vLLM's block tables say: where a load goes, and which blocks were given to somebody in a step."""
+"""What vLLM's block tables say: where a load goes, and which blocks were given to a request in a step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvtier_vllm.groups import Groups, GroupShape
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the blocks of one group go that are to be loaded."""
+    """Where blocks of one group are to be loaded."""
 
     group: int
     block_tokens: int
     hash_stride: int
     first: int
-    """Block of the request."""
+    """The first of the request's blocks that is loaded."""
     block_ids: tuple[int, ...]
 
     def hashes_of(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of the request that belong to the blocks."""
+        """Returns those of the request's hashes that belong to the blocks."""
         stride, end = self.hash_stride, self.first + len(self.block_ids)
         return hashes[(self.first + 1) * stride - 1 : end * stride : stride]
 
@@ -29,10 +29,11 @@ class Target:
 def targets_of(
     groups: Groups, tables: Sequence[Sequence[int]], begin_tokens: int, end_tokens: int
 ) -> tuple[Target, ...]:
-    """Where a prefix from token `begin_tokens` to `end_tokens` goes, of each group that has blocks for it.
+    """Returns where a prefix from token `begin_tokens` to `end_tokens` goes, in each group that has blocks
+    for it.
 
-    vLLM gives a group no blocks for what its window has passed: 0 stands there. Raises RuntimeError if the
-    tables are not what they must be; nothing may be loaded then.
+    vLLM gives a group no blocks for what its window has passed, and writes 0 there. Raises RuntimeError if
+    the tables are not as they must be; then nothing may be loaded.
     """
     found = []
     for shape, table in zip(groups.shapes, tables, strict=True):
@@ -59,8 +60,8 @@ def targets_of(
 
 
 def newly_allocated(groups: Groups, output: Any) -> Iterator[int]:
-    """Blocks that a SchedulerOutput gives to requests to write to: whatever they held before is lost in this
-    step. Blocks that a request shares with others, because they hit, are not among them."""
+    """Yields the blocks that a SchedulerOutput gives to requests to write to: whatever they held before is
+    lost in this step. Blocks that a request shares with others, because they hit, are not among them."""
     for new in output.scheduled_new_reqs:
         yield from beyond(groups, new.block_ids, new.num_computed_tokens)
     cached = output.scheduled_cached_reqs
@@ -77,12 +78,12 @@ def newly_allocated(groups: Groups, output: Any) -> Iterator[int]:
 
 
 def beyond(groups: Groups, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterator[int]:
-    """Blocks of a request's tables that lie behind its first so many tokens."""
+    """Yields the blocks of a request's tables that lie behind its first `computed_tokens`."""
     for shape, table in zip(groups.shapes, tables, strict=True):
         yield from table[computed_tokens // shape.block_tokens :]
 
 
 def hashes_of(shape: GroupShape, hashes: Sequence[bytes]) -> Sequence[bytes]:
-    """Of a group's blocks, in order: a request's hashes may be of smaller ones."""
+    """Returns the hashes of a group's blocks, in order. The request's hashes may be of smaller blocks."""
     stride = shape.hash_stride
     return hashes if stride == 1 else hashes[stride - 1 :: stride]

@@ -17,40 +17,41 @@ class TrackedRequest:
 
     request: Any
     control: Control
-    """By the engine's settings and the request."""
+    """What is stored and loaded of it, by the engine's settings and the request's wishes."""
     stores: StoreState
     keys: Keys | None
-    """None: not known yet, or never."""
+    """How its blocks are named; None if that is not known yet, or never will be."""
     preemptions: int = 0
     may_load: bool = True
-    """False from the submission of a load until its success is reported, so for ever after a failure."""
+    """Whether it may load: not from a load's submission until its success is reported, so never after a
+    failure."""
     matched_at: int = 0
-    """Units of the engine's own, when it was last asked about."""
+    """How many units the engine itself had when it was last asked about."""
     expected_tokens: int = 0
-    """It begins with so many, of the engine's own and loaded here."""
+    """How many tokens it begins with, the engine's own and those loaded here."""
     begun: bool = False
-    """It has run since it was last asked about."""
+    """Whether it has run since it was last asked about."""
     foreign_until: int = 0
-    """It began with so many: another connector loads as well, perhaps in the very step, and perhaps in vain.
-    0: it did not."""
+    """How many tokens it began with if these are more than expected, because another connector loads as well,
+    perhaps in this very step, and perhaps in vain; else 0."""
 
     audit_drawn: bool = False
-    """Whether it is audited has been decided."""
+    """Whether it was already decided if it is audited."""
     audited_unit: int | None = None
-    """It could be loaded, and is computed to be compared."""
+    """The unit that could be loaded, but is computed to be compared."""
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """The keys of its blocks, in units of vLLM's block hashes; none while they are not known."""
+        """The keys of its blocks, one for each of vLLM's block hashes; none while they are not known."""
         return () if self.keys is None else self.keys(self.request.block_hashes)
 
 
 @dataclass(slots=True)
 class LoadCounters:
-    """Since the engine started, of loads that have ended."""
+    """Totals since the engine started, of loads that have ended."""
 
     loads: int = 0
     failed: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """From submission to report, summed."""
+    """The sum of the times from submission to report."""

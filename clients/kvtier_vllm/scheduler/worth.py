@@ -1,8 +1,8 @@
-"""Whether a prefix is loaded sooner than it is computed, by what this engine has measured of both.
+"""Decides whether a prefix is loaded sooner than it is computed, by what this engine has measured of both.
 
-A load ends with a step of the engine, and only the next one computes what is left of the prompt. An engine
-that has nothing else to do makes such steps in a millisecond. One that computes other requests makes its
-steps as long as those take, so that a small hit comes later than if it had been computed beside them.
+A load ends with a step of the engine, and only the next step computes what is left of the prompt. An engine
+with nothing else to do makes such steps in a millisecond. One that computes other requests makes its steps as
+long as those take, so a small hit comes later than if it had been computed beside them.
 """
 
 from __future__ import annotations
@@ -14,60 +14,61 @@ from collections import deque
 from collections.abc import Callable
 
 STEPS_MAX = 16
-"""Lengths of steps that are remembered."""
+"""How many lengths of steps are remembered."""
 LOADS_MIN, LOADS_MAX = 4, 64
-"""Loads after which they tell something, and that are remembered."""
+"""How many loads are needed for a judgement, and how many are remembered."""
 LOAD_AGE_MAX_S = 60.0
-"""Older loads tell nothing: so what was once too slow is tried again."""
+"""Older loads do not count, so that what was once too slow is tried again."""
 IN_DOUBT = 1.5
-"""Up to so many times as long as computing takes, a load is preferred: others need not share their steps
-with it, and what is measured is not exact."""
+"""A load is preferred if it takes up to this many times as long as computing, because others need not share
+their steps with it, and the measurements are not exact."""
 
 
 class Worth:
-    """Told of every step and every load; what is not known speaks for loading."""
+    """Compares loading with computing. It is told of every step and load; what is not known speaks for
+    loading."""
 
     def __init__(
         self, tokens_per_s: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`tokens_per_s`: how many tokens of prompts this engine computes in a second; 0 if that is not
-        known."""
+        """`tokens_per_s` returns the prompt tokens that this engine computes in a second; 0: not known."""
         self._tokens_per_s = tokens_per_s
         self._clock = clock
         self._steps: deque[float] = deque(maxlen=STEPS_MAX)
         self._began_s: float | None = None
         """When the last step was scheduled; None if it computed nothing."""
         self._loads: deque[tuple[float, int, float]] = deque(maxlen=LOADS_MAX)
-        """When each ended, its tokens, and its seconds."""
+        """For each load when it ended, its tokens, and its seconds."""
 
     def step(self, computes: bool) -> None:
-        """A step is scheduled. `computes`: some request is in it."""
+        """Takes note of a step. `computes` says whether it has a request."""
         now_s = self._clock()
         if self._began_s is not None:
             self._steps.append(now_s - self._began_s)
         self._began_s = now_s if computes else None
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """A load has succeeded: from its submission until the end of the step in which it was seen."""
+        """Takes note of a load that has succeeded. `seconds` are from its submission until the end of the
+        step in which that was seen."""
         self._loads.append((self._clock(), tokens, seconds))
 
     @property
     def token_s(self) -> float:
-        """Seconds in which a token of a prompt is computed; 0 if that is not known."""
+        """The seconds in which a token of a prompt is computed; 0 if that is not known."""
         rate = self._tokens_per_s()
         return 1.0 / rate if rate > 0 else 0.0
 
     @property
     def step_s(self) -> float:
-        """Of a step that computes something, as most of late; 0 if that is not known."""
+        """The usual seconds of a step that computes something, of late; 0 if that is not known."""
         return statistics.median(self._steps) if self._steps else 0.0
 
     def least_tokens(self) -> int:
-        """Fewer are sooner computed, beside requests that are being computed; 1: nothing is known that would
-        speak against loading.
+        """Returns the fewest tokens that are worth loading: fewer are computed sooner, beside requests that
+        are being computed. 1 if nothing is known that would speak against loading.
 
-        A load takes a step at least, and no longer than the quickest of those that were as large or larger:
-        what is larger than any of them is worth a try.
+        A load is taken to last at least one step, and no longer than the quickest of those that were as large
+        or larger. If it is larger than all of them, it is worth a try.
         """
         token_s, step_s = self.token_s, self.step_s
         oldest_s = self._clock() - LOAD_AGE_MAX_S
@@ -80,7 +81,7 @@ class Worth:
             quickest_s = min(quickest_s, seconds)
             bounds.append((tokens, quickest_s))
         of_a_step = step_s / (IN_DOUBT * token_s)
-        """Tokens that are computed sooner than in a step more."""
+        """The tokens that are computed sooner than one more step ends."""
         least = math.ceil(of_a_step)
         for tokens, seconds in reversed(bounds):
             least_here = max(least, math.ceil(max(1, round(seconds / step_s)) * of_a_step))

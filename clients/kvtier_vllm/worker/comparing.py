@@ -1,4 +1,4 @@
-"""How far two blocks of an engine's KV cache are apart: what an audit asks of a worker.
+"""Measures how far two blocks of an engine's KV cache are apart, which an audit asks of a worker.
 
 The blocks stay where they are, and nothing waits: on a GPU the kernels are enqueued behind the step's own, on
 the stream that the engine computes on, and the answer is fetched when it is there.
@@ -23,38 +23,38 @@ if TYPE_CHECKING:
     import torch
 
 PLANES_AT_ONCE = 8
-"""Planes that are compared together: few kernels, and little memory of the engine's GPU for them."""
+"""How many planes are compared together, so that few kernels take little memory."""
 ERROR_MAX = 1e6
-"""No larger error is told, infinite ones neither."""
+"""The largest error that is reported, also in place of an infinite one."""
 _FP8 = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""What the bytes of a KV cache are that vLLM keeps as plain bytes, by its `cache_dtype`."""
+"""The dtype of a KV cache that vLLM keeps as plain bytes, by its `cache_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between two blocks."""
+    """The difference between two blocks."""
 
     error: float
-    """Of the layer that differs most: the norm of the difference over the larger of both norms, 0 for equal
-    bytes, about 1.4 for blocks that have nothing to do with each other; at most ERROR_MAX."""
+    """The error of the layer that differs most: the norm of the difference over the larger of both norms. 0
+    for equal bytes, about 1.4 for blocks that have nothing to do with each other; at most ERROR_MAX."""
     layer: str
 
 
 class Comparison:
-    """One that is under way."""
+    """A comparison that is under way."""
 
     def __init__(self, layers: Sequence[str], errors: torch.Tensor, ready: Callable[[], bool]) -> None:
-        """`errors`: one for each layer, in host memory, complete once `ready`."""
+        """`errors` has one value per layer, in host memory, complete once `ready` returns True."""
         self._layers = layers
         self._errors = errors
         self._ready = ready
 
     def poll(self) -> Difference | None:
-        """The result, None before it is there."""
+        """Returns the result, or None before it is there."""
         if not self._ready():
             return None
         errors = [min(error, ERROR_MAX) if error >= 0 else ERROR_MAX for error in self._errors.tolist()]
@@ -63,12 +63,12 @@ class Comparison:
 
 
 class Comparer:
-    """Of one worker. Called from the thread that runs the model."""
+    """Compares blocks of one worker. Called from the thread that runs the model."""
 
     def __init__(
         self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[GroupLayout], cache_dtype: str
     ) -> None:
-        """`kv_caches` as registered, `cache_dtype` as in vLLM's CacheConfig."""
+        """`kv_caches` are those that were registered, `cache_dtype` is that of vLLM's CacheConfig."""
         self._kv_caches = kv_caches
         self._layouts = layouts
         self._cache_dtype = cache_dtype
@@ -99,7 +99,7 @@ class Comparer:
         return Comparison(layers, on_host, event.query)
 
     def _values(self, layer: str, num_blocks: int) -> torch.Tensor:
-        """Of one layer: a tensor whose first dimension is the engine's blocks. Raises ValueError."""
+        """Returns one layer's values: a tensor whose first dimension is the blocks. Raises ValueError."""
         import torch
 
         tensor = self._kv_caches[layer]
@@ -114,7 +114,7 @@ class Comparer:
 
 
 def _errors(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of each row. What is no number on both sides is equal."""
+    """Returns the error of each row. Where both sides are NaN, they count as equal."""
     import torch
 
     equal = (one == other) | (one.isnan() & other.isnan())
@@ -135,14 +135,14 @@ class _Followed:
     left: list[TrackedPart]
     """Parts that are not over."""
     failed: bool = False
-    """Nobody waits for it, or the stored blocks have not come."""
+    """Whether nobody waits for it any more, or the stored blocks have not come."""
     order: AuditCompare | None = None
     under_way: list[tuple[int, Comparison]] | None = None
 
 
 class AuditFollower:
-    """A worker's share of audits: every one that it is told of is reported once, and never before its fence.
-    Called from the thread that runs the model."""
+    """A worker's part in audits. It reports each that it is told of once, and never before its fence. Called
+    from the thread that runs the model."""
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class AuditFollower:
         over: Callable[[TrackedPart], None],
         log: logging.Logger,
     ) -> None:
-        """`landing`: what has become of a part at a time; `over`: nobody asks for it any more."""
+        """`landing` returns what has become of a part's bytes at a time; `over` is called after the
+        last use."""
         self.comparer: Comparer | None = None
         """None until the engine has registered its KV cache."""
         self._landing = landing
@@ -160,11 +161,11 @@ class AuditFollower:
         self._told = False
 
     def __len__(self) -> int:
-        """Audits that were not reported yet."""
+        """Returns the number of audits that were not reported yet."""
         return len(self._followed)
 
     def adopt(self, orders: Orders, client: Client | None, now_s: float) -> list[TrackedPart]:
-        """What a step says of audits. Returns the parts that may start now."""
+        """Takes what a step says about audits. Returns the parts that may start now."""
         parts: list[TrackedPart] = []
         for load in orders.audits:
             followed = _Followed(load.ticket, [])
@@ -184,12 +185,12 @@ class AuditFollower:
         return parts
 
     def fail_all(self) -> None:
-        """None of them comes to anything."""
+        """Has all audits fail."""
         for followed in self._followed.values():
             followed.failed = True
 
     def poll(self, now_s: float) -> list[AuditResult]:
-        """Those that have ended since the last call."""
+        """Returns the results of the audits that have ended since the last call."""
         results = []
         for followed in list(self._followed.values()):
             result = self._poll(followed, now_s)
@@ -227,7 +228,7 @@ class AuditFollower:
                 (group, self.comparer.start(group, stored, computed))
                 for group, stored, computed in order.blocks
             ]
-        except Exception as error:  # out of memory, say: the engine does without its audit
+        except Exception as error:  # such as out of memory: the engine does without its audit
             followed.failed = True
             if not self._told:
                 self._told = True

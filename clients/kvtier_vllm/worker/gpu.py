@@ -1,6 +1,6 @@
-"""The GPU an engine computes on, and its KV cache there.
+"""The GPU that an engine computes on, and its KV cache there.
 
-Imports torch on first use only: the connector's module is also imported by the API server.
+It imports torch only on first use, because the API server imports the connector's module too.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from kvtier_vllm.worker.kv_memory import NotShareable
 if TYPE_CHECKING:
     import torch
 
-# First release that calls unregister_kv_caches and restore_kv_caches.
+# The first release that calls unregister_kv_caches and restore_kv_caches.
 SLEEP_HOOKS_VLLM = (0, 33)
-# First release known to drop a layout that its attention backend does not support, with a warning.
+# The first release known to ignore a layout that its attention backend does not support, with a warning.
 LAYOUT_WISH_VLLM = (0, 32)
 
 
 class EngineGpu(Protocol):
-    """What the engine enqueues its work on. Called from the thread that runs the model."""
+    """The GPU that the engine enqueues its work on. Called from the thread that runs the model."""
 
     def stream(self) -> int:
-        """The driver's handle of the stream on which the engine computes now."""
+        """Returns the driver's handle of the stream on which the engine computes now."""
 
     def mark(self) -> Callable[[], None]:
-        """Marks this moment of the engine's stream. What it returns waits, in any thread, until everything
-        that was enqueued before has run."""
+        """Marks this moment of the engine's stream. Returns a function that waits, in any thread, until
+        everything that was enqueued before has run."""
 
 
 class CudaGpu:
     """The current device of this process, through torch."""
 
     def stream(self) -> int:
-        """See EngineGpu."""
+        """Returns the driver's handle of the stream on which torch computes now."""
         import torch
 
         return int(torch.cuda.current_stream().cuda_stream)
 
     def mark(self) -> Callable[[], None]:
-        """See EngineGpu."""
+        """Records an event on that stream, and returns a function that waits for it."""
         import torch
 
         event = torch.cuda.Event(blocking=True)
@@ -56,7 +56,7 @@ class CudaGpu:
 
 
 def engine_gpu() -> EngineGpu | None:
-    """The GPU this process computes on; None on a CPU. Raises NotShareable for anything else."""
+    """Returns the GPU that this process computes on, or None on a CPU. Else raises NotShareable."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -71,9 +71,9 @@ def engine_gpu() -> EngineGpu | None:
 class GpuKVMemory:
     """A worker's KV cache where it lies on its GPU: the storages of its tensors, one after another.
 
-    From vLLM 0.29 on there is one. They are kept alive by this object, and the engine hands out their blocks
-    by id: torch does not free them behind a copy's back, and has to be told nothing of streams. What must not
-    be reused while it is copied are blocks, and those the connector holds until each part's fence.
+    From vLLM 0.29 on there is one storage. This object keeps them alive, and the engine hands out their
+    blocks by id, so torch does not free them during a copy, and needs to know nothing about streams. What
+    must not be reused during a copy are blocks, and the connector holds those until each part's fence.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -90,12 +90,12 @@ class GpuKVMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all storages."""
+        """The size of all storages."""
         return self.device_memory.size_bytes
 
     def offset_of(self, name: str, tensor: torch.Tensor) -> int:
-        """Bytes from the start of the first storage, as if all followed one another, to the tensor's first
-        element. Raises NotShareable for a tensor that lies elsewhere."""
+        """Returns the bytes from the start of the first storage, as if all followed one another, to the
+        tensor's first element. Raises NotShareable for a tensor that lies elsewhere."""
         try:
             return self.device_memory.offset_of(tensor)
         except KvtierError as error:
@@ -108,8 +108,8 @@ class GpuKVMemory:
 
 
 def refuse_sleep_mode(vllm_config: Any, vllm_version: tuple[int, int]) -> None:
-    """Raises NotShareable for an engine on a GPU that may take its memory back without telling: what is
-    copied afterwards would be other memory than the engine's."""
+    """Raises NotShareable for an engine on a GPU that may take its memory back without telling, so that a
+    later copy would touch memory that is not the engine's."""
     if vllm_config.model_config.enable_sleep_mode and vllm_version < SLEEP_HOOKS_VLLM:
         raise NotShareable(
             f"sleep mode is on, and vLLM {vllm_version[0]}.{vllm_version[1]} does not tell connectors of it; "
@@ -118,9 +118,9 @@ def refuse_sleep_mode(vllm_config: Any, vllm_version: tuple[int, int]) -> None:
 
 
 def required_layout(config: ConnectorConfig, vllm_version: tuple[int, int]) -> str | None:
-    """The layout to ask of the engine, a name of vLLM's KVCacheLayout; None leaves it alone."""
+    """Returns the layout to ask the engine for, a name of vLLM's KVCacheLayout, or None to leave it alone."""
     from vllm.platforms import current_platform
 
     if config.contiguous_blocks and vllm_version >= LAYOUT_WISH_VLLM and current_platform.is_cuda():
-        return "BLHNC"  # of those with blocks outermost the one that most attention backends know
+        return "BLHNC"  # of the layouts with blocks outermost, the one that most attention backends support
     return None

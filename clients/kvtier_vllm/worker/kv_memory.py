@@ -1,10 +1,10 @@
-"""The engine's CPU KV cache in memory that another process can map: no copy, no change to vLLM.
+"""Puts an engine's KV cache on a CPU into memory that another process can map, without copying it.
 
-vLLM allocates all KV caches of a worker by one `torch.zeros(n, dtype=int8)` inside the context that a
+vLLM allocates all KV caches of a worker with one `torch.zeros(n, dtype=int8)` inside the context that a
 connector returns from `get_mem_pool_context()`. `SharedKVMemory.allocation_context()` is such a context: it
-answers exactly that call with a tensor over a sealed memfd, and leaves every other call alone.
+answers exactly this call with a tensor over a sealed memfd, and leaves every other call alone.
 
-Imports torch on first use only: the connector's module is also imported by the API server.
+It imports torch only on first use, because the API server imports the connector's module too.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ if TYPE_CHECKING:
 
 
 class NotShareable(Exception):
-    """The KV cache cannot be shared with the daemon; the message says why, in one sentence."""
+    """The KV cache cannot be shared with the daemon. The message says why, in one sentence."""
 
 
 class KVMemory(Protocol):
-    """The memory in which a worker's KV cache lies, on whatever device: its offsets are what planes are made
-    of."""
+    """The memory of a worker's KV cache, on whatever device. Planes are described by offsets in it."""
 
     @property
     def size_bytes(self) -> int:
-        """Offsets are below it."""
+        """The size; offsets are below it."""
 
     def check(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Raises NotShareable unless every tensor lies in it."""
 
     def offset_of(self, name: str, tensor: torch.Tensor) -> int:
-        """Of the tensor's first element. Raises NotShareable, naming `name`, if it does not lie in it."""
+        """Returns the offset of the tensor's first element. Raises NotShareable, with `name`, if it is
+        elsewhere."""
 
 
 class SharedKVMemory:
     """One memfd of `size_bytes` zeros, mapped here, for one worker's KV cache.
 
-    Sealed against shrinking and growing, so a process that maps it cannot be killed by SIGBUS, and against
-    further seals, so nobody can later forbid writing. The descriptor is close-on-exec and belongs to this
-    object; the mapping lives as long as a tensor over it does.
+    It is sealed against shrinking and growing, so SIGBUS cannot kill a process that maps it, and against
+    further seals, so nobody can forbid writing later. The descriptor is close-on-exec and belongs to this
+    object. The mapping lives as long as a tensor over it does.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises NotShareable if the memory cannot be had. `size_bytes` > 0; rounded up to whole pages."""
+        """Allocates the memory. `size_bytes` must be more than 0, and is rounded up to whole pages. Raises
+        NotShareable if that fails."""
         if size_bytes <= 0:
             raise NotShareable(f"the KV cache has {size_bytes} bytes")
         self._kv_bytes = size_bytes
@@ -69,25 +70,25 @@ class SharedKVMemory:
             what = f"sharing {self._size_bytes} bytes of memory failed: {error.strerror}"
             raise NotShareable(what) from error
         with contextlib.suppress(OSError):
-            # Only a wish: many kernels give shared memory no transparent huge pages.
+            # This may have no effect: many kernels give shared memory no transparent huge pages.
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._address: int | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the mapping: whole pages, at least the KV cache."""
+        """The size of the mapping: whole pages, at least the KV cache."""
         return self._size_bytes
 
     def fileno(self) -> int:
-        """The memfd, to be passed to the daemon. Stays open until `close`."""
+        """Returns the memfd, to be passed to the daemon. It stays open until `close`."""
         return self._fd
 
     @contextlib.contextmanager
     def allocation_context(self) -> Iterator[None]:
         """Answers the first `torch.zeros(kv_bytes, dtype=int8)` inside the `with` from this memory.
 
-        Recognised by its exact size, which only the KV allocation has, so that a runner that allocates in
-        some other way keeps its own memory; `check` then reports it. May be entered once.
+        The call is recognised by its exact size, which only the KV allocation has. A runner that allocates in
+        some other way keeps its own memory, which `check` then reports. May be entered once.
         """
         import torch
         from torch.overrides import TorchFunctionMode
@@ -133,8 +134,8 @@ class SharedKVMemory:
             self.offset_of(name, tensor)
 
     def offset_of(self, name: str, tensor: torch.Tensor) -> int:
-        """Bytes from the start of the mapping to the tensor's first element. Raises NotShareable if its
-        storage is not in the mapping; `name` is for the message."""
+        """Returns the bytes from the start of the mapping to the tensor's first element. Raises NotShareable
+        if the tensor's storage is not in the mapping; `name` is for the message."""
         if tensor.device.type != "cpu":
             raise NotShareable(f"{name} is on {tensor.device}, and the engine computes on a CPU")
         if self._address is None:
@@ -146,7 +147,7 @@ class SharedKVMemory:
         return int(tensor.data_ptr()) - self._address
 
     def close(self) -> None:
-        """Closes the descriptor; the mapping goes when the last tensor over it does. Safe to call again."""
+        """Closes the descriptor. The mapping goes when the last tensor over it does. Safe to call again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,8 +1,8 @@
-"""Where an engine's KV blocks lie: from the tensors vLLM registers to planes a copy worker can follow.
+"""Finds out where an engine's KV blocks lie: from vLLM's tensors to planes that a copy worker can follow.
 
-Understood, and everything else refused by name: KV cache groups (see `groups`) whose layers are tensors
-`[blocks, ...]` with every block dense inside its layer. That covers vLLM 0.29 to 0.33 in the layouts with
-per-layer pages and with contiguous blocks across layers. Groups may lie over each other, layers of one group
+It understands KV cache groups (see `groups`) whose layers are tensors `[blocks, ...]`, with every block dense
+inside its layer, and refuses everything else by name. That covers vLLM 0.29 to 0.33 in the layouts with
+per-layer pages and with contiguous blocks across layers. Groups may overlap in memory, layers of one group
 may not.
 """
 
@@ -29,16 +29,16 @@ class GroupLayout:
     shape: GroupShape
     num_blocks: int
     planes: dict[str, Plane]
-    """Of each layer, in the model's order. A description says layer, geometry and dtype."""
+    """The plane of each layer. A description says layer, geometry and dtype."""
 
 
 def describe(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, memory: KVMemory, spread: int = 1
 ) -> tuple[GroupLayout, ...]:
-    """Layout of the registered KV caches, group by group.
+    """Returns the layout of the registered KV caches, group by group.
 
-    `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given, `memory`
-    what the caches were allocated from, `spread` over how many ranks the tokens of each block are (see
+    `kv_caches` and `kv_cache_config` (a KVCacheConfig) are what the connector's worker was given. `memory` is
+    what the caches were allocated from. `spread` is over how many ranks the tokens of each block are (see
     `groups.context_ranks`). Raises NotShareable or UnsupportedLayout with the reason.
     """
     found = enumerate(kv_cache_config.kv_cache_groups)
@@ -63,7 +63,7 @@ def _planes_of(
         if name not in kv_caches:
             raise UnsupportedLayout(f"layer {name} is in the KV cache group but was not registered")
         plane = _plane_of(name, kv_caches[name], num_blocks, memory, _content(group.kv_cache_spec, name))
-        # Layers that reuse another layer's cache are registered under both names: stored once.
+        # Layers that reuse another layer's cache are registered under both names, and stored once.
         if plane.base_offset not in seen:
             seen.add(plane.base_offset)
             planes[name] = plane
@@ -72,7 +72,7 @@ def _planes_of(
 
 
 def _content(spec: Any, layer: str) -> str:
-    """What the shape of a layer's tensor does not say: that of a recurrent layer is bytes."""
+    """Returns what the shape of a layer's tensor does not say, because that of a recurrent layer is bytes."""
     spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
     shapes = getattr(spec, "shapes", None)
     if shapes is None:
@@ -128,7 +128,7 @@ def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory
 
 
 def _refuse_overlap(planes: Mapping[str, Plane], num_blocks: int) -> None:
-    """A byte that belongs to two planes would be stored twice and, worse, restored twice."""
+    """Raises UnsupportedLayout if planes overlap: a byte of two would be stored and restored twice."""
     for block in (0, num_blocks - 1):
         spans = sorted(
             (plane.base_offset + block * plane.block_stride_bytes, plane.fragment_bytes, layer)

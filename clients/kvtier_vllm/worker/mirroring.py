@@ -1,10 +1,10 @@
-"""Where the daemon cannot reach the engine's GPU memory, the engine copies: between its blocks and a mirror
-of them in host memory, which the daemon maps. One thread does it, in the order of the steps.
+"""Copies between the engine's blocks on a GPU and a mirror of them in host memory, which the daemon maps,
+where the daemon cannot reach the GPU memory. One thread does it, in the order of the steps.
 
-That order is what keeps bytes right, because an engine reuses a block's id for other content:
+That order keeps bytes right although an engine reuses a block's id for other content:
 - a store's doorbell rings when its blocks are in the mirror;
-- a load's doorbell rings after every copy that was asked for before, so that none of them writes over what
-  the daemon then puts into the mirror;
+- a load's doorbell rings after every copy that was asked for before, so that none of them overwrites what the
+  daemon then puts into the mirror;
 - a block's place in the mirror is emptied when nothing of it is in use, before its next use.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from kvtier.cuda import DeviceMemory, MirrorMemory
 
 JOBS_MAX = 4_096
-"""Copies that wait; fewer than there are part words can. Beyond them stores are given up, and loads fail."""
+"""The most copies that wait, fewer than there can be part words. Beyond it stores and loads fail."""
 
 
 class _Job(ABC):
-    """Something for the copying thread: it is run, or given up, or given up after its run has failed."""
+    """A job for the copying thread. It is run, or given up, or given up after its run has failed."""
 
     @abstractmethod
     def run(self) -> None: ...
@@ -74,7 +74,8 @@ class _CopyOut(_Job):
         self._client.ring(STORE_DOORBELL, self._step)
 
     def give_up(self) -> None:
-        # The doorbell of a later step lets go all before it: what is not in the mirror must never start.
+        # The doorbell of a later step releases all parts before it, so what is not in the mirror must never
+        # start.
         for part in self._parts:
             part.revoke()
 
@@ -94,8 +95,8 @@ class _CopyIn(_Job):
 
 
 class _Unused(_Job):
-    """Blocks whose place in the mirror is to be emptied. One job for all, submitted as often as needed: what
-    it finds when it runs is used by nobody, or by jobs that come after it."""
+    """Blocks whose place in the mirror is to be emptied. It is one job for all, submitted as often as needed:
+    what it finds when it runs is used by nobody, or only by jobs that come after it."""
 
     def __init__(self, memory: MirrorMemory) -> None:
         self._memory = memory
@@ -104,7 +105,7 @@ class _Unused(_Job):
         self._waiting = False
 
     def add(self, block_ids: Iterable[int]) -> bool:
-        """True: it is to be submitted."""
+        """Adds blocks. Returns whether the job must be submitted."""
         with self._lock:
             self._blocks.update(block_ids)
             submit = bool(self._blocks) and not self._waiting
@@ -112,7 +113,7 @@ class _Unused(_Job):
             return submit
 
     def remove(self, block_ids: Iterable[int]) -> None:
-        """They are used again."""
+        """Removes blocks that are used again."""
         with self._lock:
             self._blocks.difference_update(block_ids)
 
@@ -123,13 +124,13 @@ class _Unused(_Job):
             self._memory.discard(block_ids)
 
     def give_up(self) -> None:
-        """They stay until others are added."""
+        """Leaves the blocks until others are added."""
         with self._lock:
             self._waiting = False
 
 
 class _Copier:
-    """One thread that takes jobs in their order, at most `jobs_max` of them waiting."""
+    """One thread that takes jobs in their order. At most `jobs_max` of them wait."""
 
     def __init__(self, jobs_max: int, log: logging.Logger) -> None:
         self._jobs_max = jobs_max
@@ -144,7 +145,7 @@ class _Copier:
         self._thread.start()
 
     def submit(self, job: _Job) -> bool:
-        """Never waits. False: the job was given up."""
+        """Adds a job, without waiting. Returns False if it was given up instead."""
         with self._changed:
             taken = not (self._paused or self._closing or len(self._jobs) >= self._jobs_max)
             if taken:
@@ -155,7 +156,8 @@ class _Copier:
         return taken
 
     def pause(self, timeout_s: float) -> bool:
-        """Gives up everything from now on. Waits for the job that runs; False if it still did at the end."""
+        """Gives up all jobs from now on, and waits for the job that runs. False: it still ran after
+        `timeout_s`."""
         with self._changed:
             self._paused = True
             return self._changed.wait_for(lambda: not self._busy and not self._jobs, timeout_s)
@@ -166,7 +168,7 @@ class _Copier:
             self._paused = False
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the thread; what waits is given up. False if it still runs."""
+        """Ends the thread and gives up what waits. False: it still runs after `timeout_s`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -198,7 +200,8 @@ class _Copier:
 
 
 class MirrorSharing(Sharing):
-    """See the module. Costs the engine a copy, and host memory for the blocks that are being copied."""
+    """Shares a KV cache through a mirror in host memory, which costs the engine a copy, and memory for the
+    blocks that are being copied. The module says how."""
 
     def __init__(
         self,
@@ -208,36 +211,37 @@ class MirrorSharing(Sharing):
         log: logging.Logger,
         jobs_max: int = JOBS_MAX,
     ) -> None:
-        """Raises KvtierError if there is no memory for it."""
+        """`group` covers the blocks of all groups. Raises KvtierError without memory for the mirror."""
         from kvtier.cuda import MirrorMemory
 
         self.client_memory = self._memory = MirrorMemory(memory, (group,))
         self._gpu = gpu
         self._users: Counter[int] = Counter()
-        """By block: parts that were let go and are not over."""
+        """For each block, how many parts were released and are not over."""
         self._let_go: set[TrackedPart] = set()
         self._unused = _Unused(self._memory)
         self._ready: dict[TrackedPart, Callable[[], None]] = {}
-        """Waits until the engine writes a load's target blocks no more."""
+        """For each load's part, a function that waits until the engine no longer writes its blocks."""
         self._landings: dict[TrackedPart, _CopyIn] = {}
         self._copier = _Copier(jobs_max, log)
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """See Sharing. The mirror may be written at once, the engine's blocks only from this moment on."""
+        """Lets the step's loads start, before the forward pass. The mirror may be written at once, the
+        engine's blocks only after what was enqueued until now."""
         self._ready.update(dict.fromkeys(parts, self._mark()))
         self._use(parts)
         self._copier.submit(_LetLoad(client, step, parts))
 
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """See Sharing."""
+        """Lets the step's stores start, after the forward pass, once their blocks are in the mirror."""
         computed = self._mark()
         self._use(parts)
         self._copier.submit(_CopyOut(self._memory, computed, client, step, parts))
 
     def landing(self, part: TrackedPart) -> Landing:
-        """See Sharing."""
+        """Copies a load's blocks from the mirror, and returns whether they have landed."""
         if part not in self._ready:
-            return Landing.FAILED  # nobody let it go: whatever it loaded, the engine has not got it
+            return Landing.FAILED  # nobody released it: whatever it loaded, the engine has not got it
         job = self._landings.get(part)
         if job is None:
             job = self._landings[part] = _CopyIn(self._memory, self._ready[part], part)
@@ -245,7 +249,7 @@ class MirrorSharing(Sharing):
         return job.landing
 
     def over(self, part: TrackedPart) -> None:
-        """See Sharing."""
+        """Forgets a part, and empties the places in the mirror that no other part uses."""
         if part not in self._let_go:
             return
         self._let_go.remove(part)
@@ -259,25 +263,23 @@ class MirrorSharing(Sharing):
             self._copier.submit(self._unused)
 
     def sleep(self, client: Client | None, timeout_s: float) -> bool:
-        """See Sharing. The daemon knows the mirror only, and keeps it."""
+        """Pauses copies to and from the engine's memory. The daemon knows only the mirror, and keeps it."""
         return self._copier.pause(timeout_s)
 
     def wake(self, client: Client | None, timeout_s: float) -> bool:
-        """See Sharing."""
         self._copier.resume()
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """See Sharing."""
         if not self._copier.close(timeout_s):
             return False
         self._memory.close()
         return True
 
     def _mark(self) -> Callable[[], None]:
-        """As EngineGpu.mark. It is waited for with the GPU's context current: in a thread without one CUDA's
-        runtime makes another, on the first GPU of the process; and a wait outside of it would spoil a graph
-        that the engine is capturing."""
+        """Marks the stream as EngineGpu.mark does. The wait must run with the GPU's context current: in a
+        thread without one, CUDA's runtime makes another, on the first GPU of the process; and a wait outside
+        of it would spoil a graph that the engine is capturing."""
         wait, memory = self._gpu.mark(), self._memory
 
         def wait_in_context() -> None:

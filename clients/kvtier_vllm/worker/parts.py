@@ -9,7 +9,7 @@ from kvtier import Client, KvtierError, PartRef, PartState
 
 @dataclass(slots=True, eq=False)
 class TrackedPart:
-    """A part, and the client under which it was adopted."""
+    """A part, and the client with which it was taken up."""
 
     client: Client | None
     ref: PartRef
@@ -18,12 +18,12 @@ class TrackedPart:
     since_s: float
 
     def state(self) -> PartState:
-        """What has become of it; `state().over` is the fence."""
+        """Returns its state; `state().over` is the fence."""
         if self.client is None:
             return PartState.LOST
         try:
             return self.client.part_state(self.ref)
-        except KvtierError:  # the reference makes no sense, so nothing can have been started under it
+        except KvtierError:  # the reference makes no sense, so nothing can have started under it
             return PartState.LOST
 
     def revoke(self) -> PartState:

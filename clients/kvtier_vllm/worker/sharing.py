@@ -1,8 +1,8 @@
 """How a worker's KV cache is shared with the daemon: what its client registers, and what is done around
 copies.
 
-Three ways: host memory, which the daemon maps; a GPU's memory, which its copy worker imports; and, for memory
-that cannot be exported, a mirror in host memory (`mirroring`).
+There are three ways: host memory, which the daemon maps; a GPU's memory, which its copy worker imports; and,
+for memory that cannot be exported, a mirror in host memory (`mirroring`).
 """
 
 from __future__ import annotations
@@ -28,42 +28,43 @@ class Landing(Enum):
     """What has become of a load's bytes after its part was DONE."""
 
     PENDING = "pending"
-    """On their way into the engine's memory."""
+    """They are on their way into the engine's memory."""
     DONE = "done"
     FAILED = "failed"
-    """Nothing of it can still land."""
+    """They have not landed, and never will."""
 
 
 class Sharing(ABC):
-    """Of one worker. Called from the thread that runs the model; no call waits unless it says so."""
+    """One way of sharing, for one worker. Called from the thread that runs the model; calls wait only if they
+    say so."""
 
     client_memory: Memory
-    """What the client registers."""
+    """The memory that the client registers."""
 
     @abstractmethod
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """Before the forward pass: the step's loads may start, once what was enqueued before has run."""
+        """Lets the step's loads start, before the forward pass, once what was enqueued before has run."""
 
     @abstractmethod
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """After the forward pass: the step's stores may start, once what was enqueued before has run."""
+        """Lets the step's stores start, after the forward pass, once what was enqueued before has run."""
 
     def landing(self, part: TrackedPart) -> Landing:
-        """Of a load whose part is DONE; asked until it is over."""
+        """Returns whether the bytes of a load whose part is DONE have landed. Asked until that is known."""
         return Landing.DONE
 
     def over(self, part: TrackedPart) -> None:
-        """Nobody asks for this part any more, which is fenced. Once for every part that was let go."""
+        """Forgets a part, which is fenced. Called once for every part that was released."""
         return None
 
     def sleep(self, client: Client | None, timeout_s: float) -> bool:
-        """The engine takes its memory back: no copy touches it from now on, until `wake`. Waits for copies
-        that run. False: they still did at the deadline."""
+        """Takes the engine's memory back: no copy touches it from now on, until `wake`. Waits for copies that
+        run. Returns False if they still ran after `timeout_s` seconds."""
         return client is None or client.release_memory(timeout_s)
 
     def wake(self, client: Client | None, timeout_s: float) -> bool:
-        """The engine's memory is there again, at the same addresses. False: the client still has not given
-        back what it had before, and is of no use any more."""
+        """Registers the engine's memory, which is there again at the same addresses. Returns False if the
+        client still has not given back what it had before, and is of no use any more."""
         if client is None:
             return True
         if not client.release_memory(timeout_s):
@@ -72,38 +73,36 @@ class Sharing(ABC):
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Gives back what is ours, after the clients were closed. False: a copy of ours still ran at the
-        deadline."""
+        """Gives back what is ours, after the clients were closed. Returns False if a copy of ours still ran
+        after `timeout_s` seconds."""
         return True
 
 
 class HostSharing(Sharing):
-    """The daemon maps the memory in which the engine keeps its KV cache."""
+    """Shares host memory: the daemon maps the memory in which the engine keeps its KV cache."""
 
     def __init__(self, memory: SharedKVMemory) -> None:
         self.client_memory = memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """See Sharing."""
         client.ring(LOAD_DOORBELL, step)
 
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """See Sharing."""
         client.ring(STORE_DOORBELL, step)
 
 
 class GpuSharing(Sharing):
-    """The daemon's copy worker imports the engine's GPU memory. The engine's stream itself rings, so neither
-    side's processor waits for the other."""
+    """Shares a GPU's memory: the daemon's copy worker imports it. The engine's stream itself rings, so
+    neither side's processor waits for the other."""
 
     def __init__(self, memory: DeviceMemory, gpu: EngineGpu) -> None:
         self.client_memory = memory
         self._gpu = gpu
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """See Sharing. What was enqueued before may still write to the blocks: zeroing, for one."""
+        """Has the stream ring the load doorbell, because what was enqueued before may still write to the
+        blocks, such as zeroing."""
         client.ring_on(self._gpu.stream(), LOAD_DOORBELL, step)
 
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
-        """See Sharing."""
         client.ring_on(self._gpu.stream(), STORE_DOORBELL, step)

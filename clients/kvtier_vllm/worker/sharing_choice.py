@@ -1,4 +1,4 @@
-"""In which of the ways of `sharing` a GPU's KV cache is shared: as the configuration says, or as can be."""
+"""Chooses in which of the ways of `sharing` a GPU's KV cache is shared: as configured, or as is possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def share_gpu(
     memory: GpuKVMemory, groups: Sequence[Group], share: str, gpu: EngineGpu, log: logging.Logger
 ) -> Sharing:
-    """`share` as in the configuration. Raises NotShareable, with what to change."""
+    """Shares the KV cache as the setting `share` says. Raises NotShareable, which says what to change."""
     from kvtier.cuda import NotExportableError
 
     device_memory = memory.device_memory
@@ -37,8 +37,9 @@ def share_gpu(
 
 
 def covering(groups: Sequence[Group]) -> Group:
-    """A group that has of each block all bytes that it has in some group: a block's own group uses some of
-    them, and nobody the rest. Raises NotShareable if the groups' blocks are not equally far apart."""
+    """Returns a group whose blocks have all bytes that a block has in some group. A block's own group uses
+    some of them, and the rest are unused. Raises NotShareable if the groups' blocks are not equally far
+    apart."""
     planes = sorted((plane for group in groups for plane in group.planes), key=lambda one: one.base_offset)
     covered = [planes[0]]
     for plane in planes[1:]:
@@ -58,7 +59,8 @@ def covering(groups: Sequence[Group]) -> Group:
 
 
 def _exportable(memory: DeviceMemory, share: str, log: logging.Logger) -> bool:
-    """Raises KvtierError. False: only because of the engine's allocator, which "auto" works around."""
+    """Returns whether the memory can be exported; False only if the engine's allocator is the reason, which
+    "auto" works around. Raises KvtierError for any other reason."""
     from kvtier.cuda import NotExportableError
 
     try:

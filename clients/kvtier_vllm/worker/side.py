@@ -1,9 +1,9 @@
-"""A worker's side: shares the KV cache, has the doorbells rung, and follows the parts the scheduler tells it
-about.
+"""A worker's side: it shares the KV cache, has the doorbells rung, and follows parts that the scheduler
+names.
 
-Every request is reported exactly once, and never before the fence: no copy can land in its blocks any more,
-and none still reads them. Until it is reported vLLM keeps its blocks, wherever they lie: so nothing of the
-engine's memory is reused under a copy, and torch need not be told that others use it.
+Every request is reported exactly once, and never before the fence, from which on no copy can land in its
+blocks and none still reads them. Until then vLLM keeps its blocks, wherever they lie. So nothing of the
+engine's memory is reused during a copy, and torch need not be told that others use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvtier_vllm.worker.sharing import HostSharing, Landing, Sharing
 from kvtier_vllm.worker.sharing_choice import share_gpu
 
 UNRESPONSIVE_AFTER_S = 0.1
-"""A part that has not started for this long is worth asking whether the daemon still answers."""
+"""When a part has not started for this long, the worker asks whether the daemon still answers."""
 CLOSE_TIMEOUT_S = 2.0
 SLEEP_TIMEOUT_S = 10.0
 """How long an engine that goes to sleep waits for copies that run."""
@@ -47,15 +47,15 @@ class _Load:
     left: list[TrackedPart] = field(default_factory=list)
     """Parts that are not over."""
     failed: bool = False
-    """Some of it has not landed, and will not: the rest is of no use."""
+    """Whether some of it has not landed, and will not. The rest is then of no use."""
     bad_blocks: set[int] = field(default_factory=set)
     in_vain: bool = False
-    """The engine has given the memory back that it goes to, or must not believe what lands there."""
+    """Whether the engine has given back the memory that it goes to, or must not trust what lands there."""
     block_ids: set[int] = field(default_factory=set)
-    """All that it goes to, as far as its orders have said."""
+    """All blocks that it goes to, as far as its orders have said."""
 
     def nothing_more(self) -> None:
-        """No order will come for the rest."""
+        """Has the rest fail, because no order will come for it."""
         if self.order.rest:
             self.failed = True
             self.bad_blocks.update(self.order.rest)
@@ -66,9 +66,9 @@ class _Load:
 class _Store:
     part: TrackedPart
     requests: tuple[str, ...]
-    """Whose blocks it reads."""
+    """The requests whose blocks it reads."""
     adapter: AdapterId | None
-    """What they were computed with."""
+    """The adapter that these were computed with."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Results:
 
 
 class WorkerSide:
-    """Called by one worker's model runner, from one thread."""
+    """The connector's part in one worker. Called by its model runner, from one thread."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class WorkerSide:
         *,
         unnamed: bool = False,
     ) -> None:
-        """`gpu`: where the KV cache will be; None for an engine on a CPU. `unnamed`: under what this engine's
-        blocks are stored the scheduler's side says, with the first step."""
+        """`gpu` is where the KV cache will be; None for an engine on a CPU. With `unnamed`, the scheduler's
+        side says with the first step under which weights blocks are stored."""
         self._config = config
         self._connect = connect
         self._log = log
@@ -113,27 +113,27 @@ class WorkerSide:
         self._weights = Weights()
         self._changes = 0
         self._change: WeightsChange | None = None
-        """The last of them."""
+        """The last change."""
         self._unsure = unnamed
-        """The scheduler's side has not answered yet: nobody is attached meanwhile."""
+        """Whether the scheduler's side has not answered yet. No client is attached meanwhile."""
         self._loads: list[_Load] = []
         self._stores: list[_Store] = []
         self._new_loads: list[TrackedPart] = []
         self._new_stores: list[TrackedPart] = []
-        """Of this step, not let go yet."""
+        """Parts of this step that were not released yet."""
         self._held: dict[str, float] = {}
         """Requests to report as sent, and since when they wait."""
         self._adapters = LoadedAdapters()
         self._audits = AuditFollower(self._landing, self._forget_part, log)
         self._step = 0
         self._work = 0
-        """Steps so far that moved anything to blocks of the engine."""
+        """The number of steps so far that compute or load anything."""
         self._stopped = False
 
     # --- the memory
 
     def memory_context(self, kv_cache_config: Any) -> contextlib.AbstractContextManager[None] | None:
-        """Around the allocation of the KV cache; None leaves it alone, as on a GPU. Raises NotShareable."""
+        """Returns a context for the allocation of the KV cache; None on a GPU. Raises NotShareable."""
         if self._gpu is not None:
             return None
         sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
@@ -150,8 +150,8 @@ class WorkerSide:
         spread: int = 1,
         cache_dtype: str = "auto",
     ) -> None:
-        """Shares the KV cache, in the background; `replicated` are the groups of which every rank holds the
-        same bytes, `spread` is over how many ranks the tokens of each block are, `cache_dtype` as in vLLM's
+        """Shares the KV cache, in the background. `replicated` are the groups of which every rank holds the
+        same bytes. The tokens of each block are `spread` over so many ranks. `cache_dtype` is that of vLLM's
         CacheConfig. Raises NotShareable."""
         if self._gpu is not None:
             memory = GpuKVMemory(kv_caches)
@@ -169,7 +169,7 @@ class WorkerSide:
         self._attach()
 
     def sleep(self) -> None:
-        """The engine takes the memory of its KV cache back for a while. Waits for copies that run. Safe to
+        """Takes the memory of the KV cache back for an engine that sleeps. Waits for copies that run. Safe to
         call again."""
         if self._asleep or self._sharing is None:
             return
@@ -177,7 +177,7 @@ class WorkerSide:
         for load in self._loads:
             load.in_vain = True
         self._audits.fail_all()
-        if self.link is not None and self._client is None:  # not made yet: it must not register now
+        if self.link is not None and self._client is None:  # not made yet, and must not register now
             self.link.close(0)
             self.link = None
         fenced = [link.close(SLEEP_TIMEOUT_S) for link in self._old_links]
@@ -189,7 +189,7 @@ class WorkerSide:
             )
 
     def wake(self) -> None:
-        """The KV cache is there again, at the same addresses. Safe to call again."""
+        """Shares the KV cache again, which is there at the same addresses. Safe to call again."""
         if not self._asleep or self._sharing is None:
             return
         self._asleep = False
@@ -203,8 +203,8 @@ class WorkerSide:
     # --- a step
 
     def fence(self, meta: KvtierMetadata) -> None:
-        """Before anything of the step: stores of blocks that are given to others are withdrawn, those that
-        run too. They may still read, but nothing of what they read is ever served."""
+        """Withdraws stores of blocks that are given to others, before anything in the step happens, also
+        those that run. They may still read, but nothing of what they read is ever served."""
         everything = meta.stopped or self._stopped
         if not everything and (meta.orders is None or not meta.orders.fence):
             return
@@ -214,7 +214,7 @@ class WorkerSide:
                 store.part.revoke()
 
     def begin(self, meta: KvtierMetadata) -> None:
-        """Before the forward pass: adopts the step's parts, and lets its loads start."""
+        """Takes up the step's parts before the forward pass, and lets its loads start."""
         self.adopt(meta)
         if meta.weights != self._weights:
             self._renew(meta.weights)
@@ -230,14 +230,14 @@ class WorkerSide:
             self._sharing.let_load(self._client, self._step, parts)
 
     def adopt(self, meta: KvtierMetadata) -> None:
-        """From now on the step's parts are followed, and their requests reported. Once per step: called again
-        it does nothing."""
+        """Takes up the step's parts and requests, which are followed and reported from now on. Called again
+        in the same step it does nothing."""
         if meta.step == self._step:
             return
         self._step, self._work = meta.step, meta.work
         if self._new_loads or self._new_stores:
             for left in (*self._new_loads, *self._new_stores):
-                left.revoke()  # a step broke off: the next one's doorbells must not let them go
+                left.revoke()  # a step broke off: the next one's doorbells must not release them
             self._new_loads, self._new_stores = [], []
         if meta.orders is not None:
             self._adopt(meta.orders)
@@ -245,18 +245,18 @@ class WorkerSide:
             self._nothing_more()
 
     def end(self) -> None:
-        """After the forward pass: what the step computed is in place, or enqueued. Once per step: called
-        again it does nothing."""
+        """Lets the step's stores start, after the forward pass, when what it computed is in place or
+        enqueued. Called again in the same step it does nothing."""
         if not self._new_stores:
             return
-        # What is over already may have been followed to its end.
+        # Parts that are over may have been followed to their end already.
         parts = [part for part in self._new_stores if not part.state().over]
         self._new_stores = []
         if parts and self._client is not None and self._sharing is not None and not self._stopped:
             self._sharing.let_store(self._client, self._step, parts)
 
     def poll(self) -> Results | None:
-        """Everything that has ended since the last call. None: nothing is under way."""
+        """Returns everything that has ended since the last call, or None if nothing is under way."""
         if not (self._loads or self._stores or self._held):
             return None
         results = Results()
@@ -271,7 +271,7 @@ class WorkerSide:
         return results
 
     def report(self) -> WorkerReport | None:
-        """What the scheduler's side is to know after this step; None: nothing."""
+        """Returns what the scheduler's side must know after this step, or None if there is nothing."""
         if not self._unsure and not self._audits and not self._adapters.has_news:
             return None
         audits = self._audits.poll(self._clock())
@@ -280,8 +280,9 @@ class WorkerSide:
         return WorkerReport(audits, changed, loaded) if audits or changed or loaded else None
 
     def adapter_loaded(self, adapter: AdapterId, proof: bytes) -> None:
-        """A LoRA adapter was read, and is about to be computed with. Where its number had other weights
-        before, stores of what was computed for those are withdrawn: the next step would add to them."""
+        """Takes note that a LoRA adapter was read, and is about to be computed with. If its number had other
+        weights before, stores of what was computed with those are withdrawn: the next step would add
+        to them."""
         if self._adapters.loaded(adapter, proof) is None:
             return
         for store in self._stores:
@@ -289,14 +290,14 @@ class WorkerSide:
                 store.part.revoke()
 
     def weights_changed(self, revision: str) -> WeightsChange | None:
-        """The weights are others from now on, by this name, or by none: nothing starts any more, and nothing
-        that is on its way counts, until the scheduler's side has answered. It is told in each step until
-        then. None: this side is disabled."""
+        """Takes note that the weights have changed, with this name or without one. Nothing starts any more,
+        and nothing that is on its way counts, until the scheduler's side has answered; the change is told in
+        each step until then. Returns the change, or None if this side is disabled."""
         if self._stopped:
             return None
         last = self._change
         if not revision and last is not None and (last.revision, last.work) == ("", self._work):
-            return last  # nothing was computed in between: one call of several that change them
+            return last  # nothing was computed in between, so this is one of several calls that change them
         self._changes += 1
         self._change = WeightsChange(revision, self._work, self._changes)
         self._unsure = True
@@ -310,14 +311,14 @@ class WorkerSide:
     # --- the end
 
     def stop(self) -> None:
-        """Disables this side for good: nothing starts any more. `fence` and `poll` go on for what is open."""
+        """Disables this side for good: nothing starts any more. `fence` and `poll` still work."""
         self._stopped = True
         self._nothing_more()
         for link in self._links():
             link.close(0)
 
     def close(self) -> None:
-        """The engine shuts down: waits a short while for copies that run."""
+        """Ends the connection, because the engine shuts down. Waits a short while for copies that run."""
         self._stopped = True
         deadline_s = self._clock() + CLOSE_TIMEOUT_S
         fenced = [link.close(max(0.0, deadline_s - self._clock())) for link in self._links()]
@@ -344,14 +345,15 @@ class WorkerSide:
             self.link = self._connect(self._weights, self._groups, self._sharing.client_memory)
 
     def _renew(self, weights: Weights) -> None:
-        """Attaches anew, for blocks of these weights. If others have come meanwhile, when those are known."""
+        """Attaches anew, for blocks of these weights; if the weights have changed again meanwhile, later,
+        when that change is answered."""
         self._weights = weights
         self._unsure = weights.heeded < self._changes
         self._part()
         self._attach()
 
     def _part(self) -> None:
-        """From the daemon."""
+        """Parts from the daemon."""
         if self.link is not None:
             self.link.close(0)
             self._old_links = [self.link]
@@ -378,7 +380,7 @@ class WorkerSide:
         self._audits.fail_all()
 
     def _distrust(self, requests: Collection[str]) -> None:
-        """What is loaded for these requests is not what the engine would compute."""
+        """Has the loads of these requests fail, because they are not what the engine would compute."""
         for load in self._loads if requests else ():
             if load.order.request in requests:
                 load.in_vain = load.failed = True
@@ -389,7 +391,7 @@ class WorkerSide:
             self._sharing.over(part)
 
     def _follow(self, order: LoadOrder, client: Client | None, now_s: float) -> list[TrackedPart]:
-        """The parts of an order, of a new load or of one that has a rest."""
+        """Follows an order and returns its parts. The order is for a new load, or for one that has a rest."""
         if not order.goes_on:
             load = _Load(order, in_vain=self._asleep)
             self._loads.append(load)
@@ -463,7 +465,7 @@ class WorkerSide:
         return Landing.FAILED if state.over else Landing.PENDING
 
     def _give_up(self, part: TrackedPart, since_s: float, now_s: float) -> bool:
-        """Revokes a part that has waited for too long, or whose daemon does not answer. True if it is
+        """Revokes a part that has waited for too long, or whose daemon does not answer. Returns whether it is
         over."""
         waited_s = now_s - since_s
         late = waited_s > self._config.load_start_deadline_s

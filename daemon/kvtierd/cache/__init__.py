@@ -1,4 +1,4 @@
-"""The cache façade: core, pool and copy workers behind one object, for the event loop only.
+"""The cache façade: the core, the pool and the copy workers behind one object, for the event loop only.
 
 `Cache.handle(stimulus)` decides in the core and performs at once: no `await` lies between the two.
 """

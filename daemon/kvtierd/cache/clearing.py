@@ -1,4 +1,5 @@
-"""Admin.Clear behind the façade: batch by batch, so that engines are served in between; then the disks."""
+"""Admin.Clear behind the façade: blocks are dropped in batches, so that engines are served in between, and
+then the disks' files follow."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,14 +14,14 @@ from kvtierd.logs import logger
 from kvtierd.workers.supervisor.supervisor import Supervisor
 
 BATCH = 4_096
-"""Blocks dropped at one go: a millisecond or two, like a large lookup."""
+"""Blocks dropped at once, which takes a millisecond or two, like a large lookup."""
 RETRY_S = 1.0
 
 log = logger(__name__)
 
 
 class ClearableCore(Protocol):
-    """What is asked of the core."""
+    """The part of the core that is used here."""
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]: ...
 
@@ -30,13 +31,13 @@ class ClearableCore(Protocol):
 @dataclass(frozen=True, slots=True)
 class Cleared:
     blocks: ClearReply
-    """All batches together."""
+    """The sum over all batches."""
     unsettled: tuple[str, ...]
-    """Disks that may give blocks back after a restart."""
+    """Paths of disks that may bring blocks back after a restart."""
 
 
 class Clearing:
-    """Any number of callers at once."""
+    """Clears blocks for any number of callers at once."""
 
     def __init__(
         self,
@@ -50,11 +51,11 @@ class Clearing:
         self._disks = disks
         self._workers = workers
         self._settling: dict[str, _Disk] = {}
-        """By device."""
+        """By the device name of a disk."""
 
     async def clear(self, namespace: str, timeout_s: float) -> Cleared:
-        """Drops what is there now of a namespace, or of all. Returns when every disk's file says so, after
-        `timeout_s` at the latest. Refusal; nothing has changed then, if it is NAMESPACE_INVALID."""
+        """Drops the blocks that a namespace, or all of them, have now. Returns when every disk's file says
+        so, or after `timeout_s`. Raises Refusal; if it is NAMESPACE_INVALID, nothing has changed."""
         blocks = ClearReply(0, 0, 0, 0, 0)
         for space in self._core.clearable(namespace):
             keys = self._core.keys(space)
@@ -73,8 +74,8 @@ class Clearing:
         return Cleared(blocks, await self._settle(timeout_s))
 
     async def _settle(self, timeout_s: float) -> tuple[str, ...]:
-        """Has all disks told. Even where nothing was dropped just now, a file may have blocks that were
-        evicted and are in it still."""
+        """Has all disks' files brought up to date. Even if nothing was dropped just now, a file may still
+        have blocks that were evicted. Returns the paths of those that are not up to date in time."""
         late: set[asyncio.Task[None]] = set()
         waits = {
             disk: asyncio.create_task(
@@ -92,19 +93,20 @@ class Clearing:
 
 
 class _Disk:
-    """Has one disk's file say what its image says, as often as somebody asks, and until it has worked."""
+    """Brings one disk's file up to date with its image whenever somebody asks, and tries until it has
+    worked."""
 
     def __init__(self, disk: DiskFile, workers: Supervisor) -> None:
         self._disk = disk
         self._workers = workers
         self._wanted = 0
         self._done = 0
-        """Of those who asked, in their order."""
+        """How many of those who asked have been answered, in the order in which they asked."""
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
 
     async def settled(self) -> None:
-        """Returns when the file says what the image says now. If the caller is cancelled it is done all the
+        """Returns when the file says what the image says now. If the caller is cancelled, it is done all the
         same."""
         self._wanted += 1
         mine = self._wanted

@@ -1,4 +1,4 @@
-"""The disks behind the façade: their images, what was found on them, and when the core hears of it."""
+"""The disks behind the façade: their images, what was found on them, and when the core is told."""
 
 import asyncio
 import time
@@ -20,28 +20,28 @@ class DiskStart:
     """What the first worker of a disk found, for people."""
 
     cold_reason: str
-    """Why nothing of an earlier daemon was kept; empty if it was."""
+    """Why nothing of an earlier daemon was kept; empty if something was."""
     direct_io: bool
     blocks: int
     data_bytes: int
     seconds: float
-    """To believe or free every record; reading them is the worker's part."""
+    """Time to keep or free every record, without the time for reading them, which the worker does."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskFile:
-    """One disk of the disk tier. Read-only for everybody but `DiskFiles`."""
+    """One disk of the disk tier. Only `DiskFiles` changes it."""
 
     number: DiskId
     path: Path
     """The directory."""
     image: DiskImage
     start: DiskStart | None = None
-    """None until its first worker was live, and the records were read."""
+    """None until its first worker is live and the records are read."""
     held: list[WorkerStimulus] | None = None
-    """What its workers report while the records are read, in order; None: they are not being read."""
+    """What its workers report while the records are read, in order; None while they are not being read."""
     known: set[WorkerId] = field(default_factory=set)
-    """Workers of it that the core has heard of, and whose processes are not known to be gone."""
+    """Those of its workers that the core knows about and whose processes may still run."""
 
     @property
     def device(self) -> str:
@@ -49,8 +49,8 @@ class DiskFile:
 
 
 class DiskFiles:
-    """Recovers each disk when its first worker is live, in a thread: until then the core does not know of it,
-    and whatever is reported of its workers meanwhile follows in order."""
+    """Recovers each disk in a thread when its first worker is live. Until then the core does not know about
+    it, and what its workers report meanwhile is told afterwards, in order."""
 
     def __init__(
         self,
@@ -71,14 +71,15 @@ class DiskFiles:
         return self._disks[number]
 
     def __iter__(self) -> Iterator[DiskFile]:
-        """In the order of the configuration."""
+        """Disks in the order of the configuration."""
         return iter(self._disks)
 
     def __len__(self) -> int:
         return len(self._disks)
 
     def take(self, stimulus: WorkerStimulus) -> bool:
-        """Takes what is reported of a disk's worker, and tells the core in its time. False: not a disk's."""
+        """Takes what a disk's worker reports, and tells the core in due time. False if the worker is not a
+        disk's."""
         handle = self._workers.workers[stimulus.worker]
         disk = self._by_device.get(handle.device)
         if disk is None:
@@ -99,7 +100,7 @@ class DiskFiles:
         if isinstance(stimulus, WorkerLive):
             disk.known.add(worker)
         elif worker not in disk.known:
-            return  # its records could not be read: the core has never heard of it
+            return  # its records could not be read, so the core does not know about it
         elif isinstance(stimulus, WorkerExited):
             disk.known.discard(worker)
         self._post(stimulus)
@@ -109,7 +110,7 @@ class DiskFiles:
         try:
             found = await asyncio.to_thread(disk.image.recover, self._boot_nonce)
         except Exception as error:
-            # Whatever a file says, it must cost no more than its disk.
+            # Whatever is in the file, the loss must not go beyond this disk.
             log.error(
                 "a disk's records cannot be read", path=str(disk.path), error=repr(error), exc_info=error
             )
@@ -137,7 +138,7 @@ class DiskFiles:
         )
 
     async def recovered(self, timeout_s: float) -> None:
-        """Returns when the core knows what is on every disk whose first worker is live; after `timeout_s` in
-        any case."""
+        """Returns when the core knows what is on every disk whose first worker is live, or after
+        `timeout_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)

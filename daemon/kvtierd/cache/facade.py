@@ -1,4 +1,4 @@
-"""The façade: the only one that performs what the core decides. Everything here runs on the event loop."""
+"""The façade, which alone performs what the core decides. Everything here runs on the event loop."""
 
 import asyncio
 import time
@@ -52,7 +52,8 @@ QUARANTINE_RETRY_TICKS = 50
 
 Event = TransferEnded | InstanceView | SessionEnded
 Listener = Callable[[Event], None]
-"""Gets a session's events, in order, inside `handle`: queues them, calls nothing here but `post`."""
+"""Gets a session's events, in order and inside `handle`. It queues them, and calls nothing here except
+`post`."""
 
 log = logger(__name__)
 
@@ -65,9 +66,9 @@ class _Session:
 
 
 class Cache:
-    """One host's cache: decides in the core, performs on the pool and the copy workers.
+    """One host's cache: decides in the core, and performs on the pool, the disks and the workers.
 
-    Not for use from other threads; a `Snapshot` is.
+    Other threads must not use it, but may use a `Snapshot`.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Cache:
         clock: Callable[[], float] = time.monotonic,
         observe_lag: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`observe_lag` is told, with every tick, how many seconds late the event loop was."""
+        """`observe_lag` is called with every tick, with the number of seconds by which the event loop was
+        late."""
         self._machine = machine
         self._pool = pool
         self._workers = workers
@@ -110,14 +112,15 @@ class Cache:
         self._draining = False
         self.mappings = Mappings(self.handle, workers)
         self.poisoned = asyncio.Event()
-        """Set after an internal error: nothing is handled any more, and the daemon must be started again."""
+        """Set after an internal error: nothing is handled any more, and the daemon has to be started
+        again."""
 
     # --- deciding and doing ---
 
     def handle(self, stimulus: Stimulus) -> Reply:
-        """Decides and performs, wholly, before it returns. Raises Refusal; nothing has changed then.
+        """Decides and performs, completely, before it returns. Raises Refusal, and then nothing has changed.
 
-        An exception other than a refusal is a bug or a broken pool: it poisons the daemon.
+        Any other exception is a bug or a broken pool, and poisons the daemon.
         """
         if self.poisoned.is_set():
             raise _stopping()
@@ -140,7 +143,8 @@ class Cache:
         return reply
 
     def post(self, stimulus: Stimulus) -> None:
-        """Handles now, or right after what is being handled. For events, which nobody can refuse."""
+        """Handles an event, which nobody can refuse, now or right after the stimulus that is being
+        handled."""
         self._posted.append(stimulus)
         if not self._busy:
             self._run_posted()
@@ -154,7 +158,8 @@ class Cache:
                 log.warning("an event was refused", event=type(stimulus).__name__, why=str(refusal))
 
     def poison(self, error: BaseException, during: str) -> None:
-        """Handles nothing from now on: what is in memory cannot be trusted. The daemon stops itself."""
+        """Stops handling anything, because the state in memory cannot be trusted. The daemon then ends
+        itself."""
         log.critical(
             "internal error: stopping; the pool is kept and the next start is warm",
             during=during,
@@ -177,14 +182,14 @@ class Cache:
     # --- sessions ---
 
     def attach(self, stimulus: AttachSession, about: SessionAbout, listener: Listener) -> Attached:
-        """Attaches a session; from then on `listener` gets its events. Raises Refusal."""
+        """Attaches a session. From then on `listener` gets its events. Raises Refusal."""
         reply = self.handle(stimulus)
         assert isinstance(reply, Attached)
         self._sessions[stimulus.session] = _Session(listener, about, reply.epoch)
         return reply
 
     def end_session(self, session: SessionId, why: str) -> None:
-        """Ends a session if it is attached; its listener hears nothing more."""
+        """Ends a session if it is attached. Its listener gets no more events."""
         known = self._sessions.pop(session, None)
         if known is None:
             return
@@ -195,7 +200,8 @@ class Cache:
     async def wait(
         self, session: SessionId, epoch: Epoch, tickets: Sequence[Ticket], timeout_s: float
     ) -> list[TransferEnded | None]:
-        """Waits until all these transfers are terminal, `timeout_s` at most; None for those that are not."""
+        """Waits until all these transfers have ended, at most `timeout_s`. None for those that have not.
+        Raises Refusal."""
         return await self._waiters.wait(
             epoch, tickets, timeout_s, lambda ticket: self._machine.transfer(session, epoch, ticket)
         )
@@ -203,7 +209,7 @@ class Cache:
     # --- copy workers ---
 
     def worker_event(self, stimulus: WorkerStimulus) -> None:
-        """Takes what the supervisor reports."""
+        """Takes what the supervisor reports about a worker."""
         match stimulus:
             case WorkerLive(worker):
                 self._writers[worker] = self._workers.workers[worker].writer
@@ -235,7 +241,7 @@ class Cache:
     def _retry_quarantine(self) -> None:
         try:
             proven = self._pool.retry_quarantine()
-        except OSError as error:  # /proc cannot be read, for want of descriptors for example: next time
+        except OSError as error:  # for example no descriptor is left to read /proc; the next try may work
             log.warning("whether writers of quarantined slots are gone cannot be told", error=str(error))
             return
         if len(proven):
@@ -243,13 +249,14 @@ class Cache:
             self.post(SlotsProven(proven))
 
     def drain(self) -> None:
-        """Refuses new sessions, stores and loads from now on, and lookups miss; what runs goes on."""
+        """From now on new sessions, stores and loads are refused, and lookups return misses. Running
+        transfers go on."""
         if not self._draining:
             self._draining = True
             self.post(Drain())
 
     def resume(self) -> None:
-        """Takes `drain` back."""
+        """Ends what `drain` began."""
         if self._draining:
             self._draining = False
             self.post(Resume())
@@ -265,13 +272,13 @@ class Cache:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a transfer is active, or blocks are on their way from a disk to the host."""
+        """Whether a transfer is active, or blocks are being read from a disk to the host."""
         core = self._machine.status()
         return core.transfers_active > 0 or any(disk.reading_bytes for disk in core.disks)
 
     def scrub(self) -> list[str]:
-        """Has every block on the disks compared with its checksum; returns the paths of those disks where
-        that has begun. Raises Refusal if there are no disks."""
+        """Has every block on the disks compared with its checksum. Returns the paths of the disks where that
+        has begun. Raises Refusal if there are no disks."""
         if not len(self.disks):
             raise Refusal(
                 Reason.MODE_UNSUPPORTED,
@@ -287,20 +294,22 @@ class Cache:
         return begun
 
     async def clear(self, namespace: str, timeout_s: float) -> Cleared:
-        """Drops the blocks of the one namespace whose digest begins so, of all if it is empty, as
-        `ClearBlocks` says; waits for disks to keep that, `timeout_s` at most. Raises Refusal."""
+        """Drops the blocks of the one namespace whose digest begins with `namespace`, or all blocks if it is
+        empty, as `ClearBlocks` says. Waits at most `timeout_s` for the disks' files to follow. Raises
+        Refusal."""
         if self.poisoned.is_set():
             raise _stopping()
         return await self._clearing.clear(namespace, timeout_s)
 
     def explain(self, key: bytes, namespace: str, group: int | None) -> Explained:
-        """Why a block can be read or not; `namespace` is how its digest begins. Raises Refusal."""
+        """Why a block can be read or not, in namespaces whose digest begins with `namespace`. Raises
+        Refusal."""
         if self.poisoned.is_set():
             raise _stopping()
         return self._machine.explain(key, namespace, group)
 
     def namespaces(self) -> tuple[PlaceStatus, ...]:
-        """What there is of each namespace."""
+        """How many blocks there are of each namespace, and who uses it."""
         return self._machine.namespaces()
 
     @property
@@ -313,11 +322,11 @@ class Cache:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the host tier."""
+        """Bytes that the host tier can hold."""
         return self._pool.geometry.capacity_bytes
 
     def snapshot(self) -> Snapshot:
-        """A picture of everything, for people and metrics. Costs about as much as a few lookups."""
+        """A picture of everything, for people and metrics. It costs about as much as a few lookups."""
         now = self._clock()
         start = self._pool.start
         core = self._machine.status()
@@ -371,7 +380,7 @@ class Cache:
 
     def _disk_snapshot(self, disk: DiskFile, core: DiskStatus) -> DiskSnapshot:
         device, start = self._workers.devices[disk.device], disk.start
-        # Of one that was never live the core knows nothing.
+        # The core knows nothing about a disk that was never live.
         state = "off" if core.state == "starting" and device.why else core.state
         return DiskSnapshot(
             path=str(disk.path),

@@ -1,6 +1,6 @@
-"""Engine memory on its way into copy workers: mapped there first, told to the core then.
+"""Engine memory and copy workers: memory is mapped in the worker first, and then the core is told.
 
-Only requests of one session at a time: the side socket asks one after another.
+A session has only one request at a time here, because the side socket serves them one after another.
 """
 
 import asyncio
@@ -14,32 +14,33 @@ from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
 from kvtierd.workers.supervisor.supervisor import CPU, DeviceRange, GroupMapping, Supervisor
 
 CHUNKS_MAX = 65_536
-"""Of one session: more than a terabyte in chunks of 20 MiB."""
+"""Chunks of one session: more than a terabyte in chunks of 20 MiB."""
 
 RELEASE_DEADLINE_S = 60.0
-"""For a worker to let go of a session; the supervisor has killed one that takes so long before that."""
+"""Time for a worker to let go of a session. The supervisor kills a worker that takes too long earlier than
+that."""
 
 
 @dataclass(slots=True)
 class _Mapped:
-    """What one session has mapped, and where."""
+    """What one session has mapped, and in which worker."""
 
     worker: WorkerId
     device: str
     registration: RegistrationId | None = None
     chunks: list[int] = field(default_factory=list)
-    """Bytes of the chunks that were added and are not registered yet."""
+    """Sizes in bytes of the chunks that were added and are not registered yet."""
 
 
 class Mappings:
-    """Which worker has mapped what of which session."""
+    """Knows which worker has mapped what, of which session."""
 
     def __init__(
         self,
         tell_core: Callable[[RegisterWords | RegisterMemory | UnregisterMemory], object],
         workers: Supervisor,
     ) -> None:
-        """`tell_core` has the core handle what has been mapped; it raises Refusal if the session is over."""
+        """`tell_core` has the core handle what was mapped. It raises Refusal if the session is over."""
         self._tell_core = tell_core
         self._workers = workers
         self._mapped: dict[SessionId, _Mapped] = {}
@@ -50,10 +51,10 @@ class Mappings:
     async def register_words(
         self, session: SessionId, device: str, fd: int, doorbells: int, parts: int
     ) -> tuple[int, int]:
-        """Has the device's worker, which is started if need be, map the session's shared words; `fd` stays
-        the caller's. Raises Refusal.
+        """Has the device's worker map the session's shared words. The worker is started if there is none.
+        `fd` stays the caller's. Raises Refusal.
 
-        Returns the worker's pid, and a pidfd of it that is the caller's to close.
+        Returns the worker's pid, and a pidfd of it that the caller has to close.
         """
         if session in self._mapped:
             raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
@@ -63,7 +64,7 @@ class Mappings:
         try:
             self._tell_core(RegisterWords(session, worker, doorbells, parts))
         except Refusal:
-            # The core does not know that this worker holds something of the session: it will not release it.
+            # The core does not know that this worker holds words of the session, so it will not release them.
             if worker in self._workers.workers:
                 self._unowned.add((worker, session))
             self._workers.release_session(worker, session)
@@ -72,9 +73,10 @@ class Mappings:
         return pid, self._workers.pidfd_for(worker)
 
     def expected(self, session: SessionId) -> tuple[str, Sequence[int]]:
-        """The device whose memory this session may register now, and the sizes of the chunks it has added.
+        """The device whose memory this session may register now, and the sizes of the chunks that it has
+        added.
 
-        Refusal if the memory is registered already, or the words are not.
+        Raises Refusal if the memory is registered already, or the words are not.
         """
         mapped = self._expected(session)
         return mapped.device, tuple(mapped.chunks)
@@ -93,10 +95,10 @@ class Mappings:
         return mapped
 
     async def add_chunks(self, session: SessionId, fds: Sequence[int], sizes: Sequence[int]) -> int:
-        """Has the GPU's worker that holds the words import chunks of memory, which `register_memory` uses up.
+        """Has the GPU worker that holds the words import chunks of memory, which `register_memory` uses up.
 
         `sizes` are their bytes, parallel to `fds`, which stay the caller's. Returns how many chunks the
-        session has added by now. Raises Refusal, and none was added.
+        session has added so far. Raises Refusal, and then none was added.
         """
         mapped = self._expected(session)
         if mapped.device == CPU:
@@ -125,15 +127,15 @@ class Mappings:
         groups: Sequence[GroupMapping],
         ranges: Sequence[DeviceRange] = (),
     ) -> RegistrationId:
-        """Has the worker that holds the words map the memory, which is `fd`'s or a GPU's `ranges`; `fd` stays
-        the caller's. Raises Refusal; the chunks that were added are still there then."""
+        """Has the worker that holds the words map the memory of `fd`, or a GPU's `ranges`. `fd` stays the
+        caller's. Raises Refusal, and then the chunks that were added are still there."""
         mapped = self._expected(session)
         registration = RegistrationId(next(self._registrations))
         await self._workers.map_memory(
             mapped.worker, session, registration, fd, mapping_bytes, groups, ranges
         )
-        # If the session ended meanwhile the core refuses, and the release of the words, which came after this
-        # mapping on the worker's socket, takes the memory with it.
+        # If the session has ended meanwhile, the core refuses. The release of the words came after this
+        # mapping on the worker's socket, and releases the memory with them.
         blocks = tuple(group.num_blocks for group in groups)
         self._tell_core(RegisterMemory(session, mapped.worker, registration, blocks, mapping_bytes))
         mapped.registration = registration
@@ -141,10 +143,8 @@ class Mappings:
         return registration
 
     async def unregister_memory(self, session: SessionId, registration: RegistrationId) -> None:
-        """Returns when no copy can touch the memory any more and it is unmapped, words included.
-
-        Raises Refusal.
-        """
+        """Returns when the memory and the words are unmapped, so that no copy can touch them any more. Raises
+        Refusal."""
         mapped = self._mapped.get(session)
         if mapped is None or mapped.registration != registration:
             raise Refusal(
@@ -167,10 +167,10 @@ class Mappings:
         finally:
             self._releasing.pop(session, None)
 
-    # --- told by the façade ---
+    # --- what the façade reports ---
 
     def session_released(self, worker: WorkerId, session: SessionId) -> bool:
-        """False if the core does not know of this release."""
+        """False if the core does not know about this release."""
         if (worker, session) in self._unowned:
             self._unowned.discard((worker, session))
             return False
@@ -181,7 +181,7 @@ class Mappings:
         self._mapped.pop(session, None)
 
     def worker_lost(self, worker: WorkerId) -> None:
-        """What it had mapped must be registered again, with its successor."""
+        """What the worker had mapped must be registered again, with its successor."""
         for session in [session for session, mapped in self._mapped.items() if mapped.worker == worker]:
             del self._mapped[session]
 

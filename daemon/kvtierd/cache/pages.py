@@ -1,4 +1,5 @@
-"""Index pages of this host: made when a client first asks, gone when nobody uses their space any more."""
+"""The index pages of this host. A page is made when a client first asks for it, and closed when nobody uses
+its space any more."""
 
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from kvtierd.memory import SharedPage
 
 
 class SharedPages:
-    """On the event loop only."""
+    """The page of each space that has one. For use on the event loop only."""
 
     def __init__(self, machine: Machine, publish: Callable[[PublishPage], object], boot_nonce: int) -> None:
         self._machine = machine
@@ -19,8 +20,9 @@ class SharedPages:
         self._pages: dict[SpaceId, SharedPage] = {}
 
     def open(self, session: SessionId, group: int) -> int:
-        """A descriptor, for the caller to close, of the page of one group of the instance for which a session
-        schedules. Refusal ROLE, INSTANCE_INCOMPLETE, UNKNOWN_GROUP or, if it cannot be made, QUEUE_FULL."""
+        """A descriptor of the page of one group, for the instance for which a session schedules. The caller
+        closes it. Raises Refusal ROLE, INSTANCE_INCOMPLETE, UNKNOWN_GROUP or, if the page cannot be made,
+        QUEUE_FULL."""
         space, blocks = self._machine.page_wanted(session, group)
         if blocks is not None:
             self._make(session, group, space, blocks)
@@ -42,12 +44,12 @@ class SharedPages:
         self._pages[space] = page
 
     def withdraw(self, space: SpaceId) -> None:
-        """Nobody uses the space any more."""
+        """Closes the page of a space that nobody uses any more."""
         self._pages.pop(space).close()
 
     @property
     def size_bytes(self) -> int:
-        """Of all pages, as far as they could be filled."""
+        """Bytes of all pages, as if they were full."""
         return sum(page.size_bytes for page in self._pages.values())
 
     def __len__(self) -> int:

@@ -1,5 +1,5 @@
-"""Does what the core decided, in order, at once: slot records in the pool and in disks' images, packets to
-workers."""
+"""Performs what the core decided, in order and at once: slot records in the pool and in disks' images, and
+packets to workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
@@ -30,8 +30,8 @@ from kvtierd.workers.supervisor.supervisor import Supervisor
 
 
 class Performer:
-    """Performs actions on one pool, disks' images and the workers. Any exception from here means a bug or a
-    broken pool."""
+    """Performs actions on one pool, the disks' images and the workers. Any exception means a bug or a broken
+    pool."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Performer:
         gate_deadline_ms: int,
         withdraw_page: Callable[[SpaceId], None],
     ) -> None:
-        """`writers`: the pool's writer id of every worker that was ever live. `withdraw_page` closes an index
-        page."""
+        """`writers` has the pool's writer id of every worker that was ever live. `withdraw_page` closes an
+        index page."""
         self._pool = pool
         self._workers = workers
         self._disks = disks

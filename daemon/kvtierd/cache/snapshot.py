@@ -1,4 +1,5 @@
-"""What the daemon is like at one moment, for Status and metrics: immutable, safe in another thread."""
+"""The state of the daemon at one moment, for Status and metrics. It is immutable, and safe in other
+threads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ from kvtierd.core.status import CoreStatus, DiskStatus
 
 @dataclass(frozen=True, slots=True)
 class SessionAbout:
-    """What is known of a session besides the core's own view; for people."""
+    """What people may want to know about a session, beyond what the core knows."""
 
     role: str
     """"scheduler", "rank 0", "scheduler and rank 0"."""
     pid: int
     client: str
     attached_at_s: float
-    """On the façade's clock."""
+    """When it attached, on the façade's clock."""
     configuration: tuple[tuple[str, str], ...] = ()
-    """Names and values of the engine's settings, as far as it has told them."""
+    """Names and values of the engine's settings, as far as it has sent them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class PoolSnapshot:
     path: str
     """Empty for an anonymous pool."""
     size_bytes: int
-    """What was configured."""
+    """The configured size."""
     file_bytes: int
-    """The header and `capacity_bytes`: what fits `size_bytes` in whole extents."""
+    """The header and `capacity_bytes`, which is what fits into `size_bytes` in whole extents."""
     capacity_bytes: int
     warm: bool
     cold_reason: str
@@ -48,11 +49,11 @@ class WorkerSnapshot:
     respawns: int
     parts_active: int
     mapped_bytes: int
-    """Of engines' memory, until it has let go of it."""
+    """Bytes of engines' memory, until the worker has let go of it."""
     registered_bytes: int
-    """Of the pool, with a GPU's driver."""
+    """Bytes of the pool that are registered with a GPU's driver."""
     remote_bytes: int
-    """Of the pool, that seem to lie on another memory node than the GPU."""
+    """Bytes of the pool that seem to lie on another memory node than the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +62,22 @@ class DeviceSnapshot:
 
     name: str
     idle: bool
-    """It has no worker because no session needs one."""
+    """Whether it has no worker because no session needs one."""
     respawns: int
-    """Workers started in place of lost ones."""
+    """Workers that were started in place of lost ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
     path: str
-    """The directory."""
+    """The disk's directory."""
     capacity_bytes: int
     state: str
     """"starting", "live", "off" or "failing"."""
     why: str
-    """Why it is not live, in one sentence."""
+    """Why the disk is not live, in one sentence."""
     cold_reason: str
-    """Why its first worker kept nothing; empty if it did, or was not live yet."""
+    """Why its first worker kept nothing; empty if it kept something, or was not live yet."""
     direct_io: bool
     recovered_blocks: int
     recovered_bytes: int
@@ -86,7 +87,7 @@ class DiskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CopySnapshot:
-    """Of one direction, since the daemon started."""
+    """Copies in one direction since the daemon started."""
 
     copied_bytes: int
     copy_s: float
@@ -99,7 +100,7 @@ class Snapshot:
     state: str
     """"serving" or "draining"."""
     now_s: float
-    """On the façade's clock."""
+    """The time of the snapshot, on the façade's clock."""
     uptime_s: float
     boot_nonce: int
     pool: PoolSnapshot

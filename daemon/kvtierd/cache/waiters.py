@@ -1,4 +1,4 @@
-"""Callers that wait until transfers are terminal. Bounded, and every wait has a deadline."""
+"""Callers that wait until transfers have ended. Their number is bounded, and every wait has a deadline."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class _Wait:
 
 
 class Waiters:
-    """Who waits for what, by epoch."""
+    """Who waits for which transfers, by epoch."""
 
     def __init__(self) -> None:
         self._waits: dict[Epoch, list[_Wait]] = {}
@@ -30,10 +30,10 @@ class Waiters:
         timeout_s: float,
         ask: Callable[[Ticket], TransferEnded | None],
     ) -> list[TransferEnded | None]:
-        """How each transfer ended, None for those that did not within `timeout_s`.
+        """How each transfer ended; None for those that did not end within `timeout_s`.
 
-        `ask` tells how a transfer ended, None while it is active. Raises what `ask` does, QUEUE_FULL if this
-        epoch has too many waits, EPOCH_ENDED if it ends meanwhile.
+        `ask` says how a transfer ended, and returns None while it is active. Raises what `ask` raises,
+        Refusal QUEUE_FULL if this epoch has too many waits, and EPOCH_ENDED if the epoch ends meanwhile.
         """
         answers = [ask(ticket) for ticket in tickets]
         still = {ticket for ticket, answer in zip(tickets, answers, strict=True) if answer is None}
@@ -51,7 +51,7 @@ class Waiters:
             async with asyncio.timeout(timeout_s):
                 await wait.over
         except TimeoutError:
-            pass  # the deadline is an answer: those that are still open
+            pass  # the answer says which of them are still active
         finally:
             waits.remove(wait)
             if not waits and self._waits.get(epoch) is waits:

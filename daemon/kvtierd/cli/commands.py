@@ -1,4 +1,4 @@
-"""The `kvtierd` command: serve, and look at the configuration."""
+"""The `kvtierd` command: runs the daemon, and looks at its configuration."""
 
 import sys
 from collections.abc import Callable
@@ -23,8 +23,8 @@ EXIT_CANNOT_START = 69
 
 
 class _Configurable(click.Command):
-    """Keeps what is no flag of its own, so that it is told together with all else that is wrong; shows its
-    flags by the sections of the configuration, each with its sentence."""
+    """Keeps flags that it does not know, so that they are reported together with everything else that is
+    wrong. Its help shows flags by section of the configuration, each with its sentence."""
 
     ignore_unknown_options = True
     allow_extra_args = True

@@ -1,4 +1,4 @@
-"""The entry points of `kvtierd` and `kvtierctl`. They take over signals before the imports, which need up to
+"""The entry points of `kvtierd` and `kvtierctl`. They take over signals before the imports, which take up to
 a second."""
 
 import signal

@@ -1,9 +1,9 @@
-"""SIGINT and SIGTERM, from the first line of a command on: they never end in a traceback, nor leave half of
-something behind.
+"""SIGINT and SIGTERM, from the first line of a command on: they never end in a traceback, nor leave anything
+half done.
 
-A command that has made nothing is ended on the spot. One that has is told, and looks between two steps: an
-exception out of a signal handler comes anywhere, also where nobody can clean up, or where it is swallowed.
-Imported before everything else, so it imports next to nothing.
+A command that has made nothing is ended at once. One that has is only told, and checks between two steps,
+because an exception from a signal handler could come anywhere, even where nobody can clean up or where it is
+swallowed. This module is imported before everything else, so it imports almost nothing.
 """
 
 import os
@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STATUS_BASE = 128
-"""What is added to a signal's number for the exit status, as shells do: 130 after SIGINT, 143 after
-SIGTERM."""
+"""Added to a signal's number for the exit status, as shells do: 130 after SIGINT, 143 after SIGTERM."""
 
 _last_words = ""
 _status: int | None = None
@@ -22,8 +21,8 @@ _to_terminal = ""
 
 
 def leave_at_once(last_words: str, *numbers: signal.Signals) -> None:
-    """From now on these signals end the process, with one line on stderr (`{signal}` in it is the signal's
-    name) and the conventional status. Nothing is cleaned up."""
+    """From now on these signals end the process, with one line on stderr (in which `{signal}` becomes the
+    signal's name) and the conventional status. Nothing is cleaned up."""
     instead(last_words)
     for number in numbers:
         signal.signal(number, _leave)
@@ -57,10 +56,11 @@ class StoppedEarly(Exception):
 
 
 class Noted:
-    """Notes signals instead of acting on them; the program asks from time to time whether one has come."""
+    """Notes signals instead of acting on them. The program checks now and then whether one has come."""
 
     def __init__(self, *numbers: signal.Signals, patience: int | None = None) -> None:
-        """Takes these signals over, for good. `patience`: so many are noted, one more ends the process."""
+        """Takes these signals over for good. With `patience`, so many are noted, and one more ends the
+        process."""
         self._number = 0
         self._count = 0
         self._patience = patience
@@ -75,7 +75,7 @@ class Noted:
 
     @contextmanager
     def told(self, tell: Callable[[int], object]) -> Iterator[None]:
-        """Inside, `tell(number)` is called with every signal, from the signal's handler."""
+        """In this context, `tell(number)` is called with every signal, from the signal's handler."""
         self._tell = tell
         try:
             yield

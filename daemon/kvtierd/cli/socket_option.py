@@ -1,4 +1,5 @@
-"""`--socket`, of kvtierd and kvtierctl: before or after the subcommand, and by its longer name too."""
+"""The option `--socket` of kvtierd and kvtierctl, which may stand before or after the subcommand, and has a
+longer name too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ _SAID = "kvtierd.socket"
 
 
 def socket_options(text: str, *, expose: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the flags to a command or a group; `said` tells what they say. With `expose`, the command gets
+    """Adds the flags to a command or a group; `said` returns what they say. With `expose`, the command gets
     that as its argument `socket`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +58,7 @@ def said(context: click.Context) -> Path | None:
 
 def note(context: click.Context, flag: str, value: str | None) -> None:
     """Keeps what a flag says, for all subcommands. Two flags, or one in two places, must mean the same:
-    raises UsageError if they do not."""
+    raises UsageError otherwise."""
     if not value:
         return
     known = context.meta.get(_SAID)
@@ -75,5 +76,5 @@ def _note(context: click.Context, parameter: click.Parameter, value: str | None)
 
 def _note_and_tell(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
     _note(context, parameter, value)
-    # Of one command's flags those that are given are looked at first: the other one has been noted by now.
+    # click handles the given flags of a command first, so the other one has been noted by now.
     return said(context)

@@ -1,4 +1,5 @@
-"""Everything that can be configured, with its default. Read once at start: TOML file < environment < flags.
+"""Everything that can be configured, with its default. It is read once at the start: file, environment and
+flags, each overriding the ones before.
 
 A setting `size` of section `pool` is `[pool] size = "64GiB"` in the file, KVTIER_POOL_SIZE in the environment
 and `--pool-size` on the command line.
@@ -115,7 +116,7 @@ class LimitsConfig:
     """What one engine, or one call of it, may use."""
 
     lookup_hashes_max: int = s.setting(_CORE.lookup_hashes_max, s.count, "Hashes in one lookup.")
-    # A part travels to its copy worker as one packet.
+    # A part is sent to its copy worker as one packet.
     transfer_blocks_max: int = s.setting(
         _CORE.transfer_blocks_max, partial(s.count, most=8_192), "Blocks in one store or load."
     )
@@ -274,12 +275,12 @@ def load(
     environ: Mapping[str, str] = os.environ,
     leftovers: Iterable[str] = (),
 ) -> Loaded:
-    """Reads the file, the environment, and flags (`--pool-size`, or by key: `pool.size`), later ones over
+    """Reads the file, the environment, and flags (`--pool-size`, or by key: `pool.size`). Later ones override
     earlier ones.
 
-    Without `file` it is KVTIER_CONFIG's, else /etc/kvtier/kvtierd.toml if that exists. `leftovers`: what of a
-    command line is no flag that there is. Raises ConfigError, which tells everything that is wrong; touches
-    nothing.
+    Without `file`, KVTIER_CONFIG names it, else it is /etc/kvtier/kvtierd.toml if that exists. `leftovers`
+    are the arguments of a command line that are no known flags. Raises ConfigError, which says everything
+    that is wrong. Changes nothing.
     """
     source = "--config"
     if file is None and environ.get(CONFIG_VARIABLE):
@@ -300,7 +301,7 @@ def load(
 
 
 def _may_exist(file: Path) -> bool:
-    """Whether a file may exist. It is true where this user may not look: reading the file then says why."""
+    """Whether a file may exist. True if this user may not look, because reading the file then says why."""
     try:
         return file.exists()
     except OSError:
@@ -308,8 +309,8 @@ def _may_exist(file: Path) -> bool:
 
 
 def named_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The socket that the environment names, whatever else may be wrong with the configuration. Raises
-    ConfigError if it cannot be one."""
+    """The socket that the environment names, even if something else is wrong with the configuration. Raises
+    ConfigError if it cannot be a socket."""
     reading = Reading(Config)
     reading.read_environment(environ)
     if wrong := [error for error in reading.errors if error.field == "server.socket"]:
@@ -328,7 +329,7 @@ def named_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def check_socket(socket: Path) -> str:
-    """Why a path is too long for our sockets, and how long it may be; empty if it is not."""
+    """Why a path is too long for our sockets, and how long it may be; empty if it is not too long."""
     side = side_socket_of(socket)
     if (length := len(os.fsencode(side))) <= SOCKET_PATH_BYTES_MAX:
         return ""
@@ -380,7 +381,7 @@ def _check(config: Config, refuse: Refuse) -> None:
 
 
 def show(loaded: Loaded) -> str:
-    """The whole configuration as TOML that `--config` would read, with each setting's sentence and origin."""
+    """The whole configuration as TOML that `--config` can read, with each setting's sentence and origin."""
     lines: list[str] = [f"# Sizes: {s.SIZE_FORMS}."]
     section = ""
     sentences = dict(s.section_sentences(Config))

@@ -1,4 +1,4 @@
-"""The settings of the disk tier, and what is checked of everything that is divided into extents."""
+"""The settings of the disk tier, and checks of everything that is divided into extents."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,7 @@ class DiskConfig:
 
 
 class Refuse(Protocol):
-    """Notes that the value of a setting cannot be used, because of what `besides` are."""
+    """Notes that the value of a setting cannot be used, because of the values of `besides`."""
 
     def __call__(self, key: str, value: object, message: str, *besides: str) -> None: ...
 

@@ -11,7 +11,7 @@ ALIKE_RATIO = 0.6
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The one that a name is most like, upper and lower case alike. `known` is not empty."""
+    """The known name that is most like `name`, ignoring case. `known` is not empty."""
 
     def likeness(candidate: str) -> float:
         return difflib.SequenceMatcher(None, candidate.lower(), name.lower()).ratio()
@@ -20,8 +20,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_keys(key: str, known: Collection[str]) -> list[str]:
-    """The settings (`pool.size`) that a key is most like. A name that is right, or nearly so, in another
-    section or in none, is found there; where several sections have it, all of them are told."""
+    """The settings (`pool.size`) that a key is most like. A name that is right, or nearly so, but in another
+    section or in none, is found as well; if several sections have it, all of them are returned."""
     section, dot, name = key.rpartition(".")
     tails = {each: each.partition(".")[2] for each in known}
     if any(each.partition(".")[0] == section for each in known):

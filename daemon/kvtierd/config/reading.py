@@ -1,6 +1,6 @@
-"""Puts together what was given in the file, in the environment and on the command line.
+"""Combines what was given in the file, in the environment and on the command line.
 
-Nothing here raises for a mistake: each is added to a list, so that all of them can be told at once.
+Nothing here raises for a mistake: each is added to a list, so that all of them can be reported at once.
 """
 
 import os
@@ -17,9 +17,9 @@ from kvtierd.config.settings import ConfigError, Given, Setting
 CONFIG_VARIABLE = "KVTIER_CONFIG"
 NOT_SETTINGS = frozenset(
     {
-        # Another library of the CUDA driver, for whoever copies: engines, the daemon and its workers.
+        # Another library of the CUDA driver, for all that copy: engines, the daemon and its workers.
         "KVTIER_CUDA_LIBRARY",
-        # The build of a checkout, and where its traces are.
+        # How a checkout is built, and where its traces are.
         "KVTIER_VENV",
         "KVTIER_VLLM_VERSION",
         "KVTIER_TRACES",
@@ -44,9 +44,9 @@ NOT_SETTINGS = frozenset(
         "KVTIER_WORKLOAD",
     }
 )
-"""Variables that may stand in a daemon's environment and are no settings of it."""
+"""Variables that may be in a daemon's environment and are no settings of it."""
 _FOR_PEOPLE = (CONFIG_VARIABLE, "KVTIER_CUDA_LIBRARY")
-"""Variables that are offered, besides the settings, to whoever has misspelt a name."""
+"""Variables that are suggested, besides the settings, when somebody has misspelt a name."""
 _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"
 )
@@ -69,7 +69,7 @@ class Reading:
     # --- sources ---
 
     def read_file(self, file: Path, source: str) -> None:
-        """Reads a TOML file; `source` says what has named the file."""
+        """Reads a TOML file; `source` says what named the file."""
         try:
             tables = tomllib.loads(file.read_text())
         except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -106,7 +106,8 @@ class Reading:
             self._unknown_key(section, table, source)
 
     def read_environment(self, environ: Mapping[str, str]) -> None:
-        """Every variable that begins as ours is a setting, or one of NOT_SETTINGS, or wrong."""
+        """Reads variables. Every one that begins with our prefix is a setting, or one of NOT_SETTINGS, or a
+        mistake."""
         for item in self._known.values():
             named = [Given(environ[env], f"environment {env}") for env in item.envs if env in environ]
             self._take(item, named, in_a_shell=True)
@@ -144,8 +145,8 @@ class Reading:
     # --- values ---
 
     def build(self) -> dict[str, Any]:
-        """Parses what was given; returns the sections, ready for `cls(**sections)`. The rest, and what cannot
-        be parsed, keeps its default."""
+        """Parses what was given. Returns the sections, ready for `cls(**sections)`. Settings that were not
+        given, or cannot be parsed, keep their defaults."""
         values: dict[str, dict[str, Any]] = {section: {} for section, _ in s.sections(self._cls)}
         for item in self._known.values():
             if (value := self.given.get(item.key)) is not None:
@@ -157,8 +158,8 @@ class Reading:
         return {section: section_cls(**values[section]) for section, section_cls in s.sections(self._cls)}
 
     def refuse(self, key: str, value: object, message: str, *besides: str) -> None:
-        """Notes a value that does not go with others (`besides`), as it was given and where. Nothing is noted
-        where one of them is wrong in itself already: that is told, and this may come of it."""
+        """Notes a value that does not go together with others (`besides`), as it was given and where. Notes
+        nothing if one of them is wrong by itself: that is reported already, and may be the cause."""
         if self.incomplete or not self._broken.isdisjoint((key, *besides)):
             return
         given = self.given.get(key, Given(value, "default"))
@@ -172,8 +173,8 @@ class Reading:
     # --- inside ---
 
     def _take(self, item: Setting, named: list[Given], *, in_a_shell: bool = False) -> None:
-        """What one source says of a setting, perhaps by two names: they must agree."""
-        # An empty variable is how a wrapper leaves one out; beside one that says something it says nothing.
+        """Takes what one source says about a setting, perhaps by two names, which must agree."""
+        # An empty variable is how a wrapper leaves one out, so it does not contradict one that is not empty.
         said = [value for value in named if value.raw != ""] or named[:1]
         if not said:
             return
@@ -197,12 +198,12 @@ class Reading:
 
 
 def _absolute(item: Setting, raw: object) -> object:
-    """A socket that is named in a shell may be relative to where that shell is; a file has no such place."""
+    """A socket named in a shell may be relative to where that shell is; in a file it may not."""
     return absolute_socket(raw) if item.parse is s.socket else raw
 
 
 def absolute_socket(raw: object) -> object:
-    """The socket's path from the root, without gRPC's `unix:`. What is no path stays as it is."""
+    """The socket's absolute path, without gRPC's `unix:`. Anything that is no path stays as it is."""
     if not isinstance(raw, str) or not raw or raw.startswith("unix-abstract:") or not raw.isprintable():
         return raw
     plain = raw.removeprefix("unix://").removeprefix("unix:")
@@ -210,14 +211,15 @@ def absolute_socket(raw: object) -> object:
 
 
 def _is_service_link(name: str, raw: str) -> bool:
-    """Whether Kubernetes, or a container runtime, has told a pod of a service that is called kvtier."""
+    """Whether Kubernetes, or a container runtime, set the variable for a service that is called kvtier."""
     if _SERVICE_LINK.fullmatch(name):
         return True
     return bool(_SERVICE_LINK_PORT.fullmatch(name)) and raw.startswith(("tcp://", "udp://", "sctp://"))
 
 
 def all_flags(cls: type) -> Iterator[tuple[Setting, str]]:
-    """Yields every flag of every setting; of one setting, the flag that people are told of comes first."""
+    """Yields every flag of every setting. The flag that people are told about comes first for each
+    setting."""
     for item in s.declared(cls):
         for flag in item.flags:
             yield item, flag

@@ -20,13 +20,13 @@ LIVE = (
     "disk.recompute_if_faster",
     "log.level",
 )
-"""The settings that can change while the daemon runs. Every other one is told to clients or workers when they
-start, or decides how memory is laid out."""
+"""The settings that can change while the daemon runs. All others are told to clients or workers when they
+start, or decide how memory is laid out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting whose value differs from the one before."""
+    """One setting whose value has changed."""
 
     key: str
     before: str
@@ -47,7 +47,7 @@ class Reloaded:
 
 
 def compare(running: Config, read: Config) -> Reloaded:
-    """Compares a configuration that was read anew with the running one, and takes over what can change
+    """Compares a configuration that was read again with the running one, and takes over what can change
     live."""
     applied, needs_restart = [], []
     sections: dict[str, dict[str, Any]] = {}
@@ -73,4 +73,5 @@ def compare(running: Config, read: Config) -> Reloaded:
 
 
 Reload = Callable[[], Reloaded]
-"""Reads the configuration again and takes over what it can. Raises ConfigError, and nothing has changed."""
+"""Reads the configuration again and takes over what it can. Raises ConfigError, and then nothing has
+changed."""

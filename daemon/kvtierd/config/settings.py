@@ -1,8 +1,9 @@
-"""How settings are declared, and how single values are read: the same in file, environment and command line.
+"""How settings are declared, and how single values are parsed: in the same way for file, environment and
+flags.
 
-What can be set is in `daemon.py` and `disk.py`; `reading.py` puts together what was given. A setting is a
-field of a frozen dataclass, declared with `setting`: a default, a parser that takes what TOML or a command
-line holds, and one sentence for people.
+The settings are in `daemon.py` and `disk.py`, and `reading.py` combines what was given. A setting is a field
+of a frozen dataclass, declared with `setting`: a default, a parser for what TOML or a command line holds, and
+one sentence for people.
 """
 
 import dataclasses
@@ -25,17 +26,18 @@ SIZE_FORMS = (
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgtp", start=1)
-    # As in Kubernetes' quantities, and as the SI has it: only the "i" makes it binary.
+    # As in Kubernetes' quantities and in the SI, only the "i" makes a unit binary.
     for suffix, base in (("", 1000), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 class ConfigError(Exception):
-    """A setting that cannot be used: says which one, what it holds, where that came from, and what to do.
+    """A setting that cannot be used. The text says which one, what it holds, where that came from, and what
+    to do.
 
-    `others`: what else is wrong with the same configuration; the text tells all of it, one a line. `usage`:
-    it is no setting at all, but something on a command line that there is not.
+    `others` are the other errors of the same configuration, which the text names as well, one a line.
+    `usage`: it is not a setting, but something on a command line that does not exist.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ def socket(raw: object) -> Path | None:
 
 
 def paths(raw: object) -> tuple[Path, ...]:
-    """Different absolute paths: a list of texts, or one text with colons between them; none is empty."""
+    """Different absolute paths: a list of texts, or one text with colons between them. None may be empty."""
     if not isinstance(raw, list):
         raw = text(raw).split(":") if raw else []
     parts = [text(part) for part in raw]
@@ -272,12 +274,12 @@ class Setting:
 
     @property
     def env(self) -> str:
-        """The variable that people are told of."""
+        """The variable that people are told about."""
         return self.envs[0]
 
     @property
     def flag(self) -> str:
-        """The flag that people are told of."""
+        """The flag that people are told about."""
         return self.flags[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What the core asks the front to do, in order, before it handles anything else. And what it answers."""
+"""What the core asks the front to do, in this order and before the next stimulus, and what it replies."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -36,18 +36,18 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AssignExtent:
-    """Write the header of a free extent: from now on it holds slots of this size."""
+    """Write the header of a free extent, which holds slots of this size from now on."""
 
     extent: int
     slot_bytes: int
     disk: DiskId | None = None
-    """Of this disk; None: of the host pool. Likewise below."""
+    """The disk whose extent it is; None for the host pool. It means the same in the actions below."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSlots:
-    """Mark free slots as WRITING for one shard of a batch of blocks; done before any part of them is
-    posted."""
+    """Mark free slots as WRITING for one shard of a batch of blocks. This happens before any part or job that
+    writes them is posted."""
 
     slots: Slots
     worker: WorkerId
@@ -63,8 +63,8 @@ class OpenSlots:
 
 @dataclass(frozen=True, slots=True)
 class CommitSlots:
-    """Make WRITING slots of the host pool READY, with their recency: block i of `slots` (n, world) gets clock
-    first_clock - i. A disk's slots are made READY by its worker, before it reports."""
+    """Make WRITING slots of the host pool READY and give them their recency: block i of `slots` (n, world)
+    gets clock first_clock - i. The slots of a disk are made READY by its worker, before it reports."""
 
     slots: Slots
     first_clock: int
@@ -72,7 +72,7 @@ class CommitSlots:
 
 @dataclass(frozen=True, slots=True)
 class FreeSlots:
-    """Bump the generation of slots and mark them free: before any byte of them changes."""
+    """Raise the generation of slots and mark them free, before any of their bytes change."""
 
     slots: Slots
     disk: DiskId | None = None
@@ -80,7 +80,7 @@ class FreeSlots:
 
 @dataclass(frozen=True, slots=True)
 class QuarantineSlots:
-    """Set slots aside that have failed a check: nothing is stored there again while this file lives."""
+    """Set slots aside that have failed a check. Nothing is stored in them again while this file exists."""
 
     slots: Slots
     disk: DiskId | None = None
@@ -88,8 +88,8 @@ class QuarantineSlots:
 
 @dataclass(frozen=True, slots=True)
 class CheckSlots:
-    """Have a worker compare slots with their records and checksums, when its lanes are idle. The front adds
-    the slots' generations. `SlotsChecked` follows, or the worker's end."""
+    """Have a worker compare slots with their records and checksums when its lanes are idle. The front adds
+    the slots' generations. The answer is `SlotsChecked`, or the end of the worker."""
 
     worker: WorkerId
     check: CheckId
@@ -110,26 +110,26 @@ class PostPart:
     block_ids: npt.NDArray[np.uint32]
     slots: Slots
     verify: npt.NDArray[np.uint8] | None
-    """LOAD: 1 for slots whose checksum must be checked first."""
+    """For a LOAD, 1 for each block whose checksum is to be checked first; None if there is none."""
 
 
 class DiskJobKind(Enum):
-    """Numbers of `kvtierd.wire.DiskJobKind`."""
+    """What a disk's worker does with a batch of slots; the numbers of `kvtierd.wire.DiskJobKind`."""
 
     WRITE = 1
-    """Host to disk. The host slots are not held: a block that has gone when its turn comes, or goes
-    meanwhile, fails."""
+    """Copy from the host to the disk. The host slots are not held: a block fails if it is gone when its turn
+    comes, or goes while it is copied."""
     READ = 2
-    """Disk to host, into slots that are WRITING; checked on the way."""
+    """Copy from the disk into WRITING host slots, and compare with key and checksum on the way."""
     CHECK = 3
-    """Read and compare with the checksums only."""
+    """Only read, and compare with the checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostDiskJob:
-    """Hand a batch of slots to a disk's worker, which does READ before WRITE before CHECK. The front adds the
-    slots' generations. `DiskJobFinished` follows, or the worker's end. A disk's own slots are OpenSlots'
-    before a WRITE of them, the host's before a READ."""
+    """Hand a batch of slots to a disk's worker, which does every READ before a WRITE, and every WRITE before
+    a CHECK. The front adds the slots' generations. The answer is `DiskJobFinished`, or the end of the worker.
+    `OpenSlots` comes first: for the disk's slots before a WRITE, for the host's before a READ."""
 
     worker: WorkerId
     disk: DiskId
@@ -138,14 +138,15 @@ class PostDiskJob:
     disk_slots: Slots
     """Shape (n,): shards of whole blocks, block after block in rank order."""
     host_slots: Slots
-    """Parallel to `disk_slots`; empty for CHECK."""
+    """The host's slots, parallel to `disk_slots`; empty for CHECK."""
     clocks: npt.NDArray[np.uint64]
-    """WRITE: the recency that each record gets, parallel; empty otherwise."""
+    """For a WRITE, the recency that each record gets, parallel to `disk_slots`; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class RevokePart:
-    """End a part that has not started; a started one runs on. Either way `PartFinished` follows."""
+    """End a part that has not started. A part that has started runs on. In both cases `PartFinished`
+    follows."""
 
     worker: WorkerId
     part: PartId
@@ -153,15 +154,16 @@ class RevokePart:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSession:
-    """Have the worker revoke, fence and unmap all it holds of a session. `SessionReleased` follows."""
+    """Have the worker revoke, fence and unmap everything that it holds of a session. `SessionReleased`
+    follows."""
 
     worker: WorkerId
     session: SessionId
 
 
 class TransferEnd(Enum):
-    """FAILED: a copy failed, a block was corrupt or a worker was lost. CANCELLED: called off, revoked, or too
-    late."""
+    """How a transfer ended. FAILED: a copy failed, a block was corrupt or a worker was lost. CANCELLED: it
+    was called off, revoked, or too late."""
 
     DONE = 2
     FAILED = 3
@@ -170,24 +172,28 @@ class TransferEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
+    """What the submitter is told when the last part of a transfer is fenced."""
+
     transfer: TransferNumber
     ticket: Ticket
     end: TransferEnd
     succeeded: npt.NDArray[np.uint8]
-    """Per submitted key: 1 if committed (store; also by somebody before, if it is still there) or in place
-    (load)."""
+    """For each submitted key 1 or 0. Store: 1 if the block is committed, by this transfer or before it and
+    still there. Load: 1 if the block is in its place in the engine."""
     error: Refusal | None
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
+    """How an instance is, for its sessions: whether it is ready, and which ranks it waits for."""
+
     ready: bool
     missing_ranks: tuple[Rank, ...]
     namespace: NamespaceDigest | None
     reregister_ranks: tuple[Rank, ...]
     prefix_tokens_max: int = 0
-    """Of the longest prefix that the pool can hold, in all groups; 0: not known yet, or longer ones can be
-    kept on disks."""
+    """Tokens of the longest prefix whose blocks of all groups fit into the pool at once. 0 if that is not
+    known yet, or if disks keep what the pool cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +205,7 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Tell a session; dropped if it is gone."""
+    """Tell a session something. It is dropped if the session is gone."""
 
     session: SessionId
     event: TransferEnded | InstanceView | SessionEnded
@@ -207,7 +213,7 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawPage:
-    """Nobody uses a space any more: its index page may go."""
+    """Nobody uses the space any more, so its index page may go."""
 
     space: SpaceId
 
@@ -230,6 +236,8 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
+    """The reply to `AttachSession`. `fingerprint` is None for a session that holds no rank."""
+
     epoch: Epoch
     fingerprint: Fingerprint | None
     instance: InstanceView
@@ -237,24 +245,24 @@ class Attached:
 
 @dataclass(slots=True)
 class GroupHits:
-    """What is told of one group."""
+    """What a lookup says of one group."""
 
     hits: int
-    """Blocks of the prefix that can be loaded now, or READY blocks of an exact query; if a lease was asked
-    for, those of them that it covers."""
+    """Blocks of the prefix that can be loaded now, or READY blocks of an exact query. If a lease was asked
+    for, only those that it covers."""
     states: npt.NDArray[np.uint8]
-    """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit). Of an exact query one for each block. Else of
-    the prefix that there will be when what is pending has come; miss where a block is not there and not
-    needed."""
+    """kvtier.v1.BlockState bytes (0 miss, 1 pending, 2 hit). For an exact query, one for each block.
+    Otherwise one for each block of the prefix as it will be when everything pending has come; a block that is
+    neither there nor needed is a miss."""
     readable: int = 0
-    """Blocks that are readable: the hits, and those behind them that the lease does not cover."""
+    """Readable blocks: the hits, and those behind them that the lease does not cover."""
     lease: LeaseId | None = None
-    """Holds the hits from block `lease_first` on, in the order of the query: what a load's `first` counts
-    in."""
+    """The lease that holds the hits from block `lease_first` on, in the order of the query. A load's `first`
+    counts from there."""
     lease_first: int = 0
 
     def up_to_first_miss(self, blocks: int) -> npt.NDArray[np.uint8]:
-        """The states of a prefix's hits and of the first of its `blocks` blocks that is none."""
+        """The states of the hits of a prefix of `blocks` blocks, and of the first block that is no hit."""
         if len(self.states) > self.hits or self.hits == blocks:
             return self.states[: self.hits + 1]
         return np.append(self.states, np.uint8(0))
@@ -262,30 +270,38 @@ class GroupHits:
 
 @dataclass(slots=True)
 class LookupReply:
+    """The reply to `LookupBlocks` and `PrefetchBlocks`."""
+
     groups: tuple[GroupHits, ...]
-    """In the order of the queries."""
+    """One for each query, in the same order."""
     lease_refused: Refusal | None = None
-    """Why leases cover less than is readable, or why there is none."""
+    """Why the leases cover less than is readable, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitReply:
+    """The reply to `SubmitStore` and `SubmitLoad`."""
+
     transfer: TransferNumber
     results: npt.NDArray[np.uint8]
-    """Store: kvtier.v1.StoreResult per key (0 accepted, 1 exists, 2 pending, 3 throttled). Load: empty."""
+    """For a store, the kvtier.v1.StoreResult of each key (0 accepted, 1 exists, 2 pending, 3 throttled). For
+    a load, empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClearReply:
+    """The reply to `ClearBlocks`."""
+
     cleared_blocks: int
-    """That are in no tier any more."""
+    """Blocks that are in no tier any more."""
     host_bytes: int
-    """Of the slots they had in the host tier, and on disks."""
+    """Bytes of the slots that these blocks had in the host tier."""
     disk_bytes: int
+    """Bytes of the slots that they had on disks."""
     held_blocks: int
-    """That stay: leased, or being loaded."""
+    """Blocks that stay because they are leased or being loaded."""
     under_way_blocks: int
-    """That stay: being stored, promoted, or written to a disk."""
+    """Blocks that stay because they are being stored, promoted or written to a disk."""
 
 
 Reply = Attached | LookupReply | SubmitReply | ClearReply | InstanceView | None

@@ -1,4 +1,4 @@
-"""Refusals of the core. One is raised before anything has changed, and tells its reader what to do."""
+"""Refusals of the core. A refusal is raised before anything has changed, and its message says what to do."""
 
 from kvtier_kernels.reasons import Reason
 
@@ -8,9 +8,9 @@ __all__ = ["Reason", "Refusal"]
 class Refusal(Exception):
     """A call that was refused; nothing has changed.
 
-    `field` names the field at fault, `value` what was found there (shortened), `message` what is wrong and
-    what to
-    do about it. It is a value as well: transfers that fail carry one.
+    `field` names the field at fault, `value` is what it held (cut to 120 characters), and `message` says what
+    is wrong and what to do about it. A transfer that fails carries a Refusal as its cause, so it is also used
+    as a value.
     """
 
     def __init__(self, reason: Reason, message: str, *, field: str = "", value: object = "") -> None:

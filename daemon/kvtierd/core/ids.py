@@ -26,23 +26,25 @@ Ticket = NewType("Ticket", int)
 """The submitter's own name of a transfer, strictly increasing within an epoch, below 2^56."""
 
 LeaseId = NewType("LeaseId", int)
+"""One lease of this boot; never used again within it."""
 WorkerId = NewType("WorkerId", int)
-"""One copy worker process. A respawned worker is a new one."""
+"""One worker process, of a copy device or of a disk. A respawned worker gets a new id."""
 
 RegistrationId = NewType("RegistrationId", int)
-"""One rank's mapped memory, as known to its copy worker."""
+"""One rank's mapped memory, as its copy worker knows it."""
 
 CheckId = NewType("CheckId", int)
-"""One request to a copy worker to look at slots."""
+"""One request to a copy worker to compare slots with their checksums."""
 
 DiskId = NewType("DiskId", int)
 """One disk of the disk tier: its place in `disk.paths`, from 0."""
 
 DiskJobId = NewType("DiskJobId", int)
-"""One batch of slots written to, read from or checked on a disk. Drawn from the transfers' numbers: with the
-boot nonce it is a store id of its own."""
+"""One batch of slots that is written to, read from or checked on a disk. The number comes from the same count
+as those of transfers, so that with the boot nonce it is a store id of its own."""
 
 Rank = NewType("Rank", int)
+"""One worker of an engine instance, from 0 to world size - 1."""
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
 """16 bytes: SHA-256 of the namespace's fields and of every rank's layout fingerprint, shortened."""
@@ -51,15 +53,16 @@ Fingerprint = NewType("Fingerprint", bytes)
 """16 bytes: SHA-256 of one rank's layout geometry, shortened."""
 
 Hashes = npt.NDArray[np.uint8]
-"""Block hashes, shape (n, 32); shorter hashes are padded with zeros, their namespace fixes the true
-length."""
+"""Block hashes, shape (n, 32). Shorter hashes are padded with zeros; their namespace says how long they
+really are."""
 
 Entries = npt.NDArray[np.uint32]
 """Indexes into the block table; NO_ENTRY where there is none."""
 
 Slots = npt.NDArray[np.uint32]
-"""Page numbers of slots in the pool file, or in a disk's slab file (offset / PAGE_BYTES); 0 is never a slot.
-Shape (n,) or (n, world)."""
+"""Page numbers (offset / PAGE_BYTES) of slots in the pool file, or in a disk's slab file. No slot is at page
+0. Shape (n,) or (n, world).
+"""
 
 NO_ENTRY = 0xFFFF_FFFF
 NO_SLOT = 0

@@ -68,11 +68,10 @@ from kvtierd.core.transfers.transfers import Transfers
 
 
 class Machine:
-    """Decides everything about the cache of one host, and does nothing itself.
+    """Makes every decision about the cache of one host, and performs none.
 
-    One caller, who performs the actions in order before the next stimulus. A Refusal means that nothing has
-    changed.
-    Any other exception is a bug: the machine must not be used any more.
+    It has one caller, who performs the actions in order before the next stimulus. A Refusal means that
+    nothing has changed. Any other exception is a bug, and the machine must not be used any more.
     """
 
     def __init__(
@@ -88,11 +87,14 @@ class Machine:
         disk_policy: CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
     ) -> None:
-        """`table` is empty and from now on the machine's own. `clock` gives monotonic seconds. `first_epoch`:
-        epochs are counted from here; no earlier daemon may have issued them, because clients outlive daemons
-        and tell by the epoch alone what their leases and parts still mean. `disks`: for each disk of the disk
-        tier, in the order of their ids, an empty table of its own and the geometry of its slab file; none are
-        used before their `DiskRecovered`. `randomness` chooses what is sampled.
+        """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
+
+        `first_epoch` is where epochs are counted from. No earlier daemon may have issued it or any later one,
+        because clients outlive daemons and tell by the epoch alone whether their leases and parts still mean
+        anything.
+
+        `disks` has, for each disk in the order of their ids, an empty table of its own and the geometry of
+        its slab file. No disk is used before its `DiskRecovered`. `randomness` chooses what is sampled.
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity)
@@ -103,10 +105,10 @@ class Machine:
             disk_shelves=disks,
             epoch_ids=itertools.count(first_epoch),
         )
-        """For the validator, and for looking; nobody else changes anything in it."""
+        """For the validator and for tests to look at; nobody else changes anything in it."""
         of_disks = DiskTier(self.core)
         self.tier: Tier = of_disks if disks else NoTier()
-        """What is below the host; for tests of it."""
+        """What is below the host, for its tests."""
         self._leases = Leases(self.core)
         self._lookups = Lookups(self.core, self._leases, self.tier)
         self._transfers = Transfers(self.core, self._leases)
@@ -152,8 +154,8 @@ class Machine:
         }
 
     def handle(self, stimulus: Stimulus) -> tuple[Reply, list[Action]]:
-        """Decides. Returns the reply, and what has to be done, in order. Raises Refusal; nothing has changed
-        then."""
+        """Decides. Returns the reply, and the actions to perform, in order. Raises Refusal, and then nothing
+        has changed."""
         self.core.begin(self._clock())
         reply = self._handlers[type(stimulus)](stimulus)
         return reply, self.core.blocks.actions
@@ -222,14 +224,13 @@ class Machine:
             )
         return self.core.plan(found.instance, group)
 
-    # --- questions; they change nothing ---
+    # --- questions, which change nothing ---
 
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.
 
         Raises Refusal NOT_ATTACHED, EPOCH_ENDED, WRONG_EPOCH, or UNKNOWN_TRANSFER for one that was never
-        accepted or
-        ended too long ago.
+        accepted or ended too long ago.
         """
         instance = self.core.session(session).instance
         if epoch != instance.epoch:
@@ -248,33 +249,34 @@ class Machine:
         return ended
 
     def page_wanted(self, session: SessionId, group: int) -> tuple[SpaceId, int | None]:
-        """The space whose index page an instance's scheduler may read; and for how many blocks the page
-        should have room, None if there is one already. Refusal ROLE, INSTANCE_INCOMPLETE or
-        UNKNOWN_GROUP."""
+        """The space whose index page an instance's scheduler may read, and for how many blocks that page
+        should have room; None instead if the space has a page already. Raises Refusal ROLE,
+        INSTANCE_INCOMPLETE or UNKNOWN_GROUP."""
         plan, pages = self._indexed(session, group), self.core.pages
         return plan.space, None if plan.space in pages else pages.blocks_max(plan)
 
     def explain(self, key: bytes, namespace: str = "", group: int | None = None) -> Explained:
-        """Why the block of a hash can be read or not, in each namespace whose hexadecimal digest begins with
-        `namespace`. Takes milliseconds. Raises Refusal."""
+        """Says why the block of a hash can be read or not, for each namespace whose hexadecimal digest begins
+        with `namespace`. Takes milliseconds. Raises Refusal."""
         return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
-        """The spaces of the one namespace whose hexadecimal digest begins so, of all if it is empty. Refusal
-        NAMESPACE_INVALID."""
+        """The spaces of the one namespace whose hexadecimal digest begins with `namespace`, or all spaces if
+        it is empty. Raises Refusal NAMESPACE_INVALID."""
         return self._clearing.spaces(namespace)
 
     def keys(self, space: SpaceId) -> Hashes:
-        """The hashes of all blocks of a space, in whatever state and tier. Looks through the whole tables."""
+        """The hashes of all blocks of a space, in whatever state and tier. It searches the tables as a
+        whole."""
         return self._clearing.keys(space)
 
     def namespaces(self) -> tuple[PlaceStatus, ...]:
-        """What there is of each namespace. Takes microseconds for each."""
+        """How many blocks there are of each namespace, and who uses it. Takes microseconds for each."""
         return places(self.core)
 
     def status(self) -> CoreStatus:
-        """A picture of everything, in time proportional to instances, workers and slot sizes, not to
-        blocks."""
+        """A picture of everything. Takes time for each instance, worker and slot size, but not for each
+        block."""
         core, slots = self.core, self.core.blocks.slots
         table = core.blocks.table.stats()
         sizes = core.blocks.sizes()

@@ -12,81 +12,86 @@ class Tally:
 
     lookups: int = 0
     index_lookups: int = 0
-    """Of them: clients saw in the index page that there was nothing, and did not ask."""
+    """Those of the lookups that a client did not send, because the index page showed that there was
+    nothing."""
     lookup_hashes: int = 0
     lookup_hits: int = 0
     missed_absent: int = 0
-    """Hashes of lookups that were no hits, by why; with the hits they come to `lookup_hashes`. Not there."""
+    """Hashes that were not there. The `missed_` counters say why hashes of lookups were no hits; with the
+    hits they add up to `lookup_hashes`."""
     missed_pending: int = 0
-    """Being stored or promoted."""
+    """Hashes of blocks that were being stored or promoted."""
     missed_beyond: int = 0
-    """Behind the first that was no hit, of a prefix."""
+    """Hashes of a prefix behind the first one that was no hit."""
     missed_recompute: int = 0
-    """There, and computing them is faster."""
+    """Hashes of blocks that were there, but that computing was faster than loading."""
     missed_lease_limit: int = 0
-    """Readable, and more than could be leased just then."""
+    """Hashes of readable blocks, beyond what could be leased just then."""
     missed_draining: int = 0
+    """Hashes that were asked for while the daemon was draining."""
     missed_not_ready: int = 0
-    """Ranks of the instance were missing."""
+    """Hashes that were asked for while ranks of the instance were missing."""
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_blocks: int = 0
     loaded_bytes: int = 0
     deduplicated_blocks: int = 0
-    """Submitted to be stored, but there already or being written."""
+    """Blocks that were submitted to be stored, but were there already or being written."""
     throttled_blocks: int = 0
     evicted_blocks: int = 0
     evicted_age_s: float = 0.0
-    """Of the evicted, all together: since each was last used."""
+    """The sum, over all evicted blocks, of the time since each was last used."""
     cleared_blocks: int = 0
-    """Dropped by operators, from whatever tiers had them."""
+    """Blocks that operators dropped, from whatever tiers had them."""
     expired_blocks: int = 0
-    """Dropped because their time was over."""
+    """Blocks that were dropped because their time was over."""
     unheld_blocks: int = 0
-    """That were to be held and are not, or not as long: there was no room to."""
+    """Blocks that should have been held, but were not, or not for so long, for want of room."""
     reclaimed_extents: int = 0
-    """Taken from one slot size for another."""
+    """Extents that were taken from one slot size for another."""
     store_transfers: int = 0
-    """That have ended, whichever way; and how long all of them took, from being accepted to their end."""
+    """Stores that have ended, in whichever way."""
     store_transfer_s: float = 0.0
+    """How long all of them took together, from being accepted to their end."""
     load_transfers: int = 0
     load_transfer_s: float = 0.0
     done_transfers: int = 0
     failed_transfers: int = 0
     cancelled_transfers: int = 0
     ended_leases: int = 0
-    """However they ended; and how long all of them were held."""
+    """Leases that have ended, in whichever way."""
     lease_held_s: float = 0.0
+    """How long all of them were held together."""
     expired_leases: int = 0
     refused_leases: int = 0
+    """Leases that covered fewer blocks than were readable, or none."""
     audits: int = 0
-    """Blocks that engines have computed although they could be loaded, to compare the two."""
+    """Blocks that engines computed although they could be loaded, to compare the two."""
     audit_mismatches: int = 0
-    """Leases on fewer blocks than were readable, or on none."""
     corrupt_on_load: int = 0
     """Blocks whose record or checksum did not match when they were to be loaded."""
     corrupt_after_restart: int = 0
-    """Of those an earlier daemon has stored: likewise, on their first load."""
+    """Blocks that an earlier daemon had stored and that did not match on their first load."""
     corrupt_in_sample: int = 0
-    """Blocks that sampling found."""
+    """Blocks that did not match when sampling compared them."""
     sampled_slots: int = 0
     sampled_bytes: int = 0
     ended_epochs: int = 0
     late_messages: int = 0
-    """From workers, about what was over already."""
+    """Messages from workers about something that was already over."""
     promoted_blocks: int = 0
-    """Read from a disk to the host."""
+    """Blocks that were read from a disk to the host."""
     promoted_bytes: int = 0
     recompute_blocks: int = 0
-    """There, and reported as misses because computing them was faster."""
+    """Blocks that were there, but were reported as misses because computing them was faster."""
     evicted_unwritten_blocks: int = 0
-    """Evicted from the host before a disk had them, while there was a disk tier."""
+    """Blocks that the host evicted before a disk had them, while there was a disk tier."""
     corrupt_on_disk: int = 0
-    """Blocks that did not match when a disk read them."""
+    """Blocks that did not match when they were read from a disk."""
 
     @property
     def integrity_failures(self) -> int:
-        """Blocks that did not match, however they were found."""
+        """Blocks that did not match their checksum or record, however that was found."""
         on_host = self.corrupt_on_load + self.corrupt_after_restart + self.corrupt_in_sample
         return on_host + self.corrupt_on_disk
 
@@ -98,23 +103,24 @@ class DiskTally:
     written_blocks: int = 0
     written_bytes: int = 0
     read_blocks: int = 0
-    """Promoted; what was only checked is not counted."""
+    """Promoted blocks. Blocks that were only checked are not counted."""
     read_bytes: int = 0
     evicted_blocks: int = 0
     evicted_age_s: float = 0.0
     reclaimed_extents: int = 0
-    """Taken from one slot size for another."""
+    """Extents that were taken from one slot size for another."""
     errors: int = 0
     """Jobs that failed or were too slow, and workers that were lost with jobs open."""
     corrupt_blocks: int = 0
-    """That did not match when they were read or checked."""
+    """Blocks that did not match when they were read or checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
     name: str
     number: int
-    """From 1; free for another name once this one is gone."""
+    """A number from 1 that no other instance has at this time; another name may get it once this instance is
+    gone."""
     epoch: Epoch
     ready: bool
     world_size: int
@@ -127,25 +133,25 @@ class InstanceStatus:
     leased_bytes: int
     transfers_active: int
     fencing: bool
-    """It has ended, and copy workers have not let go of it yet."""
+    """The instance has ended, and copy workers have not let go of it yet."""
     audits: int
     audit_mismatches: int
 
 
 @dataclass(frozen=True, slots=True)
 class SizeStatus:
-    """Slots of one size."""
+    """How many slots of one size there are, and how many of them can be used."""
 
     slot_bytes: int
     extents: int
     slots: int
     free: int
     withheld: int
-    """Quarantined or corrupt."""
+    """Slots that are quarantined or corrupt."""
 
     @property
     def used_bytes(self) -> int:
-        """In slots that hold a block."""
+        """Bytes of the slots that hold a block."""
         return (self.slots - self.free - self.withheld) * self.slot_bytes
 
 
@@ -157,11 +163,13 @@ class WorkerStatus:
     sessions: int
     parts_open: int
     mapped_bytes: int
-    """Of engines' memory, until the worker has let go of it."""
+    """Bytes of engines' memory, counted until the worker has let go of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
+    """Blocks in the host's table by state, and how many it has room for."""
+
     writing: int
     ready: int
     evicting: int
@@ -176,28 +184,30 @@ class DiskStatus:
     state: str
     """"starting", "live", "off" or "failing"."""
     why: str
-    """Why it is not live, or what was the matter last; empty if nothing ever was."""
+    """Why the disk is not live, or what its latest problem was; empty if it never had one."""
     used_bytes: int
-    """In slots that hold a block."""
+    """Bytes of the slots that hold a block."""
     capacity_bytes: int
     blocks: int
-    """READY, whatever the state of the disk."""
+    """READY blocks, whatever state the disk is in."""
     corrupt_slots: int
     extents: int
     extents_free: int
     sizes: tuple[SizeStatus, ...]
     jobs: int
-    """On their way, or of lost workers that have not exited."""
+    """Jobs that have not ended, including those of lost workers that have not exited."""
     writing_bytes: int
-    """Of them."""
+    """Bytes that the jobs write."""
     reading_bytes: int
+    """Bytes that the jobs read into the host."""
     read_bytes_per_s: float
-    """As measured lately; 0: not yet. Likewise below."""
+    """As measured lately; 0 if it was not."""
     write_bytes_per_s: float
+    """As measured lately; 0 if it was not."""
     scrub_blocks: int
-    """Of the scrub that is on its way, or was last."""
+    """How many blocks the current or last scrub has to look at."""
     scrubbed_blocks: int
-    """Of them, looked at so far."""
+    """How many of them it has looked at."""
     scrubbing: bool
     counters: DiskTally
     """A copy."""
@@ -205,27 +215,29 @@ class DiskStatus:
 
 @dataclass(frozen=True, slots=True)
 class CoreStatus:
+    """A picture of everything in the core at one time."""
+
     leases: int
     leased_blocks: int
     lease_oldest_s: float
-    """Since the oldest lease was granted; 0 if there is none."""
+    """Time since the oldest lease was granted; 0 if there is none."""
     transfers_active: int
     blocks: BlockCounts
     used_bytes: int
-    """In slots that hold a block."""
+    """Bytes of the slots that hold a block."""
     extents: int
     extents_free: int
     quarantined_slots: int
-    """Whose writers are not proved gone."""
+    """Slots whose writers may still live."""
     corrupt_slots: int
-    """Set aside because they have failed a check, by this daemon or an earlier one."""
+    """Slots set aside because they failed a check, by this daemon or an earlier one."""
     integrity: CoreIntegrity
     held_blocks: int
-    """For a time, as wished."""
+    """Blocks that are protected from eviction for a time."""
     held_bytes: int
     expected_detection_s: float | None
-    """How long sampling takes, on average, to find a slot that has rotted, if copies leave it its time; None
-    if it is off."""
+    """How long sampling takes on average to find a slot that has rotted, if copies leave it time; None if it
+    is off."""
     sizes: tuple[SizeStatus, ...]
     instances: tuple[InstanceStatus, ...]
     workers: tuple[WorkerStatus, ...]

@@ -1,5 +1,5 @@
-"""Everything that can happen to the core. Frozen values; arrays in them are never changed after they are
-handed in."""
+"""Everything that can happen to the core. Stimuli are frozen values, and their arrays are never changed after
+they were handed in."""
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, IntFlag
@@ -34,7 +34,7 @@ class SessionRole(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """One group as one rank holds it; the layout fingerprint covers exactly these fields."""
+    """One group as one rank holds it. The layout fingerprint covers exactly these fields."""
 
     kind: int
     block_tokens: int
@@ -42,7 +42,7 @@ class GroupGeometry:
     planes: tuple[tuple[int, str], ...]
     """(fragment bytes, description) of each plane, in slot order."""
     replicated: bool = False
-    """Every rank holds the same bytes: one shard is enough for all."""
+    """Every rank holds the same bytes, so one shard is enough for all."""
 
     @property
     def slot_bytes(self) -> int:
@@ -51,7 +51,7 @@ class GroupGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AttachSession:
-    """A process says hello. Reply: `Attached`."""
+    """A process says hello. The reply is `Attached`."""
 
     session: SessionId
     instance: str
@@ -59,19 +59,20 @@ class AttachSession:
     rank: Rank
     world_size: int
     namespace_fields: bytes
-    """Canonical serialisation of the namespace's fields; equal bytes, equal namespace."""
+    """The namespace's fields in a canonical serialisation: namespaces are equal if these bytes are."""
     hash_bytes: int
     model: str
     groups: tuple[GroupGeometry, ...]
     prefill_tokens_per_s: float = 0.0
-    """How fast the engine computes a prompt, as declared; 0: not known."""
+    """How fast the engine says that it computes a prompt; 0 if that is not known."""
     namespace_facts: tuple[tuple[str, str], ...] = ()
-    """Names and values of what `namespace_fields` is made of, for messages to people."""
+    """Names and values of what `namespace_fields` was made of, for messages to people."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterWords:
-    """The session's shared words are mapped by `worker`. Sizes bound every later index."""
+    """`worker` has mapped the session's shared words. The numbers of words bound every index that comes
+    later."""
 
     session: SessionId
     worker: WorkerId
@@ -81,26 +82,27 @@ class RegisterWords:
 
 @dataclass(frozen=True, slots=True)
 class RegisterMemory:
-    """The rank's cache is mapped by `worker`. The instance is ready when its last rank has registered."""
+    """`worker` has mapped the rank's KV cache. The instance is ready when its last rank has registered."""
 
     session: SessionId
     worker: WorkerId
     registration: RegistrationId
     num_blocks: tuple[int, ...]
-    """Per group."""
+    """Blocks of each group."""
     mapped_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class UnregisterMemory:
-    """The rank takes its memory back. Its epoch's transfers are cancelled; `ReleaseSession` follows."""
+    """The rank takes its memory back. The transfers of its epoch are cancelled, and `ReleaseSession`
+    follows."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """The session's process died or closed. Its instance's epoch ends."""
+    """The session's process died or closed the session. Its instance's epoch ends."""
 
     session: SessionId
     why: str
@@ -108,12 +110,13 @@ class EndSession:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """One block, as one engine has found it."""
+    """What one engine found about one block that it both loaded and computed."""
 
     matched: bool
     error: float
-    """Relative; and the most that rounding explains."""
+    """How far the two differ, relative to their size."""
     threshold: float
+    """The largest relative difference that rounding explains."""
     group: int
     block_hash: bytes
     detail: str
@@ -121,29 +124,30 @@ class AuditReport:
 
 @dataclass(frozen=True, slots=True)
 class RenewSession:
-    """Heartbeat: the session lives; the leases of its instance are renewed."""
+    """A heartbeat: the session lives, and the leases of its instance are renewed."""
 
     session: SessionId
     prefill_tokens_per_s: float = 0.0
-    """As measured by the engine; 0: nothing new."""
+    """How fast the engine measured that it computes a prompt; 0 if there is nothing new."""
     index_lookups: int = 0
+    """Lookups since the last heartbeat that the index page made unnecessary. All of them were misses."""
     index_hashes: int = 0
-    """Lookups that the index page has spared since the last heartbeat, all misses, and their hashes."""
+    """The hashes of these lookups."""
     audits: tuple[AuditReport, ...] = ()
-    """What the engine has found since then."""
+    """What the engine has found in audits since the last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionRequest:
-    """What is wished of blocks besides being stored (kvtier.v1.Retention). Times count from when they are
+    """How blocks are to be kept besides being stored (kvtier.v1.Retention). Times count from when they are
     READY."""
 
     hold_ms: int = 0
-    """Not to be evicted for so long."""
+    """How long they are not to be evicted."""
     ttl_ms: int = 0
-    """To be dropped after so long; 0: no time. Then they are kept on the host only."""
+    """After how long they are to be dropped; 0 for never. Blocks with a time are kept on the host only."""
     host_only: bool = False
-    """Not to be written to disks."""
+    """They are not to be written to disks."""
 
 
 NO_RETENTION = RetentionRequest()
@@ -151,49 +155,50 @@ NO_RETENTION = RetentionRequest()
 
 @dataclass(frozen=True, slots=True)
 class BlockQuery:
-    """What is asked of one group."""
+    """What is asked about one group."""
 
     group: int
     hashes: Hashes
     window_blocks: int = 0
-    """Only the last so many blocks of a prefix are needed; 0: all of them."""
+    """Only this many last blocks of a prefix are needed; 0 if all of them are."""
     exact: bool = False
-    """Every block is asked for by itself, and not a prefix."""
+    """Each block is asked for by itself, not as part of a prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupBlocks:
-    """The longest prefix that all groups asked about can serve; or each block of an exact query, which is
-    then the only one. Reply: `LookupReply`."""
+    """Asks for the longest prefix that all these groups can serve, or, with a single exact query, for each of
+    its blocks. The reply is `LookupReply`."""
 
     session: SessionId
     epoch: Epoch
     queries: tuple[BlockQuery, ...]
-    """Each group once; all begin at the same token."""
+    """At most one for each group; all of them begin at the same token."""
     lease: bool
     host_only: bool = False
-    """What only disks have is a miss, and not promoted."""
+    """Blocks that only disks have are misses, and are not promoted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
-    """The blocks that are READY become the most recent, the first of each query most of all: of a prefix its
-    leading run, of a window or an exact query every block by itself. Groups do not depend on each other."""
+    """Makes READY blocks the most recent, the first of each query most of all: the leading run of a prefix,
+    and every block of a window or an exact query by itself. Groups do not depend on each other."""
 
     session: SessionId
     epoch: Epoch
     queries: tuple[BlockQuery, ...]
     hold_ms: int = 0
-    """They are held as well."""
+    """They are also held for so long."""
     cold: bool = False
-    """Instead they become the least recent, the first of them least of all."""
+    """They become the least recent instead, so that they are the next to be evicted, the first of them
+    last."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchBlocks:
-    """Promote what a lookup of the same queries would miss on the host and a disk has. Reply: `LookupReply`,
-    without leases: as the lookup would say it now, were there no load to be compared with computing. Hits are
-    not counted as hits, and made recent only where blocks beyond them are brought up."""
+    """Promotes what a lookup of the same queries would miss on the host and a disk has. The reply is
+    `LookupReply`, without leases: what the lookup would say now, if it did not compare loading with
+    computing. Hits are not counted, and become recent only where blocks beyond them are brought up."""
 
     session: SessionId
     epoch: Epoch
@@ -202,6 +207,8 @@ class PrefetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
+    """The shared words by which an engine and the copy workers settle one transfer."""
+
     ticket: Ticket
     part_word: int
     gated: bool
@@ -211,7 +218,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class SubmitStore:
-    """Reply: `SubmitReply`."""
+    """Stores blocks of one group from every rank. The reply is `SubmitReply`."""
 
     session: SessionId
     epoch: Epoch
@@ -224,7 +231,7 @@ class SubmitStore:
 
 @dataclass(frozen=True, slots=True)
 class SubmitLoad:
-    """Reply: `SubmitReply`."""
+    """Loads blocks of a lease, from its block `first` on, into every rank. The reply is `SubmitReply`."""
 
     session: SessionId
     epoch: Epoch
@@ -252,7 +259,7 @@ class CancelTransfers:
 
 @dataclass(frozen=True, slots=True)
 class PublishPage:
-    """An empty index page for one group of the instance for which a session schedules, as
+    """Hands in an empty index page for one group of the instance for which a session schedules, as
     `Machine.page_wanted` asked for it."""
 
     session: SessionId
@@ -261,7 +268,8 @@ class PublishPage:
 
 
 class PartOutcome(IntEnum):
-    """How a part ended; each implies that no copy of it can still land. Numbers of `kvtierd.wire.Outcome`."""
+    """How a part ended; with each of these, none of its copies can still land. The numbers of
+    `kvtierd.wire.Outcome`."""
 
     DONE = 1
     FAILED = 2
@@ -277,24 +285,24 @@ class PartFinished:
     part: PartId
     outcome: PartOutcome
     failed: npt.NDArray[np.uint32]
-    """Positions in the part that failed; with FAILED and none named, all of them."""
+    """Positions in the part that failed. FAILED without any means all of them."""
     corrupt: bool = False
     message: str = ""
     copied_bytes: int = 0
     copy_s: float = 0.0
-    """Time inside copy calls."""
+    """Time spent in copy calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotsChecked:
-    """A copy worker has looked at slots, in the order in which it was asked to."""
+    """A copy worker has compared slots with their checksums, in the order in which it was asked to."""
 
     worker: WorkerId
     check: CheckId
     looked_at: int
-    """How many of them; it leaves the rest out when its lanes have work."""
+    """How many of them it has compared. It leaves the rest out when its lanes have work."""
     corrupt: npt.NDArray[np.uint32]
-    """Positions of those whose record or data does not match, although they still hold the same block."""
+    """Positions of those that still hold the same block, but whose record or data does not match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,33 +315,38 @@ class SessionReleased:
 
 @dataclass(frozen=True, slots=True)
 class DiskJobFinished:
-    """A disk's worker has ended a job; nothing of it can still land. What is named nowhere below went well: a
-    WRITE's record is READY on the disk, a READ's bytes are checked and their checksum is in the host's
-    record."""
+    """A disk's worker has ended a job, and nothing of it can still land. Positions that are neither in
+    `failed` nor in `corrupt` went well: after a WRITE the record on the disk is READY; after a READ the bytes
+    are checked, and their checksum is in the host's record."""
 
     worker: WorkerId
     job: DiskJobId
     failed: npt.NDArray[np.uint32]
-    """Positions in the job's slots that did not happen: the block had gone, or reading or writing failed."""
+    """Positions in the job's slots that were not copied, because the block had gone, or because reading or
+    writing failed."""
     corrupt: npt.NDArray[np.uint32]
-    """READ and CHECK: positions whose record or data on the disk does not match. Not in `failed`."""
+    """Positions of a READ or CHECK whose record or data on the disk does not match; they are not in
+    `failed`."""
     error: str = ""
-    """Why the device failed, if it did: an input or output error, no space. Empty if blocks had gone only."""
+    """The device's error, if it had one, such as an input or output error or no space. Empty if only blocks
+    had gone."""
     bytes: int = 0
-    """Read or written."""
+    """Bytes that were read or written."""
     busy_s: float = 0.0
-    """How long the device took for it, by itself or beside others."""
+    """How long the device took for it, whether alone or beside other jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartScrub:
-    """Compare every block of a disk with its checksum, once, when the disk has nothing else to do."""
+    """Compare every block of a disk with its checksum, once, while the disk has nothing else to do."""
 
     disk: DiskId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLive:
+    """A worker is ready for work."""
+
     worker: WorkerId
     device: str
     """"cpu", "GPU-" and a UUID, or "disk-" and a DiskId."""
@@ -341,7 +354,7 @@ class WorkerLive:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker is being killed or hung up: it takes no more parts, but may still be writing."""
+    """The worker is being killed, or has hung up. It takes no more parts, but may still be writing."""
 
     worker: WorkerId
     why: str
@@ -349,7 +362,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process is gone: the fence of all its parts."""
+    """The worker's process is gone, which is the fence of all its parts."""
 
     worker: WorkerId
 
@@ -362,28 +375,29 @@ class RecoveredExtent:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a scan of the pool found, handed in once, before any session. Whole blocks only, oldest first."""
+    """What a scan of the pool found. It is handed in once, before any session, and has whole blocks only, the
+    oldest first."""
 
     extents: tuple[RecoveredExtent, ...]
     namespaces: tuple[tuple[NamespaceDigest, int, int], ...]
-    """(digest, group, world size); `spaces` below indexes it."""
+    """(digest, group, world size) of each space; `spaces` are indexes into it."""
     spaces: npt.NDArray[np.uint32]
     hashes: Hashes
     slots: npt.NDArray[np.uint32]
-    """Slots of all shards, block after block in rank order: block i has world size of its namespace of
-    them."""
+    """Slots of all shards, block after block, each in rank order: as many for a block as its namespace's
+    world size."""
     clock: int
-    """Highest recency clock found."""
+    """The highest recency clock that was found."""
     quarantined: Slots
-    """Slots whose writer is not proved gone; they stay out of use until `SlotsProven`."""
+    """Slots whose writer may still live; they stay out of use until `SlotsProven`."""
     corrupt: Slots = field(default_factory=lambda: np.empty(0, np.uint32))
-    """Slots that an earlier daemon has set aside by `QuarantineSlots`."""
+    """Slots that an earlier daemon set aside by `QuarantineSlots`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRecovered:
-    """What a scan of a disk's records found: handed in once per disk, right after the `WorkerLive` of its
-    first worker, before or after sessions have come. Its slots are the disk's; none are quarantined."""
+    """What a scan of a disk's records found. It is handed in once per disk, right after the `WorkerLive` of
+    its first worker; sessions may have come before. The slots are the disk's, and none are quarantined."""
 
     disk: DiskId
     found: Recovered
@@ -391,27 +405,28 @@ class DiskRecovered:
 
 @dataclass(frozen=True, slots=True)
 class SlotsProven:
-    """The writers of these quarantined slots are gone."""
+    """The writers of these quarantined slots are proved to be gone."""
 
     slots: Slots
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new stores, loads and sessions, and let lookups miss, until `Resume`."""
+    """Until `Resume`, new stores, loads and sessions are refused, and lookups return misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take `Drain` back."""
+    """Ends what `Drain` began."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClearBlocks:
-    """Drop those of these blocks that nothing holds, from every tier that has them. What is leased, being
-    loaded, stored, promoted or written to a disk stays, in all tiers. What is not there is no matter.
+    """Drops those of these blocks that nothing holds, from every tier that has them. A block that is leased,
+    or being loaded, stored, promoted or written to a disk, stays in all tiers. Hashes that are not there are
+    ignored.
 
-    A disk's file has to be told, and says so later than the host's: who wants that asks its worker.
+    The records in a disk's file follow later than the host's; to know when, ask the disk's worker.
     """
 
     space: SpaceId
@@ -420,8 +435,9 @@ class ClearBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Go on with another policy. Bounds that clients were told, and whatever memory was laid out for, stay as
-    they were at the start: of `disks` the queues and the size of a job are not taken over."""
+    """Goes on with another policy. Limits that clients were told, and everything that memory was reserved
+    for, stay as they were at the start: from `disks`, the queue sizes and the size of a job are not taken
+    over."""
 
     sample_bytes_per_s: int
     disks: "CoreDisks"
@@ -429,7 +445,7 @@ class Reconfigure:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: leases and transfers past their deadlines end. Sent every 100 ms or so."""
+    """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms."""
 
 
 Stimulus = (
@@ -473,24 +489,24 @@ class CoreLimits:
     lookup_hashes_max: int = 65_536
     transfer_blocks_max: int = 8_192
     transfers_max: int = 1_024
-    """In flight, per instance."""
+    """Transfers in flight, for each instance."""
     leases_max: int = 8_192
-    """Live at once, per instance."""
+    """Leases held at once, for each instance."""
     leased_fraction_max: float = 0.95
-    """Of the pool, that leases and running loads may hold, of all instances together."""
+    """The fraction of the pool that leases and running loads of all instances together may hold."""
     held_fraction_max: float = 0.25
-    """Of the pool's bytes, that blocks may be held in for a time, of all instances together."""
+    """The fraction of the pool's bytes whose blocks may be held for a time, for all instances together."""
     hold_s_max: float = 3_600.0
     """Blocks are held no longer than this at a time."""
     lease_ttl_s: float = 10.0
-    """After the instance's last heartbeat."""
+    """A lease ends this long after its instance's last heartbeat."""
     lease_lifetime_s: float = 600.0
-    """However often it is renewed."""
+    """A lease ends this long after it was granted, however often it is renewed."""
     gate_deadline_s: float = 30.0
     transfer_deadline_s: float = 120.0
-    """A transfer older than this is cancelled; its fence is still waited for."""
+    """A transfer that is older is cancelled; its fence is still waited for."""
     terminal_kept: int = field(default=4_096)
-    """Terminal transfers remembered per epoch for Wait."""
+    """Ended transfers that are remembered for each epoch, for Wait."""
 
 
 class Verify(Enum):
@@ -504,13 +520,13 @@ class Verify(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CoreIntegrity:
-    """How blocks are doubted, and how much is remembered of those that are gone."""
+    """How blocks are doubted, and how many of those that are gone are remembered."""
 
     verify: Verify = Verify.RESTART
     sample_bytes_per_s: int = 64 << 20
-    """Of READY blocks chosen at random and compared with their checksums; 0: none."""
+    """How many bytes of READY blocks, chosen at random, are compared with their checksums; 0 for none."""
     remembered_blocks: int = 1 << 17
-    """Of which it is remembered why they are gone, the latest; 44 bytes each."""
+    """Of how many blocks, the latest, it is remembered why they are gone; 44 bytes each."""
 
 
 class WriteMode(Enum):
@@ -530,18 +546,19 @@ class CoreDisks:
 
     mode: WriteMode = WriteMode.BACK
     write_queue_bytes: int = 256 << 20
-    """Of each disk, on their way at once."""
+    """Bytes on their way to each disk at once."""
     read_queue_bytes: int = 1 << 30
-    """Likewise; a promotion beyond it begins when the block is asked for again."""
+    """Bytes on their way from each disk at once. A promotion beyond that begins when the block is asked for
+    again."""
     job_bytes: int = 16 << 20
-    """Of one job, or one block if that is larger."""
+    """Bytes of one job; a job has at least one block, even if that is larger."""
     clean_ahead_s: float = 10.0
-    """BACK: how long before its eviction a block is written, as fast as evictions are now."""
+    """With BACK, how long before its eviction a block is written, judged by how fast evictions are now."""
     slow_deadline_s: float = 10.0
     """A job older than this counts as an error of its disk, and the blocks it promotes are misses."""
     errors_max: int = 3
-    """So many errors in a row and the disk is not used for a while."""
+    """After this many errors in a row, the disk is not used for `probe_after_s`."""
     probe_after_s: float = 30.0
-    """That while: then one read decides."""
+    """How long a disk that fails is left alone; then one read decides."""
     recompute_if_faster: bool = True
     """A promotion or load that would take longer than computing the prompt anew is reported as a miss."""

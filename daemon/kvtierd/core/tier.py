@@ -1,18 +1,17 @@
-"""What is below the host, as the rest of the core sees it: what a tier has to do, and the tier that has
-nothing.
+"""What a tier below the host has to do, as the rest of the core sees it, and a tier that has nothing.
 
-Every method returns at once: a tier answers from what it knows, and moves bytes by actions. In all of them,
+Every method returns at once: a tier answers from what it knows, and moves bytes by actions. For all methods:
 
 Preconditions (guaranteed by the caller):
     - Calls come one after the other, between the beginning and the end of one stimulus.
-    - Entries are the host's, and of one group's blocks. A batch has the head of its sequence first.
-    - Arrays are not changed after they were handed in, and are contiguous.
+    - Entries are the host's, and of one group's blocks. The head of their sequence comes first.
+    - Arrays are contiguous, and are not changed after they were handed in.
 
 The implementation is responsible for:
     - Never waiting, and never doing anything per block in Python.
     - Never touching a block of the host that is pinned, nor one that is WRITING and not its own.
-    - Leaving no entry WRITING for ever: whatever it begins to bring up becomes READY or goes, at the latest
-      when the process that moves it has exited.
+    - Leaving no entry WRITING for ever: whatever it begins to bring up becomes READY or is removed, at the
+      latest when the process that moves it has exited.
 """
 
 from collections.abc import Sequence
@@ -28,13 +27,13 @@ from kvtierd.core.stimuli import CoreDisks, PartFinished
 
 
 class Tier(Protocol):
-    """What is below the host."""
+    """One tier below the host. The module's text has the conditions that all methods share."""
 
-    # --- questions; they change nothing but counters ---
+    # --- questions, which change nothing but counters ---
 
     @property
     def keeps_evicted(self) -> bool:
-        """Whether blocks that the host evicts may come back from here. Does not change."""
+        """Whether blocks that the host evicts may come back from here. The answer never changes."""
         ...
 
     @property
@@ -43,28 +42,28 @@ class Tier(Protocol):
         ...
 
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
-        """For each block a name for its copy that this tier can bring up now, NO_ENTRY for the others.
+        """For each block the name of a copy that this tier can bring up now, or NO_ENTRY.
 
         The implementation is responsible for:
-            - Naming only copies that it has whole and believes to be sound, and whose device answers.
-            - Forgetting nothing that was named before the stimulus ends: `bring_up` may ask for it.
+            - Naming only copies that are whole and believed to be sound, and whose device answers.
+            - Keeping what it named until the stimulus ends, because `bring_up` may ask for it.
         """
         ...
 
     def in_time(self, entries: Entries) -> Mask:
-        """Which of these WRITING blocks are worth waiting for. Stores, and what other tiers bring up, are."""
+        """Which of these WRITING blocks are worth waiting for: those that stores or other tiers write always
+        are."""
         ...
 
     def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
-        """Whether computing `tokens` is faster than loading what spares it: so many blocks of each group, all
-        on the host. What is not known counts as fast."""
+        """Whether computing `tokens` is faster than loading the blocks that make it unnecessary: `wanted` has
+        how many of each group, and all are on the host. What is not known counts as fast to load."""
         ...
 
     def bringing_up_loses(
         self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
     ) -> bool:
-        """Whether computing `tokens` is faster than bringing up these blocks of each group, and loading
-        them.
+        """Whether computing `tokens` is faster than bringing up these blocks of each group, and loading them.
 
         Preconditions (guaranteed by the caller):
             - `find` has found all of them in this stimulus, and there is one at least.
@@ -74,9 +73,9 @@ class Tier(Protocol):
     # --- the one command of lookups ---
 
     def bring_up(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
-        """Begins to bring blocks up to the host, as far as its queues and the host have room. Returns which
-        of them come: those that are on their way, and those that will be when there is room in the queues,
-        for which it is asked again.
+        """Begins to bring blocks up to the host, as far as the tier's queues and the host have room. Returns
+        which of them will come: those that are on their way, and those that the queues have no room for yet,
+        which have to be asked for again.
 
         Preconditions (guaranteed by the caller):
             - `copies` are what `find` has named for these hashes in this stimulus; none of them is on the
@@ -84,46 +83,47 @@ class Tier(Protocol):
             - What must stay on the host is pinned.
 
         The implementation is responsible for:
-            - Making a block WRITING on the host before any byte of it moves, so that one read serves all who
-              wait, and READY only when its bytes have been compared with its key and checksum.
+            - Making a block WRITING on the host before any of its bytes move, so that one read serves all
+              who wait, and READY only when its bytes have been compared with its key and checksum.
             - With `in_order`, beginning no block before those in front of it.
-            - Evicting no more from the host than it needs, and leaving stores room beside it.
+            - Evicting no more from the host than it needs, and leaving room for stores.
         """
         ...
 
-    # --- what it is told ---
+    # --- what the tier is told ---
 
     def stored(self, plan: GroupPlan, entries: Entries) -> None:
         """A store has made blocks READY."""
         ...
 
     def found(self, domain: Domain, entries: Entries) -> None:
-        """A lookup has hit blocks; they may have been leased."""
+        """A lookup has hit these blocks, and may have leased them."""
         ...
 
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
-        """A copy worker has ended a part: so fast are loads at present."""
+        """A copy worker has ended a part, which shows how fast loads are at present."""
         ...
 
     def host_recovered(self) -> None:
-        """The host has taken over what an earlier daemon left. Comes once at most, before any session."""
+        """The host has taken over what an earlier daemon left. Comes at most once, before any session."""
         ...
 
     def worker_live(self, worker: WorkerRecord) -> None:
-        """A worker has come up. Like the next two, told of all workers: others than its own are ignored."""
+        """A worker has come up. This call and the next two come for all workers, and the tier ignores those
+        that are not its own."""
         ...
 
     def worker_lost(self, worker: WorkerRecord, why: str) -> None:
-        """A worker is being killed or hung up, and may still be writing: what it brings up is not in time any
-        more, and not free either."""
+        """A worker is being killed or has hung up, and may still be writing. What it brings up is not in time
+        any more, but its slots are not free either."""
         ...
 
     def worker_exited(self, worker: WorkerRecord) -> None:
-        """A worker's process is gone, after it was lost or without: nothing of it can still land."""
+        """A worker's process is gone, whether it was lost before or not: none of its writes can land."""
         ...
 
     def reconfigure(self, policy: CoreDisks) -> None:
-        """As `Reconfigure` says."""
+        """Goes on with another policy, as `Reconfigure` says."""
         ...
 
     def tick(self) -> None:
@@ -132,7 +132,7 @@ class Tier(Protocol):
 
 
 class NoTier:
-    """There is nothing below the host."""
+    """A tier for hosts that have nothing below: it finds nothing and keeps nothing."""
 
     keeps_evicted = False
     reads = False

@@ -1,6 +1,7 @@
-"""`kvtierctl bench`: how fast the daemon that runs stores, loads and looks up, as one more client sees it.
+"""`kvtierctl bench`: how fast the running daemon stores, loads and looks up, as one more client sees it.
 
-A namespace of its own, so nobody's blocks are touched; few bytes, so that few give way; cleared afterwards.
+It uses a namespace of its own, so nobody's blocks are touched; few bytes, so that few blocks are evicted; and
+clears them afterwards.
 """
 
 import os
@@ -17,8 +18,8 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc
 from kvtierd.config.settings import human_size
 
 POOL_FRACTION_MAX = 1 / 8
-"""The largest share of the pool that is stored. Where nothing is free, the oldest blocks of others make
-room."""
+"""The largest share of the pool that is stored. If nothing is free, the oldest blocks of others are
+evicted."""
 SIZE_BYTES = 64 << 20
 SIZE_BYTES_MAX = 4 << 30
 """The most that is stored at once; the program itself needs twice as much memory."""
@@ -50,7 +51,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The results. GB are 10^9 bytes; the host may have done other things meanwhile."""
+    """The results. GB are 10^9 bytes. The host may have done other things meanwhile."""
 
     daemon_version: str
     blocks: int
@@ -75,9 +76,9 @@ def bench(
     block_bytes: int,
     check_stop: Callable[[], None],
 ) -> Figures:
-    """Measures. `size_bytes`, at most, are stored, in blocks of `block_bytes`; None: SIZE_BYTES, or what the
-    pool allows. Calls `check_stop()` again and again; what that raises ends it. Raises BenchError, and
-    grpc.RpcError if the daemon ends meanwhile; nothing of it stays unless the daemon has ended."""
+    """Measures. At most `size_bytes` are stored, in blocks of `block_bytes`; None for SIZE_BYTES, or what the
+    pool allows. Calls `check_stop()` again and again; if that raises, the measurement ends. Raises
+    BenchError, and grpc.RpcError if the daemon ends meanwhile. No block stays unless the daemon has ended."""
     status = admin.Status(admin_pb2.StatusRequest(), timeout=WAIT_S, wait_for_ready=False)
     most = min(SIZE_BYTES_MAX, int(status.pool.capacity_bytes * POOL_FRACTION_MAX))
     if size_bytes is None:
@@ -96,7 +97,7 @@ def bench(
     with SharedBuffer.create(2 * blocks * block_bytes) as memory:
         plane = Plane(fragment_bytes=block_bytes, base_offset=0, block_stride_bytes=block_bytes)
         group = Group(block_tokens=1, num_blocks=2 * blocks, planes=(plane,))
-        # A salt that nobody knows: nobody has stored there before, and nobody finds anything.
+        # Nobody else knows the salt, so nobody has stored there before, and nobody finds anything there.
         namespace = Namespace(
             model=MODEL, kv_dtype="uint8", hash_scheme="kvtierctl:random", salt=secrets.token_hex(16)
         )
@@ -120,7 +121,7 @@ def bench(
                 load_s, wrong = run.load()
                 one, every, missed = run.lookups()
             finally:
-                run.end()  # a store that the clearing overtook would stay
+                run.end()  # otherwise a store could end after the clearing, and stay
                 left = _clear(admin, digest)
     return Figures(
         daemon_version=status.version,
@@ -195,7 +196,7 @@ class _Run:
         return time.perf_counter() - began_s
 
     def end(self) -> None:
-        """Cancels what still runs, and waits for its end, WAIT_S at most for all of it."""
+        """Cancels what still runs, and waits for its end, at most WAIT_S for all of it."""
         deadline_s = time.monotonic() + WAIT_S
         for transfer in self._running:
             transfer.cancel()
@@ -230,7 +231,7 @@ def _check(what: str, outcome: Outcome) -> None:
 
 
 def _clear(admin: admin_pb2_grpc.AdminStub, digest: str) -> int:
-    """Clears the namespace, again and again while blocks are on their way to a disk. Returns how many
+    """Clears the namespace, again and again while blocks are being written to a disk. Returns how many
     stay."""
     left = 0
     for _ in range(CLEAR_TRIES):

@@ -1,4 +1,4 @@
-"""The `kvtierctl` command: what operators ask of a running daemon."""
+"""The `kvtierctl` command: what operators ask a running daemon."""
 
 import itertools
 import json
@@ -124,7 +124,7 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
     """
     picture, terminal = Top(interval_s), console()
     updates = terminal.is_terminal and not terminal.is_dumb_terminal and sys.stdout.isatty() and not as_json
-    interrupts.instead("", 0)  # a signal is how it is meant to end
+    interrupts.instead("", 0)  # this command is meant to be ended by a signal
     with _admin(socket) as admin, whole_screen(terminal) if updates else nullcontext():
         for number in itertools.count(1):
             answer = _status(admin)
@@ -265,7 +265,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
 
 
 def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
-    """The disks whose scrub goes on."""
+    """The disks whose scrub is not finished."""
     return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
 
 
@@ -502,7 +502,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
-    """Waits until the daemon has given up its sockets, so that another one can be started at once."""
+    """Waits until the daemon has released its sockets, so that another one can be started at once."""
     deadline_s = time.monotonic() + END_GRACE_S
     while lock_before is not None and _identity(configuration.lock_of(path)) == lock_before:
         if time.monotonic() > deadline_s:
@@ -525,7 +525,7 @@ def explain(path: Path, error: grpc.RpcError) -> str:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the daemon at {path} does not answer within {TIMEOUT_S:g} s: it is stopped or overloaded"
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
-    if any(key == ERROR_METADATA for key, _ in metadata):  # its own words
+    if any(key == ERROR_METADATA for key, _ in metadata):  # the daemon's own words
         return str(getattr(error, "details", lambda: error)())
     if code is not grpc.StatusCode.UNAVAILABLE:
         return f"{path}: {error}"
@@ -546,7 +546,7 @@ def to_json_list(responses: Iterable[Message]) -> str:
 
 
 def to_json(response: Message) -> str:
-    """One JSON object: every field of the contract by its name there, numbers."""
+    """One JSON object with every field of the contract, under its name there."""
     return json.dumps(_plain(response), indent=2)
 
 

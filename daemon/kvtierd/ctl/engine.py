@@ -1,7 +1,7 @@
 """`kvtierctl check-engine`: proves that a running engine stores in kvtierd and loads from it.
 
-A prompt that nobody has sent before is sent twice; in between, the engine forgets its own prefix cache. What
-it does not compute the second time it can only have from kvtierd, whose counters say the same.
+A prompt that nobody has sent before is sent twice, and in between the engine forgets its own prefix cache.
+What it does not compute the second time can only come from kvtierd, whose counters say the same.
 """
 
 import math
@@ -19,13 +19,13 @@ from kvtierd.ctl.text import count
 CALL_S = 5.0
 POLL_S = 0.05
 SETTLED_S = 0.5
-"""Stores that have not gone on for this long have ended: of layers with a window only some blocks are kept.
-"""
+"""Stores have ended when none was counted for this long. Their number is not known, because layers with a
+window keep only some blocks."""
 PROMPT_TOKENS = 513
 BLOCKS = 4
 """The least length of the prompt, in blocks of the group with the longest ones."""
 TRIES = 3
-"""How often the second request is tried: on a busy machine a load may come too late, and its tokens are
+"""How often the second request is tried. On a busy machine a load may come too late, and its tokens are
 computed."""
 ON_RESET = "kvtier.on_reset"
 CONNECTOR_METRIC = "vllm:kvtier_loaded_tokens_total"
@@ -34,7 +34,7 @@ SEE_LOG = "see the engine's log: its lines about kvtier begin with `kvtier:`"
 
 
 class NotProvenError(Exception):
-    """It could not be proved that the engine uses the cache: the text says why, and `advice` what to do."""
+    """It could not be proved that the engine uses the cache. The text says why, and `advice` what to do."""
 
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
@@ -59,11 +59,12 @@ class Proof:
     stored_blocks: int = 0
     stored_bytes: int = 0
     first_s: float = 0.0
-    """The seconds until the first answer."""
+    """Seconds until the first answer."""
     second_s: float = 0.0
+    """Seconds until the second answer."""
     cached_tokens: int | None = None
-    """Tokens of the second request that were not computed; None if the server does not tell (`--enable-
-    prompt-tokens-details`)."""
+    """Tokens of the second request that were not computed; None if the server does not say
+    (`--enable-prompt-tokens-details`)."""
     loaded_blocks: int = 0
     loaded_bytes: int = 0
     loaded_tokens: int | None = None
@@ -71,7 +72,7 @@ class Proof:
 
 
 def _check_resets_only_flush(instances: list[admin_pb2.InstanceStatus]) -> None:
-    """Raises NotProvenError before anything is done to an engine that would stop sharing."""
+    """Raises NotProvenError, before anything is done, if a reset would end an engine's sharing."""
     for instance in instances:
         settings = {each.name: each.value for session in instance.sessions for each in session.configuration}
         if settings.get(ON_RESET) == "leave":
@@ -102,8 +103,8 @@ class EngineCheck:
         self._say = say
 
     def run(self, model_name: str | None) -> Proof:
-        """Never raises because of the engine: what is wrong is in the Proof. grpc.RpcError if the daemon does
-        not answer."""
+        """Runs the check. What is wrong with the engine is in the Proof, and raises nothing. Raises
+        grpc.RpcError if the daemon does not answer."""
         try:
             self._prove(model_name)
             self.proof.proven = True
@@ -214,7 +215,7 @@ class EngineCheck:
                 break
             if time.monotonic() > deadline_s:
                 if stored:
-                    break  # others store all the time
+                    break  # other engines store all the time
                 raise self._nothing_stored(before, now)
             time.sleep(POLL_S)
         what = count(stored, "block")
@@ -273,8 +274,8 @@ class EngineCheck:
         self._say("reset     the engine has forgotten its own prefix cache")
 
     def _is_loaded(self) -> bool:
-        """Whether blocks were loaded for this request: the daemon counts loads, the engine knows of which
-        request."""
+        """Whether blocks were loaded for this request. The daemon only counts loads; the engine knows for
+        which request."""
         proof = self.proof
         if not proof.loaded_blocks:
             return False

@@ -1,4 +1,4 @@
-"""What `kvtierctl check-engine` asks of an OpenAI-compatible server, vLLM's above all."""
+"""What `kvtierctl check-engine` asks an OpenAI-compatible server, in particular vLLM."""
 
 import json
 import secrets
@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 ANSWER_BYTES_MAX = 64 << 20
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 IDS_WITHOUT_TOKENIZER = range(3, 250)
-"""Every vocabulary has these, and an engine without a tokenizer may end at an id that its model does not
+"""Every vocabulary has these. An engine without a tokenizer may fail at an id that its model does not
 have."""
 WORD_BYTES = 2
 TOKENS_OF_A_WORD = 5
@@ -35,7 +35,7 @@ class ServedModel:
     names: tuple[str, ...]
     """All names by which the model may be known to the daemon: the served name, and those of its weights."""
     max_tokens: int
-    """The most tokens of prompt and output together; 0 if the server does not tell."""
+    """The most tokens of prompt and output together; 0 if the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class HttpAnswer:
 
     prompt_tokens: int
     cached_tokens: int | None
-    """Tokens of the prompt that were not computed; None if the server does not tell."""
+    """Tokens of the prompt that were not computed; None if the server does not say."""
 
 
 def server_of(text: str) -> str:
@@ -84,14 +84,14 @@ class EngineServer:
         raise HttpError(f"it serves no model {wanted!r}, but {', '.join(names) or 'none'}")
 
     def version(self) -> str:
-        """The version of vLLM; empty if the server does not tell."""
+        """The version of vLLM; empty if the server does not say."""
         try:
             return str(_json(self.get("/version")).get("version", ""))
         except HttpError:
             return ""
 
     def has(self, path: str) -> bool:
-        """Whether the server knows this path, which takes POST: nothing is done there."""
+        """Whether the server knows this path, which takes POST. Nothing is done there."""
         try:
             self.get(path)
         except HttpError as error:
@@ -103,8 +103,8 @@ class EngineServer:
         return True
 
     def prompt(self, model: ServedModel, tokens: int) -> str | list[int]:
-        """A prompt of about so many tokens that nobody has sent before: of exactly as many as token ids, or a
-        text that is shorter where the server tokenizes for nobody."""
+        """A prompt of about so many tokens that nobody has sent before. It has exactly as many as token ids,
+        or is a text that is shorter if the server does not tokenize for clients."""
         ids: list[int] = []
         text = ""
         try:
@@ -131,8 +131,8 @@ class EngineServer:
         return HttpAnswer(int(usage.get("prompt_tokens") or 0), cached)
 
     def reset_prefix_cache(self) -> bool:
-        """Has the engine forget its own prefix cache, and not what the connector has stored. False: requests
-        or copies still hold blocks."""
+        """Has the engine forget its own prefix cache, but not what the connector has stored. False if
+        requests or copies still hold blocks."""
         return self.post("/reset_prefix_cache", None).get("success", True) is not False
 
     def metrics(self) -> dict[str, float] | None:
@@ -157,7 +157,7 @@ class EngineServer:
         return self._call(path, None, "GET")
 
     def post(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The JSON object that is the answer; empty if the server answers nothing."""
+        """The JSON object of the answer; empty if the answer is empty."""
         data = b"" if body is None else json.dumps(body).encode()
         return _json(self._call(path, data, "POST"))
 

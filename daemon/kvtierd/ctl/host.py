@@ -65,7 +65,7 @@ def doctor(socket: Path | None, user: str | None, as_json: bool) -> None:
 
 
 def plain(finding: Finding) -> dict[str, str | None]:
-    """A finding for programs; `field` and `value` are null where it is about no setting."""
+    """A finding for programs; `field` and `value` are null if it is about no setting."""
     return {
         "name": finding.name,
         "verdict": finding.verdict.value,
@@ -77,7 +77,7 @@ def plain(finding: Finding) -> dict[str, str | None]:
 
 
 def page(findings: Iterable[Finding], file: str, given: int, user: pwd.struct_passwd) -> RenderableType:
-    """The findings for people, below what was looked at."""
+    """The findings for people, below what they are about."""
     head = Table.grid(padding=(0, 1, 0, 0))
     head.add_row("configuration:", f"{file}, {count(given, 'setting')} given")
     head.add_row("user:", f"{user.pw_name} (uid {user.pw_uid})")

@@ -13,7 +13,7 @@ from kvtierd.ctl.text import duration
 CPU = "cpu"
 """What a StatusResponse calls the device that is the host itself."""
 DISK_PREFIX = "disk-"
-"""How the names of the devices that are disks begin."""
+"""Begins the names of devices that are disks."""
 ENGINE: Mapping[str, Callable[[InstanceStatus], RenderableType]] = {
     "NO": lambda each: str(each.number),
     "ENGINE": lambda each: each.instance,
@@ -23,7 +23,7 @@ ENGINE: Mapping[str, Callable[[InstanceStatus], RenderableType]] = {
     "MAPPED": lambda each: human_size(each.mapped_bytes),
     "LEASED": lambda each: f"{each.leased_blocks:,}",
     "TRANSFERS": lambda each: f"{each.transfers_active:,}",
-    # How a digest begins is enough to name a namespace.
+    # The beginning of a digest is enough to name a namespace.
     "NAMESPACE": lambda each: Text(each.namespace_digest or "-", no_wrap=True, overflow="ellipsis"),
 }
 PROCESS: Mapping[str, Callable[[tuple[InstanceStatus, SessionStatus]], RenderableType]] = {
@@ -85,7 +85,7 @@ def copy_workers(status: StatusResponse) -> list[WorkerStatus]:
 
 def namespaces(found: Sequence[NamespaceStatus], fields: bool = False) -> RenderableType:
     """The page of `kvtierctl namespaces`: each namespace with its groups, and with `fields` what its engines
-    have said of it."""
+    have said about it."""
     if not found:
         return "no engine has attached yet, and the pool is empty"
     parts: list[RenderableType] = []

@@ -1,5 +1,5 @@
-"""How `kvtierctl` prints for people: in colour and within the width of a terminal, and as one plain line for
-each fact where the output goes to a file or another program."""
+"""How `kvtierctl` prints for people: in colour and within the width of a terminal, or one plain line for each
+fact if the output goes to a file or another program."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from kvtierd.cli import interrupts
 Item = TypeVar("Item")
 LABEL_WIDTH = 10
 FILE_WIDTH = 100_000
-"""The width of a page that goes to no terminal: no line of it is broken or cut."""
+"""The width of a page that does not go to a terminal, so that no line is broken or cut."""
 BARS = " ▁▂▃▄▅▆▇█"
 """The characters of a bar, from no height to the full height, in eighths."""
 STATE_STYLES = {
@@ -37,7 +37,8 @@ _LEAVE = f"{Control.alt_screen(False)}{Control.show_cursor(True)}"
 
 
 def console(width: int | None = None) -> Console:
-    """A console on standard output that prints strings as they are: brackets in names are no markup."""
+    """A console on standard output that prints strings as they are, so that brackets in names are not
+    markup."""
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -66,7 +67,7 @@ def state(name: str) -> Text:
 
 
 def facts(title: RenderableType, rows: Iterable[tuple[str, RenderableType]]) -> Group:
-    """A title, and below it facts with a label each; a label in capitals is an alarm."""
+    """A title, and below it facts with a label each. A label in capitals is an alarm."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(min_width=LABEL_WIDTH)
     grid.add_column()
@@ -77,8 +78,8 @@ def facts(title: RenderableType, rows: Iterable[tuple[str, RenderableType]]) -> 
 
 
 def table(columns: Mapping[str, Callable[[Item], RenderableType]], items: Iterable[Item]) -> Table:
-    """A table with a line for each item: `columns` has what to show of it under each head. A column of
-    numbers is aligned to the right."""
+    """A table with a line for each item: for each head, `columns` has what to show of an item. Columns of
+    numbers are aligned to the right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     rows = [[show(item) for show in columns.values()] for item in items]
     for number, head in enumerate(columns):
@@ -106,9 +107,10 @@ def bar(share: float, width: int = 20) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The history of a value as a chart that is as wide as its place: the latest value on the right.
+    """The history of a value as a chart that is as wide as its place, with the latest value on the right.
 
-    `most`: the value that has the full height; None: the largest that is shown. A value of None is a gap.
+    `most` is the value that has the full height; None for the largest that is shown. A value of None is a
+    gap.
     """
 
     values: Sequence[float | None]
@@ -128,15 +130,15 @@ class Graph:
 
 
 def _eighths(value: float | None, most: float, full: int) -> int:
-    """The height of a column; of what is more than nothing, at least one eighth of a character is seen."""
+    """The height of a column. A value above zero shows at least one eighth of a character."""
     return min(full, max(1, round(value / most * full))) if value else 0
 
 
 @contextmanager
 def whole_screen(terminal: Console) -> Iterator[None]:
-    """Inside, `terminal.update_screen(page)` shows a page instead of the one before.
+    """In this context, `terminal.update_screen(page)` replaces the page that is shown.
 
-    What was on the terminal is there again afterwards, also when a signal ends or stops the process inside.
+    Afterwards the terminal shows what it showed before, even if a signal ends or stops the process.
     """
 
     def suspend(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The page that `kvtierctl top` shows: what happens now, and the history of it."""
+"""The page that `kvtierctl top` shows: what happens now, and its history."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvtierd.ctl.terminal import Graph, state, table
 from kvtierd.ctl.text import duration, shortened
 
 WIDTH = 80
-"""The width of a page that goes to no terminal."""
+"""The width of a page that does not go to a terminal."""
 WIDE = 150
 """The width from which all tiles stand in one row, and tables beside each other."""
 HEIGHT = 24
@@ -26,7 +26,7 @@ ENGINES_MAX = 8
 HISTORY_MAX = 500
 REASONS = ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready")
 ENGINE_NUMBERS_WIDTH, WORKER_NUMBERS_WIDTH, DISK_NUMBERS_WIDTH = 46, 50, 62
-"""The width of all columns of each table but those of names, which get the rest."""
+"""The width of each table without its columns of names, which get the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Top:
         self._latest = status, now_s
 
     def page(self, width: int = WIDTH, height: int = HEIGHT) -> RenderableType:
-        """The page for a terminal of this size. Until there is a history, it shows averages since the
-        daemon started."""
+        """The page for a terminal of this size. Until there is a history, it shows averages since the daemon
+        started."""
         period, status, wide = self._shown, self._shown.status, width >= WIDE
         over = self._over if self._history else "since its start"
         parts: list[RenderableType] = [

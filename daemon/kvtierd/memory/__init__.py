@@ -1,4 +1,5 @@
-"""The host pool: one shared file that outlives the daemon, and what is believed of it after a restart."""
+"""The host pool: one shared file that outlives the daemon, and the decision what to keep of it after a
+restart."""
 
 from kvtierd.memory.errors import PoolError, PoolLocked, PoolRefused, PoolTooLarge
 from kvtierd.memory.host_pool import HostPool, PoolStart

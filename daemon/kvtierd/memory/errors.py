@@ -1,4 +1,4 @@
-"""The errors that keep a pool from being opened. Each message says what to do."""
+"""The errors for which a pool cannot be opened. Each message says what to do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What messages call a file of this format, and the settings that name and shape it."""
+    """What messages call a file of this format, and the settings for its path and sizes."""
 
     what: str
     path: str
@@ -23,7 +23,7 @@ class PoolError(Exception):
 
 
 class PoolRefused(PoolError):
-    """The path names something that must not become, or be taken for, our pool."""
+    """The path names something that must not become our pool, nor be taken for it."""
 
 
 class PoolTooLarge(PoolError):

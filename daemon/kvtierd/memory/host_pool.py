@@ -1,4 +1,4 @@
-"""The host pool as the composition root sees it: open it, hand it out, close it."""
+"""The host pool for the composition root: opening it, handing it out, closing it."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolStart:
-    """How the pool came up, for the log, the status call and the metrics."""
+    """How the pool was opened, for the log, the status call and the metrics."""
 
     warm: bool
     cold_reason: str
@@ -55,11 +55,11 @@ class PoolStart:
 
 
 class HostPool:
-    """An open pool, owned by this process and by those that inherit `fd`.
+    """An open pool, which belongs to this process and to those that inherit `fd`.
 
-    The lock lives as long as any copy of the descriptor, or any mapping made of it: a successor gets the pool
-    only when this process and all its workers have closed it or are gone. Not safe to use from several
-    threads.
+    The lock is held as long as any copy of the descriptor, or any mapping made from it, exists: a successor
+    gets the pool only when this process and all its workers have closed it or are gone. Not safe for use from
+    several threads.
     """
 
     fd: int
@@ -70,15 +70,16 @@ class HostPool:
     array: npt.NDArray[np.uint8]
     """The whole file; workers map it themselves."""
     boot_nonce: int
-    """A random number, never 0, of this boot: together with a transfer's number it names a store for ever."""
+    """A random number of this boot, never 0. Together with a transfer's number it identifies a store for
+    ever."""
     start: PoolStart
     recovered: Recovered
-    """What was found in the pool: the core gets it once, before any session."""
+    """What was found in the pool. The core gets it once, before any session."""
 
     def __init__(
         self, fd: int, geometry: PoolGeometry, array: npt.NDArray[np.uint8], cold_reason: str, began_s: float
     ) -> None:
-        """Callers use `HostPool.open` instead."""
+        """Call `HostPool.open` instead."""
         self.fd = fd
         self.geometry = geometry
         self.array = array
@@ -114,14 +115,18 @@ class HostPool:
         progress: Progress = no_progress,
         check_stop: Callable[[], None] = never_stop,
     ) -> "HostPool":
-        """Open the pool at `path`: recover what is there, or make a new one; None: a new one in a memfd.
+        """Opens the pool at `path`: recovers what is there, or makes a new one. If `path` is None, makes one
+        in a memfd.
 
-        The file is at most `size_bytes`: a 2 MiB header and whole extents. `extent_bytes` None keeps that of
-        the pool found, else chooses one. Blocks: for the lock up to `lock_timeout_s`, and about 0.8 CPU
-        seconds per GiB made, of which `progress` is told. Meanwhile it calls `check_stop()` again and again;
-        what that raises ends it, and a pool that is not made yet is removed. Raises PoolLocked, PoolTooLarge
-        or PoolRefused, each naming the path and what to do, and ValueError for sizes out of range; the pool
-        found is unchanged then. A pool that cannot be kept is remade: `start.cold_reason`.
+        The file has at most `size_bytes`: a 2 MiB header and whole extents. If `extent_bytes` is None, an
+        existing pool keeps its own, and a new one gets a suitable size. The call blocks up to
+        `lock_timeout_s` for the lock, and about 0.8 CPU seconds for each GiB of a new pool, which it reports
+        to `progress`. Meanwhile it calls `check_stop()` again and again; if that raises, opening ends, and a
+        pool that is not finished is removed.
+
+        A pool that cannot be kept is made anew, and `start.cold_reason` says why. Raises PoolLocked,
+        PoolTooLarge or PoolRefused, each of which names the path and what to do, and ValueError for sizes out
+        of range; the pool that was found is then unchanged.
         """
         began_s = time.monotonic()
         wanted = geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes))
@@ -161,21 +166,19 @@ class HostPool:
         return pool
 
     def register_writer(self, pid: int) -> int:
-        """Give a living process, about to write slots, its writer id (1 to 65,535). Raises ValueError if it
-        is gone.
-        """
+        """Gives a living process, which is about to write slots, its writer id (1 to 65,535). Raises
+        ValueError if the process is gone."""
         return self._writers.register(pid)
 
     def set_aside(self, slots: Slots) -> None:
-        """Take slots out of use for as long as the file lives: their memory has failed a check. A cell that
-        has failed once is the likeliest to fail again, and a warm start keeps its place in memory.
-        """
+        """Takes slots out of use for as long as the file exists, because their memory has failed a check. A
+        cell that has failed once is the likeliest to fail again, and after a warm start the slot is still in
+        the same place in memory."""
         set_aside(self.records, slots, self.boot_nonce)
 
     def retry_quarantine(self) -> Slots:
-        """Free the quarantined slots whose writers are by now proved gone, and return them: hand them to the
-        core.
-        """
+        """Frees the quarantined slots whose writers are now proved to be gone, and returns them, for the
+        core."""
         if not len(self._quarantined):
             return self._quarantined
         proven = free_proven(self.records, self._quarantined, self._quarantined_writers, self._writers.gone)
@@ -193,8 +196,8 @@ class HostPool:
     def _replace_foreign(self, recovered: Recovered) -> None:
         """Frees quarantined slots whose writers cannot be seen from here, by giving them other memory.
 
-        Only before there is any worker of ours: one that has registered the old memory with a GPU's driver
-        would go on using that.
+        This works only before this daemon has a worker, because a worker that has registered the old memory
+        with a GPU's driver would go on using it.
         """
         foreign = np.flatnonzero(
             np.isin(self._quarantined_writers, self._writers.foreign(self._quarantined_writers))
@@ -222,7 +225,7 @@ class HostPool:
         return len(self._quarantined)
 
     def close(self) -> None:
-        """Give up this process's copy of the descriptor. Call it when nothing here writes to the pool any
+        """Closes this process's copy of the descriptor. Call it when nothing here writes to the pool any
         more.
 
         The mapping goes with the last array over it.

@@ -8,15 +8,15 @@ import secrets
 from kvtier_kernels import IndexPage
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""A seal of Linux 5.1, which the standard library lacks: no new mapping is writable, existing ones stay
+"""A seal of Linux 5.1 that the standard library lacks: new mappings cannot be writable, existing ones stay
 so."""
 
 
 class SharedPage:
-    """An empty page for so many blocks. Its memory is provided as it is filled."""
+    """An empty index page with room for so many blocks. Memory is allocated as it is filled."""
 
     def __init__(self, blocks: int, boot_nonce: int) -> None:
-        """Makes the page. Raises OSError if there is no memory, or no descriptor."""
+        """Makes the page. Raises OSError if there is no memory or no descriptor."""
         size_bytes = IndexPage.bytes_for(blocks)
         self._fd = os.memfd_create("kvtierd-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -29,7 +29,7 @@ class SharedPage:
             raise
         self.size_bytes = size_bytes
         self.native = IndexPage(memory, boot_nonce, secrets.randbits(64))
-        """The page as a block table fills it."""
+        """The page in the form in which a block table fills it."""
 
     def dup(self) -> int:
         """A descriptor of the page for a client; the caller closes it."""

@@ -1,4 +1,5 @@
-"""The pool's file: opening it safely, locking it, making it, and whether what is there can be kept."""
+"""The pool's file: opening it safely, locking it, making it, and deciding whether what is there can be
+kept."""
 
 import errno
 import fcntl
@@ -41,7 +42,7 @@ POPULATE_THREADS_MAX = 8
 
 
 Progress = Callable[[int, int], None]
-"""Called in the caller's thread with how many bytes are populated, and of how many."""
+"""Called in the caller's thread with how many bytes are populated, and out of how many."""
 
 
 def no_progress(done: int, of: int) -> None:
@@ -59,14 +60,14 @@ def gib(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header page says, its checksum verified."""
+    """What the header page says, with a checksum that matches."""
 
     geometry: PoolGeometry
     digest: bytes
 
 
 def config_digest(geometry: PoolGeometry) -> bytes:
-    """16 bytes that differ whenever an old pool could not be used with this configuration."""
+    """16 bytes that differ whenever an old pool cannot be used with this configuration."""
     text = f"kvtier pool format {FORMAT}, {geometry.extents} extents of {geometry.extent_bytes}"
     return hashlib.sha256(text.encode()).digest()[:16]
 
@@ -110,11 +111,10 @@ def open_locked(
     create: bool = True,
     check_stop: Callable[[], None] = never_stop,
 ) -> int:
-    """Open (or create, empty) a pool file that is safe to use, and hold its lock through the descriptor
-    returned.
+    """Opens (or creates, empty) a pool file that is safe to use. The returned descriptor holds its lock.
 
-    Waits at most `lock_timeout_s` for the processes that hold it, and calls `check_stop()`, which may raise,
-    meanwhile. Raises PoolLocked, or PoolRefused for a path that is not a private regular file of this user.
+    Waits at most `lock_timeout_s` for processes that hold the lock, and meanwhile calls `check_stop()`, which
+    may raise. Raises PoolLocked, or PoolRefused for a path that is not a private regular file of this user.
     """
     deadline = time.monotonic() + lock_timeout_s
     while True:
@@ -127,7 +127,7 @@ def open_locked(
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # somebody removed or replaced the file while we waited: look again
+        os.close(fd)  # the file was removed or replaced while we waited, so look again
         if time.monotonic() > deadline:
             raise PoolLocked(path, (), lock_timeout_s, naming)
 
@@ -169,8 +169,8 @@ def _require_private(path: Path, found: os.stat_result, naming: Naming) -> None:
 
 
 def remove_unmade(fd: int, path: Path) -> None:
-    """Remove a pool file, locked through `fd`, in which there is no pool: a start that failed, now or
-    earlier, leaves no trace of it."""
+    """Removes a pool file, locked through `fd`, that has no pool in it, so that a start that failed, now or
+    earlier, leaves no trace."""
     if os.fstat(fd).st_size == 0 or os.pread(fd, len(MAGIC), 0) == MAGIC_MAKING:
         path.unlink(missing_ok=True)
 
@@ -206,7 +206,7 @@ def _lock(
 
 
 def holders(fd: int) -> list[int]:
-    """Processes that keep this file's lock, as far as can be seen; from the best source that knows any."""
+    """Processes that hold this file's lock, as far as can be seen, from the best source that knows any."""
     found = (
         living(os.pread(fd, TABLE_BYTES, TABLE_OFFSET)) if os.fstat(fd).st_size >= HEADER_AREA_BYTES else []
     )
@@ -214,7 +214,8 @@ def holders(fd: int) -> list[int]:
 
 
 def _takers(file: os.stat_result) -> list[int]:
-    """Living processes that took the lock. One that inherited it is not listed, one that is gone may be."""
+    """Living processes that took the lock. Those that inherited it are not listed, and some of these may be
+    gone."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -232,7 +233,7 @@ def _openers(file: os.stat_result) -> list[int]:
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
                 opened = [os.stat(entry) for entry in (process / "fd").iterdir()]
-            except OSError:  # it ended just now, or belongs to somebody else
+            except OSError:  # the process has just ended, or belongs to another user
                 continue
             if any((entry.st_dev, entry.st_ino) == (file.st_dev, file.st_ino) for entry in opened):
                 found.append(int(process.name))
@@ -243,7 +244,7 @@ def _openers(file: os.stat_result) -> list[int]:
 
 
 def read_header(fd: int, naming: Naming = POOL) -> Header | str:
-    """The header of a pool file, or why there is none to believe, in words for a log line."""
+    """The header of a pool file, or, in words for the log, why there is none that can be believed."""
     page = os.pread(fd, 64, 0)
     if len(page) < 64 or page[:8] == bytes(8):
         return f"there was no {naming.what} yet"
@@ -267,16 +268,18 @@ def read_header(fd: int, naming: Naming = POOL) -> Header | str:
 
 
 def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
-    """Raise PoolRefused for a file that holds something which is no pool of ours: it is never overwritten.
+    """Raises PoolRefused for a file that holds something other than a pool of ours. Such a file is never
+    overwritten.
 
-    Nothing but zeros, in no more than a header's length, is what a start leaves that was killed before it
-    wrote its first byte. Call it with the lock held: a daemon that is making the file changes its length.
+    A file of nothing but zeros that is no longer than a header is what a start leaves if it is killed before
+    it writes its first byte. Call this with the lock held, because a daemon that is making the file changes
+    its length.
     """
     length = os.fstat(fd).st_size
     start = os.pread(fd, min(length, HEADER_AREA_BYTES), 0)
     if start.startswith(MAGIC_STEM) or (length <= HEADER_AREA_BYTES and not any(start)):
         return
-    # A longer file without a block of its own has never held anything.
+    # A longer file without any allocated block has never held anything.
     if os.fstat(fd).st_blocks == 0 and not any(start):
         return
     raise PoolRefused(
@@ -288,7 +291,8 @@ def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
 def reason_to_remake(
     found: Header | str, length: int, size_bytes: int, extent_bytes: int | None, naming: Naming = POOL
 ) -> str | None:
-    """Why the pool found cannot be kept for this configuration; None if it can. `length`: of the file."""
+    """Why the pool that was found cannot be kept for this configuration; None if it can. `length` is the
+    file's."""
     if isinstance(found, str):
         return found
     have = found.geometry
@@ -314,10 +318,10 @@ def reason_to_remake(
 def make_pool(
     fd: int, path: Path | None, geometry: PoolGeometry, progress: Progress = no_progress
 ) -> npt.NDArray[np.uint8]:
-    """Make the file a new, empty pool, all of its memory allocated, and map it. `path` is None for a memfd.
+    """Makes the file a new, empty pool, allocates all of its memory, and maps it. `path` is None for a memfd.
 
-    Whenever it is interrupted, the file is recognised as half made. Raises PoolTooLarge, with nothing changed
-    if that could be known before.
+    Wherever this is interrupted, the file can be recognised as unfinished. Raises PoolTooLarge; nothing has
+    changed if the lack of room could be known in advance.
     """
     length = file_bytes(geometry)
     _require_room(fd, path, length)
@@ -343,14 +347,14 @@ def make_pool(
 
 
 def map_pool(fd: int, length: int) -> npt.NDArray[np.uint8]:
-    """Map the file shared and writable; unmapped with the last array over it, and until then the lock is
-    held.
-    """
+    """Maps the file, shared and writable. It is unmapped with the last array over it, and the lock is held
+    until then."""
     return np.frombuffer(mmap.mmap(fd, length), np.uint8)
 
 
 def ensure_allocated(fd: int, length: int) -> None:
-    """Allocate what of the file is not yet: a hole would be a SIGBUS on the day the file system is full."""
+    """Allocates the parts of the file that are not yet: a hole would cause a SIGBUS once the file system is
+    full."""
     if os.fstat(fd).st_blocks * 512 < length:
         os.posix_fallocate(fd, 0, length)
 
@@ -385,10 +389,10 @@ def _available_memory() -> int:
 
 
 def populate_all(pool: npt.NDArray[np.uint8], progress: Progress = no_progress) -> None:
-    """Have every page of the pool in memory and mapped, several chunks at a time.
+    """Brings every page of the pool into memory and maps it, several chunks at a time.
 
-    Safe beside readers and writers of the pool. Where the kernel cannot (before 5.14), it does nothing.
-    Raises OSError EFAULT if the file has holes and the file system is full.
+    This is safe beside readers and writers of the pool. Where the kernel cannot do it (before 5.14), nothing
+    happens. Raises OSError EFAULT if the file has holes and the file system is full.
     """
 
     def one(offset: int) -> None:
@@ -402,7 +406,7 @@ def populate_all(pool: npt.NDArray[np.uint8], progress: Progress = no_progress) 
                 for offset, _ in zip(offsets, executor.map(one, offsets), strict=True):
                     progress(min(offset + POPULATE_CHUNK_BYTES, len(pool)), len(pool))
             except BaseException:
-                executor.shutdown(wait=True, cancel_futures=True)  # the others would all be done first
+                executor.shutdown(wait=True, cancel_futures=True)  # otherwise all others would run first
                 raise
     except OSError as error:
         if error.errno != errno.EINVAL:

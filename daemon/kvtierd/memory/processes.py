@@ -1,4 +1,5 @@
-"""Naming a process so that it can later be proved gone, also after its pid has been given to another."""
+"""Names a process so that it can be proved to be gone later, even after its pid was given to another
+process."""
 
 import os
 import time
@@ -7,12 +8,12 @@ from functools import cache
 from pathlib import Path
 
 ROUNDING_TICKS = 1
-"""An offset of a time namespace need not be whole ticks. No pid is given away twice within one of them."""
+"""The offset of a time namespace need not be a whole number of ticks. No pid is reused within one tick."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessName:
-    """One process, for ever: no other process, on any boot of this machine, has the same."""
+    """The name of one process for ever: no other process, on any boot of this machine, has the same."""
 
     pid: int
     start_ticks: int
@@ -20,7 +21,7 @@ class ProcessName:
     boot: int
     """The first 8 bytes of the kernel's boot id."""
     namespace: int
-    """The inode of the pid namespace in which `pid` is meant."""
+    """The inode of the pid namespace to which `pid` belongs."""
 
 
 @cache
@@ -61,7 +62,7 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def name_process(pid: int) -> ProcessName:
-    """Name a living process. Raises ValueError if there is none with this pid."""
+    """Names a living process. Raises ValueError if there is none with this pid."""
     found = _stat(pid)
     if found is None:
         raise ValueError(f"pid {pid}: no such process")
@@ -69,7 +70,7 @@ def name_process(pid: int) -> ProcessName:
 
 
 def proved_gone(name: ProcessName) -> bool:
-    """True if no thread of the process exists any more. False also where that cannot be seen from here."""
+    """True if no thread of the process exists any more. False also if that cannot be seen from here."""
     if name.boot != kernel_boot():
         return True
     if name.namespace != pid_namespace():

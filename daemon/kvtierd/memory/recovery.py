@@ -1,5 +1,5 @@
-"""Decides which slots of a pool are believed after a restart. Works on whole columns: a million slots in
-about a second."""
+"""Decides which slots of a pool are kept after a restart. It works on whole columns, a million slots in about
+a second."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from kvtierd.core.stimuli import Recovered, RecoveredExtent
 
 WRITING = 1
 NOBODY = 0xFFFF
-"""A writer id that no process has: slots in WRITING by nobody were set aside because they failed a check."""
+"""A writer id that no process has. WRITING slots with it were set aside because they failed a check."""
 Columns = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The result of a recovery: the stimulus for the core, and figures for people."""
+    """The result of a recovery: a part of the stimulus for the core, and figures for people."""
 
     recovered: Recovered
     blocks: int
     data_bytes: int
     discarded: int
-    """Slots freed: incomplete, damaged, superseded, or left by a writer that is gone."""
+    """Slots that were freed: incomplete, damaged, superseded, or left by a writer that is gone."""
     quarantined_writers: npt.NDArray[np.uint16]
     """The writer of each quarantined slot."""
 
@@ -52,11 +52,12 @@ NOTHING_FOUND = Recovery(
 
 
 def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:
-    """Read all records, free the slots that hold nothing to keep, and list what is left: whole blocks, oldest
-    first.
+    """Reads all records, frees the slots that hold nothing to keep, and lists the others: whole blocks,
+    oldest first.
 
-    `gone(writer)` says whether a writer is proved gone; slots in WRITING of any other writer are left as they
-    are, quarantined, and so are slots that were set aside. Killed at any point, it can simply be run again.
+    `gone(writer)` says whether a writer is proved to be gone. WRITING slots of any other writer stay
+    quarantined, as they are, and so do slots that were set aside. If this is killed at any point, it can
+    simply run again.
     """
     found = records.scan()
     writing = np.flatnonzero(found["states"] == WRITING)
@@ -108,7 +109,7 @@ def recover(records: PoolRecords, gone: Callable[[int], bool]) -> Recovery:
 
 
 def writers_named(records: PoolRecords) -> set[int]:
-    """The writers that slots in WRITING name."""
+    """The writers that WRITING slots name."""
     found = records.scan()
     return set(found["writers"][found["states"] == WRITING].tolist())
 
@@ -116,7 +117,7 @@ def writers_named(records: PoolRecords) -> set[int]:
 def free_proven(
     records: PoolRecords, slots: Slots, writers: npt.NDArray[np.uint16], gone: Callable[[int], bool]
 ) -> npt.NDArray[np.bool_]:
-    """Free the quarantined slots whose writer is now proved gone. Returns which they were."""
+    """Frees the quarantined slots whose writer is now proved to be gone. Returns which of them these were."""
     proven = np.isin(writers, [writer for writer in np.unique(writers).tolist() if gone(writer)])
     if proven.any():
         records.free(np.ascontiguousarray(slots[proven]))
@@ -124,14 +125,15 @@ def free_proven(
 
 
 def set_aside(records: PoolRecords, slots: Slots, boot_nonce: int) -> None:
-    """Take slots out of use for as long as the file lives: WRITING by nobody, which recovery leaves alone."""
+    """Takes slots out of use for as long as the file exists: they become WRITING by nobody, which recovery
+    leaves alone."""
     records.free(slots)
     zeros = np.zeros((len(slots), HASH_BYTES_MAX), np.uint8)
     records.open(slots, NOBODY, boot_nonce, 0, bytes(16), 0, 0, 1, zeros, 1)
 
 
 def _whole_blocks(found: Columns, ready: Rows) -> tuple[Rows, Rows, Rows]:
-    """Rows grouped into blocks whose every shard is there once under one store id.
+    """Groups rows into blocks that have every shard exactly once under one store id.
 
     Returns (rows, heads, worlds): block i is rows[heads[i]:heads[i] + worlds[i]], in rank order.
     """
@@ -152,7 +154,7 @@ def _sharded_blocks(found: Columns, sharded: Rows) -> tuple[Rows, Rows, Rows]:
     sizes = np.diff(heads, append=len(rows))
     position = np.arange(len(rows)) - np.repeat(heads, sizes)
     fits = found["shards"][rows] == position
-    # Equal keys are a checksum's word for it; only equal fields count.
+    # Keys are checksums. They only suggest that fields are equal, so the fields themselves are compared.
     others = np.flatnonzero(position)
     fits[others] &= _same(
         found,
@@ -178,13 +180,14 @@ def _same(
 
 
 def _youngest(found: Columns, rows: Rows, heads: Rows, worlds: Rows) -> Rows:
-    """Indexes of the blocks to keep, oldest first: of several copies of one key the one stored last."""
+    """Indexes of the blocks to keep, oldest first. If a key has several copies, the one that was stored last
+    is kept."""
     if not len(heads):
         return heads
     clocks = found["clocks"][rows[heads]]
     if (worlds > 1).any():
         ends = heads + worlds
-        # reduceat over [head, end) pairs: the odd results are of the gaps between blocks.
+        # reduceat works on [head, end) pairs, so its odd results belong to the gaps between blocks.
         padded = np.append(found["clocks"][rows], np.uint64(0))
         clocks = np.maximum.reduceat(padded, np.column_stack((heads, ends)).ravel())[::2]
     keep = np.ones(len(heads), bool)
@@ -209,12 +212,11 @@ def _runs(starts: Rows, lengths: Rows) -> Rows:
 def _spaces(
     found: Columns, head_rows: Rows, blocks: Rows
 ) -> tuple[npt.NDArray[np.uint32], tuple[tuple[NamespaceDigest, int, int], ...], Rows]:
-    """Number each block's (namespace, group, world size): the numbers, what they mean, and the blocks that
-    have one.
-    """
+    """Numbers each block's (namespace, group, world size). Returns the numbers, what they stand for, and the
+    blocks that have one."""
     _, first, spaces = np.unique(found["space_keys"][head_rows], return_index=True, return_inverse=True)
     meaning = head_rows[first]
-    # One pair of spaces in 2^64 shares a checksum; the blocks of one of them are given up then, not mixed up.
+    # One pair of spaces in 2^64 shares a checksum. Then the blocks of one are given up, and not mixed up.
     same = _same(found, head_rows, meaning[spaces], ("groups", "worlds"), ("namespaces",))
     namespaces = tuple(
         (

@@ -1,10 +1,10 @@
-"""A fence that needs to know nothing of a writer: its slot gets other memory.
+"""A fence that needs to know nothing about a writer: its slot gets other memory.
 
-Whoever holds the pool's lock knows that no process can write the pool any more, in whatever pid namespace it
-was: each had the lock through the descriptor, or through its mapping of it. Only a device may still copy, for
-a process that the kernel is taking down just now. It copies to pages that its driver has pinned. So those
-pages are cut out of the file and new ones are put in their place: the copy lands in memory that is nobody's,
-and that the kernel keeps from everybody else until the driver lets go of it.
+Whoever holds the pool's lock knows that no process can write to the pool any more, in whatever pid namespace
+it was, because each writer held the lock through the descriptor or through its mapping. Only a device may
+still be copying, for a process that the kernel is just taking down. It copies to pages that its driver has
+pinned. So those pages are cut out of the file and replaced by new ones: the copy lands in memory that belongs
+to nobody, and that the kernel gives to nobody else until the driver lets go of it.
 """
 
 import errno
@@ -21,11 +21,12 @@ from kvtierd.core.ids import PAGE_BYTES, Slots
 def replace_memory(
     fd: int, geometry: PoolGeometry, slot_bytes_of_extent: dict[int, int], slots: Slots
 ) -> npt.NDArray[np.bool_]:
-    """Gives slots other memory, all zero, and says which have it: of those nothing can land there any more.
+    """Gives slots other memory, all zero, and returns which have it. Nothing can land in these any more.
 
-    False for a slot on a huge page that it shares with others, and that is pinned or of hugetlbfs: the kernel
-    then clears it where it is; the next start tries again. False, too, when memory runs out.
-    `slot_bytes_of_extent`: of every extent in use. Nobody may have registered the memory with a driver since.
+    False for a slot on a huge page that it shares with others and that is pinned or of hugetlbfs: the kernel
+    then clears the slot where it is, and the next start tries again. False also when memory runs out.
+    `slot_bytes_of_extent` has every extent in use. Nobody may have registered the memory with a driver since
+    the lock was taken.
     """
     replaced = np.zeros(len(slots), bool)
     for position, slot in enumerate(slots.tolist()):

@@ -1,7 +1,8 @@
-"""The writer table of a pool file: which process a slot record means by its writer id.
+"""The writer table of a pool file: which process the writer id in a slot record stands for.
 
 Entries of 32 bytes from the file's second page on: pid (u32), checksum (u32, crc32 of the other 28 bytes),
-start ticks, boot, pid namespace (u64 each). Entry 0 is the front that owns the pool; writers have the others.
+start ticks, boot, pid namespace (u64 each). Entry 0 is the front that owns the pool, and writers have the
+others.
 """
 
 import zlib
@@ -33,9 +34,8 @@ def _read(entries: npt.NDArray[Any], index: int) -> ProcessName | None:
 
 
 def living(table: bytes) -> list[int]:
-    """Pids of the owner and writers named in a copy of the table that are not proved gone and can be seen
-    here.
-    """
+    """Pids of the owner and writers in a copy of the table that can be seen here and are not proved to be
+    gone."""
     entries = np.frombuffer(table, dtype=ENTRY)
     names = [_read(entries, index) for index in np.flatnonzero(entries["pid"]).tolist()]
     seen = {name for name in names if name and name.namespace == pid_namespace()}
@@ -43,10 +43,10 @@ def living(table: bytes) -> list[int]:
 
 
 class WriterTable:
-    """The table in place. One process changes it: the one that holds the pool's lock."""
+    """The table in the pool file. Only the process that holds the pool's lock changes it."""
 
     def __init__(self, pool: npt.NDArray[np.uint8], named_by_slots: Callable[[], Iterable[int]]) -> None:
-        """`named_by_slots` lists the writers that slots in WRITING name: they keep their ids."""
+        """`named_by_slots` lists the writers that WRITING slots name; these keep their ids."""
         self._entries = pool[TABLE_OFFSET : TABLE_OFFSET + TABLE_BYTES].view(ENTRY)
         self._named_by_slots = named_by_slots
         self._next = OWNER + 1
@@ -59,11 +59,12 @@ class WriterTable:
         return len(self._entries)
 
     def set_owner(self, pid: int) -> None:
-        """Name the daemon that owns the pool. Raises ValueError if there is no such process."""
+        """Names the daemon that owns the pool. Raises ValueError if there is no such process."""
         self._write(OWNER, name_process(pid))
 
     def register(self, pid: int) -> int:
-        """Give a living process a writer id. Raises ValueError if there is no such process, or no id left."""
+        """Gives a living process a writer id. Raises ValueError if there is no such process, or no id
+        left."""
         name = name_process(pid)
         named: set[int] | None = None
         for step in range(self.capacity - 1):
@@ -82,13 +83,14 @@ class WriterTable:
         )
 
     def gone(self, writer: int) -> bool:
-        """Whether the process that had this id is proved gone. Of an id that the table does not know, only
-        another boot of the kernel since the pool was last opened proves it."""
+        """Whether the process that had this id is proved to be gone. If the table does not know the id, only
+        a boot of the kernel since the pool was last opened proves that."""
         name = _read(self._entries, writer) if OWNER < writer < self.capacity else None
         return self._kernel_rebooted if name is None else proved_gone(name)
 
     def foreign(self, writers: npt.NDArray[np.uint16]) -> list[int]:
-        """Those of `writers` whose processes this one could not see: of other pid namespaces, or unknown."""
+        """Those of `writers` whose processes cannot be seen from here: of other pid namespaces, or
+        unknown."""
         found = []
         for writer in np.unique(writers).tolist():
             name = _read(self._entries, writer) if OWNER < writer < self.capacity else None
@@ -97,8 +99,9 @@ class WriterTable:
         return found
 
     def sweep(self, named: Iterable[int]) -> None:
-        """Forget writers that are gone, but those that slots in WRITING still name. Right after the pool's
-        lock was taken: a process of another pid namespace has given it up, and is as good as gone."""
+        """Forgets writers that are gone, except those that WRITING slots still name. Call it right after
+        taking the pool's lock: a writer of another pid namespace has then given the lock up, and counts as
+        gone."""
         kept = {OWNER, *named}
         for writer in np.flatnonzero(self._entries["pid"]).tolist():
             name = _read(self._entries, writer)

@@ -1,7 +1,7 @@
-"""Every metric of the daemon: its name, its labels, what it says, and what it is looked at for.
+"""Every metric of the daemon: its name, its labels, what it says, and what to look at it for.
 
-Label values are a closed set: states, reasons, directions; this host's devices and disks; and, of one metric,
-the engines attached. docs/metrics.md is made of this list: `python -m kvtierd.metrics`.
+Label values are a closed set: states, reasons, directions; this host's devices and disks; and, for one
+metric, the engines attached. docs/metrics.md is made from this list by `python -m kvtierd.metrics`.
 """
 
 from dataclasses import dataclass

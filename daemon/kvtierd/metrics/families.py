@@ -10,13 +10,13 @@ from kvtierd.metrics.sheet import Sheet
 
 TIER = "host"
 DISK_PREFIX = "disk-"
-"""The beginning of the names of devices that are disks."""
+"""Begins the names of devices that are disks."""
 DISK_STATES = ("starting", "live", "off", "failing")
 INSTANCES_SHOWN_MAX = 64
 SIZES_SHOWN_MAX = 32
-"""Slot sizes are what engines' layouts make them. All others are summed."""
+"""Slot sizes follow from engines' layouts, so there may be many. Those beyond this number are summed."""
 MORE = "more"
-"""The label value of all engines that are not shown one by one."""
+"""The label value of everything that is not shown one by one."""
 
 
 def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
@@ -121,7 +121,7 @@ def _clients(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_instances", len(core.instances) - ready - ending, "incomplete")
     sheet.set("kvtier_instances", ending, "ending")
     mapped: Counter[str] = Counter()
-    for instance in core.instances:  # of one number there may be an ending one and its successor
+    for instance in core.instances:  # an ending instance and its successor may have the same number
         name = str(instance.number) if instance.number <= INSTANCES_SHOWN_MAX else MORE
         mapped[name] += instance.mapped_bytes
     for name, mapped_bytes in mapped.items():

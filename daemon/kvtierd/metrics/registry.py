@@ -1,4 +1,5 @@
-"""All metrics of the daemon: what is counted as it happens, and what a scrape reads from a snapshot."""
+"""All metrics of the daemon: those counted as things happen, and those that a scrape reads from a
+snapshot."""
 
 import asyncio
 import concurrent.futures
@@ -14,7 +15,7 @@ from kvtierd.metrics.families import families
 from kvtierd.metrics.sheet import Sheet
 
 SNAPSHOT_DEADLINE_S = 2.0
-"""How long the event loop may take for a snapshot; after that a scrape shows the last one, marked as not
+"""How long the event loop may take for a snapshot. After that, a scrape shows the last one, marked as not
 fresh."""
 RPC_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 LAG_BUCKETS_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -25,8 +26,8 @@ class Metrics:
     """All metrics of the daemon, in one registry."""
 
     def __init__(self, registry: CollectorRegistry, version: str) -> None:
-        """Registers everything in `registry`; label values are a closed set. From then on no metric of this
-        process has a `_created` series: nobody reads them, and they are as many as the others."""
+        """Registers everything in `registry`. Label values are a closed set. From then on no metric of this
+        process has a `_created` series: nobody reads them, and they are as many as all others."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry
         rpc_seconds = _histogram("kvtier_rpc_seconds", RPC_BUCKETS_S, registry)
@@ -43,12 +44,12 @@ class Metrics:
         self._loop_lag.observe(seconds)
 
     def watch(self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop) -> None:
-        """From now on a scrape shows `snapshot()`, called on `loop`."""
+        """From now on a scrape shows `snapshot()`, which is called on `loop`."""
         self.registry.register(_SnapshotCollector(snapshot, loop, self._version))
 
 
 class _SnapshotCollector(Collector):
-    """Asks the event loop for a snapshot, and waits for it no longer than a deadline."""
+    """Asks the event loop for a snapshot, and waits for it until a deadline."""
 
     def __init__(
         self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop, version: str

@@ -1,5 +1,5 @@
-"""The scrape endpoint, on threads of its own: a scrape costs milliseconds of Python that the event loop must
-not spend."""
+"""The scrape endpoint, on threads of its own, because a scrape costs milliseconds of Python that the event
+loop must not spend."""
 
 import contextlib
 import socket
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from kvtierd.config.settings import ConfigError
 
 SCRAPES_MAX = 16
-"""At once. One more ends the oldest: whoever is slow gives way, so that nobody can use up the threads and
+"""Scrapes at once. One more ends the oldest. So slow scrapers give way, and nobody can use up the threads and
 descriptors that the cache needs; the endpoint is open to every user of the host."""
 SCRAPE_SILENCE_S = 10.0
 ACCEPT_RETRY_S = 0.2
@@ -25,11 +25,11 @@ class _Handler(WSGIRequestHandler):
     timeout = SCRAPE_SILENCE_S
 
     def log_message(self, *_: object) -> None:
-        """Logs nothing: a scrape is not worth a line."""
+        """Logs nothing, because a scrape is not worth a line."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each of a few scrapes."""
+    """A server with a thread for each scrape, and a bound on their number."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -43,7 +43,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(ACCEPT_RETRY_S)  # out of descriptors, most likely; the listener stays readable
+            time.sleep(ACCEPT_RETRY_S)  # most likely no descriptors are left; the listener stays readable
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -62,7 +62,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores a scraper that goes away in the middle."""
+        """Ignores a scraper that goes away during a scrape."""
 
 
 class _Server6(_Server):

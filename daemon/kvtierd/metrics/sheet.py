@@ -1,4 +1,4 @@
-"""One scrape, being written: each family as it is declared."""
+"""Collects the values of one scrape, each family as it is declared."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from kvtierd.metrics.declared import BY_NAME, MetricKind
 
 
 class Sheet:
-    """Takes values by name, and gives families in the order in which they first came."""
+    """Takes values by name, and returns families in the order in which they first came."""
 
     def __init__(self) -> None:
         self._families: dict[str, GaugeMetricFamily | CounterMetricFamily | SummaryMetricFamily] = {}
@@ -20,7 +20,7 @@ class Sheet:
         family.add_metric(labels, value)
 
     def summary(self, name: str, count: float, total: float, *labels: str) -> None:
-        """Sets a summary: how often something was measured, and the sum of what was measured."""
+        """Sets a summary: how often something was measured, and the sum of the measurements."""
         family = self._family(name)
         assert isinstance(family, SummaryMetricFamily), name
         family.add_metric(list(labels), int(count), total)

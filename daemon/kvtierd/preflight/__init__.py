@@ -1,7 +1,7 @@
-"""What has to be so before a daemon starts: one list of checks, for `kvtierd serve` and `kvtierctl doctor`.
+"""What has to hold before a daemon starts: one list of checks, for `kvtierd serve` and `kvtierctl doctor`.
 
-Nothing is made or changed by looking. `serve` refuses with all failures at once and logs the warnings;
-`doctor` shows everything. A check's verdict is the same for both.
+The checks make and change nothing. `serve` refuses with all failures at once and logs the warnings, and
+`doctor` shows everything. A check has the same verdict for both.
 """
 
 import time
@@ -42,9 +42,8 @@ log = logger(__name__)
 
 
 def examine(loaded: Loaded, *, may_run: bool, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """Looks at everything; changes nothing. `may_run`: what the daemon at the configured socket uses is no
-    obstacle. Takes seconds where a disk does not answer, and ends then too.
-    """
+    """Runs the checks, and changes nothing. With `may_run`, what the daemon at the configured socket uses is
+    no obstacle. Takes seconds, and no longer, where a disk does not answer."""
     situation = Situation(loaded, daemon_at(loaded.config.server.socket_path), may_run)
     found: list[Finding] = []
     for check in checks:
@@ -58,10 +57,10 @@ def examine(loaded: Loaded, *, may_run: bool, checks: Sequence[Check] = CHECKS) 
 
 
 def require(loaded: Loaded) -> None:
-    """Returns if a daemon can start with this configuration, and logs what it would do better with.
+    """Returns if a daemon can start with this configuration, and logs warnings.
 
-    Where nothing but the pool's owner before us is in the way, waits for the end of that one, no longer than
-    pool.lock_timeout_s. Raises NotReadyError.
+    If only the pool's previous owner is in the way, waits until it has ended, at most pool.lock_timeout_s.
+    Raises NotReadyError.
     """
     deadline_s = time.monotonic() + loaded.config.pool.lock_timeout_s
     findings = examine(loaded, may_run=False)

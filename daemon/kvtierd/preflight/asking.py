@@ -1,4 +1,4 @@
-"""Asks `probe.py`, in processes of their own, and waits no longer than a deadline."""
+"""Runs `probe.py` in processes of their own, and waits no longer than a deadline."""
 
 import json
 import subprocess
@@ -10,17 +10,18 @@ from typing import Any
 
 PROBE = Path(__file__).with_name("probe.py")
 DEADLINE_S = 5.0
-"""The time for all answers together: a disk that wakes up takes seconds, one that hangs takes for ever."""
+"""The time for all answers together. A disk that wakes up takes seconds, and one that hangs takes for
+ever."""
 
 Facts = dict[str, Any]
 
 
 def ask(questions: Sequence[Sequence[str]]) -> list[Facts | None]:
-    """The facts of each question, in order; None for one that is not answered within DEADLINE_S.
+    """The answers to questions, in order; None for one that is not answered within DEADLINE_S.
 
-    A process that hangs in the kernel is left behind: SIGKILL ends it as soon as the kernel lets go of it.
+    A process that hangs in the kernel is left behind. SIGKILL ends it as soon as the kernel lets go of it.
     """
-    # Groups of their own: a Ctrl-C is for us.
+    # Each process has a group of its own, so that a Ctrl-C reaches only us.
     running = [
         subprocess.Popen(
             [sys.executable, "-I", "-S", str(PROBE), *question],

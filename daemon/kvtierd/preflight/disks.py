@@ -1,7 +1,7 @@
-"""Whether the disks can be had: their folders, their slabs, their room, and whether two of them are one.
+"""Whether the disks can be used: their folders, their slabs, their room, and whether two of them are one.
 
-A disk that has never worked is a mistake in the configuration, and keeps the daemon from starting. One that
-worked before and does not now is a fault of the disk: the daemon starts without it, and takes it back later.
+A disk that has never worked is a mistake in the configuration, and keeps the daemon from starting. A disk
+that worked before and does not now is broken: the daemon starts without it, and uses it again later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def _check_room_together(
         have = [slab["bytes"] if slab else 0 for slab in slabs]
         missing = sum(max(0, length - bytes_) for bytes_ in have)
         free, total = together[0][1]["free_bytes"], together[0][1]["total_bytes"]
-        # What of a slab is larger than wanted comes back when it is made anew.
+        # A slab that is larger than wanted gives the difference back when it is made anew.
         free += sum(max(0, bytes_ - length) for bytes_ in have)
         if missing <= free:
             continue

@@ -36,7 +36,7 @@ class Finding:
     value: object = None
     """The value of that setting, as a person would write it."""
     passing: bool = False
-    """Whether it may pass by itself, because somebody uses just now what the daemon needs."""
+    """Whether it may pass by itself, because another process is using what the daemon needs."""
     holder: bool = False
     """Whether it may pass as soon as the pool's previous owner is gone."""
 
@@ -57,7 +57,7 @@ class Situation:
     daemon: RunningDaemon | None
     """The daemon that listens at the configured socket; None if there is none."""
     may_run: bool
-    """Whether that daemon is what somebody asks about, and so no obstacle. Otherwise another one is to
+    """Whether the question is about that daemon, so that it is no obstacle. Otherwise another one is to
     start."""
 
     @property
@@ -65,7 +65,7 @@ class Situation:
         return self.loaded.config
 
     def is_of_daemon(self, pids: Sequence[int]) -> bool:
-        """Whether something in use is in use by the very daemon that was asked about."""
+        """Whether processes that use something are those of the daemon that the question is about."""
         daemon = self.daemon
         if not self.may_run or daemon is None:
             return False
@@ -73,7 +73,8 @@ class Situation:
 
 
 class NotReadyError(Exception):
-    """The daemon cannot start: says every reason, each with its setting, its value and what to do."""
+    """The daemon cannot start. The text says every reason, each with its setting, its value and what to
+    do."""
 
     def __init__(self, failures: Sequence[Finding], given: Mapping[str, Given]) -> None:
         self.failures = tuple(failures)

@@ -1,4 +1,4 @@
-"""Whether the daemon can listen: at its sockets, and at the TCP ports of metrics and health checks."""
+"""Whether the daemon can listen at its sockets, and at the TCP ports for metrics and health checks."""
 
 import errno
 import grp

@@ -35,9 +35,9 @@ def existing(path: Path) -> Path:
 
 
 def private_folder(path: Path) -> Trouble | None:
-    """Why the daemon cannot have this folder for files that must be its own, as
-    `kvtierd.rpc.sockets.make_private_directory` wants it; None if it can. One that is missing is made there.
-    """
+    """Why the daemon cannot use this folder for files of its own, as
+    `kvtierd.rpc.sockets.make_private_directory` requires; None if it can. A missing folder is fine if it can
+    be made."""
     if not os.path.lexists(path):
         above = existing(path)
         return None if above == path else _makeable(path, above)
@@ -51,7 +51,7 @@ def private_folder(path: Path) -> Trouble | None:
         )
     if found.st_mode & 0o022:
         mode = f"{stat.S_IMODE(found.st_mode):04o}"
-        if found.st_mode & stat.S_ISVTX:  # everybody's, as /tmp
+        if found.st_mode & stat.S_ISVTX:  # a folder for everybody, such as /tmp
             return Trouble(
                 f"the folder {path} can be written by others (mode {mode})",
                 f"name a folder of its own, e.g. {path / 'kvtier'}",
@@ -61,7 +61,7 @@ def private_folder(path: Path) -> Trouble | None:
 
 
 def usable(path: Path) -> str:
-    """Says of a folder without trouble whether it exists or will be made."""
+    """For a folder without trouble, says whether it exists or will be made."""
     return f"{path} is there" if path.exists() else f"{path} will be made"
 
 
@@ -100,7 +100,8 @@ def is_read_only(folder: Path) -> bool:
 
 
 def not_private(uid: int, mode: int, links: int) -> Trouble | None:
-    """Why a file cannot be the daemon's own, as `kvtierd.memory.pool_file.open_locked` wants it."""
+    """Why a file cannot be the daemon's own, as `kvtierd.memory.pool_file.open_locked` requires; None if it
+    can."""
     if stat.S_ISLNK(mode):
         return Trouble("it is a symbolic link", "name the file itself")
     if stat.S_ISDIR(mode):
@@ -129,7 +130,7 @@ def mounts() -> Iterator[Mount]:
 
 
 def mount_of(path: Path) -> Mount:
-    """The file system on which a path lies that exists."""
+    """The file system that holds an existing path."""
     path = path.resolve()
     over = [mount for mount in mounts() if path.is_relative_to(mount.place)]
     longest = max(len(mount.place.parts) for mount in over)
@@ -137,7 +138,8 @@ def mount_of(path: Path) -> Mount:
 
 
 def not_mounted(path: Path, table: Path = Path("/etc/fstab")) -> Path | None:
-    """The place of /etc/fstab on which a path should lie, where nothing is mounted; None if there is none."""
+    """The place in /etc/fstab where a path should lie, but where nothing is mounted; None if there is
+    none."""
     try:
         lines = [line.split() for line in table.read_text().splitlines()]
     except OSError:

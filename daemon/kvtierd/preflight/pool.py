@@ -1,4 +1,4 @@
-"""Whether the pool can be had: its folder, its file, its room, its memory, and who uses it now."""
+"""Whether the pool can be made or used: its folder, its file, its room, its memory, and who uses it now."""
 
 import fcntl
 import os
@@ -26,7 +26,7 @@ MEMORY_WARNING = 0.9
 
 
 def check_pool(situation: Situation) -> Iterator[Finding]:
-    """Checks the pool's file, its folder and its memory; of an anonymous pool only the memory."""
+    """Checks the pool's file, its folder and its memory; for an anonymous pool only the memory."""
     config = situation.config
     path, size = config.pool.file, config.pool.size
     if path is None:
@@ -87,7 +87,7 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
                 remedy = "stop that daemon, or name another file"
                 yield failure(said, remedy, passing=True, holder=True)
             return
-        # Only now: who holds the lock may just be making the pool, which until then is no pool.
+        # This is checked with the lock, because a process that makes the pool holds it until there is one.
         try:
             refuse_foreign(fd, path)
         except PoolError:
@@ -121,7 +121,7 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
         if huge == "huge=never":
             found += ": mounted with huge=within_size it would save page-table walks"
         yield Finding("huge pages", Verdict.OK, found)
-    if total == 0:  # as hugetlbfs that is mounted without a size says it
+    if total == 0:  # a hugetlbfs that is mounted without a size says nothing
         return
     to_be_had = f"{gib(free + have)} free of {gib(total)}"
     if size > total:
@@ -174,7 +174,7 @@ def _check_memory(size: int, wanted: int) -> Iterator[Finding]:
 
 
 def _control_group_limit() -> int | None:
-    """The least memory.max of this process's control group and those above it; None if there is none."""
+    """The smallest memory.max of this process's control group and those above it; None if there is none."""
     try:
         name = next(
             line.split("::", 1)[1]

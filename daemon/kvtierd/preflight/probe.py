@@ -1,6 +1,6 @@
-"""What a disk's folder and the GPUs' driver answer, asked by a process of its own: either may hang for ever.
+"""Asks a disk's folder or the GPUs' driver, in a process of its own, because either may hang for ever.
 
-Run as a file, by path: it needs nothing but the standard library. It prints one JSON object.
+It is run as a file, by path, and needs only the standard library. It prints one JSON object.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ PAGE_BYTES = 4096
 
 
 def disk(folder: str) -> dict[str, object]:
-    """Facts about a folder of disk.paths. Nothing that anybody sees is made: a file without a name is written
-    to, where the file system has such."""
+    """Facts about a folder of disk.paths. Nothing visible is made: it writes to a file without a name, where
+    the file system has such files."""
     try:
         found = os.stat(folder)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def _slab(path: str) -> dict[str, object]:
 
 
 def _writing(folder: str) -> dict[str, object]:
-    """Whether a page can be written, and past the kernel's cache; None: it could not be tried."""
+    """Whether a page can be written, and can bypass the kernel's cache; None if that could not be tried."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as error:
@@ -102,7 +102,7 @@ def _direct(fd: int) -> bool:
 
 
 def gpus(nodes: list[str]) -> dict[str, object]:
-    """Which of the driver's files cannot be opened, and which CUDA its library has."""
+    """Which of the driver's files cannot be opened, and which CUDA version its library has."""
     facts: dict[str, object] = {"unreadable": [n for n in nodes if not os.access(n, os.R_OK | os.W_OK)]}
     try:
         library = ctypes.CDLL("libcuda.so.1")

@@ -10,23 +10,24 @@ from pathlib import Path
 PROC = Path("/proc")
 SIDE_SUFFIX = ".side.sock"
 WORKER, DISK_WORKER = "kvtierd.workers.copy", "kvtierd.workers.disk"
-"""The processes of kvtier, by how their command lines name them."""
+"""The name of copy workers in their command lines, as DISK_WORKER is that of disks' workers."""
 LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 LOOKING_S = 2.0
-"""How long to look for the owner of a port: a host may have very many processes and open files."""
+"""How long to look for the owner of a port, because a host may have very many processes and open files."""
 
 
 def listener(path: Path) -> int | None:
-    """The pid of who listens at a Unix socket, 0 if that cannot be seen from here, None if nobody listens.
+    """The pid of the process that listens at a Unix socket, 0 if it cannot be seen from here, None if there
+    is none.
 
-    Who listens sees a connection come and go, as from a client that thinks better of it.
+    The listener sees a connection come and go, as from a client that changes its mind.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
         except BlockingIOError:
-            return 0  # so many wait for it that there is no room for one more
+            return 0  # so many connections wait for it that there is no room for one more
         except OSError:
             return None
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -56,7 +57,7 @@ def _described(pid: int) -> str:
 
 
 def port_owners(port: int) -> list[int]:
-    """Processes that listen at a TCP port, whatever the address; those that are found in a moment."""
+    """Processes that listen at a TCP port, whatever the address, as far as they are found in LOOKING_S."""
     inodes = {inode for name in ("tcp", "tcp6") for inode in _listening(name, port)}
     deadline_s = time.monotonic() + LOOKING_S
     found: list[int] = []
@@ -101,5 +102,5 @@ def _socket_inodes(pid: int) -> set[str]:
             if target.startswith("socket:["):
                 found.add(target[len("socket:[") : -1])
     except OSError:
-        pass  # it ended just now, or belongs to somebody else
+        pass  # the process has just ended, or belongs to another user
     return found

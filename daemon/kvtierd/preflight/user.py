@@ -1,4 +1,4 @@
-"""The user as whom the daemon runs: root looks at the host on behalf of that user."""
+"""The user as whom the daemon runs. Root looks at the host as that user."""
 
 import os
 import pwd
@@ -10,8 +10,8 @@ from kvtierd.preflight.processes import PROC, listener
 
 
 def owner(config: Config) -> pwd.struct_passwd:
-    """The user of the daemon that runs with this configuration, else of its pool's folder; this one where
-    neither is there, and for who is not root."""
+    """The user of the daemon that runs with this configuration, or else of its pool's folder. This user, if
+    neither exists or this user is not root."""
     uid = os.geteuid()
     if uid != 0:
         return _known(uid)
@@ -32,7 +32,7 @@ def _known(uid: int) -> pwd.struct_passwd:
 
 @contextmanager
 def acting_as(user: pwd.struct_passwd) -> Iterator[None]:
-    """Inside, this process may do what that user may. Only root can act as another one."""
+    """In this context, the process may do what that user may. Only root can act as another user."""
     if user.pw_uid == os.geteuid():
         yield
         return

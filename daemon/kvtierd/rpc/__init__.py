@@ -1,4 +1,4 @@
-"""How clients reach the cache: gRPC services, the session stream, the side socket for descriptors.
+"""How clients reach the cache: the gRPC services, the session stream, and the side socket for descriptors.
 
-Imports the cache façade and core values, never what lies behind the façade.
+It imports the cache façade and the core's values, never what lies behind the façade.
 """

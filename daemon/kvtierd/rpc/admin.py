@@ -1,4 +1,4 @@
-"""The Admin service, but for drains: what an operator asks, and what is answered. All raise Refusal."""
+"""The Admin service, except for drains: how operators' calls are answered. All of them raise Refusal."""
 
 from kvtier.v1 import admin_pb2
 

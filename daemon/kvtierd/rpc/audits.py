@@ -1,4 +1,5 @@
-"""What the log says when an engine has found that its namespace holds blocks that it does not compute."""
+"""What the log says when an engine has found that its namespace holds blocks that differ from what it
+computes."""
 
 import time
 from collections import OrderedDict
@@ -13,11 +14,11 @@ from kvtierd.rpc.hello import Greeting
 
 NAMESPACES_MAX = 64
 ENGINES_MAX = 8
-"""Of one namespace: engines that were not started alike, the latest. With what a Hello may say all of them
-take 16 MiB at most."""
+"""Engines remembered for each namespace, the latest that were started differently. With what a Hello may say,
+all of them take 16 MiB at most."""
 DIFFERENCES_MAX = 16
 TOLD_CHARACTERS_MAX = 4_096
-"""Of a namespace, and of what differs, in one line."""
+"""Characters about a namespace, and about what differs, in one line of the log."""
 TELL_EVERY_S = 10.0
 
 log = logger(__name__)
@@ -32,16 +33,16 @@ class _Engine:
 
 
 class EnginesMet:
-    """Who has used which namespace since the daemon started, and how they were set."""
+    """Who has used which namespace since the daemon started, and with which settings."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._told_s = -TELL_EVERY_S
         self._met: OrderedDict[bytes, OrderedDict[_Engine, str]] = OrderedDict()
-        """By the fingerprint of a namespace's fields: engines, and the last instance of each."""
+        """For the fingerprint of a namespace's fields: its engines, and the latest instance of each."""
 
     def add(self, greeting: Greeting) -> None:
-        """A scheduler has attached."""
+        """Remembers a scheduler that has attached."""
         namespace = fields_fingerprint(greeting.attach.namespace_fields)
         engines = self._met.setdefault(namespace, OrderedDict())
         self._met.move_to_end(namespace)
@@ -54,7 +55,7 @@ class EnginesMet:
             self._met.popitem(last=False)
 
     def tell(self, greeting: Greeting, reports: Iterable[AuditReport]) -> None:
-        """Logs mismatches, now and then; all of them are counted."""
+        """Logs mismatches, at most one every `TELL_EVERY_S`. The core counts all of them."""
         for report in reports:
             if report.matched or self._clock() - self._told_s < TELL_EVERY_S:
                 continue
@@ -101,6 +102,6 @@ def _shown(settings: dict[str, str], name: str) -> str:
 
 
 def refuse_of_ranks(schedules: bool, reports: Iterable[AuditReport]) -> None:
-    """Audits are told by the scheduler. Raises Refusal ROLE."""
+    """Raises Refusal ROLE for audits of a session that does not schedule."""
     if not schedules and any(True for _ in reports):
         raise Refusal(Reason.ROLE, "audits are told by the scheduler's session", field="audits")

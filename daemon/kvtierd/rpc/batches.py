@@ -1,19 +1,21 @@
-"""Several messages of the session stream in one: gRPC needs more time for a message than most take."""
+"""Several messages of the session stream in one, because gRPC spends more time on a message than most
+take."""
 
 from collections.abc import Iterable, Iterator
 
 from kvtier.v1 import cache_pb2
 
 BATCHES = "batches"
-"""Feature of a client that sends several requests in one message, and takes replies and events likewise."""
+"""The feature of a client that sends several requests in one message, and takes several replies and events in
+one."""
 REQUESTS_MAX = 64
-"""Of one batch: while they are answered nobody else is."""
+"""Requests of one batch. While they are answered, nobody else is."""
 BATCH_BYTES_MAX = 256 << 10
-"""About so many of replies and events; what is larger goes by itself."""
+"""About how many bytes of replies and events one batch has; a larger one is sent by itself."""
 
 
 def in_batches(responses: Iterable[cache_pb2.AttachResponse]) -> Iterator[cache_pb2.AttachResponse]:
-    """The same replies and events, in their order, in fewer messages."""
+    """The same replies and events, in the same order, in fewer messages."""
     batch: list[cache_pb2.AttachResponse] = []
     size_bytes = 0
     for response in responses:

@@ -1,4 +1,4 @@
-"""What each call does, for the stream and the unary services: convert, ask the façade, convert back."""
+"""What each call does, for the stream and for the unary services: convert, ask the façade, convert back."""
 
 import time
 from collections.abc import Callable
@@ -15,20 +15,21 @@ from kvtierd.rpc import replies, requests
 from kvtierd.rpc.queries import Caller
 
 TELL_EVERY_S = 60.0
-"""Between two lines of the log about leases that are too small."""
+"""Time between two lines of the log about leases that are too small."""
 
 log = logger(__name__)
 
 
 class Calls:
-    """The calls of `kvtier.v1.Cache`, but for Attach. All raise Refusal, and nothing has changed then."""
+    """The calls of `kvtier.v1.Cache`, except for Attach. All of them raise Refusal, and then nothing has
+    changed."""
 
     def __init__(self, cache: Cache, limits: CoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
         self._limits = limits
         self._clock = clock
         self._told_s = -TELL_EVERY_S
-        """When the log was told last that leases are too small."""
+        """When the log last said that leases are too small."""
         self.by_body: dict[str, Callable[[Any, Caller], tuple[str, Any]]] = {
             "lookup": lambda request, caller: ("lookup", self.lookup(request, caller)),
             "touch": lambda request, caller: ("touch", self.touch(request, caller)),
@@ -38,7 +39,7 @@ class Calls:
             "release": lambda request, caller: ("release", self.release(request, caller)),
             "cancel": lambda request, caller: ("cancel", self.cancel(request, caller)),
         }
-        """By a request's field in AttachRequest: gives the reply and its field in AttachResponse."""
+        """By a request's field in AttachRequest: returns the field in AttachResponse, and the reply."""
         self.by_method: dict[str, Callable[[Any, Caller], Any]] = {
             "Lookup": self.lookup,
             "Touch": self.touch,
@@ -60,7 +61,8 @@ class Calls:
         return replies.lookup_reply(stimulus.queries, reply)
 
     def _tell(self, caller: Caller, refused: Refusal) -> None:
-        """That blocks are there and were not leased: in the log, now and then; all of them are counted."""
+        """Logs that blocks were there but not leased, at most once every `TELL_EVERY_S`. The core counts all
+        of them."""
         now_s = self._clock()
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s

@@ -1,4 +1,5 @@
-"""Admin.Drain and Admin.Resume: nothing new is taken, what runs ends; then the daemon waits, or stops."""
+"""Admin.Drain and Admin.Resume: nothing new is taken, running transfers end, and then the daemon waits or
+stops."""
 
 import asyncio
 import time
@@ -12,11 +13,11 @@ from kvtierd.rpc.status import AboutDaemon
 
 POLL_S = 0.02
 REPORT_S = 0.5
-"""A caller hears at least this often that the daemon still waits."""
+"""A caller hears at least this often that the daemon is still waiting."""
 
 
 class Draining:
-    """Whether the daemon takes anything new, as operators say. Any number of callers may watch a drain."""
+    """Whether the daemon takes anything new, as operators decide. Any number of callers may watch a drain."""
 
     def __init__(
         self,
@@ -33,13 +34,13 @@ class Draining:
         self._stopping = False
 
     async def stopping(self) -> None:
-        """The daemon stops: nobody can take that back any more."""
+        """The daemon stops, and nobody can take that back any more."""
         self._stopping = True
         await self._tell_health(False)
 
     async def drain(self, request: admin_pb2.DrainRequest) -> AsyncIterator[admin_pb2.DrainProgress]:
-        """Admin.Drain. Whoever asked for a restart and went away gets none, but the drain stays. Raises
-        Refusal."""
+        """Admin.Drain. If a caller asks for a restart and goes away, there is no restart, but the drain
+        stays. Raises Refusal."""
         if request.for_restart and not self._cache.snapshot().pool.path:
             raise _nothing_would_be_left()
         deadline_s = time.monotonic() + request.timeout_ms / 1000
@@ -55,7 +56,7 @@ class Draining:
             await asyncio.sleep(POLL_S)
         progress = self._progress(state)
         if state == "stopping":
-            self._stop()  # even if nobody is left to hear it: it was asked for, and the moment has come
+            self._stop()  # even if the caller has just gone: it was asked for, and the moment has come
         yield progress
 
     async def resume(self, request: admin_pb2.ResumeRequest) -> admin_pb2.ResumeResponse:

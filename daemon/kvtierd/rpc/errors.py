@@ -1,4 +1,4 @@
-"""Refusals on their way out: one table from reason to gRPC status, and the structured detail."""
+"""How refusals are sent: one table from reason to gRPC status, and the structured detail."""
 
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from kvtier.v1 import types_pb2
 from kvtierd.core.errors import Reason, Refusal
 
 ERROR_METADATA = "kvtier-error-bin"
-"""Trailing metadata key of a refused unary call; its value is a serialised kvtier.v1.Error."""
+"""Key of a refused unary call's trailing metadata; the value is a serialised kvtier.v1.Error."""
 
 _C = grpc.StatusCode
 
@@ -48,7 +48,7 @@ def status_of(reason: Reason) -> grpc.StatusCode:
 
 
 def to_error(refusal: Refusal) -> types_pb2.Error:
-    """The refusal as it travels inside replies, on the stream and on the side socket."""
+    """The refusal as it is sent in replies, on the stream and on the side socket."""
     return types_pb2.Error(
         reason=types_pb2.Reason.ValueType(int(refusal.reason)),
         field=refusal.field,
@@ -58,7 +58,8 @@ def to_error(refusal: Refusal) -> types_pb2.Error:
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", refusal: Refusal) -> NoReturn:
-    """Ends a unary call with the refusal's status, its text, and its structure in the trailing metadata."""
+    """Ends a unary call with the refusal's status and text, and with its structure in the trailing
+    metadata."""
     detail = to_error(refusal).SerializeToString()
     await context.abort(status_of(refusal.reason), str(refusal), ((ERROR_METADATA, detail),))
     raise AssertionError("abort returned")

@@ -1,4 +1,4 @@
-"""Admin.Explain: the core's verdict on one hash, in words, and what makes namespaces differ. Pure."""
+"""Admin.Explain: the core's verdict on one hash in words, and how namespaces differ. Pure functions."""
 
 import struct
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 
 DIFFERENCES_MAX = 16
-"""Named of two namespaces; layouts of many planes differ in many places."""
+"""Differences of two namespaces that are named; layouts of many planes differ in many places."""
 ELSEWHERE_MAX = 8
 SECRET = ("salt",)
 """Fields whose values are not shown."""
@@ -113,7 +113,7 @@ def _elsewhere(mine: Place, other: Place) -> admin_pb2.Elsewhere:
 
 
 def differences(mine: Place, other: Place) -> list[admin_pb2.Difference]:
-    """In what two places differ, the first few fields; empty if one is known by its digest only."""
+    """The first few fields in which two places differ; empty if one of them is known by its digest only."""
     if mine.about is None or other.about is None:
         return []
     here, there = dict(_facts(mine.group, mine.about)), dict(_facts(other.group, other.about))
@@ -150,7 +150,7 @@ def _layout(name: str, geometry: GroupGeometry) -> Iterator[tuple[str, str]]:
 
 
 def fields_of(about: NamespaceAbout) -> Iterator[tuple[str, str]]:
-    """What engines have said of their namespace, by name, but for what is not shown."""
+    """What engines have said about their namespace, by name, without secret fields."""
     for name, value in _fields(about.fields):
         field = name.removeprefix("namespace.")
         if field not in SECRET:
@@ -158,7 +158,7 @@ def fields_of(about: NamespaceAbout) -> Iterator[tuple[str, str]]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[str, str]]:
-    """The fields of a namespace out of what `hello.namespace_fields` made of them."""
+    """The fields of a namespace, read from the bytes that `hello.namespace_fields` wrote."""
     known = types_pb2.Namespace.DESCRIPTOR.fields_by_number
     offset = len(NAMESPACE_PREFIX)
     while offset < len(data):

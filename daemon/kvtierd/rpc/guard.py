@@ -1,7 +1,7 @@
-"""Messages that are too large or not what they should be, met before anybody looks into them.
+"""Refuses messages that are too large or cannot be decoded, before anything looks into them.
 
-gRPC itself would answer with a status that says little and, on a stream, end it without a reason. So requests
-are decoded here, up to a hard limit that is gRPC's own.
+gRPC itself would answer with a status that says little, and end a stream without a reason. So requests are
+decoded here, up to a hard limit that is gRPC's own.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Undecodable(NamedTuple):
 
 
 def decoder(message: type[Message], bytes_max: int) -> Callable[[bytes], Any]:
-    """A gRPC deserialiser that gives the message, or `Undecodable`."""
+    """A gRPC deserialiser that returns the message, or `Undecodable`."""
 
     def decode(data: bytes) -> Message | Undecodable:
         if len(data) > bytes_max:

@@ -1,5 +1,5 @@
-"""gRPC handlers for the methods of a service, from a table of functions: what a method takes, gives and
-streams is read from the service's description."""
+"""Makes the gRPC handlers of a service from a table of functions. What a method takes, returns and streams is
+read from the service's description."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,21 +14,21 @@ from kvtierd.rpc.errors import abort
 from kvtierd.rpc.guard import Undecodable, decoder
 
 Serve = Callable[[Any, Any], Any]
-"""Answers one call, of a request (or `Undecodable`) and a context, as grpc.aio wants it."""
+"""Answers one call, given a request (or `Undecodable`) and a context, as grpc.aio wants it."""
 
 _KINDS: dict[tuple[bool, bool], Callable[..., "grpc.RpcMethodHandler[Any, Any]"]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
-"""By whether the client and the daemon send a stream."""
+"""By whether the client streams, and whether the daemon does."""
 
 
 def generic_handler(
     service: ServiceDescriptor, serve: Mapping[str, Serve], bytes_max: int
 ) -> grpc.GenericRpcHandler:
-    """Of a whole service: `serve` has every method of it. The generated handlers would fix the
-    deserialiser."""
+    """The handler of a whole service; `serve` has all of its methods. The generated handlers are not used
+    because they would fix the deserialiser."""
     assert set(serve) == set(service.methods_by_name), "every method has its function"
     methods = {name: _handler(service.methods_by_name[name], call, bytes_max) for name, call in serve.items()}
     return grpc.method_handlers_generic_handler(service.full_name, methods)
@@ -43,7 +43,8 @@ def _handler(method: MethodDescriptor, serve: Serve, bytes_max: int) -> "grpc.Rp
 
 
 def answering(call: Callable[[Any], Any]) -> Serve:
-    """Of a function, perhaps a coroutine, from a request to its response. A Refusal ends the call."""
+    """Serves a function or coroutine that takes a request and returns its response. A Refusal ends the
+    call."""
 
     async def serve(request: Any, context: Any) -> Any:
         try:
@@ -58,7 +59,7 @@ def answering(call: Callable[[Any], Any]) -> Serve:
 
 
 def streaming(call: Callable[[Any], Any]) -> Serve:
-    """The same of an asynchronous generator of responses."""
+    """Serves an asynchronous generator of responses in the same way."""
 
     async def serve(request: Any, context: Any) -> Any:
         try:

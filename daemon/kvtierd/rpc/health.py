@@ -1,6 +1,6 @@
-"""Health checks over TCP, for those who cannot reach the Unix socket: kubelets, load balancers.
+"""Health checks over TCP for those who cannot reach the Unix socket, such as kubelets and load balancers.
 
-Nothing but grpc.health.v1 is served there; nobody can use the cache, or learn anything of it.
+Only grpc.health.v1 is served there; nobody can use the cache or learn anything about it.
 """
 
 import grpc.aio
@@ -9,9 +9,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvtierd.config.settings import ConfigError
 
 LIVE = "live"
-"""The service whose status says whether the daemon should go on living: also while it drains."""
+"""The service whose status says whether the daemon should be left running, also while it drains."""
 CALLS_MAX = 64
-"""At once."""
+"""Calls at once."""
 
 
 class HealthServer:

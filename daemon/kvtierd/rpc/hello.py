@@ -1,4 +1,4 @@
-"""A Hello, checked whole and turned into the core's words. Pure."""
+"""Checks a Hello completely, and makes the core's stimulus of it. Pure functions."""
 
 import itertools
 import struct
@@ -21,14 +21,15 @@ TEXT_BYTES_MAX = 1_024
 SETTINGS_MAX = 256
 SETTING_NAME_BYTES_MAX = 128
 SETTINGS_BYTES_MAX = 32 << 10
-"""Of all names and values of one kind in a Hello: what is kept of every engine has to have a bound."""
+"""Bytes of all names and values of one kind in a Hello, because what is kept of every engine needs a
+bound."""
 GROUPS_MAX = 64
 PLANES_MAX = 4_096
-"""Of all groups together."""
+"""Planes of all groups together."""
 OFFERS_MAX = 256
-"""Protocol versions, and features, in one Hello."""
+"""Protocol versions in one Hello, and features in one Hello."""
 SLOT_BYTES_MAX = 2**32 - 1
-"""Of all planes of one group together; a slot record holds the size in 32 bits."""
+"""Bytes of all planes of one group together, which a slot record holds in 32 bits."""
 
 _ROLES = {
     types_pb2.ROLE_SCHEDULER: SessionRole.SCHEDULER,
@@ -42,18 +43,18 @@ _REQUIRED = ("model", "kv_dtype", "hash_scheme")
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A sound Hello."""
+    """A Hello that has passed all checks."""
 
     attach: AttachSession
     protocol_version: int
     features: tuple[str, ...]
     client: str
     configuration: tuple[tuple[str, str], ...] = ()
-    """For people: settings of the engine beside those of its namespace."""
+    """Settings of the engine that are not in its namespace, for people."""
 
 
 def choose_version(offered: Sequence[int]) -> int:
-    """The highest version both sides speak. Raises Refusal VERSION_UNSUPPORTED."""
+    """The highest version that both sides speak. Raises Refusal VERSION_UNSUPPORTED."""
     common = {version for version in PROTOCOL_VERSIONS if version in offered[:OFFERS_MAX]}
     if not common:
         raise Refusal(
@@ -66,7 +67,7 @@ def choose_version(offered: Sequence[int]) -> int:
 
 
 def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
-    """Raises Refusal for the first thing that is wrong."""
+    """Converts a Hello. Raises Refusal for the first thing in it that is wrong."""
     version = choose_version(hello.protocol_versions)
     role = _ROLES.get(hello.role)
     if role is None:
@@ -118,9 +119,10 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
 
 
 def namespace_fields(namespace: types_pb2.Namespace) -> bytes:
-    """Canonical bytes of a namespace: number, length and content of each non-empty field, by number.
+    """The canonical bytes of a namespace: number, length and content of each field that is not empty, by
+    number.
 
-    Ours and not protobuf's, because it goes into digests that outlive the daemon. Raises Refusal
+    This is our own form, not protobuf's, because it goes into digests that outlive the daemon. Raises Refusal
     NAMESPACE_INVALID.
     """
     if not HASH_BYTES_MIN <= namespace.hash_bytes <= HASH_BYTES_MAX:
@@ -147,15 +149,15 @@ def namespace_fields(namespace: types_pb2.Namespace) -> bytes:
             content = b"".join(map(_counted, itertools.chain.from_iterable(settings)))
         else:
             content = struct.pack("<Q", value) if value else b""
-        if not content:  # not applicable: fields added later then leave today's digests as they are
+        if not content:  # an empty field is left out, so that fields added later do not change old digests
             continue
         parts.append(struct.pack("<IQ", field.number, len(content)) + content)
     return b"".join(parts)
 
 
 def namespace_facts(namespace: types_pb2.Namespace) -> Iterator[tuple[str, str]]:
-    """Fields of a namespace, by name, for messages to people: first those that say most. Not the salt, which
-    may be a secret."""
+    """Fields of a namespace by name, for messages to people, with the most telling ones first. The salt is
+    left out, because it may be a secret."""
     for setting in namespace.identity:
         yield f"namespace.identity[{setting.name}]", setting.value
     for field in types_pb2.Namespace.DESCRIPTOR.fields:
@@ -164,7 +166,7 @@ def namespace_facts(namespace: types_pb2.Namespace) -> Iterator[tuple[str, str]]
 
 
 def identity_of(content: bytes) -> Iterator[tuple[str, str]]:
-    """The settings that `namespace_fields` has written for the field `identity`."""
+    """The settings that `namespace_fields` wrote for the field `identity`."""
     texts, offset = [], 0
     while offset < len(content):
         (length,) = struct.unpack_from("<I", content, offset)
@@ -265,7 +267,7 @@ def _group(field: str, index: int, group: types_pb2.Group) -> GroupGeometry:
 def _check_text(
     field: str, value: str, reason: Reason, *, required: bool = False, shown: bool = False
 ) -> None:
-    """`shown`: it goes into logs and onto terminals, where control characters do harm."""
+    """`shown`: the text goes into logs and onto terminals, where control characters do harm."""
     if required and not value:
         raise Refusal(reason, "must not be empty", field=field)
     if len(value.encode()) > TEXT_BYTES_MAX:

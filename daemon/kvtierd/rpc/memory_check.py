@@ -1,7 +1,8 @@
-"""Is this descriptor safe to map, are these ranges of a GPU's memory, and do all blocks lie inside them?
+"""Checks whether a descriptor is safe to map, whether ranges are memory of a GPU, and whether all blocks lie
+inside them.
 
-Decided before anything is mapped. Pure but for `inspect`, which asks the kernel. The worker checks the
-arithmetic again, natively, and what only the GPU's driver knows.
+This is decided before anything is mapped. The functions are pure, except `inspect`, which asks the kernel.
+The worker checks the arithmetic again in native code, and also what only the GPU's driver knows.
 """
 
 import bisect
@@ -22,7 +23,8 @@ F_SEAL_SHRINK = 0x0002
 F_SEAL_WRITE = 0x0008
 F_SEAL_FUTURE_WRITE = 0x0010
 OFFSET_MAX = 2**63 - 1
-"""Largest file offset. Everything is worked out in Python's unbounded integers and held against it."""
+"""The largest file offset. Python's integers are unbounded, so results are computed first and then compared
+with it."""
 BLOCKS_MAX = 2**32 - 1
 WORD_BYTES = 8
 DOORBELLS_MAX = 65_536
@@ -36,12 +38,12 @@ _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What the kernel says of a descriptor."""
+    """What the kernel says about a descriptor."""
 
     regular: bool
     size_bytes: int
     seals: int | None
-    """None where the file knows no seals."""
+    """None if the file has no seals."""
     writable: bool
 
 
@@ -61,7 +63,7 @@ class GroupPlace:
 
 
 def device_name(text: str) -> str:
-    """The device that a client means; Refusal if no device could have this name."""
+    """The device that a client means. Raises Refusal if no device can have this name."""
     if text in ("", CPU):
         return CPU
     if _GPU.fullmatch(text):
@@ -116,7 +118,7 @@ def check_descriptor(found: Descriptor) -> None:
 
 
 def check_words(found: Descriptor, doorbells: int, parts: int) -> None:
-    """Raises Refusal unless `found` is a sound descriptor that holds so many doorbell and part words."""
+    """Raises Refusal unless `found` is a sound descriptor with room for so many doorbells and part words."""
     if not 0 <= doorbells <= DOORBELLS_MAX:
         raise Refusal(
             Reason.WORD_INDEX_RANGE, f"at most {DOORBELLS_MAX} doorbells", field="doorbells", value=doorbells
@@ -139,7 +141,7 @@ def check_memory(
 ) -> None:
     """Raises Refusal unless every byte of every block of every group of Hello lies inside the mapping.
 
-    `geometry` is what the session's Hello said; groups of both must be the same, in order.
+    `geometry` is what the session's Hello said. Both must have the same groups in the same order.
     """
     check_descriptor(found)
     if not 0 < mapping_bytes <= found.size_bytes:
@@ -153,7 +155,7 @@ def check_memory(
 
 
 def check_chunks(count: int, sizes: Sequence[int]) -> None:
-    """Raises Refusal unless `count` descriptors of chunks have so many bytes each."""
+    """Raises Refusal unless there is one sound size for each of `count` descriptors of chunks."""
     if not 0 < len(sizes) == count:
         raise Refusal(
             Reason.COUNT_MISMATCH,
@@ -178,10 +180,10 @@ def check_ranges(
     groups: Sequence[GroupPlace],
     geometry: Sequence[GroupGeometry],
 ) -> None:
-    """Raises Refusal unless the ranges are the mapping, use up all chunks, and hold every byte of every
-    block of every group of Hello, each plane in one of them.
+    """Raises Refusal unless the ranges make up the mapping, use up all chunks, and hold every byte of every
+    block of every group of Hello, with each plane in one range.
 
-    `chunks` are the bytes of those that the session has added, in order.
+    `chunks` are the sizes in bytes of the chunks that the session has added, in order.
     """
     if not 0 < len(ranges) <= RANGES_MAX:
         raise Refusal(
@@ -213,7 +215,7 @@ def check_ranges(
 
 
 def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
-    """`chunks`: bytes of those that it takes, as far as there are any."""
+    """`chunks`: the sizes of the chunks that the range takes, as far as there are any left."""
 
     def refuse(name: str, value: object, message: str) -> Refusal:
         return Refusal(Reason.DEVICE_MEMORY_INVALID, message, field=f"{field}.{name}", value=value)
@@ -245,7 +247,8 @@ def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
 def _check_groups(
     ends: Sequence[int], groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
 ) -> None:
-    """`ends`: where the pieces of the mapping end that no plane may cross, the last of them its size."""
+    """`ends`: where each piece of the mapping ends, which no plane may cross; the last one is the mapping's
+    size."""
     if [place.group for place in groups] != list(range(len(geometry))):
         raise Refusal(
             Reason.UNKNOWN_GROUP,

@@ -1,6 +1,6 @@
-"""The queries of lookups, prefetches and touches, checked whole. Pure.
+"""The queries of lookups, prefetches and touches, converted and completely checked. Pure functions.
 
-Hashes stay one numpy array; where they have 32 bytes it is a view of the message's own bytes.
+Hashes stay one numpy array; where they have 32 bytes, it is a view of the message's own bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from kvtierd.core.ids import HASH_BYTES_MAX, Epoch, Hashes, SessionId
 from kvtierd.core.stimuli import BlockQuery, CoreLimits
 
 QUERIES_MAX = 64
-"""As many as a rank may name groups."""
+"""As many as a rank may have groups."""
 
 _NAMES = cache_pb2.LookupMode.items()
 _BY_ITSELF = {mode: name for name, mode in _NAMES if mode != cache_pb2.LOOKUP_MODE_UNSPECIFIED}
 _TOGETHER = {mode: name for mode, name in _BY_ITSELF.items() if mode != cache_pb2.LOOKUP_MODE_EXACT}
 _TOUCHED = {mode: name for mode, name in _BY_ITSELF.items() if mode != cache_pb2.LOOKUP_MODE_SUFFIX}
-"""Modes, and what they are called."""
+"""The modes that each kind of call may use, and their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf a request is converted."""
+    """The session on whose behalf a request is converted."""
 
     session: SessionId
     epoch: Epoch
-    """As the caller named it; the core refuses one that is over."""
+    """As the caller named it; the core refuses one that has ended."""
     hash_bytes: int
 
 
@@ -58,7 +58,8 @@ def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashe
 def queries_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
 ) -> tuple[BlockQuery, ...]:
-    """Of a lookup or a prefetch: several groups are answered together, and then none in exact mode."""
+    """The queries of a lookup or a prefetch. Several groups are answered together, and then none may be in
+    exact mode."""
     several = len(queries) > 1
     return _queries_of(queries, shared, caller, limits, _TOGETHER if several else _BY_ITSELF)
 
@@ -66,7 +67,7 @@ def queries_of(
 def touched_of(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
 ) -> tuple[BlockQuery, ...]:
-    """Of a touch: each group by itself."""
+    """The queries of a touch, in which each group is answered by itself."""
     return _queries_of(queries, shared, caller, limits, _TOUCHED)
 
 
@@ -106,7 +107,7 @@ def _queries_of(
 def _all_hashes(
     queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
 ) -> list[Hashes]:
-    """Of each query; those of one stride are one array."""
+    """The hashes of each query. Queries with the same stride share one array."""
     most = limits.lookup_hashes_max
     strides: dict[int, Hashes] = {}
     if shared:

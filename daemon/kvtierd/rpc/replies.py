@@ -1,4 +1,5 @@
-"""Messages of the wire from the core's replies and events. Pure: what the core says is sound."""
+"""Messages of the wire, made from the core's replies and events. Nothing is checked, because the core's
+values are sound."""
 
 from collections.abc import Sequence
 
@@ -58,8 +59,8 @@ def instance_event(view: InstanceView) -> cache_pb2.InstanceEvent:
 
 
 def _by_itself(queries: Sequence[BlockQuery]) -> bool:
-    """Whether the answer has the form for one query in prefix or exact mode, which has no need of a lease for
-    each group, and tells no more than where a prefix ends."""
+    """Whether the answer has the form for a single query in prefix or exact mode: it needs no lease for each
+    group, and says no more than where a prefix ends."""
     return len(queries) == 1 and not queries[0].window_blocks
 
 

@@ -1,6 +1,7 @@
-"""Stimuli from the messages of clients: every message is checked here, whole, before the core sees one.
+"""Makes stimuli of clients' messages. Every message is checked completely before the core sees it.
 
-Pure functions. Hashes stay one numpy array; where they have 32 bytes it is a view of the message's own bytes.
+Pure functions. Hashes stay one numpy array; where they have 32 bytes, it is a view of the message's own
+bytes.
 """
 
 from collections.abc import Sequence
@@ -32,15 +33,15 @@ from kvtierd.rpc.queries import Caller, hashes_of, queries_of, touched_of
 
 TICKET_MAX = 2**56 - 1
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
-"""What an engine can be believed to compute; the core divides by it."""
+"""The speeds that are believed of an engine; the core divides by them."""
 INDEX_TOLD_MAX = 1_000_000_000
-"""Lookups, and hashes, that one heartbeat may tell of."""
+"""The most lookups, and the most hashes, that one heartbeat may report."""
 AUDITS_MAX = 16
 AUDIT_ERROR_MAX = 1e6
 AUDIT_DETAIL_BYTES_MAX = 512
 WAIT_TIMEOUT_MS_MAX = 60_000
 WAIT_TICKETS_MAX = 256
-"""So that an answer about the largest transfers stays below what gRPC clients accept by default, 4 MiB."""
+"""So many that an answer about the largest transfers is below 4 MiB, which gRPC clients accept by default."""
 
 
 def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
@@ -63,7 +64,7 @@ def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: Core
 
 
 def renew_of(heartbeat: cache_pb2.Heartbeat, session: SessionId) -> RenewSession:
-    """Raises Refusal MALFORMED; the session is not renewed then."""
+    """Raises Refusal MALFORMED, and then the session is not renewed."""
     for field in ("index_lookups", "index_hashes"):
         value: int = getattr(heartbeat, field)
         if value > INDEX_TOLD_MAX:
@@ -101,7 +102,8 @@ def _audit_of(audit: cache_pb2.Audit) -> AuditReport:
 
 
 def prefill_rate(tokens_per_s: float) -> float:
-    """As Hello and Heartbeat carry it; 0: not known. Raises Refusal MALFORMED for what no engine can do."""
+    """The speed that Hello and Heartbeat carry; 0 if it is not known. Raises Refusal MALFORMED for one that
+    no engine can have."""
     # Written so that NaN is refused too.
     if tokens_per_s == 0 or PREFILL_TOKENS_PER_S_MIN <= tokens_per_s <= PREFILL_TOKENS_PER_S_MAX:
         return tokens_per_s
@@ -129,7 +131,7 @@ def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits
 
 
 def wishes_of(retention: cache_pb2.Retention) -> RetentionRequest:
-    """Refusal MALFORMED for blocks that are to be held longer than they live."""
+    """Raises Refusal MALFORMED if blocks are to be held longer than they live."""
     if 0 < retention.ttl_ms < retention.hold_ms:
         raise Refusal(
             Reason.MALFORMED,
@@ -191,7 +193,7 @@ def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
 
 
 def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
-    """Refusal for a range that is neither of an allocation nor of chunks."""
+    """Raises Refusal for a range that belongs neither to an allocation nor to chunks."""
     return tuple(_range_of(f"ranges[{index}]", part) for index, part in enumerate(request.ranges))
 
 

@@ -34,14 +34,14 @@ PING_TIMEOUT_MS = 20_000
 """A connection whose peer answers no ping for this long is closed."""
 RPCS_PER_SESSION = 64
 RPCS_PER_CONNECTION = 128
-"""Calls at once; a client's library holds back more. Above what Wait allows one instance."""
+"""Calls at once; a client's gRPC library holds back more. It is above what Wait allows one instance."""
 
 Observe = Callable[[str, float], None]
-"""Told the name and the seconds of every call."""
+"""Called with the name of every call and the seconds that it took."""
 
 
 class RpcServer:
-    """Serves one cache. Bind, then start; stop ends every stream."""
+    """Serves one cache. Call `bind`, then `start`; `stop` ends every stream."""
 
     def __init__(
         self,
@@ -123,11 +123,12 @@ class RpcServer:
             await self._health_server.start()
 
     async def stopping(self) -> None:
-        """Says in health checks that nothing new should come here; a drain can be taken back no more."""
+        """Makes health checks say that nothing new should come here. From now on a drain cannot be taken
+        back."""
         await self._draining.stopping()
 
     async def stop(self, grace_s: float) -> None:
-        """Ends the server; calls that are still running have `grace_s`. End the sessions before."""
+        """Ends the server. Calls that are still running have `grace_s` to end. End the sessions first."""
         await self._server.stop(grace_s)
         if self._health_server is not None:
             await self._health_server.stop()
@@ -137,7 +138,7 @@ class RpcServer:
             await self._health.set(name, status_of(serving))
 
     async def set_live(self, live: bool) -> None:
-        """Says in health checks of the service "live" whether the daemon should be left alone."""
+        """Sets what health checks of the service "live" say: whether the daemon should be left running."""
         await self._health.set(LIVE, status_of(live))
 
     async def _attach(self, _: Any, context: Any) -> None:
@@ -162,7 +163,7 @@ class RpcServer:
 
 
 def wire_limits(limits: CoreLimits, settings: ServerConfig, leased_blocks_max: int) -> cache_pb2.Limits:
-    """What clients are told in Welcome."""
+    """The limits that clients are told in Welcome."""
     return cache_pb2.Limits(
         lookup_hashes_max=limits.lookup_hashes_max,
         transfer_blocks_max=limits.transfer_blocks_max,

@@ -1,7 +1,8 @@
-"""Sessions as the rpc layer knows them: token, peer, stream, silence. The core knows only their ids.
+"""Sessions as the rpc package knows them: token, peer process, stream, and how long they have been silent.
+The core knows only their ids.
 
-A session begins with a side connection, attaches with Hello on a stream, and ends at once when either closes,
-when its process dies, or when it has been silent for too long.
+A session begins with a side connection and attaches with Hello on a stream. It ends at once when either
+closes or its process dies, and when it has been silent for too long.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """Who is at the other end of a side connection, as the kernel says."""
+    """The process at the other end of a side connection, as the kernel reports it."""
 
     pid: int
     uid: int
     gid: int
     pidfd: int
-    """Readable when the process is gone. Owned by the session."""
+    """Readable when the process is gone. The session owns it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +49,8 @@ class Connection:
     opened_at_s: float
     heard_at_s: float
     on_end: list[Callable[[Refusal], None]] = field(default_factory=list)
-    """Called once, when the session is over: closes the stream and the side connection."""
+    """Functions that are called once, when the session is over: they close the stream and the side
+    connection."""
     greeting: Greeting | None = None
     epoch: Epoch | None = None
     ended: Refusal | None = None
@@ -58,14 +60,15 @@ class Connection:
         return self.greeting.attach.groups if self.greeting else ()
 
     def caller(self, epoch: int | None) -> Caller:
-        """For requests of this session; without `epoch`, in its own one. Raises Refusal NOT_ATTACHED."""
+        """The caller of this session's requests, in its own epoch unless `epoch` is given. Raises Refusal
+        NOT_ATTACHED."""
         if self.greeting is None or self.epoch is None:
             raise Refusal(Reason.NOT_ATTACHED, "attach first: send Hello on an Attach stream")
         return Caller(self.id, self.epoch if epoch is None else Epoch(epoch), self.greeting.attach.hash_bytes)
 
 
 class Connections:
-    """All sessions of the daemon. On the event loop only."""
+    """All sessions of the daemon. For use on the event loop only."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Connections:
         return session
 
     def by_token(self, token: bytes) -> Connection:
-        """Raises Refusal UNKNOWN_TOKEN."""
+        """The session with this token. Raises Refusal UNKNOWN_TOKEN."""
         session = self._by_token.get(token)
         if session is None:
             raise Refusal(
@@ -117,11 +120,11 @@ class Connections:
         return session
 
     def heard(self, session: Connection) -> None:
-        """The session has sent something."""
+        """Remembers that the session has just sent something."""
         session.heard_at_s = self._clock()
 
     def attach(self, session: Connection, greeting: Greeting, listener: Callable[[Event], None]) -> Attached:
-        """Raises Refusal; the session may then try again with another Hello on another stream."""
+        """Attaches a session. Raises Refusal; the session may then send another Hello on another stream."""
         if session.greeting is not None:
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
         attach = greeting.attach
@@ -154,13 +157,13 @@ class Connections:
         return reply
 
     def told_audits(self, session: Connection, reports: tuple[AuditReport, ...]) -> None:
-        """What an engine has found; for the log. Raises Refusal ROLE for any but the scheduler's session."""
+        """Logs what an engine has found in audits. Raises Refusal ROLE unless the session schedules."""
         if reports and session.greeting is not None:
             refuse_of_ranks(SessionRole.SCHEDULER in session.greeting.attach.role, reports)
             self._engines.tell(session.greeting, reports)
 
     def end(self, session: Connection, why: Refusal) -> None:
-        """Ends a session, everywhere; a second call does nothing."""
+        """Ends a session everywhere. A second call does nothing."""
         if session.ended is not None:
             return
         session.ended = why
@@ -175,13 +178,14 @@ class Connections:
         session.on_end.clear()
 
     def end_all(self, why: Refusal) -> None:
-        """Ends every session and opens no more."""
+        """Ends every session, and opens no more."""
         self._closing = True
         for session in list(self._by_token.values()):
             self.end(session, why)
 
     def end_silent(self) -> None:
-        """Ends sessions that have been without Hello, or silent, for too long. Call it about every second."""
+        """Ends sessions that have sent no Hello, or nothing at all, for too long. Call it about every
+        second."""
         now = self._clock()
         for session in list(self._by_token.values()):
             if session.greeting is None and now - session.opened_at_s > self._hello_deadline_s:

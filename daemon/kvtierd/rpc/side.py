@@ -1,4 +1,5 @@
-"""The side socket: who is calling, descriptors, and the end of a session the moment its process is gone."""
+"""The side socket: it identifies callers, takes and returns descriptors, and ends a session when its process
+is gone."""
 
 import asyncio
 import errno
@@ -25,25 +26,26 @@ from kvtierd.rpc.sessions import Connection, Connections, PeerProcess
 SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
 GETSOCKOPT_BYTES_MAX = 1_024
-"""What Python's getsockopt takes."""
+"""The largest buffer that Python's getsockopt takes."""
 BACKLOG = 128
 WAITING_REQUESTS_MAX = 8
-"""Requests that a client may send before the first is answered; it is asked to send one at a time."""
+"""Requests that a client may send before the first is answered; the protocol asks for one at a time."""
 WAITING_DESCRIPTORS_MAX = 64
-"""That come with them: what one request may carry."""
+"""Descriptors that these requests may carry; one request may carry as many."""
 QUEUED_REPLIES_MAX = 64
 QUEUED_REPLY_BYTES_MAX = 1 << 20
-"""Of replies that a client has not read yet: beyond either its connection is closed."""
+"""Replies, and bytes of replies, that a client has not read yet. Beyond either limit its connection is
+closed."""
 ACCEPT_RETRY_S = 0.2
 
 log = logger(__name__)
 
 
 class SideServer:
-    """Accepts side connections on a bound, listening socket; each is one session."""
+    """Accepts side connections on a listening socket. Each of them is one session."""
 
     def __init__(self, listener: socket.socket, sessions: Connections, cache: Cache, gid: int | None) -> None:
-        """`gid`: group whose members may connect besides this process's user and root."""
+        """`gid` is a group whose members may connect, besides this process's user and root."""
         self._listener = listener
         self._sessions = sessions
         self._cache = cache
@@ -52,7 +54,7 @@ class SideServer:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accepts no more. Sessions go on."""
+        """Accepts no more connections. Sessions go on."""
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
 
@@ -62,7 +64,7 @@ class SideServer:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors, most likely: sessions that end give some back.
+            # Most likely there are no descriptors left. Sessions that end will free some.
             log.error("a side connection cannot be accepted", error=str(error))
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
@@ -92,7 +94,7 @@ class SideServer:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _peer(self, connection: socket.socket) -> PeerProcess:
-        """Who connected. PermissionError if it may not, OSError if it is gone already."""
+        """The process that connected. Raises PermissionError if it may not, OSError if it is gone already."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, gid = struct.unpack("3i", raw)
         if uid not in (0, os.geteuid()) and not (
@@ -103,7 +105,8 @@ class SideServer:
 
 
 def groups_of(connection: socket.socket, gid: int) -> set[int]:
-    """All groups of the process that connected; only its first one, `gid`, if it has more than 256 others."""
+    """All groups of the process that connected, or only its first one, `gid`, if it has more than 256
+    others."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GETSOCKOPT_BYTES_MAX)
     except OSError:
@@ -112,7 +115,7 @@ def groups_of(connection: socket.socket, gid: int) -> set[int]:
 
 
 def pidfd_of(connection: socket.socket, pid: int) -> int:
-    """A pidfd of the process that connected, not inheritable. OSError if it is gone."""
+    """A pidfd of the process that connected, not inheritable. Raises OSError if it is gone."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
@@ -127,7 +130,7 @@ def pidfd_of(connection: socket.socket, pid: int) -> int:
 
 
 class _Connection:
-    """One side connection: one request after another."""
+    """One side connection. It serves one request after another."""
 
     def __init__(
         self, connection: socket.socket, session: Connection, sessions: Connections, cache: Cache
@@ -185,7 +188,7 @@ class _Connection:
             )
 
     async def _serve_one(self, packet: bytes, fds: list[int]) -> None:
-        """Answers one request; its descriptors are closed before the answer leaves."""
+        """Answers one request. Its descriptors are closed before the answer is sent."""
         self._sessions.heard(self._session)
         request = side_pb2.SideRequest()
         reply_fds: list[int] = []
@@ -296,10 +299,10 @@ class _Connection:
 
 
 def _check_descriptors(request: side_pb2.SideRequest, count: int) -> None:
-    """Raises Refusal unless the request came with as many descriptors as its kind does."""
+    """Raises Refusal unless the request came with as many descriptors as its kind needs."""
     body = request.WhichOneof("body")
     if body == "add_chunks":
-        return  # one for each size: it is compared with them
+        return  # one for each size; `check_chunks` compares them
     expected = 1 if body == "register_words" else 0
     if body == "register_memory" and not request.register_memory.ranges:
         expected = 1

@@ -1,4 +1,5 @@
-"""One owner per socket: the private directory, the lock file, the bind. Everything is undone by `release`."""
+"""One owner for each socket: its private directory, its lock file, and binding it. `release` undoes
+everything."""
 
 import errno
 import fcntl
@@ -11,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_DEADLINE_S = 5.0
-"""For a lock file that keeps being replaced under us; never waited for a running daemon."""
+"""How long to try again when the lock file keeps being replaced. A running daemon is not waited for."""
 
 
 class SocketError(Exception):
-    """The sockets cannot be had; the message says why and what to do."""
+    """The sockets cannot be created; the message says why and what to do."""
 
 
 class AlreadyRunning(SocketError):
@@ -31,12 +32,14 @@ class AlreadyRunning(SocketError):
 
 
 class OwnedSockets:
-    """Holds the lock of a gRPC socket and its side socket from creation until `release`."""
+    """Holds the lock of a gRPC socket and its side socket from its creation until `release`."""
 
     def __init__(self, grpc_path: Path, side_path: Path, lock_path: Path, gid: int | None = None) -> None:
-        """Makes the directory (0700) if it is missing, takes the lock, and removes socket files left behind.
+        """Makes the directory (0700) if it is missing, takes the lock, and removes socket files that were
+        left behind.
 
-        `gid`: group that may use the sockets too. Raises AlreadyRunning or SocketError; nothing is left then.
+        `gid` is a group that may use the sockets too. Raises AlreadyRunning or SocketError, and then leaves
+        nothing behind.
         """
         self.grpc_path, self.side_path, self._lock_path, self._gid = grpc_path, side_path, lock_path, gid
         make_private_directory(grpc_path.parent, gid)
@@ -50,7 +53,7 @@ class OwnedSockets:
 
     @contextmanager
     def binding(self) -> Iterator[None]:
-        """Socket files made inside belong to us alone (0600), from the moment they exist."""
+        """Socket files made in this context belong to this user alone (0600) from the moment they exist."""
         before = os.umask(0o177)
         try:
             yield
@@ -58,7 +61,7 @@ class OwnedSockets:
             os.umask(before)
 
     def bind_side(self) -> socket.socket:
-        """The side socket: listening, non-blocking, the caller's to close."""
+        """The side socket, listening and non-blocking. The caller closes it."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             with self.binding():
@@ -70,7 +73,7 @@ class OwnedSockets:
         return listener
 
     def open_to_group(self) -> None:
-        """Lets the group use both sockets, if there is one; after both are bound."""
+        """Lets the group use both sockets, if there is one. Call it when both are bound."""
         if self._gid is not None:
             for path in (self.grpc_path, self.side_path):
                 os.chown(path, -1, self._gid)
@@ -103,19 +106,20 @@ class OwnedSockets:
                     os.close(fd)
                     raise SocketError(f"{self._lock_path} cannot be written: {error}") from error
                 return fd
-            os.close(fd)  # its owner has removed it while it ended: there is a new one, or none
+            os.close(fd)  # its owner removed it while ending, so there is a new lock file, or none
         raise SocketError(f"{self._lock_path} is being replaced all the time; is something removing it?")
 
     def _unlock(self) -> None:
-        # Removed while it is locked: whoever opened it meanwhile sees that it is not the same file any more.
+        # It is removed while locked, so that whoever has opened it sees that the path names another file.
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock_fd)
 
 
 def make_private_directory(path: Path, gid: int | None = None) -> None:
-    """Makes a directory of our own (0700, or 0750 for a group), or checks that one is safe to put sockets in.
+    """Makes a directory of our own (0700, or 0750 for a group), or checks that one is safe for sockets.
 
-    Safe: a real directory, ours or root's, that nobody else can write to. Raises SocketError.
+    It is safe if it is a real directory, belongs to us or root, and nobody else can write to it. Raises
+    SocketError.
     """
     mode = 0o700 if gid is None else 0o750
     try:

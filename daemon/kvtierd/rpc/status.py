@@ -1,4 +1,4 @@
-"""A snapshot as Admin.Status tells it."""
+"""A snapshot as Admin.Status reports it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class AboutDaemon:
     pid: int
     socket: str
     metrics_url: str
-    """Empty if there are none."""
+    """Empty if metrics are off."""
     command: str = ""
-    """The command line that started it, as a shell takes it."""
+    """The command line that started the daemon, quoted for a shell."""
 
 
 def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusResponse:

@@ -1,4 +1,5 @@
-"""The session stream: requests answered inline in the order of their arrival, events in between."""
+"""The session stream: requests are answered in the order in which they arrive, and events are sent in
+between."""
 
 import asyncio
 import time
@@ -26,16 +27,17 @@ from kvtierd.rpc.requests import renew_of
 from kvtierd.rpc.sessions import Connection, Connections
 
 GOODBYE_DEADLINE_S = 1.0
-"""For the last messages to leave; a client that does not read misses them."""
+"""Time for the last messages to be sent; a client that does not read misses them."""
 UNHURRIED = frozenset({"store", "touch", "release", "cancel"})
-"""Requests whose reply says only that they were taken: it goes with the next message, which for a store is
-most often the event that it has ended."""
+"""Requests whose reply only says that they were accepted. It is sent with the next message, which for a store
+is usually the event that says it has ended."""
 REPLY_DELAY_S = 0.05
-"""So long such a reply waits for a message to go with."""
+"""How long such a reply waits for a message that it can be sent with."""
 EVENT_DELAY_S = 0.01
-"""So long the end of a transfer waits that nobody waits for."""
+"""How long the event of a transfer waits that nobody waits for."""
 REPLIES_MAX = 64
-"""So many of them wait: more, and the client is not read from before they are sent."""
+"""How many such replies may wait. When there are more, the client's next message is read only after they are
+sent."""
 
 Context = grpc.aio.ServicerContext[cache_pb2.AttachRequest, cache_pb2.AttachResponse]
 
@@ -44,7 +46,7 @@ Context = grpc.aio.ServicerContext[cache_pb2.AttachRequest, cache_pb2.AttachResp
 class StreamSettings:
     hello_deadline_s: float
     outgoing_max: int
-    """Events that wait for the client to read them."""
+    """Events that may wait for the client to read them."""
     limits: cache_pb2.Limits
     daemon_version: str
     pool_bytes: int
@@ -79,7 +81,7 @@ class AttachStream:
         self._lazy: set[int] = set()
         """Tickets of transfers whose end nobody waits for."""
         self._timer: asyncio.TimerHandle | None = None
-        """When what waits for others is written without them."""
+        """When messages that wait for others are sent without them."""
         self._closed = False
         self._more = asyncio.Event()
         self._finished: Refusal | None = None
@@ -99,8 +101,8 @@ class AttachStream:
             self._closed = True
             tasks = {reader, writer, *self._waits}
             try:
-                # gRPC ends no call while a message of it is on its way. To a client that does not read, that
-                # may be when its connection ends, which pings see to; the session is over all the same.
+                # gRPC ends no call while one of its messages is being sent. If the client does not read, that
+                # lasts until its connection ends, which pings bring about. The session is over before that.
                 async with self._writing:
                     pass
             finally:
@@ -108,15 +110,15 @@ class AttachStream:
                     task.cancel()
                 results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
-            # Anything but the end of the connection is a bug: let gRPC log it.
+            # Anything but the end of the connection is a bug, which gRPC logs.
             if isinstance(result, Exception) and not isinstance(result, grpc.aio.BaseError):
                 raise result
 
     # --- outgoing ---
 
     def _push(self, message: cache_pb2.AttachResponse, *, lazily: bool = False) -> None:
-        """For events, which cannot wait: queued, and a client that lets too many pile up is dropped.
-        `lazily`: it may be written a little later, with others."""
+        """Queues an event, because events cannot wait. A client that lets too many pile up is dropped. With
+        `lazily`, the event may be sent a little later, together with others."""
         if self._finished is not None:
             return
         if len(self._queue) >= self._settings.outgoing_max:
@@ -148,7 +150,8 @@ class AttachStream:
         self._more.set()
 
     async def _send(self, messages: Iterable[cache_pb2.AttachResponse]) -> None:
-        """For replies: returns when they are sent, so a client that does not read is not read from either."""
+        """Sends replies, and returns when they are sent, so that nothing is read from a client that does not
+        read."""
         self._replying += 1
         try:
             async with self._writing:
@@ -161,7 +164,7 @@ class AttachStream:
                 self._more.set()
 
     async def _write(self) -> None:
-        """Writes what is queued; returns after Goodbye."""
+        """Sends what is queued. Returns after Goodbye."""
         while True:
             await self._more.wait()
             self._more.clear()
@@ -178,8 +181,8 @@ class AttachStream:
                     return
 
     def _joined(self, messages: Iterable[cache_pb2.AttachResponse]) -> Iterable[cache_pb2.AttachResponse]:
-        """What is written now: for a client that takes batches with the replies that waited for it, in few
-        messages."""
+        """The messages to send now. For a client that takes batches, they include the replies that waited,
+        and are joined into few messages."""
         if not self._batches:
             return messages
         replies, self._unhurried = self._unhurried, []
@@ -189,7 +192,7 @@ class AttachStream:
         return in_batches((*replies, *messages))
 
     def _finish(self, why: Refusal) -> None:
-        """Sends what waits, then Goodbye, then ends the stream."""
+        """Sends what waits, then Goodbye, and then ends the stream."""
         if self._finished is None:
             self._finished = why
             self._ending.set_result(None)
@@ -224,7 +227,7 @@ class AttachStream:
             request = await self._context.read()
 
     async def _hello(self, request: cache_pb2.AttachRequest) -> bool:
-        """Attaches the session; False if it was refused, and the stream is to end."""
+        """Attaches the session. False if it was refused and the stream is to end."""
         try:
             if request.WhichOneof("body") != "hello":
                 raise Refusal(Reason.NOT_ATTACHED, "the first message of a stream is a Hello", field="body")
@@ -301,7 +304,7 @@ class AttachStream:
     def _respond(
         self, session: Connection, body: str | None, request: cache_pb2.AttachRequest
     ) -> cache_pb2.AttachResponse | None:
-        """The answer, None if there is none now. Raises Refusal."""
+        """The answer, or None if there is none now. Raises Refusal."""
         if body == "heartbeat":
             renewal = renew_of(request.heartbeat, session.id)
             self._sessions.told_audits(session, renewal.audits)
@@ -309,7 +312,7 @@ class AttachStream:
             if not request.id:
                 return None
             return cache_pb2.AttachResponse(id=request.id, heartbeat_ack=cache_pb2.HeartbeatAck())
-        # A batch gets here inside another one, or from a client that has not said that it sends batches.
+        # A batch that gets here is inside another one, or its client has not said that it sends batches.
         if body is None or body == "batch":
             raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
         if body == "hello":
@@ -359,11 +362,11 @@ class AttachStream:
         try:
             await self._send([response])
         except Exception:
-            # A stream that failed once is of no use; nobody else would hear of it, and the client wait on.
+            # A stream that failed once is of no use. Without this, the client would wait for its answer.
             self._end(Refusal(Reason.EPOCH_ENDED, "an answer could not be sent on its stream"))
             raise
 
-    # --- events; inside the façade's handle ---
+    # --- events, which come inside the façade's `handle` ---
 
     def _event(self, event: Event) -> None:
         if isinstance(event, TransferEnded):

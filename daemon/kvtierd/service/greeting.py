@@ -48,9 +48,9 @@ def vllm_flag(config: Config, environ: Mapping[str, str] = os.environ, uid: int 
 
 
 def _is_found(config: Config, environ: Mapping[str, str], uid: int) -> bool:
-    """Whether an engine looks there without being told. It may be started where the variables are not those
-    of this process, so only a runtime directory counts that a login of this user has too: systemd's, where
-    there is one, and else the one that is used without XDG_RUNTIME_DIR."""
+    """Whether an engine looks for the socket there without being told. Engines may be started where variables
+    differ from those of this process, so the default counts only if it is also that of a login of this user:
+    systemd's runtime directory if there is one, and else the one that is used without XDG_RUNTIME_DIR."""
     if config.server.group:  # engines of other users look elsewhere
         return False
     of_logins = RUN_USER / str(uid)
@@ -77,7 +77,7 @@ def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snap
         f"  metrics  {metrics_url or 'off'}",
         f"  vLLM     {vllm_flag(config)}",
     )
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # nobody reads standard output any more
         print("\n".join(lines), flush=True)
     log.info(
         "serving",

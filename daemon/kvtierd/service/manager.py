@@ -1,4 +1,4 @@
-"""What a service manager hears while the daemon runs: one line of status, and that it is alive."""
+"""What a service manager is told while the daemon runs: one line of status, and that it is alive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ STATUS_PERIOD_S = 5.0
 PINGS_PER_DEADLINE = 3
 """How many pings are sent per deadline of the watchdog, so that a late one does not end the daemon."""
 EXTENSION_S = 60.0
-"""Asked for with each step of a start that goes on: no step is silent for longer."""
+"""How much longer each step of a start asks for; no step is silent for longer."""
 
 log = logger(__name__)
 
@@ -40,7 +40,8 @@ def status_line(snapshot: Snapshot) -> str:
 
 
 class ServiceManager:
-    """Tells the manager about a daemon that serves, from its event loop, and only while all is watched."""
+    """Tells the manager about a daemon that serves, from its event loop, as long as all workers are looked
+    after."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class ServiceManager:
         unattended: Callable[[], list[str]],
         tell_live: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`unattended()` says which workers nobody looks after, each in a sentence; empty is well.
-        `tell_live` answers health checks."""
+        """`unattended()` returns which workers nobody looks after, one sentence for each. `tell_live` answers
+        health checks."""
         self._notifier = notifier
         self._snapshot = snapshot
         self._unattended = unattended
@@ -64,10 +65,11 @@ class ServiceManager:
         self._notifier.ready(self._said)
 
     async def run(self) -> None:
-        """Until it is cancelled.
+        """Runs until it is cancelled.
 
-        A worker that is wedged, killed or being replaced is in good hands, and no reason to be silent: the
-        daemon ends it itself, and its other workers go on. A daemon that has lost sight of one is.
+        A worker that hangs, is killed or is being replaced is looked after, and no reason to be silent: the
+        daemon ends it itself, and other workers go on. A daemon that has lost sight of a worker is such a
+        reason.
         """
         watchdog_s = self._notifier.watchdog_s
         period_s = min(STATUS_PERIOD_S, watchdog_s / PINGS_PER_DEADLINE) if watchdog_s else STATUS_PERIOD_S

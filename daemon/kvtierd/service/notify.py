@@ -1,8 +1,8 @@
-"""Telling a service manager how the daemon is: the notify protocol of systemd, sd_notify(3).
+"""Tells a service manager how the daemon is, by the notify protocol of systemd, sd_notify(3).
 
-Own code, because it is a datagram with a few lines of text: `sdnotify` on PyPI (0.3.2, of 2017) waits for a
-full socket, and the event loop with it, and knows neither WATCHDOG_PID nor what systemd has added since;
-`systemd-python` and `cysystemd` need libsystemd, the former a compiler too.
+This is our own code, because it is a datagram with a few lines of text. `sdnotify` on PyPI (0.3.2, of 2017)
+waits when the socket is full, and the event loop with it, and knows neither WATCHDOG_PID nor what systemd has
+added since. `systemd-python` and `cysystemd` need libsystemd, and the former a compiler too.
 """
 
 import os
@@ -18,20 +18,20 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Notifier:
-    """Tells the service manager that has started this process, if one has. Never waits, never raises.
+    """Tells the service manager that started this process, if there is one. It never waits and never raises.
 
-    What finds no room in its socket, or nobody at it (a manager that is starting again), goes with the next
-    message. For use in one thread.
+    If the socket has no room, or nobody is at it because the manager is starting again, the message goes with
+    the next one. For use in one thread.
     """
 
     watchdog_s: float | None
-    """A daemon that has not been `alive` for so long is killed; None: nobody watches."""
+    """The daemon is killed if it was not `alive` for so long; None if nobody watches."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Takes the protocol's variables out of `environ`: no worker is to speak for the daemon."""
+        """Takes the protocol's variables out of `environ`, so that no worker speaks for the daemon."""
         address, watchdog_us, watchdog_pid = (environ.pop(name, "") for name in VARIABLES)
         if environ.get("SYSTEMD_EXEC_PID", str(os.getpid())) != str(os.getpid()):
-            address = ""  # it is not we who were started as a service: an engine has started us
+            address = ""  # this process was not started as a service, but by an engine
         self.watchdog_s = None
         self._socket: socket.socket | None = None
         self._unsent: dict[str, str] = {}
@@ -88,7 +88,7 @@ class Notifier:
         try:
             self._socket.sendto(message.encode(errors="replace"), self._address)
         except OSError as error:
-            self._unsent.pop("WATCHDOG", None)  # said later it would be a lie
+            self._unsent.pop("WATCHDOG", None)  # sent later, it would not be true
             if not self._told_broken:
                 self._told_broken = True
                 log.warning("the service manager cannot be told anything just now", error=str(error))

@@ -50,7 +50,7 @@ from kvtierd.workers.supervisor.supervisor import (
 )
 
 EXIT_INTERNAL = 70
-"""The exit status after an internal error (sysexits.h EX_SOFTWARE): start it again, it will be warm."""
+"""The exit status after an internal error (sysexits.h EX_SOFTWARE). A new start will be warm."""
 EPOCH_BITS = 20
 PROGRESS_PERIOD_S = 1.0
 DRAIN_POLL_S = 0.05
@@ -58,18 +58,18 @@ SILENCE_CHECK_S = 0.5
 STREAMS_GRACE_S = 2.0
 WORKERS_GRACE_S = 5.0
 END_S = 30.0
-"""More than everything takes that follows the transfers: ending streams and copy workers, and killing
-some."""
+"""More than everything takes that follows the transfers: ending streams and workers, and killing some."""
 log = logger(__name__)
 
 
 def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
-    """Serves until SIGTERM, SIGINT or an internal error; returns the exit status.
+    """Serves until SIGTERM, SIGINT or an internal error. Returns the exit status.
 
-    `read_again()` reads the configuration as it is now, for a reload; it may raise ConfigError.
+    `read_again()` reads the configuration as it is now, for a reload. It may raise ConfigError.
 
     Raises NotReadyError, with every reason, before anything is made; ConfigError, SocketError, PoolError or
-    WorkerStartError if it cannot start nevertheless; StoppedEarly after a signal. Leaves nothing then.
+    WorkerStartError if the daemon cannot start for another reason; StoppedEarly after a signal. Leaves
+    nothing behind then.
     """
     require(loaded)
     stop = Noted(signal.SIGINT, signal.SIGTERM)
@@ -94,8 +94,8 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
 
 
 def first_epoch(boot_nonce: int) -> int:
-    """The first epoch of this boot: the upper 40 bits of its nonce, then a counter with room for a
-    million."""
+    """The first epoch of this boot: the upper 40 bits of its nonce, followed by a counter with room for a
+    million epochs."""
     return (boot_nonce >> 24 << EPOCH_BITS) + 1
 
 
@@ -121,7 +121,8 @@ def group_id(name: str) -> int | None:
 
 
 def open_pool(config: Config, notifier: Notifier, check_stop: Callable[[], None]) -> HostPool:
-    """Raises ConfigError, PoolError or what `check_stop()` raises, which is called again and again."""
+    """Opens the pool. Raises ConfigError, PoolError, or what `check_stop()` raises, which is called again and
+    again."""
     told_s = 0.0
 
     def progress(done: int, of: int) -> None:
@@ -147,7 +148,7 @@ def open_pool(config: Config, notifier: Notifier, check_stop: Callable[[], None]
 
 
 def open_disks(config: Config) -> Iterator[DiskFile]:
-    """The configured disks, with empty images; the directories are not looked at. Raises ConfigError."""
+    """The configured disks, with empty images. The directories are not looked at. Raises ConfigError."""
     for number, path in enumerate(config.disk.paths):
         try:
             image = DiskImage(disk_geometry(config.disk.size, config.disk.extent_size))
@@ -238,7 +239,7 @@ class _Daemon:
             await asyncio.gather(starting, stopped, return_exceptions=True)
 
     async def _start(self, stack: AsyncExitStack) -> "_Serving":
-        """Starts everything, up to the greeting; `stack` takes it down again."""
+        """Starts everything, up to the greeting. `stack` takes it down again."""
         config = self._config
         limits = config.limits.to_core()
         clock = SteadyClock()
@@ -349,7 +350,7 @@ class _Daemon:
             return ""
         metrics.watch(cache.snapshot, asyncio.get_running_loop())
         server = MetricsServer(listen, metrics.registry)
-        # On a thread: a scrape that is under way may be waiting for this loop.
+        # This runs on a thread, because a scrape that is under way may be waiting for this loop.
         stack.push_async_callback(asyncio.to_thread, server.close)
         return server.url
 
@@ -371,8 +372,8 @@ class _Daemon:
     def _reload(
         self, cache: Cache, workers: Supervisor, sessions: Connections, manager: ServiceManager
     ) -> Reloaded:
-        """Reads the configuration again and takes over what can change. Raises ConfigError; nothing has
-        changed then."""
+        """Reads the configuration again and takes over what can change. Raises ConfigError, and then nothing
+        has changed."""
         self._notifier.reloading()
         try:
             found = compare(self._config, self._read_again())
@@ -428,7 +429,7 @@ class _Daemon:
             sessions.end_silent()
 
     async def _wind_down(self, cache: Cache, sessions: Connections, rpc: RpcServer, side: SideServer) -> None:
-        """Refuses what is new, lets transfers finish, says goodbye."""
+        """Refuses anything new, lets transfers finish, and ends the sessions."""
         await rpc.stopping()
         if cache.poisoned.is_set():
             why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
@@ -451,6 +452,7 @@ class _Daemon:
 
 
 def _block_table(geometry: PoolGeometry, file_bytes: int) -> BlockTable:
-    """With room for a block in every slot of the smallest size; its memory is used as blocks come."""
+    """A table with room for a block in every slot of the smallest size. Its memory is used only as blocks
+    come."""
     slots = geometry.extents * geometry.slots_per_extent(PAGE_BYTES)
     return BlockTable(min(slots, CAPACITY_MAX), file_bytes // PAGE_BYTES)

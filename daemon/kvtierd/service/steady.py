@@ -4,14 +4,15 @@ import time
 from collections.abc import Callable
 
 GAP_S = 1.0
-"""Longest time between two readings that counts in full; the daemon reads its clock ten times a second."""
+"""The longest time between two readings that counts in full. The daemon reads its clock ten times a
+second."""
 
 
 class SteadyClock:
     """A monotonic clock that stands still while the process does (SIGSTOP, a frozen host, a stuck loop).
 
-    For deadlines that others have to meet: when a stopped daemon goes on, the heartbeats that were sent to it
-    meanwhile are still to be read. Read it at least every second.
+    It is for deadlines that others have to meet: when a stopped daemon goes on, it has not yet read the
+    heartbeats that were sent to it meanwhile. Read the clock at least every second.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
-"""What every worker does from its first line to its last: it takes over what it inherits from the daemon,
-says that it is ready, serves until the daemon stops it or is gone, and ends with nothing left under way.
+"""What every worker does from start to end: it takes over what it inherits from the daemon, reports that it
+is ready, serves until the daemon stops it or is gone, and ends with nothing left under way.
 
-The daemon's process is called the front here: workers talk to it over one channel.
+The daemon's process is called the front here. Workers talk to it over one channel.
 """
 
 import argparse
@@ -30,24 +30,26 @@ from kvtierd.workers.channel.status import HEARTBEAT_PERIOD_S, StallDetector, St
 from kvtierd.workers.populate import Populator
 
 NICENESS = 5
-"""Workers give way to the engine and to the front, for which everybody waits."""
+"""Workers give way to the engine and to the front, because everybody waits for these."""
 STUCK_STATUS = 75
-"""The exit status of a worker that could not end what it had begun."""
+"""The exit status of a worker that could not finish what it had begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inheritance:
-    """What a worker has from its front."""
+    """What a worker gets from its front."""
 
     arguments: argparse.Namespace
     status: StatusPage
     channel: BlockingPacketChannel
     pool: mmap.mmap
-    """The host pool. Its descriptor stays open as long as the process lives: it is the pool's lock."""
+    """The host pool. Its descriptor stays open as long as the process lives, because it holds the pool's
+    lock."""
 
 
 def inherit(parser: argparse.ArgumentParser) -> Inheritance:
-    """Adds the arguments of every worker to `parser`, reads the command line, and takes what it names."""
+    """Adds the arguments that every worker has to `parser`, reads the command line, and opens what it
+    names."""
     parser.add_argument("--pool-fd", type=int, required=True, help="the pool file, locked")
     parser.add_argument("--pool-bytes", type=int, required=True)
     parser.add_argument("--channel-fd", type=int, required=True, help="a SOCK_SEQPACKET socket to the front")
@@ -68,7 +70,7 @@ def inherit(parser: argparse.ArgumentParser) -> Inheritance:
 
 
 def give_up(inherited: Inheritance, refusal: Refusal) -> NoReturn:
-    """Tells the front why the device cannot be used, and ends the process. The front logs it, once."""
+    """Tells the front why the device cannot be used, and ends the process. The front logs it once."""
     unusable = wire.Unusable(
         reason=int(refusal.reason), field=refusal.field, value=refusal.value, message=refusal.message[:4_000]
     )
@@ -85,12 +87,12 @@ def run(
     log: Fields,
     is_broken: Callable[[], bool] = lambda: False,
 ) -> tuple[int, bool]:
-    """Says that the worker is ready, and gives each message and its descriptors to `handle`, until the front
-    says stop or is gone, `is_broken()` is true, or `handle` raises.
+    """Reports that the worker is ready, and passes each message and its descriptors to `handle`, until the
+    front says stop or is gone, `is_broken()` is true, or `handle` raises.
 
     Returns the exit status, and whether the front is gone.
     """
-    # Before Ready: a worker that stood still right after it, without ever a beat, would not be found out.
+    # This comes before Ready: otherwise nobody would notice a worker that hangs right after it.
     inherited.status.enter(StatusWord.HEARTBEAT)
     exit_status, is_orphan = 0, False
     try:
@@ -139,9 +141,9 @@ def finish(
     log: Fields,
     overdue: Callable[[float], str | None] = lambda _: None,
 ) -> None:
-    """Waits until `join(timeout_s)` says that the threads have ended. Ends the process if they stand still
-    for `deadline_s`, or if `overdue(elapsed_s)`, called again and again, says why it must: there may be no
-    supervisor left to see it, and then the end of the process is the fence."""
+    """Waits until `join(timeout_s)` says that the threads have ended. Ends the process if they make no
+    progress for `deadline_s`, or if `overdue(elapsed_s)`, called again and again, says why it must end: there
+    may be no supervisor left to notice, and then the end of the process is the fence."""
     stalls = StallDetector(deadline_s)
     last_s = time.monotonic()
     while True:
@@ -159,7 +161,7 @@ def finish(
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process without an end of the interpreter: threads may be inside a driver, wait for a disk, or
-    still have something to unmap, and the end of the process does all that is left."""
+    """Ends the process without finalising the interpreter. Threads may be inside a driver, wait for a disk,
+    or still have something to unmap, and the end of the process does all of that."""
     logging.shutdown()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Log lines of a copy worker: as the daemon's, and each says which worker it is of."""
+"""Log lines of a worker. They look like the daemon's, and each says which worker it is from."""
 
 import logging
 import os

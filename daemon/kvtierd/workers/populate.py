@@ -1,4 +1,5 @@
-"""Maps the pool's pages ahead of use, so that the first copy into a slot does not wait for the kernel."""
+"""Maps the pool's pages before they are used, so that the first copy into a slot does not wait for the
+kernel."""
 
 import mmap
 import os
@@ -12,26 +13,26 @@ from kvtierd.workers.copy.device import Device
 from kvtierd.workers.log import logger
 
 CHUNK_BYTES = 16 * 1024 * 1024
-"""Mapped at one go: 1 to 2 ms in pages of 4 KiB, during which nothing can be unmapped."""
+"""Mapped at once, which takes 1 to 2 ms with pages of 4 KiB. Nothing can be unmapped in that time."""
 
 NICENESS = 10
-"""Whoever has something to do comes first."""
+"""Every thread with something to do comes first."""
 
 YIELD_S = 0.005
-"""Between two looks at whether the lanes are busy."""
+"""Time between two looks at whether the lanes are busy."""
 
 _log = logger(__name__)
 
 
 class Populator:
-    """A thread that maps the pool, from its start, while the lanes have nothing to do, and has the device
-    make ready what has been mapped.
+    """A thread that maps the pool, from its beginning, while the lanes have nothing to do, and lets the
+    device prepare what has been mapped.
 
     It changes no byte. What it has not reached, or cannot map, is mapped when a copy touches it.
     """
 
     def __init__(self, pool: mmap.mmap, is_busy: Callable[[], bool], device: Device | None = None) -> None:
-        """`is_busy()` is asked before each chunk, from the thread. Without a device, the whole pool is
+        """`is_busy()` is called before each chunk, from the thread. Without a device, the whole pool is
         mapped."""
         self._pool = pool
         self._is_busy = is_busy
@@ -44,11 +45,11 @@ class Populator:
         self._thread.start()
 
     def stop(self) -> None:
-        """It ends after the chunk that it is at. Any number of times."""
+        """Ends the thread after its current chunk. May be called several times."""
         self._stopped.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for its end; False if it has not come. True if it was never started."""
+        """Waits until the thread has ended; False if it has not. True if it was never started."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -65,7 +66,7 @@ class Populator:
             self._device.pool_area_mapped((offset, length))
 
     def _map(self, area_offset: int, area_bytes: int) -> bool:
-        """False if it was stopped."""
+        """False if the thread was stopped."""
         pool = np.frombuffer(self._pool, np.uint8)
         try:
             for offset in range(area_offset, area_offset + area_bytes, CHUNK_BYTES):
@@ -73,14 +74,14 @@ class Populator:
                     return False
                 populate(pool, offset, min(CHUNK_BYTES, area_offset + area_bytes - offset))
         except OSError as error:
-            # A kernel before 5.14, no memory for page tables, or a hole in the file and no room for it.
+            # The kernel is older than 5.14, or there is no memory for page tables or for a hole in the file.
             if self._can_map:
                 _log.info("the pool's pages are mapped as they are touched", why=str(error))
             self._can_map = False
         return True
 
     def _turn(self) -> bool:
-        """Waits until the lanes have nothing to do; False if it was stopped."""
+        """Waits until the lanes have nothing to do. False if the thread was stopped."""
         while self._is_busy() and not self._stopped.wait(YIELD_S):
             pass
         return not self._stopped.is_set()

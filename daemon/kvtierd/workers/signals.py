@@ -1,5 +1,5 @@
-"""Signals that reach a whole process group, or all that a service consists of: they are for the front, which
-then tells its workers."""
+"""Signals that reach a whole process group, or all processes of a service. They are meant for the front,
+which then tells its workers."""
 
 import signal
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ FOR_THE_FRONT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A worker that is started inside does not hear them until it ignores them itself: a Ctrl-C would end its
-    imports with a traceback. They reach this process a moment later."""
+    """Keeps these signals from a worker that is started in this context until it ignores them itself; a
+    Ctrl-C would otherwise end its imports with a traceback. They reach this process a moment later."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_FRONT)
     try:
         yield
@@ -20,7 +20,7 @@ def held_back() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """In a worker, from its start on."""
+    """Ignores these signals. A worker calls it at its start."""
     for number in FOR_THE_FRONT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_FRONT)

@@ -1,7 +1,7 @@
 """The CUDA driver, by ctypes on libcuda.so.1: memory sharing, streams, events and batched copies.
 
-Nothing is loaded by importing this package: `load()` does, and says what is missing if it cannot. There is
-neither torch nor the CUDA runtime in it. KVTIER_CUDA_LIBRARY names another library than the installed
+Importing this package loads nothing. `load()` loads the driver, and says what is missing if it cannot. The
+package uses neither torch nor the CUDA runtime. KVTIER_CUDA_LIBRARY names another library than the installed
 driver's.
 """
 

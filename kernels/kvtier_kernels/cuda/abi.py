@@ -179,8 +179,8 @@ PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
 }
 """Parameters of every function that is looked up by its exported name. All return a CUresult.
 
-A name without suffix is the function's first version, whatever cuda.h of the day makes of it; so a later
-driver, which keeps exporting it, cannot change what it takes.
+A name without suffix is the function's first version, whatever the current cuda.h makes of it. A later driver
+still exports it, and cannot change its parameters.
 """
 
 BATCH_PROTOTYPE: Final = (
@@ -194,7 +194,7 @@ BATCH_PROTOTYPE: Final = (
     POINTER(c_size_t),  # failIdx
     c_void_p,  # stream
 )
-"""cuMemcpyBatchAsync as 12.8 and 12.9 have it."""
+"""cuMemcpyBatchAsync of CUDA 12.8 and 12.9."""
 
 BATCH_V2_PROTOTYPE: Final = (*BATCH_PROTOTYPE[:7], c_void_p)
-"""cuMemcpyBatchAsync since 13.0: no failIdx."""
+"""cuMemcpyBatchAsync since CUDA 13.0, which has no failIdx."""

@@ -8,7 +8,7 @@ from kvtier_kernels.cuda.library import Library
 
 
 class ChunkCalls:
-    """A context must be current in the calling thread. Every method raises CudaError.
+    """Calls on chunks. A context must be current in the calling thread. Every method raises CudaError.
 
     A chunk's memory lives as long as a handle of it or a mapping exists, in any process.
     """
@@ -16,39 +16,40 @@ class ChunkCalls:
     _library: Library
 
     def chunk_create(self, n: int, ordinal: int, exportable: bool = True) -> int:
-        """Handle of n new bytes on a GPU, a multiple of `chunk_granularity`; the caller releases it."""
+        """A handle of n new bytes on a GPU; n is a multiple of `chunk_granularity`. The caller releases the
+        handle."""
         handle = abi.CUhandle()
         self._library.call("cuMemCreate", byref(handle), n, byref(_properties(ordinal, exportable)), 0)
         return handle.value
 
     def chunk_of(self, ptr: int) -> int:
-        """A new handle of the chunk mapped at an address; the caller releases it. CudaError INVALID_VALUE for
-        memory that is not made of chunks."""
+        """A new handle of the chunk that is mapped at an address. The caller releases it. Raises CudaError
+        INVALID_VALUE for memory that is not made of chunks."""
         handle = abi.CUhandle()
         self._library.call("cuMemRetainAllocationHandle", byref(handle), ptr)
         return handle.value
 
     def chunk_release(self, handle: int) -> None:
-        """Gives a handle back; mappings of the chunk stay."""
+        """Releases a handle. Mappings of the chunk stay."""
         self._library.call("cuMemRelease", handle)
 
     def chunk_export(self, handle: int) -> int:
-        """A new descriptor of the chunk (close-on-exec), which the caller closes. CudaError if the chunk was
-        not made exportable."""
+        """A new descriptor of the chunk (close-on-exec). The caller closes it. Raises CudaError if the chunk
+        was not made exportable."""
         fd = c_int(-1)
         self._library.call("cuMemExportToShareableHandle", byref(fd), handle, abi.HANDLE_TYPE_POSIX_FD, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 
     def chunk_import(self, fd: int) -> int:
-        """Handle of the chunk behind a descriptor, which may be closed at once; the caller releases the
+        """A handle of the chunk behind a descriptor, which may be closed at once. The caller releases the
         handle."""
         handle = abi.CUhandle()
         self._library.call("cuMemImportFromShareableHandle", byref(handle), fd, abi.HANDLE_TYPE_POSIX_FD)
         return handle.value
 
     def chunk_granularity(self, ordinal: int) -> int:
-        """Sizes and addresses of chunks on this GPU are multiples of it."""
+        """Sizes and addresses of chunks on this GPU are multiples of this number of bytes."""
         granularity = c_size_t()
         self._library.call(
             "cuMemGetAllocationGranularity",
@@ -59,17 +60,18 @@ class ChunkCalls:
         return granularity.value
 
     def reserve(self, n: int, alignment: int = 0) -> int:
-        """Reserves n bytes of addresses, without memory behind them; the caller unreserves them."""
+        """Reserves n bytes of addresses, without memory behind them. The caller releases them with
+        `unreserve`."""
         ptr = abi.CUdeviceptr()
         self._library.call("cuMemAddressReserve", byref(ptr), n, alignment, 0, 0)
         return ptr.value
 
     def unreserve(self, ptr: int, n: int) -> None:
-        """Gives a whole reservation back, after everything in it was unmapped."""
+        """Releases a whole reservation, after everything in it was unmapped."""
         self._library.call("cuMemAddressFree", ptr, n)
 
     def map_chunk(self, ptr: int, n: int, handle: int, offset: int = 0) -> None:
-        """Maps n bytes of a chunk at reserved addresses; not accessible before `allow_access`."""
+        """Maps n bytes of a chunk at reserved addresses. They are not accessible before `allow_access`."""
         self._library.call("cuMemMap", ptr, n, offset, handle, 0)
 
     def unmap(self, ptr: int, n: int) -> None:

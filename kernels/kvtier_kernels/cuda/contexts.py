@@ -13,21 +13,21 @@ from kvtier_kernels.cuda.library import Library
 class Context:
     """One reference to the primary context of a GPU, which the driver counts per process.
 
-    The first reference of a process makes the context (about 500 MiB of the GPU's memory), the last release
-    destroys it with everything made in it. An engine's process has one already (CUDA's runtime uses the
-    primary context), so a reference there costs nothing; it must not be held longer than needed all the same.
+    The first reference of a process makes the context (about 500 MiB of the GPU's memory), and the last
+    release destroys it with everything made in it. An engine's process has one already, because CUDA's
+    runtime uses the primary context, so a reference there costs nothing. It must still be released as soon as
+    it is not needed any more.
 
-    A context is current per thread, in a stack: `with context:` pushes and pops it; `make_current` replaces
-    the top of the stack and is meant for threads that serve one GPU all their life. Any number of threads may
-    use one Context.
+    Each thread has a stack of current contexts: `with context:` pushes and pops, and `make_current` replaces
+    the top, for threads that serve one GPU all their life. Any number of threads may use one Context.
 
-    Between `push` and `pop` the thread's calls leave alone the CUDA graphs that other threads are capturing.
-    Otherwise the driver refuses many of them meanwhile (a query of an event, a registration), and the capture
-    that they came into is lost: an engine would not start because of us.
+    Between `push` and `pop`, the thread's calls do not disturb CUDA graphs that other threads are capturing.
+    Otherwise the driver refuses many calls during a capture (a query of an event, a registration), and the
+    capture is lost: an engine would not start because of us.
     """
 
     def __init__(self, library: Library, ordinal: int) -> None:
-        """Takes the reference. Raises CudaError: OUT_OF_MEMORY where there is no room for a context."""
+        """Takes the reference. Raises CudaError, with OUT_OF_MEMORY if there is no room for a context."""
         handle = c_void_p()
         library.call("cuDevicePrimaryCtxRetain", byref(handle), ordinal)
         self._library = library
@@ -36,7 +36,7 @@ class Context:
         self._released = False
 
     def push(self) -> None:
-        """Makes it current in this thread until `pop`."""
+        """Makes the context current in this thread until `pop`."""
         self._library.call("cuCtxPushCurrent_v2", self.handle)
         try:
             _modes_before().append(self._exchange_capture_mode(CAPTURE_MODE_RELAXED))
@@ -45,19 +45,19 @@ class Context:
             raise
 
     def pop(self) -> None:
-        """Makes current again what was before `push`."""
+        """Makes the context current again that was current before `push`."""
         try:
             self._exchange_capture_mode(_modes_before().pop())
         finally:
             self._pop_current()
 
     def make_current(self) -> None:
-        """Makes it current in this thread for good."""
+        """Makes the context current in this thread for good."""
         self._library.call("cuCtxSetCurrent", self.handle)
 
     def release(self) -> None:
-        """Gives the reference back; a second call does nothing. Nothing made in the context may be used after
-        it unless someone else holds a reference."""
+        """Gives the reference back. A second call does nothing. Nothing that was made in the context may be
+        used afterwards, unless someone else holds a reference."""
         if self._released:
             return
         self._released = True
@@ -76,7 +76,7 @@ class Context:
         self._library.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _exchange_capture_mode(self, mode: int) -> int:
-        """Sets the thread's mode; the one before."""
+        """Sets the thread's capture mode, and returns the one before."""
         exchanged = c_int(mode)
         self._library.call("cuThreadExchangeStreamCaptureMode", byref(exchanged))
         return exchanged.value

@@ -17,12 +17,11 @@ from kvtier_kernels.cuda.library import Library, version_text
 U64 = NDArray[np.uint64]
 
 DESCRIPTORS_PER_CALL: Final = 4096
-"""More in one call crashed driver 580.159 (51,828 did) and hung it when repeated
-(vllm-project/vllm#49276)."""
+"""More in one call (51,828) crashed driver 580.159, and hung it when repeated (vllm-project/vllm#49276)."""
 
 
 class CopyMethod(Enum):
-    """How a batch is handed to the driver."""
+    """How a batch is passed to the driver."""
 
     BATCH_V2 = "batch-13.0"
     """cuMemcpyBatchAsync as of CUDA 13.0."""
@@ -36,28 +35,28 @@ _BATCH_FORMS: Final = (
     (CopyMethod.BATCH_V2, abi.VERSION_BATCH_V2, abi.BATCH_V2_PROTOTYPE),
     (CopyMethod.BATCH, abi.VERSION_BATCH, abi.BATCH_PROTOTYPE),
 )
-"""The preferred one first."""
+"""The preferred one comes first."""
 
 _BATCH_SYMBOL: Final = {CopyMethod.BATCH_V2: "cuMemcpyBatchAsync_v2", CopyMethod.BATCH: "cuMemcpyBatchAsync"}
 _UNKNOWN_INDEX: Final = (1 << 64) - 1
 
 
 class Copies:
-    """Hands batches of descriptors to a stream, as few calls as possible. One per lane: not for two threads
-    at once.
+    """Passes batches of descriptors to a stream, in as few calls as possible. One for each lane: two threads
+    must not use it at once.
 
-    Arrays are uint64 of shape (n,), C-contiguous, and are read during the call only. Device addresses are the
-    caller's to check: a wrong one corrupts memory or loses the context. Targets of one call must not overlap
-    one another. A context must be current. Raises ValueError before anything is submitted, and CudaError with
-    a part of the batch possibly in flight: the caller still records an event and waits for it.
+    Arrays are uint64 of shape (n,), C-contiguous, and are read only during the call. The caller has to check
+    device addresses: a wrong one corrupts memory or loses the context. Targets of one call must not overlap.
+    A context must be current. Raises ValueError before anything is submitted, and CudaError when part of the
+    batch may be in flight: the caller then still records an event and waits for it.
     """
 
     def __init__(
         self, driver: Driver, method: CopyMethod | None = None, *, prefer_overlap: bool = False
     ) -> None:
-        """`method`: by the driver's version if None; one that the driver does not have raises
-        CudaUnavailableError. `prefer_overlap` hints that copies should overlap with computation (batch
-        methods only)."""
+        """`method` None chooses by the driver's version; a method that the driver does not have raises
+        CudaUnavailableError. `prefer_overlap` hints that copies should overlap with computation (only for
+        batch methods)."""
         self._library = driver.library
         self.method, self.reason, self._batch = _choose(self._library, method)
         self._to_device = _attributes(abi.SRC_ACCESS_ORDER_ANY, prefer_overlap)
@@ -67,12 +66,12 @@ class Copies:
         self._rows_address = self._library.address("cuMemcpy2DAsync_v2")
 
     def describe(self) -> str:
-        """The method and why, for the log."""
+        """The method and why it was chosen, for the log."""
         return f"copies by {self.method.value} ({self.reason})"
 
     def to_device(self, device: U64, host: U64, sizes: U64, stream: int) -> None:
-        """Copies sizes[i] bytes from host[i] to device[i]. The host memory may be read at any time from now
-        on, even before earlier work of the stream is done (order ANY): it must be stable already."""
+        """Copies sizes[i] bytes from host[i] to device[i]. From now on the host memory may be read at any
+        time, even before earlier work of the stream is done (order ANY), so it must be stable already."""
         self._copy(device, host, sizes, stream, self._to_device)
 
     def to_host(self, host: U64, device: U64, sizes: U64, stream: int) -> None:
@@ -82,14 +81,14 @@ class Copies:
     def rows_to_device(
         self, device: U64, host: U64, width: U64, rows: U64, device_pitch: U64, host_pitch: U64, stream: int
     ) -> None:
-        """Copies rows[i] runs of width[i] bytes, host_pitch[i] apart in the host's memory and device_pitch[i]
-        apart in the device's, by cuMemcpy2DAsync, one call per descriptor, whatever the method."""
+        """Copies rows[i] runs of width[i] bytes, host_pitch[i] apart in host memory and device_pitch[i] apart
+        in device memory, by cuMemcpy2DAsync with one call for each descriptor, whatever the method."""
         self._copy_rows((device, host, width, rows, device_pitch, host_pitch), True, stream)
 
     def rows_to_host(
         self, device: U64, host: U64, width: U64, rows: U64, device_pitch: U64, host_pitch: U64, stream: int
     ) -> None:
-        """The same in the other direction."""
+        """As `rows_to_device`, in the other direction."""
         self._copy_rows((device, host, width, rows, device_pitch, host_pitch), False, stream)
 
     def _copy(self, dst: U64, src: U64, sizes: U64, stream: int, attributes: abi.CUmemcpyAttributes) -> None:
@@ -99,7 +98,7 @@ class Copies:
             if code != SUCCESS:
                 raise self._library.error("cuMemcpyAsync", code, more=f"descriptor {done} of {n}")
             return
-        # Offsets instead of slices: an array object per call would cost more than all the rest here.
+        # Offsets instead of slices, because an array object per call would cost more than all the rest.
         dst_address, src_address, sizes_address = dst.ctypes.data, src.ctypes.data, sizes.ctypes.data
         fail_index = c_size_t(_UNKNOWN_INDEX)
         more = (byref(fail_index),) if self.method is CopyMethod.BATCH else ()
@@ -131,7 +130,7 @@ class Copies:
 
 
 def _choose(library: Library, wanted: CopyMethod | None) -> tuple[CopyMethod, str, Callable[..., int] | None]:
-    """The method, why, and its function (none for the loop)."""
+    """The method, why it was chosen, and its function (None for the loop)."""
     if wanted is CopyMethod.LOOP:
         return wanted, "as asked for", None
     has = f"the driver supports CUDA {version_text(library.version)}"
@@ -154,7 +153,7 @@ def _choose(library: Library, wanted: CopyMethod | None) -> tuple[CopyMethod, st
 
 
 def _attributes(order: int, prefer_overlap: bool) -> abi.CUmemcpyAttributes:
-    # The location hints say nothing: the driver reads them for managed memory only.
+    # The location hints are left empty, because the driver reads them for managed memory only.
     flags = abi.MEMCPY_FLAG_PREFER_OVERLAP if prefer_overlap else 0
     return abi.CUmemcpyAttributes(src_access_order=order, flags=flags)
 

@@ -25,25 +25,27 @@ class DeviceInfo:
     """As /sys/bus/pci/devices has it, for example "0000:3b:00.0"."""
     total_bytes: int
     is_mig: bool
-    """A slice of a GPU; the driver offers no sharing of its memory between processes."""
+    """Whether it is a slice of a GPU, whose memory the driver does not share between processes."""
 
 
 def device_name(uuid: bytes) -> str:
-    """ "GPU-" and the UUID in lower case, 8-4-4-4-12. Raises ValueError unless `uuid` has 16 bytes."""
+    """The name of a GPU: "GPU-" and the UUID in lower case, 8-4-4-4-12. Raises ValueError unless `uuid` has
+    16 bytes."""
     if len(uuid) != UUID_BYTES:
         raise ValueError(f"uuid has {len(uuid)} bytes, must have {UUID_BYTES}")
     return f"GPU-{uuids.UUID(bytes=uuid)}"
 
 
 def visible_devices(library: Library) -> list[DeviceInfo]:
-    """All of them, by ordinal. Needs no context and makes none. Raises CudaError."""
+    """All visible GPUs, by ordinal. Needs no context and makes none. Raises CudaError."""
     count = c_int()
     library.call("cuDeviceGetCount", byref(count))
     return [_read(library, ordinal) for ordinal in range(count.value)]
 
 
 def find_device(devices: list[DeviceInfo], text: str) -> DeviceInfo:
-    """The one with this name, with or without "GPU-" and in any case. LookupError names those there are."""
+    """The GPU with this name, with or without "GPU-" and in any case. Raises LookupError, which names the
+    visible ones."""
     wanted = text.strip().lower().removeprefix("gpu-")
     for device in devices:
         if device.name.removeprefix("GPU-") == wanted:
@@ -62,7 +64,7 @@ def _read(library: Library, ordinal: int) -> DeviceInfo:
     total = c_size_t()
     library.call("cuDeviceTotalMem_v2", byref(total), device)
     uuid = _uuid(library, "cuDeviceGetUuid_v2", device)
-    # The first version answers with the UUID of the whole GPU, the second with that of the MIG instance.
+    # The first version returns the UUID of the whole GPU, and the second that of the MIG instance.
     whole = _uuid(library, "cuDeviceGetUuid", device) if library.has("cuDeviceGetUuid") else uuid
     return DeviceInfo(
         ordinal=ordinal,

@@ -12,15 +12,17 @@ from kvtier_kernels.cuda.streams import StreamCalls
 
 
 class Driver(MemoryCalls, ChunkCalls, StreamCalls):
-    """The driver's calls, by `load`. Handles, addresses and descriptors are plain integers.
+    """The driver's calls, made by `load`. Handles, addresses and descriptors are plain integers.
 
-    Threads: every method may be called from any thread and releases the GIL while it runs. What works on
-    memory, chunks, streams, events and copies needs a context current in the calling thread (CudaError
-    INVALID_CONTEXT otherwise); devices, `retain_primary` and `current_context` do not. Lifetime: nothing is
-    released by garbage collection. Whoever gets something from a method that says so releases it; the end of
-    the process, or of the context, releases all. A Driver itself lives as long as the process. Processes:
-    CUDA does not survive a fork. Load it in the process that uses it. Errors: CudaError from every method; an
-    asynchronous failure of earlier work may surface in any of them.
+    Threads: every method may be called from any thread, and releases the GIL while it runs. Calls on memory,
+    chunks, streams, events and copies need a context that is current in the calling thread (otherwise
+    CudaError INVALID_CONTEXT); calls on devices, `retain_primary` and `current_context` do not.
+
+    Lifetime: garbage collection releases nothing. Where a method says so, its caller has to release what it
+    gets; the end of the process, or of the context, releases everything. A Driver lives as long as the
+    process. CUDA does not survive a fork, so load it in the process that uses it.
+
+    Errors: every method raises CudaError. A failure of earlier asynchronous work may show in any of them.
     """
 
     def __init__(self, library: Library) -> None:
@@ -33,7 +35,7 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
 
     @property
     def version(self) -> int:
-        """The CUDA version that the driver supports: 13000 is 13.0."""
+        """The CUDA version that the driver supports, as 13000 for 13.0."""
         return self._library.version
 
     @property
@@ -50,11 +52,13 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
         return visible_devices(self._library)
 
     def device(self, text: str) -> DeviceInfo:
-        """The visible GPU with this name, or UUID as text. LookupError names the visible ones."""
+        """The visible GPU with this name, or UUID as text. Raises LookupError, which names the visible
+        ones."""
         return find_device(self.devices(), text)
 
     def retain_primary(self, ordinal: int) -> Context:
-        """A reference to the GPU's primary context, made if this process has none; the caller releases it."""
+        """A reference to the GPU's primary context, which is made if this process has none. The caller
+        releases it."""
         return Context(self._library, ordinal)
 
     def current_context(self) -> int:
@@ -73,9 +77,10 @@ _loading = threading.Lock()
 
 
 def load(path: str | None = None) -> Driver:
-    """The driver in the library at `path`, by default what KVTIER_CUDA_LIBRARY names, else libcuda.so.1.
+    """The driver in the library at `path`, by default the one that KVTIER_CUDA_LIBRARY names, or else
+    libcuda.so.1.
 
-    Loads and initialises it the first time (cuInit, up to seconds; no context is made); later calls with the
+    The first call loads and initialises it (cuInit, up to seconds; no context is made). Later calls with the
     same path return the same Driver. Raises CudaUnavailableError; a later call tries again.
     """
     chosen = library_path(path)

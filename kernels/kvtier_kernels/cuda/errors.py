@@ -1,4 +1,4 @@
-"""What a call of the CUDA driver can end with."""
+"""The results of calls of the CUDA driver, and what users can do about them."""
 
 from typing import Final
 
@@ -28,9 +28,9 @@ STICKY_CODES: Final = frozenset(
         UNKNOWN,
     }
 )
-"""Errors after which the context is lost: every later call fails, and only a new process can go on. Most of
-them cuda.h describes so ("the process must be terminated and relaunched"); the hardware errors and UNKNOWN
-are treated alike, because a process that starts again is safe and one that goes on with doubtful memory is
+"""Errors after which the context is lost: every later call fails, and only a new process can go on. cuda.h
+says so about most of them ("the process must be terminated and relaunched"). The hardware errors and UNKNOWN
+are treated alike, because a process that starts again is safe, and one that goes on with doubtful memory is
 not."""
 
 
@@ -38,14 +38,14 @@ class CudaError(Exception):
     """A driver call failed.
 
     `call` is the function as the library exports it, `code` its result and `name` the driver's name for it.
-    `arguments` are the call's plain arguments, for the log. `sticky`: the context is lost and this process
-    must exit. A failed asynchronous call may report an earlier call's failure.
+    `arguments` are the call's plain arguments, for the log. If `sticky`, the context is lost and this process
+    must exit. A failed call may report the failure of an earlier asynchronous call.
     """
 
     def __init__(
         self, call: str, code: int, name: str, arguments: str = "", sticky: bool | None = None
     ) -> None:
-        """`sticky`: by STICKY_CODES if None."""
+        """`sticky` None decides by STICKY_CODES."""
         super().__init__(call, code, name, arguments, sticky)
         self.call = call
         self.code = code
@@ -66,8 +66,8 @@ ANSWERS_UNKNOWN_TO_BAD_INPUT: Final = frozenset(
         "cuMemImportFromShareableHandle",
     }
 )
-"""Calls that may answer UNKNOWN to a handle or descriptor that is none, or that a container does not let
-through, with the context as it was. After these the context is asked whether it is lost."""
+"""Calls that may return UNKNOWN for an invalid handle or descriptor, or one that a container does not let
+through, although the context is as it was. After these the context is asked whether it is lost."""
 
 
 class CudaUnavailableError(Exception):

@@ -1,4 +1,4 @@
-"""The loaded driver library: symbols resolved and typed, results turned into exceptions."""
+"""The loaded driver library: it resolves and types symbols, and turns results into exceptions."""
 
 import ctypes
 import os
@@ -21,19 +21,19 @@ PATH_VARIABLE: Final = "KVTIER_CUDA_LIBRARY"
 PATH_DEFAULT: Final = "libcuda.so.1"
 
 _OPTIONAL: Final = frozenset({"cuDeviceGetUuid"})
-"""Superseded functions, which a driver of the future may leave out."""
+"""Superseded functions, which a future driver may leave out."""
 
 
 def library_path(path: str | None = None) -> str:
-    """`path`, else what KVTIER_CUDA_LIBRARY says, else the name by which the loader finds the installed
+    """`path`, or else what KVTIER_CUDA_LIBRARY says, or else the name by which the loader finds the installed
     driver."""
     return path or os.environ.get(PATH_VARIABLE) or PATH_DEFAULT
 
 
 class Library:
-    """One library, loaded, initialised (cuInit) and of a version that the binding knows.
+    """One library that is loaded, initialised (cuInit), and of a version that the binding knows.
 
-    Every call releases the GIL while it runs and may be made from any thread. Raises CudaUnavailableError.
+    Every call releases the GIL while it runs, and may be made from any thread. Raises CudaUnavailableError.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,7 +55,8 @@ class Library:
 
     @property
     def file(self) -> str:
-        """The file that the loader found for `path`, links followed; its name tells the driver's release."""
+        """The file that the loader found for `path`, with links followed. Its name has the driver's
+        release."""
         return _file_mapped_at(self.address("cuInit")) or self.path
 
     def has(self, name: str) -> bool:
@@ -77,7 +78,7 @@ class Library:
         return CudaError(name, code, self.error_name(code), text, sticky)
 
     def _is_context_lost(self) -> bool:
-        # Every call that needs the context then fails like this one.
+        # If the context is lost, every call that needs it fails like this one.
         return self.result("cuMemGetInfo_v2", byref(c_size_t()), byref(c_size_t())) in STICKY_CODES
 
     def error_name(self, code: int) -> str:
@@ -87,14 +88,14 @@ class Library:
         return name.value.decode("ascii", "replace")
 
     def address(self, name: str) -> int:
-        """Address of an exported function, for native code that calls it."""
+        """The address of an exported function, for native code that calls it."""
         return ctypes.cast(self._dll[name], c_void_p).value or 0
 
     def versioned(self, name: str, version: int, prototype: tuple[Any, ...]) -> Callable[..., int] | None:
         """The form that function `name` (without suffix) had in CUDA `version`; None if there is none.
 
-        cuGetProcAddress answers a version above the driver's own with the newest form it has, whose
-        parameters may be others: so the driver's version is looked at first.
+        For a version above the driver's own, cuGetProcAddress returns the newest form that it has, whose
+        parameters may be different. So the driver's version is checked first.
         """
         if self.version < version:
             return None
@@ -171,7 +172,7 @@ def _file_mapped_at(address: int) -> str | None:
 
 
 def _argument_text(argument: Any) -> str:
-    """Numbers as they are, addresses in hexadecimal, what only receives a result as "…"."""
+    """Numbers as they are, addresses in hexadecimal, and arguments that only receive a result as "…"."""
     if isinstance(argument, int):
         return hex(argument) if argument >= 1 << 40 else str(argument)
     if isinstance(argument, c_int):

@@ -13,12 +13,12 @@ class PointerInfo:
     """What the driver knows about an address."""
 
     is_device: bool
-    """False for host memory, registered or unknown to the driver; the other fields are 0 then."""
+    """False for host memory, whether the driver knows it or not; then the other fields are 0."""
     ordinal: int = 0
     buffer_id: int = 0
-    """Of the allocation; no two of a process ever have the same."""
+    """The id of the allocation. No two allocations of a process ever have the same."""
     base: int = 0
-    """Start of the allocation, or of the mapping, that the address lies in."""
+    """Start of the allocation, or of the mapping, in which the address lies."""
     size: int = 0
     is_legacy_ipc_capable: bool = False
     allowed_handle_types: int = 0
@@ -35,18 +35,18 @@ _ATTRIBUTES: Final = (
 
 
 class MemoryCalls:
-    """A context must be current in the calling thread. Every method raises CudaError."""
+    """Calls on memory. A context must be current in the calling thread. Every method raises CudaError."""
 
     _library: Library
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes of the current GPU: free, total."""
+        """Free and total bytes of the current GPU."""
         free, total = c_size_t(), c_size_t()
         self._library.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
     def alloc(self, n: int) -> int:
-        """Allocates n bytes; the caller frees the returned address."""
+        """Allocates n bytes. The caller frees the returned address."""
         ptr = abi.CUdeviceptr()
         self._library.call("cuMemAlloc_v2", byref(ptr), n)
         return ptr.value
@@ -56,7 +56,7 @@ class MemoryCalls:
         self._library.call("cuMemFree_v2", ptr)
 
     def pointer_info(self, ptr: int) -> PointerInfo:
-        """Of any address, host memory included."""
+        """What the driver knows about any address, host memory included."""
         values = _attributes(self._library, ptr)
         if values[abi.POINTER_ATTRIBUTE_MEMORY_TYPE] != abi.MEMORYTYPE_DEVICE:
             return PointerInfo(is_device=False)
@@ -75,17 +75,17 @@ class MemoryCalls:
     # ---- memory of other processes
 
     def ipc_export(self, ptr: int) -> bytes:
-        """Handle, 64 bytes, of the whole allocation that begins at `ptr`, its `pointer_info().base`. Ship the
-        offset of an address inside it along. Handles of freed allocations can come again with equal bytes:
-        ship the buffer id as well. Nothing is to be released."""
+        """A handle of 64 bytes for the whole allocation that begins at `ptr`, its `pointer_info().base`. For
+        an address inside it, send the offset along. Handles of freed allocations can come again with equal
+        bytes, so send the buffer id as well. Nothing has to be released."""
         handle = abi.CUipcMemHandle()
         self._library.call("cuIpcGetMemHandle", byref(handle), ptr)
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Maps another process's allocation and returns its base. Opened again in the same context, the
-        driver counts and returns the same address. An open handle keeps the memory allocated after its
-        owner's death. Raises ValueError unless `handle` has 64 bytes."""
+        """Maps another process's allocation and returns its base. If it is opened again in the same context,
+        the driver counts that and returns the same address. An open handle keeps the memory allocated after
+        its owner's death. Raises ValueError unless `handle` has 64 bytes."""
         if len(handle) != abi.IPC_HANDLE_BYTES:
             raise ValueError(f"handle has {len(handle)} bytes, must have {abi.IPC_HANDLE_BYTES}")
         ptr = abi.CUdeviceptr()
@@ -94,7 +94,8 @@ class MemoryCalls:
         return ptr.value
 
     def ipc_close(self, ptr: int) -> None:
-        """Undoes one `ipc_open`. No copy on the memory may be under way; may wait long for a peer's work."""
+        """Undoes one `ipc_open`. No copy on the memory may be under way. It may wait long for a peer's
+        work."""
         self._library.call("cuIpcCloseMemHandle", ptr)
 
     # ---- host memory
@@ -107,20 +108,20 @@ class MemoryCalls:
         self._library.call("cuMemHostRegister_v2", address, n, flags)
 
     def host_unregister(self, address: int) -> None:
-        """Undoes the `host_register` of this very address. No copy may be under way."""
+        """Undoes the `host_register` of exactly this address. No copy may be under way."""
         self._library.call("cuMemHostUnregister", address)
 
     def host_device_pointer(self, address: int) -> int:
-        """Device address of registered host memory (any address inside it)."""
+        """The device address of registered host memory, for any address inside it."""
         ptr = abi.CUdeviceptr()
         self._library.call("cuMemHostGetDevicePointer_v2", byref(ptr), address, 0)
         return ptr.value
 
 
 def _attributes(library: Library, ptr: int) -> dict[int, int]:
-    """_ATTRIBUTES of an address; all 0 for memory that the driver does not know."""
+    """The _ATTRIBUTES of an address; all 0 for memory that the driver does not know."""
     n = len(_ATTRIBUTES)
-    # The driver writes 1, 4 or 8 bytes, as the attribute's type is; the rest stays 0.
+    # The driver writes 1, 4 or 8 bytes, depending on the attribute's type; the rest stays 0.
     values = (c_uint64 * n)()
     targets = (c_void_p * n)(*(addressof(values) + 8 * i for i in range(n)))
     library.call("cuPointerGetAttributes", n, (c_int * n)(*_ATTRIBUTES), targets, ptr)

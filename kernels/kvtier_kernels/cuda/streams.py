@@ -8,26 +8,27 @@ from kvtier_kernels.cuda.library import Library
 
 
 class StreamCalls:
-    """A context must be current in the calling thread. Every method raises CudaError.
+    """Calls on streams and events. A context must be current in the calling thread. Every method raises
+    CudaError.
 
-    Streams and events may be used from several threads; one that is destroyed must be in use by none.
+    Several threads may use a stream or an event. When it is destroyed, none may be using it.
     """
 
     _library: Library
 
     def stream_create(self, priority: int = 0) -> int:
-        """A stream that does not synchronise with the NULL stream; the lower the number the higher its
-        priority (`stream_priority_range`; the driver clamps). The caller destroys it."""
+        """A stream that does not synchronise with the NULL stream. A lower number means a higher priority
+        (see `stream_priority_range`; the driver clamps it). The caller destroys the stream."""
         stream = c_void_p()
         self._library.call("cuStreamCreateWithPriority", byref(stream), abi.STREAM_NON_BLOCKING, priority)
         return stream.value or 0
 
     def stream_destroy(self, stream: int) -> None:
-        """Returns at once; the stream goes when its work is done."""
+        """Returns at once. The stream goes when its work is done."""
         self._library.call("cuStreamDestroy_v2", stream)
 
     def stream_synchronize(self, stream: int) -> None:
-        """Waits for all of the stream's work. No deadline: the process's watchdog is the one."""
+        """Waits for all of the stream's work, without a deadline: the process's watchdog is the deadline."""
         self._library.call("cuStreamSynchronize", stream)
 
     def stream_is_done(self, stream: int) -> bool:
@@ -40,40 +41,40 @@ class StreamCalls:
         return least.value, greatest.value
 
     def event_create(self) -> int:
-        """An event without time stamps, whose waiters sleep instead of spinning; the caller destroys it."""
+        """An event without time stamps, whose waiters sleep instead of spinning. The caller destroys it."""
         event = c_void_p()
         self._library.call("cuEventCreate", byref(event), abi.EVENT_BLOCKING_SYNC | abi.EVENT_DISABLE_TIMING)
         return event.value or 0
 
     def event_record(self, event: int, stream: int) -> None:
-        """The event is done once all that the stream holds now is; forgets an earlier recording."""
+        """Makes the event done once everything is done that the stream holds now. Forgets an earlier
+        recording."""
         self._library.call("cuEventRecord", event, stream)
 
     def event_is_done(self, event: int) -> bool:
-        """True for an event that was never recorded, too."""
+        """Whether the event is done; also True for one that was never recorded."""
         return self._is_done("cuEventQuery", event)
 
     def event_synchronize(self, event: int) -> None:
-        """Sleeps until the event is done. No deadline: the process's watchdog is the one."""
+        """Sleeps until the event is done, without a deadline: the process's watchdog is the deadline."""
         self._library.call("cuEventSynchronize", event)
 
     def event_destroy(self, event: int) -> None:
         self._library.call("cuEventDestroy_v2", event)
 
     def write_value(self, stream: int, device_address: int, value: int) -> None:
-        """Has the stream write 64 bits, aligned, when all before it is done and visible. `device_address` may
-        be that of registered host memory (`host_device_pointer`)."""
+        """Has the stream write 64 aligned bits when everything before is done and visible. `device_address`
+        may be that of registered host memory (`host_device_pointer`)."""
         self._library.call("cuStreamWriteValue64_v2", stream, device_address, value, 0)
 
     def copy_to_host(self, host_address: int, ptr: int, n: int) -> None:
-        """Copies device memory to host memory of any kind; done when it returns."""
+        """Copies device memory to host memory of any kind. The copy is done when it returns."""
         self._library.call("cuMemcpyDtoH_v2", host_address, ptr, n)
 
     def copy_to_device(self, ptr: int, host_address: int, n: int) -> None:
-        """Copies host memory of any kind to device memory; done when it returns."""
+        """Copies host memory of any kind to device memory. The copy is done when it returns."""
         self._library.call("cuMemcpyHtoD_v2", ptr, host_address, n)
-        # From pageable memory the call returns when the bytes are staged, with the last of them still on
-        # their way.
+        # For pageable memory, the call returns when the bytes are staged, before the last have landed.
         self._library.call("cuStreamSynchronize", 0)
 
     def copy_async(self, dst: int, src: int, n: int, stream: int) -> None:

@@ -1,5 +1,5 @@
-"""The daemon without its sockets: a real pool, core, façade and copy worker, and the checks that stand before
-them. What a request meets here is what it meets in `kvtierd.rpc.server`, from its bytes on."""
+"""The daemon without its sockets: a real pool, core, façade and copy worker, and the checks in front of them.
+A request meets here what it meets in `kvtierd.rpc.server`, from its bytes on."""
 
 import asyncio
 import os

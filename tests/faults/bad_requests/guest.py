@@ -1,5 +1,6 @@
-"""An engine inside the test's process: sessions, shared words and memory of its own, and a model of every
-block that it has stored. What it asks for is right and has to be answered; wrong requests are made of it."""
+"""An engine inside the test's process, with sessions, shared words and memory of its own, and a model of
+every block that it has stored. Its requests are right and must be answered; wrong requests are made from
+them."""
 
 import asyncio
 import hashlib

@@ -1,5 +1,5 @@
-"""Bad requests by the hundred thousand, from their bytes on, between right ones that go on working: each is
-refused for the reason it deserves, and nothing of it remains."""
+"""Hundreds of thousands of bad requests, from their bytes on, between right ones that go on working: each is
+refused for the reason that fits, and nothing of it remains."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
-"""Damaged messages to a real daemon, by every way in: each is refused with a reason or ends its own session
-only, a bystander is served, and nothing is left of them."""
+"""Damaged messages to a real daemon, by every way in: each is refused with a reason or ends only its own
+session, a bystander is served, and nothing is left of them."""
 
 import os
 import random

@@ -1,10 +1,10 @@
-"""The child that is stopped: stores, loads, holds a lease, and keeps a store waiting for its doorbell,
+"""The child that is stopped. It stores, loads, holds a lease, and keeps a store waiting for its doorbell,
 without end. Whatever becomes of them, it compares what it is told to have, and goes on.
 
 python -m tests.faults.campaigns.sleeper SOCKET NAME
 
-Says on stdout: STARTED when a part of its is being copied, STORED n when a batch is DONE, REFUSED reason when
-its old lease is worth nothing, TURN epoch compared wrong holds at the end of each turn.
+Prints STARTED when a part of its transfer is being copied, STORED n when a batch is DONE, REFUSED reason when
+its old lease is worth nothing, and TURN epoch compared wrong holds at the end of each turn.
 """
 
 import sys

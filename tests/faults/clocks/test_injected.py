@@ -1,5 +1,5 @@
-"""Clocks that jump, under the real core and the real sessions: what is kept by heartbeats stays, whatever the
-clock does between two readings, and what is not kept ends after as much time as the daemon has lived."""
+"""Clocks that jump, under the real core and the real sessions: what heartbeats keep alive stays, whatever the
+clock does between two readings, and the rest ends after as much time as the daemon has lived."""
 
 import random
 from collections import Counter

@@ -1,5 +1,5 @@
 """Daemons whose clocks jump: the wall clock at every reading, the monotonic one by hours, and one that stands
-still because the daemon was stopped. Nothing that clients keep is lost by it, and nothing is read wrongly."""
+still because the daemon was stopped. Clients lose nothing that they keep, and read nothing wrong."""
 
 import ast
 import os

@@ -1,5 +1,5 @@
-"""Daemons in time namespaces of their own, whose monotonic clocks are days ahead or hours behind: a pool
-written under one clock is found whole under another, and who lives is not taken for dead."""
+"""Daemons in time namespaces of their own, whose monotonic clocks are days ahead or hours behind: a pool that
+was written under one clock is found whole under another, and a living process is not taken for dead."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Admin.Drain and `kvtierctl drain`: a planned end loses nothing, and can be thought better of."""
+"""Admin.Drain and `kvtierctl drain`: a planned end loses nothing, and can be called off."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""One block's way through a real daemon, by nothing but the contract."""
+"""One block's way through a real daemon, by nothing but the protocol."""
 
 import json
 import subprocess

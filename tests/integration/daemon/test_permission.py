@@ -1,4 +1,4 @@
-"""Who may not use the socket is told so, with whose it is, who they are, and what to change."""
+"""A user who may not use the socket is told so, with whose it is, who they are, and what to change."""
 
 import grp
 import os

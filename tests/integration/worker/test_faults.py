@@ -1,4 +1,4 @@
-"""Whatever dies, hangs or talks nonsense: the words become terminal, or the process is proved gone."""
+"""Whatever dies, hangs or sends nonsense: the words become terminal, or the process is proved to be gone."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The connector's link: who finds no client there may rely on it that none is connected."""
+"""The connector's link: code that finds no client there may rely on it that none is connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait for blocks on their way: asked about again with moderation, for so long and no longer,
+"""Requests that wait for blocks on their way: they are asked about at moderate intervals, for a limited time,
 and never with two leases."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The session core: what it sends, what it believes, and how it ends what the daemon will not end."""
+"""The session core: what it sends, what it accepts, and how it ends what the daemon will not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers hand in and get back: layouts, hashes, addresses, buffers and errors, checked where they are
+"""What callers pass in and get back: layouts, hashes, addresses, buffers and errors, checked where they are
 made."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fence: what a rank believes of its parts, against workers that race it, die, or belong to the past."""
+"""The fence: what a rank knows of its parts, against workers that race it, die, or belong to the past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks are doubted: before loads, and at random; what fails a check is a miss and its slot is set aside."""
+"""Blocks are checked before loads, and at random. One that fails its check is a miss, and its slot is set
+aside."""
 
 from __future__ import annotations
 

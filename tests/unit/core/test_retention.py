@@ -1,4 +1,5 @@
-"""Wishes: blocks that are held for a time, dropped after one, or kept off the disks; and what goes first."""
+"""Retention: blocks that are held for a time, dropped after one, or kept off the disks; and what is evicted
+first."""
 
 from __future__ import annotations
 

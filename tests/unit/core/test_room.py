@@ -1,4 +1,4 @@
-"""Who has to go when something new comes: victims, extents of other sizes, entries of the table."""
+"""What is evicted when something new comes: victims, extents of other sizes, entries of the table."""
 
 from __future__ import annotations
 

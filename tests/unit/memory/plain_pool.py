@@ -1,6 +1,5 @@
-"""A second reading of a pool file's bytes: ARCHITECTURE's tables and nothing else, with `struct`. And pools
-to read.
-"""
+"""A second reader of a pool file's bytes, made from the tables in docs/design/pool.md and nothing else, with
+`struct`; and pools to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is believed after a restart: against a plain oracle on random mixtures, and on any garbage."""
+"""What recovery accepts after a restart, compared with a plain oracle on random mixtures, and on
+any garbage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may have written a slot, and when it is certain that he is gone."""
+"""Which processes may have written a slot, and when it is certain that they are gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptors and planes are believed once every byte of every block has its place inside the mapping."""
+"""Descriptors and planes are accepted only if every byte of every block has its place inside the mapping."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Who is accused of being stuck, and who is not."""
+"""Which workers are taken to be stuck, and which are not."""
 
 from kvtierd.workers.channel.status import (
     HEARTBEAT_PERIOD_S,

@@ -1,4 +1,4 @@
-"""When a daemon has lost sight of a worker, and when one that is lost is in good hands."""
+"""When a daemon does not watch a worker any more, and when a worker that is lost is being taken care of."""
 
 from __future__ import annotations
 

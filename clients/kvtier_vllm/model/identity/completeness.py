@@ -1,4 +1,4 @@
-"""Which settings of an engine nobody has classed. Nothing here knows which engine it is."""
+"""Finds the settings of an engine that nobody has classed. Nothing here knows which engine it is."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvtier_vllm.model.identity.reasons import Classification
 
 Table = Mapping[Classification, str]
-"""Names, separated by blanks, by why they are classed as they are."""
+"""Names, separated by blanks, for each reason why they are classed as they are."""
 
 
 def classed(table: Table) -> dict[str, Classification]:
-    """Each name of a table, with its reason. Raises ValueError for a name that is classed twice."""
+    """Returns each name of a table with its reason. Raises ValueError for a name that is classed twice."""
     found: dict[str, Classification] = {}
     for reason, names in table.items():
         for name in names.split():
@@ -22,8 +22,8 @@ def classed(table: Table) -> dict[str, Classification]:
 
 
 def unclassed(groups: Mapping[str, Iterable[str]], tables: Mapping[str, Table], where: str) -> Iterator[str]:
-    """A sentence for each setting that is in none of the tables. `groups`: what an engine has, by the name of
-    the table that it is to be in; `where`: the file with the tables."""
+    """Yields a sentence for each setting that is in none of the tables. `groups` are an engine's settings, by
+    the name of the table in which they should be; `where` is the file with the tables."""
     for group, names in groups.items():
         known = classed(tables.get(group, {}))
         for name in names:

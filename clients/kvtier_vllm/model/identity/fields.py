@@ -1,6 +1,5 @@
-"""Every field of vLLM's configuration, in its releases 0.29 to 0.33, by dataclass, and what it has to do
-with a block's bytes. Names are separated by blanks.
-"""
+"""Every field of vLLM's configuration in its releases 0.29 to 0.33, by dataclass, and what it has to do with
+a block's bytes. Names are separated by blanks."""
 
 from kvtier_vllm.model.identity.reasons import (
     DERIVED,

@@ -1,7 +1,8 @@
-"""Whether the longest prompt that an engine takes (`max_model_len`) changes the values that it computes.
+"""Finds out whether the longest prompt that an engine takes (`max_model_len`) changes the values that it
+computes.
 
-For most models it does not, and engines that differ in it share. LongRoPE chooses its factors by it, Llama 4
-its temperatures; and what code that is not vLLM's own does with it nobody can say.
+For most models it does not, and engines that differ in it share. LongRoPE chooses its factors by it, and
+Llama 4 its temperatures. What code that is not vLLM's own does with it cannot be known.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from kvtier_vllm.model.identity.rendering import digest_of
 from kvtier_vllm.model.weights import CONFIG_NAMES, INDEX_NAMES
 
 COSMETIC_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
-"""Of config.json. The dtype that is used is in the namespace."""
+"""Keys of config.json that say nothing about values. The dtype that is used is in the namespace."""
 OTHER_CONFIGS = tuple(name for name in CONFIG_NAMES if name not in ("config.json", *INDEX_NAMES))
-"""What else is read beside the model's weights, where there is a folder of its own for them."""
+"""Other files that are read beside the model's weights, if these have a folder of their own."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters", "rope_type")
 INDEPENDENT_ROPES = frozenset(
     {
@@ -36,7 +37,7 @@ INDEPENDENT_ROPES = frozenset(
         "yarn",
     }
 )
-"""Of `get_rope` in vLLM 0.29 to 0.33: their factors follow from the model's configuration alone."""
+"""The ropes of `get_rope` in vLLM 0.29 to 0.33 whose factors follow from the model's configuration alone."""
 
 READERS = {
     "layers/attention/mla_attention.py": (),
@@ -85,13 +86,13 @@ READERS = {
     "models/voxtral_realtime.py": (),
 }
 """Files below vllm/model_executor that read `max_model_len`, in 0.29 to 0.33, and the architectures whose
-values depend on it. Others size buffers, budgets and dummy inputs by it."""
+values depend on it. The other files only size buffers, budgets and dummy inputs by it."""
 DEPENDENT = frozenset(name for names in READERS.values() for name in names)
 
 
 def matters(model_config: Any) -> bool:
-    """Whether engines of this model that differ in `max_model_len` may compute other values. Follows from
-    what was given, not from what a model's class has made of it."""
+    """Returns whether engines of this model that differ in `max_model_len` may compute other values. It
+    follows from the configuration as given, not from what a model's class has made of it."""
     given = _given(model_config)
     if not set(_rope_types(given)) <= INDEPENDENT_ROPES:
         return True
@@ -99,8 +100,8 @@ def matters(model_config: Any) -> bool:
 
 
 def is_others_code(model_config: Any) -> bool:
-    """Whether code that is not vLLM's own computes this model, as far as its configuration tells: that of the
-    Transformers library, of a plugin, or of the model's repository."""
+    """Returns whether code that is not vLLM's own computes this model, as far as its configuration tells:
+    code of the Transformers library, of a plugin, or of the model's repository."""
     architectures = set(_architectures(_given(model_config)))
     if not architectures or str(getattr(model_config, "model_impl", "auto")) not in ("auto", "vllm"):
         return True
@@ -108,14 +109,13 @@ def is_others_code(model_config: Any) -> bool:
 
 
 def _given(model_config: Any) -> list[dict[str, Any]]:
-    """The files' configuration, and what was to replace some of it."""
+    """Returns the files' configuration, and the overrides of parts of it."""
     overrides = getattr(model_config, "hf_overrides", None)
     return [given_config(model_config), *([dict(overrides)] if isinstance(overrides, Mapping) else [])]
 
 
 def given_config(model_config: Any) -> dict[str, Any]:
-    """The model's configuration as its files have it; as this process has it, where none are on this
-    machine."""
+    """Returns the model's configuration as in its files or, without files here, as in this process."""
     file = _given_file(model_config)
     if file is None:
         return dict(model_config.hf_config.to_dict())
@@ -128,8 +128,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def given_digest(model_config: Any) -> str:
-    """Of that file, but for what says nothing about values, and of the other configurations in the model's
-    folder; empty if there is none on this machine."""
+    """Returns a digest of that file, without keys that say nothing about values, and of the other
+    configurations in the model's folder. Empty if there is no such file on this machine."""
     if _given_file(model_config) is None:
         return ""
     folder = Path(model_config.model)
@@ -144,7 +144,7 @@ def given_digest(model_config: Any) -> str:
 
 
 def folder_of(model_config: Any) -> Path | None:
-    """Where the model's files lie on this machine; None if that is not known."""
+    """Returns the model's folder on this machine, or None if that is not known."""
     if Path(model_config.model).is_dir():
         return Path(model_config.model)
     file = None if getattr(model_config, "hf_config_path", None) else _given_file(model_config)
@@ -161,13 +161,13 @@ def _given_file(model_config: Any) -> Path | None:
 
         commit = getattr(model_config.hf_config, "_commit_hash", None)
         cached = try_get_local_file(str(where), "config.json", revision=commit)
-    except Exception:  # another hub, or another release
+    except Exception:  # such as from another hub, or another release
         return None
     return cached if isinstance(cached, Path) else None
 
 
 def foreign_code(model_config: Any) -> str:
-    """A repository, other than the model's own, whose code its configuration runs; empty if there is none."""
+    """Returns the repository, other than the model's, whose code the configuration runs; else empty."""
     if not getattr(model_config, "trust_remote_code", False):
         return ""
     classes = given_config(model_config).get("auto_map")
@@ -187,7 +187,7 @@ def _rope_types(values: Iterable[Any]) -> Iterator[str]:
 
 
 def _types_in(rope: Any) -> Iterator[str]:
-    """Of one rope, or of several by the kind of layer."""
+    """Yields the types of one rope, or of several by the kind of layer."""
     if isinstance(rope, str):
         yield rope
     elif isinstance(rope, Mapping):
@@ -206,8 +206,7 @@ def _architectures(values: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _is_vllms_own(architecture: str) -> bool:
-    """Whether the code of the model is part of vLLM, and neither the Transformers library's nor anybody
-    else's."""
+    """Returns whether the model's code is vLLM's own, not the Transformers library's or anybody else's."""
     from vllm.model_executor.models import registry
 
     own = getattr(registry, "_VLLM_MODELS", {})

@@ -10,11 +10,11 @@ class SettingKind(Enum):
     """What a setting has to do with the bytes of a block."""
 
     IDENTITY = "in the identity"
-    """It may change them: engines that differ in it share nothing."""
+    """The setting may change them, so engines that differ in it share nothing."""
     ELSEWHERE = "in the identity in another form, or refused"
     ROUNDING = "only reorders floating-point sums"
-    """Engines that differ in it share: what one loads of the other is as good as what it would compute, and
-    not the same bit for bit."""
+    """Engines that differ in it share blocks: what one loads from the other is as good as what it would
+    compute, but not the same bit for bit."""
     HARMLESS = "cannot change them"
 
 

@@ -1,5 +1,5 @@
-"""Values of settings as text: equal texts exactly for equal values, in every process. Nothing here knows
-which engine it is."""
+"""Renders values of settings as text: equal texts exactly for equal values, in every process. Nothing here
+knows which engine it is."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Unnameable(Exception):
 
 
 def text_of(value: Any) -> str:
-    """A setting's value. What is longer than a field of a namespace may be is named by its digest. Raises
-    Unnameable."""
+    """Returns a value as text, or its digest if that is too long for a namespace's field.
+    Raises Unnameable."""
     text = _text(value)
     return text if len(text.encode()) <= TEXT_BYTES_MAX and text.isprintable() else digest_of(value)
 
 
 def digest_of(value: Any) -> str:
-    """Likewise, where the value itself is not to be shown."""
+    """Returns a digest of a setting's value, for values that must not be shown. Raises Unnameable."""
     return f"sha256:{hashlib.sha256(_text(value).encode()).hexdigest()}"
 
 
 def _content_of(name: str) -> str:
-    """Where a setting names a file, what is in it counts as well."""
+    """Returns the digest of a file's content if `name` is one, because the content counts as well."""
     if not ("/" in name or "." in name) or not os.path.isfile(name):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Out of an engine's configuration, what is in the identity of its blocks, and what else is worth telling."""
+"""Takes out of an engine's configuration what is in the identity of its blocks, and what else to tell."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvtier_vllm.model.identity.variables import VARIABLES
 
 DEPTH_MAX = 8
 TOLD_BYTES_MAX = 200
-"""Of a value that is only told."""
+"""The longest text of a value that is only shown to people."""
 SAME_VALUES = {"load_config.load_format": ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")}
 """Values that mean the same as the default."""
 SECRET = ("load_config.model_loader_extra_config", "additional_config")
-"""Values that may hold keys of a store, or anything: people see a digest of them."""
+"""Settings that may hold access keys, or anything: people see a digest of them."""
 NOT_BELOW = ("draft_model_config", "target_model_config", "draft_parallel_config", "target_parallel_config")
 """Configurations of other engines and models, which are named in another way."""
 
 
 class UnnameableSetting(Exception):
-    """A setting that may change a block's bytes has a value that cannot be named; the message says which."""
+    """A setting that may change a block's bytes has a value that cannot be named. The message says which."""
 
 
 def identity_of(
     vllm_config: Any, *, drafts: bool, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Settings that may change a block's bytes, as far as they are not the defaults, by their paths.
-    `drafts`: a draft model's KV lies in the blocks too. Raises UnnameableSetting."""
+    """Returns the settings that may change a block's bytes and differ from the defaults, by their paths. With
+    `drafts`, a draft model's KV lies in the blocks too. Raises UnnameableSetting."""
     reasons = (IDENTITY, DRAFT) if drafts else (IDENTITY,)
     found = {}
     for path, value in _settings(vllm_config, reasons):
@@ -46,7 +46,7 @@ def identity_of(
 
 
 def configuration_of(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Settings that only reorder sums, or run code of the user's own, as far as they are not the defaults:
+    """Returns the settings that only reorder sums, or run the user's own code, and differ from the defaults:
     what engines that share may differ in, for people."""
     reasons = (ROUNDING, OWN_CODE)
     found = {}
@@ -88,7 +88,7 @@ def _is_default(field: Any, value: Any) -> bool:
         default = factory()
     try:
         return bool(value == default)
-    except Exception:  # of arrays, for one
+    except Exception:  # of arrays, for example
         return False
 
 

@@ -1,7 +1,5 @@
-"""Every environment variable of vLLM's (`vllm.envs`), in its releases 0.29 to 0.33, and what it has to do
-with a block's bytes; and those of others that decide in which precision is multiplied. Names are separated by
-blanks.
-"""
+"""Every environment variable of vLLM (`vllm.envs`) in its releases 0.29 to 0.33, and what it has to do with a
+block's bytes; also variables of others that decide the precision. Names are separated by blanks."""
 
 from kvtier_vllm.model.identity.reasons import (
     ELSEWHERE,

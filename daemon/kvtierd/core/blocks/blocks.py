@@ -1,5 +1,5 @@
-"""Blocks of one tier, the host's or a disk's: the block table and the slots, kept in step. Whatever frees a
-slot goes through here."""
+"""The blocks of one tier, the host or a disk: the block table and the slots, kept in step. Every slot that is
+freed is freed here."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,23 +27,23 @@ STAMPS_PER_S = 10
 
 @dataclass(slots=True, eq=False)
 class Inserted:
-    """What became of the keys of a store: entry and table's verdict of each (1 created, 0 existed, 2 table
-    full)."""
+    """What became of the keys of a store: for each its entry, and what the table made of it (1 created, 0
+    existed, 2 table full)."""
 
     entries: Entries
     created: U8
     count: int
-    """Created."""
+    """How many were created."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockSnapshot:
-    """Blocks as they were at some time; they may go, and others come in their place."""
+    """Blocks as they were at one time. They may go since, and others may get their entries."""
 
     entries: Entries
     generations: U32
     slots: Slots
-    """One of each block."""
+    """One slot of each block."""
 
     def __getitem__(self, chosen: "slice | npt.NDArray[Any]") -> "BlockSnapshot":
         return BlockSnapshot(self.entries[chosen], self.generations[chosen], self.slots[chosen])
@@ -53,7 +53,8 @@ class BlockSnapshot:
 
 
 class Blocks:
-    """The only owner of table and slots. Batches; appends what must be done to `actions`."""
+    """The only owner of a tier's table and slots. Methods work on batches, and append what has to be done to
+    `actions`."""
 
     def __init__(
         self,
@@ -64,20 +65,21 @@ class Blocks:
         disk: DiskId | None = None,
         host: "Blocks | None" = None,
     ) -> None:
-        """`disk`: whose blocks these are, with the host's as `host`: spaces and memory are shared. None: they
-        are the host's."""
+        """`disk` is the disk whose blocks these are, with the host's blocks as `host`, because spaces and
+        history are shared; None if these are the host's."""
         integrity = integrity or CoreIntegrity()
         always = integrity.verify is Verify.ALWAYS
         self.integrity = integrity
         self.disk = disk
         self._flags_of_new = VERIFY if always and disk is None else 0
         self.flags_of_recovered = VERIFY | RECOVERED if disk is None else 0
-        """A disk's blocks are checked whenever they are read."""
+        """What recovered blocks are flagged with. A disk's blocks need no flag: they are checked whenever
+        they are read."""
         self._flags_once = RECOVERED if always else VERIFY | RECOVERED
-        """What a load that found a block sound takes from it."""
+        """The flags that a load removes from blocks that it found sound."""
         self.history: History = History(integrity.remembered_blocks) if host is None else host.history
         self.corrupt: set[int] = set()
-        """Slots of condemned blocks that are to be set aside when their blocks go."""
+        """Slots of condemned blocks, which are set aside when their blocks go."""
         self.table = table
         self.geometry = geometry
         self.slots = SlotAllocator(geometry)
@@ -91,27 +93,28 @@ class Blocks:
         self.live = 0
         """Entries in the table."""
         self.condemned = 0
-        """Entries that wait for their last pin to be dropped."""
+        """Entries that are removed when their last pin is dropped."""
         self.opened_bytes = 0
-        """Of all blocks that were ever given slots, or taken over."""
+        """Bytes of all blocks that were ever given slots, or taken over."""
         self.clock = 0
-        """Recency, as written to slot records: higher is more recent."""
+        """The latest recency that was written to slot records; higher is more recent."""
         self.used_at = np.zeros(self.capacity, np.uint32)
-        """When each entry was last stored, found or loaded, in `STAMPS_PER_S`: compares across domains."""
+        """When each entry was last stored, found or loaded, in 1 / `STAMPS_PER_S` seconds, so that domains
+        can be compared."""
         self.now = 0
         self.actions: list[Action] = []
         self.leaving: Callable[[Entries, Fate], None] | None = None
-        """Told of READY blocks that are being evicted or condemned, while they still are in the table."""
+        """Called with READY blocks that are being evicted or condemned, while they are still in the table."""
         self.condemning: Callable[[Entries], object] | None = None
-        """Told of READY blocks that are being condemned, after `leaving`. It drops the pins of its holds, so
-        that the blocks go with the last pin of those that use them."""
+        """Called with READY blocks that are being condemned, after `leaving`. It drops the pins of holds, so
+        that the blocks go with the last pin of those who use them."""
         self.removed: Callable[[Entries], None] | None = None
-        """Told of entries that are not in the table any more, before others can have their numbers."""
+        """Called with entries that have left the table, before other blocks can get their numbers."""
 
     # --- life of a block ---
 
     def insert(self, space: SpaceId, domain: Domain, hashes: Hashes) -> Inserted:
-        """Creates the absent keys, WRITING and without slots."""
+        """Creates the absent keys as WRITING, without slots."""
         entries, created = self.table.insert(space, domain.domain, hashes, self._flags_of_new)
         count = int(np.count_nonzero(created == 1))
         self.live += count
@@ -119,7 +122,7 @@ class Blocks:
         return Inserted(entries, created, count)
 
     def give_slots(self, domain: Domain, entries: Entries) -> Slots:
-        """Slots for new entries, for which there must be room; shape (world, n)."""
+        """Takes slots for new entries, for which there must be room; shape (world, n)."""
         n = len(entries)
         if len(domain.per_size) == 1:
             flat = self.slots.take(domain.sizes[0], n * domain.world)
@@ -134,19 +137,19 @@ class Blocks:
         return slots
 
     def commit(self, domain: Domain, entries: Entries, slots: Slots) -> None:
-        """WRITING to READY; the first is the most recent. `slots` of shape (world, n)."""
+        """Makes WRITING entries READY, with the first the most recent. `slots` has shape (world, n)."""
         n = len(entries)
         if n == 0:
             return
         self.table.commit(tail_first(entries))
-        if self.disk is None:  # a disk's worker has done it, with the clocks it was given
+        if self.disk is None:  # a disk's worker has committed them, with the clocks that it was given
             self.clock += n
             self.actions.append(CommitSlots(np.ascontiguousarray(slots.T), self.clock))
         self.mark_used(entries, slots)
 
     def discard(self, domain: Domain, entries: Entries, slots: Slots | None) -> None:
-        """Removes unpinned WRITING or EVICTING entries; `slots` of shape (world, n), None if they have none
-        yet."""
+        """Removes unpinned WRITING or EVICTING entries. `slots` has shape (world, n), and is None if they
+        have none yet."""
         n = len(entries)
         if n == 0:
             return
@@ -167,7 +170,8 @@ class Blocks:
                 self.slots.give_back(slot_bytes, slots[rank])
 
     def _set_aside(self, domain: Domain, slots: Slots) -> bool:
-        """Frees slots of shape (world, n), but those that have failed a check; False if none of them has."""
+        """Frees slots of shape (world, n), except those that have failed a check. Does nothing and returns
+        False if none of them has."""
         bad = np.isin(slots, np.fromiter(self.corrupt, np.uint32, len(self.corrupt)))
         if not bad.any():
             return False
@@ -181,7 +185,7 @@ class Blocks:
         return True
 
     def evict(self, domain: Domain, entries: Entries) -> None:
-        """Removes READY, unpinned entries of a domain, to make room."""
+        """Removes READY, unpinned entries of a domain to make room."""
         domain.evicted += len(entries)
         self.drop(domain, entries, Fate.EVICTED)
 
@@ -194,20 +198,20 @@ class Blocks:
         self.discard(domain, entries, self.slots_of(domain, entries))
 
     def remember(self, entries: Entries, fate: Fate, reason: Reason | None = None) -> None:
-        """Remembers why blocks that are still in the table are not going to be."""
+        """Remembers why blocks that are still in the table are about to go."""
         table = self.table
         self.history.remember(table.spaces(entries), table.hashes(entries), fate, self.now, reason)
 
     # --- doubt ---
 
     def sound(self, entries: Entries) -> None:
-        """A load has found the data of READY blocks to fit its checksums."""
+        """A load has found that the data of READY blocks match their checksums."""
         self.table.clear_flags(entries, self._flags_once)
 
     def condemn(self, entries: Entries, slots: Slots) -> Entries:
-        """Makes blocks unfindable because these slots of theirs have failed a check; parallel, an entry may
-        come several times. Returns those that were READY until now. They go with their last pin, and the
-        slots with them; `reap` at once those that may have none."""
+        """Makes blocks unfindable because these slots of theirs have failed a check. The arrays are parallel,
+        and an entry may come several times. Returns the entries that were READY until now. They and their
+        slots go with their last pin; call `reap` at once for those that may have none."""
         there = self.table.states(entries) >= READY
         self.corrupt.update(slots[there].tolist())
         entries = np.unique(entries)
@@ -219,18 +223,18 @@ class Blocks:
             if self.condemning is not None:
                 self.condemning(ready)
             self.table.condemn(ready)
-            self.table.set_flags(ready, VERIFY)  # whoever still loads it shall see it fail
+            self.table.set_flags(ready, VERIFY)  # loads that still hold one have to see it fail
             self.condemned += len(ready)
         return ready
 
-    # --- blocks that are remembered and not held ---
+    # --- blocks that are remembered but not held ---
 
     def seen(self, domain: Domain, entries: Entries) -> "BlockSnapshot":
-        """Remembers blocks of a domain."""
+        """A snapshot of blocks of a domain."""
         return BlockSnapshot(entries, self.table.generations(entries), self.slots_of(domain, entries)[0])
 
     def are_still(self, seen: "BlockSnapshot") -> npt.NDArray[np.bool_]:
-        """Which of the blocks have not been removed since."""
+        """Which of the blocks have not been removed since the snapshot."""
         there: npt.NDArray[np.bool_] = self.table.owners(seen.slots) == seen.entries
         there[there] = self.table.generations(seen.entries[there]) == seen.generations[there]
         return there
@@ -238,7 +242,8 @@ class Blocks:
     # --- pins and recency ---
 
     def unpin(self, domain: Domain, entries: Entries) -> None:
-        """One pin less on each; the first becomes the most recent. Condemned blocks without pins go."""
+        """Drops a pin of each; the first becomes the most recent. Condemned blocks without pins are
+        removed."""
         if len(entries) == 0:
             return
         self.table.unpin(tail_first(entries))
@@ -258,12 +263,12 @@ class Blocks:
         self.used(entries)
 
     def used(self, entries: Entries) -> None:
-        """Remembers when blocks were used."""
+        """Remembers that blocks were used now."""
         self.used_at[entries.astype(np.intp)] = self.now  # numpy takes twice as long with other indexes
 
     def cool(self, domain: Domain, entries: Entries) -> None:
-        """Makes those of a domain that may be evicted the next to be, the first of them last. For other
-        domains they are as old then as what was to go before them."""
+        """Makes those of a domain's blocks that may be evicted the next to be, the first of them last. To
+        other domains they are then as old as the block that would have been evicted before them."""
         entries = entries[self.table.pins(entries) == 0]
         oldest = self.table.victims(domain.domain, 1)
         self.table.cool(entries)
@@ -271,7 +276,7 @@ class Blocks:
             self.used_at[entries] = np.minimum(self.used_at[entries], self.used_at[oldest[0]])
 
     def mark_used(self, entries: Entries, slots: Slots) -> None:
-        """Remembers when blocks and their extents were used."""
+        """Remembers that blocks and their extents were used now."""
         self.used(entries)
         self.slots.used_at[self.geometry.extent_of(slots.reshape(-1))] = self.now
 
@@ -286,11 +291,11 @@ class Blocks:
             yield self.domains.by_id[number], entries[domains == number]
 
     def domain_of(self, entries: Entries) -> Domain:
-        """The domain of entries that are all of one."""
+        """The domain of entries that all have the same."""
         return self.domains.by_id[int(self.table.domains(entries[:1])[0])]
 
     def sizes(self) -> tuple[SizeStatus, ...]:
-        """Slots of every size that has some."""
+        """How many slots there are of every size that has some."""
         withheld = self.slots.withheld_by_size()
         return tuple(
             SizeStatus(slot_bytes, extents, total, free, withheld.get(slot_bytes, 0))
@@ -299,10 +304,10 @@ class Blocks:
 
 
 def tail_first(entries: Entries) -> Entries:
-    """The batch in the order in which the table has to see it, so that its head becomes the most recent."""
+    """The batch in the order in which the table has to see it for its head to become the most recent."""
     return np.ascontiguousarray(entries[::-1])
 
 
 def owned(owners: Entries) -> Entries:
-    """The entries among owners of slots, each once, ascending."""
+    """The entries among the owners of slots, each once, in ascending order."""
     return np.unique(owners[owners != NO_ENTRY])

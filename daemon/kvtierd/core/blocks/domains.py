@@ -1,5 +1,5 @@
-"""Eviction domains and spaces: the small integers that the block table knows instead of layouts and
-namespaces."""
+"""Eviction domains and spaces: the small integers that stand for layouts and namespaces in the block
+table."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,19 +11,19 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import NamespaceDigest, SpaceId
 
 DOMAINS_MAX = 65_536
-"""The block table keeps them in 16 bits."""
+"""The block table keeps a domain's id in 16 bits."""
 SWEEP_AT_LEAST = 256
 
 
 @dataclass(slots=True, eq=False)
 class Domain:
-    """Blocks whose shards have the same slot sizes: evicting one makes room for exactly one other."""
+    """Blocks whose shards have the same slot sizes, so that evicting one makes room for exactly one other."""
 
     domain: int
     sizes: tuple[int, ...]
     """Slot bytes of each shard, in rank order."""
     blocks: int = 0
-    """In the table, in whatever state."""
+    """Blocks in the table, in whatever state."""
     users: int = 0
     """Groups of instances that are not GONE."""
     opened: int = 0
@@ -31,7 +31,7 @@ class Domain:
     evicted: int = 0
     """Blocks that were ever evicted."""
     per_size: tuple[tuple[int, int], ...] = field(init=False)
-    """(slot bytes, slots of it in one block)."""
+    """(slot bytes, slots of that size in one block)."""
     block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Domain:
 
 
 class Domains:
-    """All domains in use, by slot sizes. Ids are used again."""
+    """All domains in use, by slot sizes. Ids are reused."""
 
     def __init__(self) -> None:
         self._by_sizes: dict[tuple[int, ...], Domain] = {}
@@ -53,7 +53,7 @@ class Domains:
         self._used = 0
 
     def require_room(self, wanted: Iterable[tuple[int, ...]]) -> None:
-        """Refusal QUEUE_FULL if these could not all be had."""
+        """Raises Refusal QUEUE_FULL if there are not enough ids left for all of these."""
         new = {sizes for sizes in wanted if sizes not in self._by_sizes}
         if len(self.by_id) + len(new) > DOMAINS_MAX:
             raise Refusal(
@@ -78,30 +78,30 @@ class Domains:
         return domain
 
     def forget_idle(self, domain: Domain) -> None:
-        """Gives the id back if neither blocks nor instances use it."""
+        """Gives the domain's id back if neither blocks nor instances use it."""
         if domain.blocks == 0 and domain.users == 0 and self.by_id.get(domain.domain) is domain:
             del self.by_id[domain.domain], self._by_sizes[domain.sizes]
             self._free.append(domain.domain)
 
 
 class Spaces:
-    """Ids of (namespace, group); never used again within a boot."""
+    """Ids of (namespace, group), never reused within a boot."""
 
     def __init__(self, table: BlockTable) -> None:
         self.tables = [table]
-        """Those of all tiers: whose blocks name spaces."""
+        """The tables of all tiers, whose blocks refer to spaces."""
         self.ids: dict[tuple[NamespaceDigest, int], SpaceId] = {}
         self.names: dict[SpaceId, tuple[NamespaceDigest, int]] = {}
-        """The other way round."""
+        """The inverse of `ids`."""
         self.about: dict[NamespaceDigest, NamespaceAbout] = {}
-        """Of namespaces whose instances have attached in this boot; those of `ids` only."""
+        """What is known of the namespaces in `ids` whose instances have attached in this boot."""
         self.users: Counter[SpaceId] = Counter()
-        """Groups of instances that are not GONE."""
+        """Groups of instances that are not GONE, by space."""
         self._issued = 0
         self._sweep_at = SWEEP_AT_LEAST
 
     def of(self, digest: NamespaceDigest, group: int) -> SpaceId:
-        """The id of a space, issued if there is none."""
+        """The id of a space, which is issued if there is none."""
         space = self.ids.get((digest, group))
         if space is None:
             if len(self.ids) >= self._sweep_at:
@@ -112,7 +112,8 @@ class Spaces:
         return space
 
     def leave(self, space: SpaceId) -> bool:
-        """An instance does not use it any more; its blocks stay. Whether it was the last one."""
+        """An instance does not use the space any more, but its blocks stay. True if no other instance uses
+        it."""
         self.users[space] -= 1
         if self.users[space]:
             return False
@@ -120,8 +121,8 @@ class Spaces:
         return True
 
     def _sweep(self) -> None:
-        """Forgets spaces that nobody uses and that have no blocks left; the rest are bounded by the
-        tables."""
+        """Forgets spaces that nobody uses and that have no blocks. How many others there are is bounded by
+        the tables."""
         for key, space in list(self.ids.items()):
             if space not in self.users and not any(table.count(space) for table in self.tables):
                 del self.ids[key], self.names[space]

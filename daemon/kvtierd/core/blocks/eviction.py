@@ -1,11 +1,9 @@
-"""Makes room for new blocks: free extents first, then whatever has not been used for longest.
+"""Makes room for new blocks: it takes free extents first, then whatever has not been used for longest.
 
-Within a domain the table's order decides. Between domains, and between slot sizes, ages do: the oldest
-victim of the
-domain that needs room against the oldest of each rival. A rival gives way only if it is clearly older, so
-that two
-busy models do not take extents from each other in turn; a model that is used no more is eaten up extent by
-extent.
+Within a domain, the order of the table decides. Between domains, and between slot sizes, age decides: the
+oldest victim of the domain that needs room is compared with the oldest of each rival. A rival gives way only
+if its victim is clearly older, so that two busy models do not take extents from each other in turn. A model
+that is not used any more loses its extents one by one.
 """
 
 from collections.abc import Collection
@@ -22,34 +20,35 @@ from kvtierd.core.status import DiskTally, Tally
 
 CLEAN, QUEUED = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED)
 PASSED_LOOKS = 8
-"""Blocks looked at beyond the oldest, for each of these that is being written to a disk just now."""
+"""How many blocks beyond the oldest are looked at for each of those that is being written to a disk."""
 CLEARLY_OLDER = 1.25
 GRACE_S = 1.0
 RECLAIM_TRIES = 16
-"""Extents looked at for one store, coldest first; each look reads the owners of all its slots."""
+"""Extents that are looked at for one store, coldest first. Each look reads the owners of all slots."""
 RECLAIM_PAUSE_S = 1.0
-"""An extent that could not be taken is not looked at again for this long."""
+"""For this long, an extent that could not be taken is not looked at again."""
 
 
 class Eviction:
-    """Finds room in the slots and in the block table of one tier."""
+    """Finds room among the slots and in the block table of one tier."""
 
     def __init__(
         self, blocks: Blocks, tally: Tally | DiskTally, retention: BlockRetention | None = None
     ) -> None:
-        """`retention`: of these blocks; None if none of them is ever held for a time, as on disks."""
+        """`retention` is that of these blocks; None if they are never held for a time, as on disks."""
         self._blocks = blocks
         self._retention = retention
         self._table = blocks.table
         self._slots = blocks.slots
         self._tally = tally
         self._not_before = np.zeros(blocks.geometry.extents, np.uint32)
+        """When each extent may be looked at again."""
         self._held_not_before = np.zeros(blocks.geometry.extents, np.uint32)
-        """Likewise, of extents in which held blocks may go."""
+        """The same for looks that may remove held blocks."""
 
     def for_slots(self, domain: Domain, wanted: int, *, unhold: bool = False) -> int:
-        """Makes room for the slots of up to `wanted` blocks; returns for how many there is. `unhold`: if
-        there is none at all, blocks that are held for a time go."""
+        """Makes room for the slots of up to `wanted` blocks, and returns for how many there is room. With
+        `unhold`, blocks that are held for a time are evicted if there is no room at all otherwise."""
         short, sizes = self._short(domain, wanted)
         if short and self._slots.retire_empty(domain.sizes):
             short, sizes = self._short(domain, wanted)
@@ -62,8 +61,8 @@ class Eviction:
         return wanted - short
 
     def for_entries(self, domain: Domain, wanted: int, *, unhold: bool = False) -> None:
-        """Evicts until the table has `wanted` free entries, or nothing more can go. `unhold`: if it has none
-        at all, blocks that are held for a time go."""
+        """Evicts until the table has `wanted` free entries, or nothing more can be evicted. With `unhold`,
+        blocks that are held for a time are evicted if the table has no free entry at all otherwise."""
         blocks = self._blocks
         while (short := wanted - (blocks.capacity - blocks.live)) > 0:
             source = self._oldest([other for other in blocks.domains.by_id.values() if other.blocks], domain)
@@ -73,7 +72,7 @@ class Eviction:
                 return
 
     def _short(self, domain: Domain, wanted: int) -> tuple[int, list[int]]:
-        """For how many of the wanted blocks slots are missing, and of which sizes; assigns free extents
+        """For how many of the wanted blocks slots are missing, and of which sizes. Assigns free extents
         first."""
         short = 0
         sizes = []
@@ -90,7 +89,7 @@ class Eviction:
         return short, sizes
 
     def _give_way(self, domain: Domain, short: int, sizes: list[int]) -> bool:
-        """Evicts something for `short` blocks; False if nothing can go."""
+        """Evicts something to make room for `short` blocks. False if nothing can be evicted."""
         rivals = [d for d in self._blocks.domains.by_id.values() if d.blocks and d is not domain]
         if not rivals:
             return self._evict(domain, short)
@@ -111,8 +110,8 @@ class Eviction:
     # --- blocks that are held for a time ---
 
     def _unhold(self, domain: Domain, short: int, sizes: list[int]) -> bool:
-        """Nothing is left that could go, but perhaps blocks that are held for a time. Without this a few of
-        them, one in each extent, would keep all other models out. False if there are none."""
+        """Ends holds, because nothing else can be evicted. Otherwise a few held blocks, one in each extent,
+        would keep all other models out. False if there are none."""
         sharing = [d for d in self._blocks.domains.by_id.values() if any(size in d.sizes for size in sizes)]
         if sharing:
             slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
@@ -122,7 +121,7 @@ class Eviction:
         return self._reclaim(domain, 0, held=True)
 
     def _give_up(self, domains: Collection[Domain], wanted: int) -> bool:
-        """Lets go of up to so many held blocks; False if there are none of these domains."""
+        """Ends the holds of up to `wanted` blocks of these domains. False if there are none."""
         return self._retention is not None and self._retention.give_up(domains, wanted)
 
     # --- ages ---
@@ -133,7 +132,7 @@ class Eviction:
         return self._blocks.now - int(self._blocks.used_at[victim[0]]) if len(victim) else None
 
     def _oldest(self, domains: list[Domain], preferred: Domain | None) -> Domain | None:
-        """The domain with the oldest victim; the preferred one unless another is clearly older."""
+        """The domain with the oldest victim, or the preferred one unless another is clearly older."""
         ages = {domain: age for domain in domains if (age := self._age(domain)) is not None}
         if not ages:
             return None
@@ -143,8 +142,8 @@ class Eviction:
         return oldest
 
     def _victims(self, domain: Domain, wanted: int) -> Entries:
-        """The oldest, but for those that are being written to a disk just now, as far as younger ones can go
-        instead that a disk has already: evicted now, the former would be lost, the latter are not."""
+        """The oldest victims. Those that are being written to a disk are passed over where younger ones that
+        a disk has already can go instead: evicting the former loses them, evicting the latter does not."""
         table = self._table
         victims = table.victims(domain.domain, wanted)
         queued = table.flags(victims) & QUEUED != 0
@@ -166,7 +165,7 @@ class Eviction:
         return True
 
     def _count(self, entries: Entries) -> None:
-        """They are about to be evicted."""
+        """Counts entries that are about to be evicted."""
         ages = self._blocks.now - self._blocks.used_at[entries].astype(np.int64)
         self._tally.evicted_blocks += len(entries)
         self._tally.evicted_age_s += int(ages.sum()) / STAMPS_PER_S
@@ -174,8 +173,9 @@ class Eviction:
     # --- extents of other sizes ---
 
     def _reclaim(self, domain: Domain, age: int, *, held: bool = False) -> bool:
-        """Takes the coldest extent of a size that the domain does not use, if it is that old and nothing
-        holds it. `held`: one that only blocks that are held for a time are in the way of."""
+        """Takes the coldest extent of a size that the domain does not use, if it is at least `age` old and
+        nothing holds it. With `held`, takes one in which only blocks that are held for a time are in the
+        way."""
         slots, now, retention = self._slots, self._blocks.now, self._retention
         if held and (retention is None or not retention.held_blocks):
             return False
@@ -195,8 +195,8 @@ class Eviction:
         return False
 
     def _empty(self, extent: int, *, held: bool) -> bool:
-        """Evicts all blocks of an extent, if every slot of it is free or of a block that may go; `held`: also
-        those that are only held for a time."""
+        """Evicts all blocks of an extent, if every slot of it is free or has a block that may go. With
+        `held`, blocks that are only held for a time may go too."""
         table, slots = self._table, self._slots
         owners = table.owners(slots.geometry.slots_of(extent, int(slots.extent_size[extent])))
         entries = owned(owners)

@@ -1,4 +1,4 @@
-"""Why blocks are gone: a bounded memory of the latest, in arrays, written a batch at a time."""
+"""Why blocks are gone: a bounded memory of the latest ones, in arrays that are written a batch at a time."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,32 +15,32 @@ class Fate(IntEnum):
 
     EVICTED = 1
     STORE_ENDED = 2
-    """Its store failed or was called off: it was never readable."""
+    """Its store failed or was called off, so it was never readable."""
     REFUSED = 3
     """There was no room to store it."""
     CORRUPT = 4
     CLEARED = 5
-    """An operator has dropped it."""
+    """An operator dropped it."""
     EXPIRED = 6
     """Its time was over."""
 
 
 @dataclass(frozen=True, slots=True)
 class RememberedFate:
-    """What became of a block last."""
+    """What last became of a block."""
 
     fate: Fate
     reason: Reason | None
     """Why its store ended; None for other fates."""
     at: int
-    """In the unit of `History.remember`."""
+    """When, in the unit of `History.remember`."""
 
 
 class History:
-    """The fates of the latest blocks that have gone. Memory is used as they come."""
+    """The fates of the latest blocks that have gone."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: blocks, one at least."""
+        """`capacity` is the number of blocks to remember, at least one."""
         self.capacity = capacity
         self.total = 0
         """Blocks ever remembered."""
@@ -56,7 +56,8 @@ class History:
     def remember(
         self, spaces: U32 | SpaceId, hashes: Hashes, fate: Fate, now: int, reason: Reason | None = None
     ) -> None:
-        """Remembers a batch, and forgets the oldest for it. `spaces`: of each block, or of all."""
+        """Remembers a batch, and forgets the oldest blocks to make room. `spaces` is that of each block, or
+        one for all. `now` may be in any unit, but always in the same."""
         n = len(hashes)
         note = now << 16 | fate << 8 | (reason or 0)
         if n > self.capacity - self._next:
@@ -78,8 +79,8 @@ class History:
         self._next = int(places[-1]) + 1
 
     def latest(self, space: SpaceId, key: Hashes) -> RememberedFate | None:
-        """What became last of one block, `key` of shape (1, 32); None if nothing is remembered of it. Reads
-        everything: for people's questions, not for requests."""
+        """What last became of one block, whose `key` has shape (1, 32); None if nothing is remembered of it.
+        It reads everything, so it is for people's questions and not for requests."""
         used = len(self)
         wanted = key.view(np.uint64)[0]
         found = np.flatnonzero(self._hashes.view(np.uint64)[:used, 0] == wanted[0])
@@ -93,7 +94,7 @@ class History:
         return RememberedFate(Fate(note >> 8 & 0xFF), Reason(reason) if reason else None, note >> 16)
 
     def oldest_at(self) -> int | None:
-        """When the first of what is remembered happened; None if nothing was ever forgotten."""
+        """When the oldest block that is remembered went; None if nothing was ever forgotten."""
         if self.total <= self.capacity:
             return None
         return int(self._notes[self._next % self.capacity]) >> 16

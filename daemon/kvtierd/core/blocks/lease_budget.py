@@ -1,14 +1,14 @@
-"""How much of the host may be held for loads, by leases and by the loads that run, and by whom.
+"""How much of the host leases and running loads may hold, and how much of that each instance gets.
 
-What is held for a load cannot be evicted, so stores need some of the pool kept out of it; of the rest one
-instance alone may hold nearly all, and several share it. Blocks are counted once, in however many leases they
-are: a prefix that a hundred requests begin with costs what one costs.
+Blocks that are held for a load cannot be evicted, so part of the pool is kept out of it for stores. Of the
+rest, a single instance may hold nearly all, and several share it. A block counts once, however many leases it
+is in: a prefix that a hundred requests begin with costs no more than that of one.
 
 The share of an instance follows the rule of dynamic thresholds for buffers that several queues share
-(Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998): an instance may hold as long as it has
-no more than `SHARE` times what is free. One alone comes to SHARE / (1 + SHARE) of everything; n greedy ones
-come to equal parts; and a newcomer always finds something. There is nothing to configure per instance, and
-nothing to take back from anybody.
+(Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998): an instance may hold up to `SHARE`
+times what is free. One alone gets SHARE / (1 + SHARE) of everything, n greedy ones get equal parts, and a
+newcomer always finds something. Nothing has to be configured for each instance, and nothing is taken back
+from any.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,14 @@ from kvtierd.core.blocks.table import BlockTable, HoldCounts
 from kvtierd.core.ids import Entries
 
 SHARE = 15
-"""Times what is free. The larger, the more one instance gets alone, and the less is left for a newcomer."""
+"""How many times what is free an instance may hold. With a larger value, one instance alone gets more, and
+less is left for a newcomer."""
 KNOWN_MAX = 1_024
-"""Layouts whose blocks' size is remembered."""
+"""Layouts whose block size is remembered."""
 
 
 class LeasablePlan(Protocol):
-    """Of a group's plan, what matters here."""
+    """The part of a group's plan that matters here."""
 
     @property
     def domain(self) -> Domain: ...
@@ -42,12 +43,12 @@ class HeldBlocks:
 
     def __init__(self, counts: HoldCounts) -> None:
         self.counts = counts
-        """By entry: the leases and loads that hold it."""
+        """For each entry, how many leases and loads hold it."""
         self.bytes = 0
-        """Of the pool, that all blocks take which are held."""
+        """Bytes of the pool that the held blocks take."""
 
     def add(self, entries: Entries, block_bytes: int) -> None:
-        """One lease or load more holds these blocks of `block_bytes` each."""
+        """One more lease or load holds these blocks, of `block_bytes` each."""
         self.bytes += self.counts.add(entries) * block_bytes
 
     def remove(self, entries: Entries, block_bytes: int) -> None:
@@ -56,23 +57,23 @@ class HeldBlocks:
 
 
 class LeaseBudget:
-    """Of one pool."""
+    """The budget of one pool."""
 
     def __init__(self, table: BlockTable, geometry: PoolGeometry, fraction: float) -> None:
-        """`fraction`: of the pool, that may be held for loads in all."""
+        """`fraction` of the pool may be held for loads in all."""
         self._table = table
         self._geometry = geometry
         self._block_bytes: dict[tuple[int, ...], int] = {}
-        """By slot sizes of a block's shards."""
+        """What a block takes, by the slot sizes of its shards."""
         self.leasable_bytes = int(fraction * geometry.capacity_bytes)
         self.all = self.new_holder()
 
     def new_holder(self) -> HeldBlocks:
-        """For one instance."""
+        """Counts of what one instance holds, which is nothing yet."""
         return HeldBlocks(self._table.hold_counts())
 
     def block_bytes(self, domain: Domain) -> int:
-        """What one block takes of the pool, with what is lost where slots do not fill their extents."""
+        """What one block takes of the pool, including what is lost where slots do not fill their extents."""
         geometry, known = self._geometry, self._block_bytes
         if domain.sizes not in known:
             if len(known) >= KNOWN_MAX:
@@ -84,7 +85,8 @@ class LeaseBudget:
         return known[domain.sizes]
 
     def prefix_tokens(self, plans: Sequence[LeasablePlan]) -> int:
-        """Of the longest prefix whose blocks of all these groups may be in the pool at once; 0 for none."""
+        """Tokens of the longest prefix whose blocks of all these groups fit into the pool at once; 0 without
+        plans."""
         extents_per_token = sum(
             per_block / self._geometry.slots_per_extent(slot_bytes) / plan.block_tokens
             for plan in plans
@@ -98,17 +100,17 @@ class LeaseBudget:
         return self.leasable_bytes * SHARE // (1 + SHARE)
 
     def room_bytes(self, own: HeldBlocks) -> int:
-        """That an instance may hold besides what is held already, by whomever."""
+        """How much more an instance may hold, besides what it and all others hold already."""
         free = self.leasable_bytes - self.all.bytes
         return max(0, min(free, (SHARE * free - own.bytes) // (1 + SHARE)))
 
     def costs(self, entries: Entries) -> npt.NDArray[np.bool_]:
-        """Which of these blocks nobody holds yet: the others cost nothing."""
+        """Which of these blocks nobody holds yet. Holding the others costs nothing."""
         costs: npt.NDArray[np.bool_] = self.all.counts.of(entries) == 0
         return costs
 
     def add(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
-        """A lease or load of an instance holds these blocks from now on."""
+        """From now on a lease or load of an instance holds these blocks."""
         block_bytes = self.block_bytes(domain)
         own.add(entries, block_bytes)
         self.all.add(entries, block_bytes)

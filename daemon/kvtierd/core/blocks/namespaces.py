@@ -1,4 +1,4 @@
-"""Fingerprints and digests: equal exactly if blocks may be shared."""
+"""Fingerprints and digests, which are equal exactly if blocks may be shared."""
 
 import hashlib
 import struct
@@ -17,17 +17,17 @@ class NamespaceAbout:
 
     model: str
     fields: bytes
-    """As `AttachSession.namespace_fields`."""
+    """As in `AttachSession.namespace_fields`."""
     hash_bytes: int
     world_size: int
     fingerprints: tuple[Fingerprint, ...]
-    """Of every rank's layout, in rank order."""
+    """The layout of every rank, in rank order."""
     groups: tuple[GroupGeometry, ...]
     """The layout of rank 0."""
 
 
 def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
-    """Of one rank's layout: covers every field of every group, in order."""
+    """The fingerprint of one rank's layout. It covers every field of every group, in order."""
     digest = hashlib.sha256(b"kvtier layout 1\0")
     digest.update(struct.pack("<I", len(groups)))
     for group in groups:
@@ -44,12 +44,13 @@ def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
 
 
 def fields_fingerprint(fields: bytes) -> bytes:
-    """Short name of a namespace's fields, for messages to people."""
+    """A short name for a namespace's fields, for messages to people."""
     return hashlib.sha256(b"kvtier fields 1\0" + fields).digest()[:DIGEST_BYTES]
 
 
 def namespace_digest(fields: bytes, world_size: int, fingerprints: Sequence[Fingerprint]) -> NamespaceDigest:
-    """Of a namespace as one instance uses it; `fingerprints` of all its ranks, in rank order."""
+    """The digest of a namespace as one instance uses it; `fingerprints` has those of all its ranks, in rank
+    order."""
     digest = hashlib.sha256(b"kvtier namespace 1\0")
     digest.update(struct.pack("<Q", len(fields)))
     digest.update(fields)

@@ -1,6 +1,5 @@
-"""The longest prefix that all groups of an engine can serve: what an engine with sliding windows or recurrent
-layers beside full attention can go on from. Pure, and without a Python object per block.
-"""
+"""The longest prefix that all groups of an engine can serve, where some have sliding windows or recurrent
+states beside full attention. The functions are pure and make no Python object per block."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,15 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 FIRST_ENDS = 16
-"""Ends that are tried at first, the longest ones; each further round tries this many times as many."""
+"""How many ends are tried at first, the longest ones; each further round tries `ENDS_GROWTH` times as
+many."""
 ENDS_GROWTH = 4
 
 Mask = npt.NDArray[np.bool_]
 Leading = Callable[[int, int], int]
-"""`leading(query, end)`: how many blocks of a query are there in a row from its first on, of those below
+"""`leading(query, end)`: how many of a query's blocks are there in a row, from its first one on and below
 `end`."""
 There = Callable[[int, int, int], Mask]
-"""`there(query, first, end)`: which blocks of a query are there, of those from `first` to `end`."""
+"""`there(query, first, end)`: which of a query's blocks from `first` to `end` are there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,30 +27,30 @@ class Shape:
 
     block_tokens: int
     window_blocks: int
-    """Only the last so many blocks; 0: all of them."""
+    """Only this many last blocks are needed; 0 if all of them are."""
     blocks: int
-    """Asked for."""
+    """How many blocks were asked for."""
 
     def needed(self, tokens: int) -> tuple[int, int]:
-        """The first of its blocks that a prefix of so many tokens needs, and the end of them."""
+        """The first of its blocks that a prefix of so many tokens needs, and the end of these blocks."""
         end = tokens // self.block_tokens
         return (max(0, end - self.window_blocks) if self.window_blocks else 0), end
 
     def needed_beyond(self, tokens: int, longer: int) -> tuple[int, int]:
-        """The same of a prefix of `longer` tokens, without what a prefix of `tokens` needs already."""
+        """The same for a prefix of `longer` tokens, without what a prefix of `tokens` needs already."""
         first, end = self.needed(longer)
         return max(first, tokens // self.block_tokens), end
 
 
 def common_tokens(shapes: Sequence[Shape]) -> int:
-    """Tokens after which every group has a block's end, again and again."""
+    """After every so many tokens, a block of every group ends."""
     if len(shapes) == 1:
         return shapes[0].block_tokens
     return math.lcm(*[shape.block_tokens for shape in shapes])
 
 
 def asked_tokens(shapes: Sequence[Shape]) -> int:
-    """Tokens that all groups were asked for."""
+    """Tokens that all groups were asked about."""
     if len(shapes) == 1:
         return shapes[0].blocks * shapes[0].block_tokens
     return min([shape.blocks * shape.block_tokens for shape in shapes])
@@ -64,11 +64,11 @@ def longest(
     above: int = 0,
     most_tokens: int | None = None,
 ) -> int:
-    """Tokens of the longest prefix that ends at a block's end of every group, and of which all groups have
-    what they need; `above` if none is longer than that. `most_tokens`: none longer than that is wanted.
+    """Tokens of the longest prefix that ends where a block of every group ends, and of which all groups have
+    what they need; `above` if none is longer than that. No prefix is longer than `most_tokens`.
 
-    Asks `leading` once of each group that needs all, and `there` of windows only, from the longest prefix
-    down to the first that will do.
+    Calls `leading` once for each group that needs all blocks, and `there` only for windows, from the longest
+    prefix down to the first that will do.
     """
     first = shapes[0]
     if len(shapes) == 1 and not first.window_blocks:
@@ -100,7 +100,7 @@ def longest(
 def _good_ends(
     shapes: Sequence[Shape], windows: Sequence[int], there: There, low: int, high: int, step: int
 ) -> Mask:
-    """Of the ends low + step, low + 2 step, … high: at which of them every window is whole."""
+    """At which of the ends low + step, low + 2 step, … high every window is whole."""
     ends = np.arange(low + step, high + 1, step)
     good = np.ones(len(ends), np.bool_)
     for query in windows:

@@ -1,4 +1,4 @@
-"""Taking over what an earlier daemon left in the pool, or on a disk."""
+"""Takes over what an earlier daemon left in the pool, or on a disk."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,11 @@ from kvtierd.core.stimuli import Recovered
 
 
 def recover(blocks: Blocks, found: Recovered, wanted: npt.NDArray[np.bool_] | None = None) -> None:
-    """Builds table, slots and recency of what was found. Once, before anything else; ValueError if it makes
-    no sense. `wanted`: which of the blocks are taken over; None: all.
+    """Builds table, slots and recency from what was found. Called once, before anything else. `wanted` says
+    which of the blocks are taken over; None for all. Raises ValueError if what was found is inconsistent.
 
-    Blocks start READY; the host's are verified before their first load, at least. If the table is too small,
-    the oldest are given up.
+    Blocks start READY. Those of the host are verified before their first load, at least. If the table is too
+    small, the oldest are given up.
     """
     worlds = np.array([world for _, _, world in found.namespaces], np.int64)
     count = len(found.hashes)
@@ -81,7 +81,7 @@ def _by_extent(blocks: Blocks, slots: Slots) -> list[Slots]:
 def _insert(
     blocks: Blocks, space: int, domain: Domain, hashes: np.ndarray, slots: Slots
 ) -> tuple[U32, np.ndarray]:
-    """Entries, and which of the keys are new; a key that was there already is given up."""
+    """Entries, and which of the keys are new. A key that was there already is given up."""
     flags = blocks.flags_of_recovered
     entries, created = blocks.table.insert(space, domain.domain, np.ascontiguousarray(hashes), flags)
     new = created == 1

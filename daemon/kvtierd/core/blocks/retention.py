@@ -1,11 +1,12 @@
-"""What engines wish of blocks of the host besides being kept: to be held for a time, to be dropped after one,
-to stay off the disks.
+"""How engines want blocks of the host to be kept: held for a time, dropped after a time, or kept off the
+disks.
 
-Wishes are kept in memory only, and end with the daemon. A held block has one pin, however often it was
-wished: it is in nobody's way but eviction's, and goes after all where nothing else could (`room.py`).
+These requests are kept in memory only, and end with the daemon. A held block has one pin, however often it
+was asked for. That pin only keeps it from being evicted, and is given up where nothing else can be evicted
+(`eviction.py`).
 
-Nothing is queued: times lie in arrays, one word for each entry of the table, which are looked through part by
-part. That takes a millisecond a second for four million entries, and the same whatever clients wish.
+Nothing is queued: times lie in arrays, one word for each entry of the table, and the arrays are looked
+through part by part. That takes a millisecond per second for four million entries, whatever clients ask for.
 """
 
 from collections import Counter
@@ -27,27 +28,27 @@ WRITING = int(BlockState.WRITING)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
 CLEAN = int(BlockFlag.CLEAN)
 TICKS_PER_ROUND = 10
-"""In so many ticks everything is looked at, if not much is due."""
+"""All entries are looked at in this many ticks, if not much is due."""
 LOOKED_AT_LEAST = 4_096
-"""Entries in one tick."""
+"""Entries that one tick looks at, at least."""
 DUE_MAX = 8_192
-"""Blocks whose time is over, in one tick: the others are found in the next."""
+"""Blocks whose time is over that one tick deals with; the next tick finds the others."""
 CANDIDATES_MAX = 4_096
-"""Blocks that are found at once to give way, and remembered."""
+"""Blocks that may give way, as many as one search finds and remembers."""
 SEARCH_PAUSE_S = 1.0
-"""When no hold was found that could make room, none is looked for again for this long."""
+"""For this long after a search found no hold that could make room, there is no other search."""
 SECONDS_MAX = 2**31
 
 
 class Round:
-    """Goes through an array of times, again and again."""
+    """Goes through an array of times again and again."""
 
     def __init__(self, times: U32) -> None:
         self._times = times
         self._position = 0
 
     def due(self, now: int) -> Entries:
-        """Of the next part the entries whose time, which is not 0, has come."""
+        """Entries of the next part whose time has come; 0 is no time."""
         times = self._times
         step = max(LOOKED_AT_LEAST, -(-len(times) // TICKS_PER_ROUND))
         first, end = self._position, min(self._position + step, len(times))
@@ -61,22 +62,22 @@ class Round:
 
 
 class BlockRetention:
-    """Of the host's blocks. Batches; their order is that of a sequence, its head first."""
+    """The retention of the host's blocks. In batches, the head of a sequence comes first."""
 
     def __init__(self, blocks: Blocks, tally: Tally, limits: CoreLimits) -> None:
-        """`blocks` tells it from now on which of them are condemned, and which have been removed."""
+        """From now on, `blocks` reports which of them are condemned or removed."""
         self._blocks = blocks
         blocks.condemning, blocks.removed = self.release, self.forget
         self._tally = tally
         self._limits = limits
         self.held_until: U32 = np.zeros(blocks.capacity, np.uint32)
-        """Second until which each entry is held, by one pin; 0: it is not."""
+        """The second until which each entry is held, by one pin; 0 if it is not."""
         self.expires_at: U32 = np.zeros(blocks.capacity, np.uint32)
-        """Second in which each entry is dropped; 0: never."""
+        """The second in which each entry is dropped; 0 for never."""
         self._to_hold_s: U32 = np.zeros(blocks.capacity, np.uint32)
-        """Of WRITING entries: for how long another store has wished them held."""
+        """For WRITING entries, how long another store wants them held."""
         self._ranks = np.zeros(blocks.capacity, np.int64)
-        """Of held entries: the higher, the later it was wished, or the nearer the head of its sequence."""
+        """For held entries, higher if the hold was asked for later, or nearer the head of its sequence."""
         self._rank = 0
         self.held: Counter[int] = Counter()
         """Held blocks, by domain."""
@@ -84,11 +85,11 @@ class BlockRetention:
         self._ends = Round(self.held_until)
         self._expiries = Round(self.expires_at)
         self._any_wishes = False
-        """Whether there ever was a block with a wish that is kept by entry."""
+        """Whether any block ever had a request that is kept by entry."""
         self._candidates: tuple[tuple[int, ...], Entries] = ((), np.empty(0, np.uint32))
-        """Held blocks of these domains, those to give way first, first."""
+        """Held blocks of these domains, in the order in which they give way."""
         self._search_at = 0
-        """When they may be looked for again."""
+        """When the next search may begin, in the unit of `Blocks.now`."""
 
     @property
     def held_blocks(self) -> int:
@@ -99,14 +100,14 @@ class BlockRetention:
         return self._blocks.now // STAMPS_PER_S
 
     def _after(self, milliseconds: int) -> int:
-        """The second in which so much time is over for certain."""
+        """The second in which at least so many milliseconds have passed."""
         return self._now + 1 + min(-(-milliseconds // 1000), SECONDS_MAX)
 
     # --- stores ---
 
     def wished(self, new: Entries, existing: Entries, wishes: RetentionRequest) -> None:
-        """A store is submitted, of blocks that are made for it and others that are there, in whatever state.
-        Of several wishes for a block the one that keeps it longer is granted, and in more tiers."""
+        """A store is submitted, of `new` blocks and others that exist, in whatever state. If a block has
+        several requests, it gets the one that keeps it longer and in more tiers."""
         if wishes.hold_ms and len(existing):
             self._any_wishes = True
             writing = existing[self._blocks.table.states(existing) == WRITING]
@@ -127,8 +128,8 @@ class BlockRetention:
         self._live_until(existing[self.expires_at[existing] != 0], second)
 
     def stored(self, domain: Domain, good: Entries, transfer: TransferJob) -> None:
-        """A store has made blocks READY. Those that were there already are still pinned by it; what has
-        failed is gone."""
+        """A store has made blocks READY. It still pins those that were there before; those that failed are
+        gone."""
         wishes = transfer.wishes
         if wishes.ttl_ms:
             self._live_until(good[self.expires_at[good] != 0], self._after(wishes.ttl_ms))
@@ -140,7 +141,7 @@ class BlockRetention:
         self.made(domain, good)
 
     def made(self, domain: Domain, entries: Entries) -> None:
-        """Blocks have become READY: others may have wished them held meanwhile."""
+        """Blocks have become READY: other stores may have asked meanwhile to have them held."""
         if not self._any_wishes:
             return
         seconds = self._to_hold_s[entries]
@@ -149,11 +150,11 @@ class BlockRetention:
         self._to_hold_s[entries] = 0
 
     def _live_until(self, entries: Entries, second: int) -> None:
-        """They have a time, and are not dropped before."""
+        """Keeps blocks that have a time until this second, at least."""
         self.expires_at[entries] = np.maximum(self.expires_at[entries], np.uint32(second))
 
     def forget(self, entries: Entries) -> None:
-        """They have been removed; none of them is held."""
+        """Entries have been removed; none of them is held."""
         if self._any_wishes:
             self.expires_at[entries] = 0
             self._to_hold_s[entries] = 0
@@ -161,7 +162,7 @@ class BlockRetention:
     # --- holds ---
 
     def hold(self, domain: Domain, entries: Entries, milliseconds: int) -> None:
-        """Holds those of the blocks that are READY, as far as there may be; counts the others."""
+        """Holds those of the blocks that are READY, as far as the limits allow; counts the others."""
         if milliseconds == 0 or len(entries) == 0:
             return
         table = self._blocks.table
@@ -174,7 +175,7 @@ class BlockRetention:
         new = new[:room]
         try:
             table.pin(new)
-        except ValueError:  # so many hold them that they will not go anyway
+        except ValueError:  # they have so many pins that they will stay anyway
             self._tally.unheld_blocks += len(new)
             new = new[:0]
         self.held_until[new] = second
@@ -187,13 +188,13 @@ class BlockRetention:
         self._ranks[held] = self._rank - np.arange(len(held))
 
     def is_held(self, entries: Entries) -> npt.NDArray[np.bool_]:
-        """Which of them have a hold's pin."""
+        """Which of the entries have the pin of a hold."""
         held: npt.NDArray[np.bool_] = self.held_until[entries] != 0
         return held
 
     def release(self, entries: Entries) -> Entries:
-        """Ends the holds of those that are held, and returns these. They are as recent as if they were used
-        now, in the order in which they were wished, the head of a sequence most of all."""
+        """Ends the holds of those entries that are held, and returns these. They become as recent as if they
+        were used now, in the order in which the holds were asked for, the head of a sequence most of all."""
         entries = np.unique(entries[self.held_until[entries] != 0])
         entries = entries[np.argsort(-self._ranks[entries])]
         self.held_until[entries] = 0
@@ -209,9 +210,9 @@ class BlockRetention:
     # --- making way ---
 
     def give_up(self, domains: Collection[Domain], wanted: int) -> bool:
-        """Ends holds of up to `wanted` blocks of these domains that nothing else pins, those that would end
-        first before others, and a tail before its head: they are the next to be evicted. False if there are
-        none, as far as was looked."""
+        """Ends holds of up to `wanted` blocks of these domains that nothing else pins. Those that would end
+        first go before others, and a tail before its head; they are the next to be evicted. False if there
+        are none, as far as was looked."""
         numbers = tuple(sorted(domain.domain for domain in domains if self.held[domain.domain]))
         if not numbers:
             return False
@@ -227,7 +228,7 @@ class BlockRetention:
         return True
 
     def _left(self) -> Entries:
-        """The candidates that still are some."""
+        """The candidates that may still give way."""
         numbers, entries = self._candidates
         entries = entries[self.held_until[entries] != 0]
         table = self._blocks.table
@@ -244,7 +245,8 @@ class BlockRetention:
         return found
 
     def give_up_these(self, entries: Entries) -> None:
-        """Ends the holds of those that are held before their time; the first is the next to be evicted."""
+        """Ends the holds of those entries that are held, before their time. The first entry is the next to be
+        evicted."""
         entries = _each_once(entries[self.held_until[entries] != 0])
         used_at = self._blocks.used_at[entries]
         self.release(entries)
@@ -262,9 +264,9 @@ class BlockRetention:
             self._expire(self._expiries.due(self._now))
 
     def _expire(self, due: Entries) -> None:
-        """Drops blocks whose time is over, but those that are in use, which are found again."""
+        """Drops blocks whose time is over, except those in use, which will be found again."""
         table = self._blocks.table
-        # What a disk has was stored without a time.
+        # A block that a disk has was also stored without a time.
         on_disk = table.flags(due) & CLEAN != 0
         self.expires_at[due[on_disk]] = 0
         due = due[~on_disk]
@@ -276,6 +278,6 @@ class BlockRetention:
 
 
 def _each_once(entries: Entries) -> Entries:
-    """In the order in which they come first."""
+    """The entries without repetitions, in the order in which they come first."""
     _, first = np.unique(entries, return_index=True)
     return entries[np.sort(first)]

@@ -18,7 +18,8 @@ def pages_up(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """Where the extents of a pool file lie. An extent: a header page, its slots' records, its slots."""
+    """Where the extents of a pool file lie. An extent is a header page, the records of its slots, and its
+    slots."""
 
     extents: int
     extent_bytes: int
@@ -65,7 +66,8 @@ class PoolGeometry:
         counts: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
     ) -> Slots:
-        """The slot at each position of an extent that holds `counts` slots of `slot_bytes`; all parallel."""
+        """The slot at each position of an extent that holds `counts` slots of `slot_bytes`; all arrays are
+        parallel."""
         tables = -(-counts * RECORD_BYTES // PAGE_BYTES)
         firsts = (self.first_extent_offset + extents * self.extent_bytes) // PAGE_BYTES + 1 + tables
         return (firsts + positions * -(-slot_bytes // PAGE_BYTES)).astype(np.uint32)
@@ -89,8 +91,8 @@ class _Size:
 
 
 class SlotAllocator:
-    """Which slots are free, by size, and which extent holds slots of which size. Decides nothing about
-    blocks.
+    """Knows which slots are free, by size, and which extent holds slots of which size. It decides nothing
+    about blocks.
 
     Every slot of an assigned extent is free, taken, quarantined or corrupt.
     """
@@ -98,15 +100,15 @@ class SlotAllocator:
     def __init__(self, geometry: PoolGeometry) -> None:
         self.geometry = geometry
         self.extent_size = np.zeros(geometry.extents, np.int64)
-        """Slot bytes of each extent; 0: it is assigned to no size."""
+        """Slot bytes of each extent; 0 for an extent that is assigned to no size."""
         self.extent_slots = np.zeros(geometry.extents, np.int64)
-        """Number of slots of each extent."""
+        """Number of slots in each extent."""
         self.used_at = np.zeros(geometry.extents, np.uint32)
-        """When a slot of each extent was last stored to or loaded from; the caller's unit."""
+        """When a slot of each extent was last stored to or loaded from, in the caller's unit."""
         self.quarantined: set[int] = set()
-        """Slots that somebody may still be writing."""
+        """Slots that an earlier daemon's writers may still be writing."""
         self.corrupt: set[int] = set()
-        """Slots that have failed a check: they are never handed out again."""
+        """Slots that have failed a check and are never handed out again."""
         self._sizes: dict[int, _Size] = {}
         self._unassigned = list(range(geometry.extents - 1, -1, -1))
 
@@ -130,7 +132,7 @@ class SlotAllocator:
         return np.empty(0, np.uint32) if size is None else size.stack[: size.free].copy()
 
     def take(self, slot_bytes: int, n: int) -> Slots:
-        """Takes n free slots; there must be as many."""
+        """Takes n free slots of a size. At least so many must be free."""
         size = self._sizes.get(slot_bytes)
         if n == 0 or size is None:
             assert n == 0, f"no slots of {slot_bytes} bytes"
@@ -150,8 +152,8 @@ class SlotAllocator:
     # --- extents ---
 
     def assign_free(self, slot_bytes: int, wanted: int) -> list[int]:
-        """Assigns free extents to a size until it has `wanted` free slots, or no extent is left; returns
-        them."""
+        """Assigns free extents to a size until it has `wanted` free slots, or no extent is left. Returns
+        these extents."""
         assigned = []
         while self._unassigned and self.free(slot_bytes) < wanted:
             extent = self._unassigned.pop()
@@ -162,7 +164,8 @@ class SlotAllocator:
         return assigned
 
     def recover(self, extent: int, slot_bytes: int, taken: Slots, quarantined: Slots, corrupt: Slots) -> None:
-        """An extent as found: `taken`, `quarantined` and `corrupt` are slots of it, the others are free."""
+        """Takes over an extent as it was found: `taken`, `quarantined` and `corrupt` are slots of it, and its
+        others are free."""
         assert self.extent_size[extent] == 0, f"extent {extent} was recovered twice"
         slots = self.geometry.slots_of(extent, slot_bytes)
         assert np.isin(taken, slots).all()
@@ -197,7 +200,7 @@ class SlotAllocator:
         return int(np.count_nonzero(self.geometry.extent_of(size.stack[: size.free]) == extent))
 
     def retire(self, extent: int) -> None:
-        """Takes an extent, all of whose slots are free, from its size."""
+        """Takes an extent from its size. All of its slots must be free."""
         size = self._sizes[int(self.extent_size[extent])]
         stack = size.stack[: size.free]
         kept = stack[self.geometry.extent_of(stack) != extent]
@@ -213,8 +216,8 @@ class SlotAllocator:
         self._unassigned.append(extent)
 
     def retire_empty(self, keep: Collection[int]) -> bool:
-        """Retires all extents without a taken slot, except those of the sizes to keep. True if there was
-        one."""
+        """Retires all extents without a taken slot, except those of the sizes to keep. True if there were
+        any."""
         found = False
         for size in list(self._sizes.values()):
             if size.slot_bytes in keep or size.free < size.per_extent:
@@ -230,7 +233,7 @@ class SlotAllocator:
     # --- quarantine ---
 
     def set_aside(self, slots: Slots) -> None:
-        """Taken slots that have failed a check are never free again."""
+        """Marks taken slots that have failed a check, so that they are never free again."""
         self.corrupt.update(slots.tolist())
 
     def withheld_by_size(self) -> dict[int, int]:

@@ -1,7 +1,6 @@
-"""What the core needs of a block table. In production it is native (`kvtier_kernels.BlockTable`); in tests
-also a
-plain-Python oracle. Every call works on a batch, validates everything first, and changes nothing if it
-raises."""
+"""What the core needs of a block table. In production the table is native (`kvtier_kernels.BlockTable`);
+tests also have a plain-Python oracle. Every call works on a batch, checks all of it first, and changes
+nothing if it raises."""
 
 from enum import IntEnum
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ U32 = npt.NDArray[np.uint32]
 
 
 class BlockState(IntEnum):
-    """Residency of a block in a tier; 0 is "not there"."""
+    """Where a block is in its life in one tier; 0 if it is not there."""
 
     ABSENT = 0
     WRITING = 1
@@ -26,36 +25,37 @@ class BlockState(IntEnum):
 
 class BlockFlag(IntEnum):
     VERIFY = 1
-    """Its checksum is checked before it is loaded."""
+    """The block's checksum is checked before it is loaded."""
     RECOVERED = 2
-    """Found in the pool at the start, and not seen to fit its checksum since."""
+    """The block was found in the pool at the start, and no load has found it sound since."""
     CLEAN = 4
-    """A disk has it."""
+    """A disk has the block."""
     QUEUED = 8
-    """It is being written to a disk."""
+    """The block is being written to a disk."""
     REUSED = 16
-    """It was found or loaded since it was stored."""
+    """The block was found or loaded after it was stored."""
     HOST_ONLY = 64
-    """It is not to be written to a disk."""
+    """The block is not to be written to a disk."""
     LATE = 32
-    """On the host, WRITING: the disk takes too long to read it. On a disk, READY: it could not be read
-    lately. Whoever asks is told that it is not there."""
+    """On the host, WRITING: the disk takes too long to read the block. On a disk, READY: the block could not
+    be read lately. In both cases lookups are told that it is not there."""
 
 
 class IndexPage(Protocol):
-    """A set of block hashes that clients read by themselves; tables fill it, each page with blocks of one
+    """A set of block hashes that clients read by themselves. Tables fill it, each page with the blocks of one
     space."""
 
     def complete(self) -> None:
-        """From now on clients believe that what is missing is not there."""
+        """From now on clients rely on it that a hash that is missing is not there."""
         ...
 
 
 class HoldCounts(Protocol):
-    """How many hold each entry of a table."""
+    """How many holders each entry of a table has."""
 
     def add(self, entries: Entries) -> int:
-        """One holder more for each occurrence of an entry. Returns how many entries had none before."""
+        """Counts one more holder for each occurrence of an entry. Returns how many entries had none
+        before."""
         ...
 
     def remove(self, entries: Entries) -> int:
@@ -63,33 +63,32 @@ class HoldCounts(Protocol):
         ...
 
     def of(self, entries: Entries) -> U32:
-        """How many hold each entry."""
+        """How many holders each entry has."""
         ...
 
 
 class BlockTable(Protocol):
-    """Metadata of all blocks of one tier, in arrays; one writer."""
+    """Metadata of all blocks of one tier, in arrays. It has one writer."""
 
     def lookup(self, space: int, hashes: Hashes) -> tuple[Entries, U8]:
         """Entry and state of each key; NO_ENTRY and 0 where there is none."""
         ...
 
     def lookup_prefix(self, space: int, hashes: Hashes) -> tuple[Entries, int]:
-        """Entries of the leading run of READY blocks, and the state of the block that ended it (0: absent or
-        end)."""
+        """Entries of the leading run of READY blocks, and the state of the block that ended it (0: it is
+        absent, or all blocks are READY)."""
         ...
 
     def insert(self, space: int, domain: int, hashes: Hashes, flags: int = 0) -> tuple[Entries, U8]:
-        """Create the absent keys as WRITING, unpinned and without slots.
+        """Creates the absent keys as WRITING, unpinned and without slots.
 
         Returns the entry of each key and 1 where it was created, 0 where it existed (or came earlier in the
-        batch),
-        2 where the table was full (entry NO_ENTRY).
+        batch), 2 where the table was full (entry NO_ENTRY).
         """
         ...
 
     def attach_slots(self, entries: Entries, slots: Slots) -> None:
-        """Give WRITING entries their slots, shape (n, world): one slot per shard, in rank order."""
+        """Gives WRITING entries their slots, shape (n, world): one slot per shard, in rank order."""
         ...
 
     def slots(self, entries: Entries, world: int) -> Slots:
@@ -101,46 +100,48 @@ class BlockTable(Protocol):
         ...
 
     def commit(self, entries: Entries) -> None:
-        """WRITING to READY; becomes the most recent of its domain, the last of the batch most of all."""
+        """Makes WRITING entries READY and the most recent of their domain, the last of the batch most of
+        all."""
         ...
 
     def begin_evict(self, entries: Entries) -> None:
-        """READY and unpinned to EVICTING."""
+        """Makes READY, unpinned entries EVICTING."""
         ...
 
     def condemn(self, entries: Entries) -> None:
-        """READY, pinned or not, to EVICTING: found no longer again; whoever drops the last pin removes it."""
+        """Makes READY entries, pinned or not, EVICTING: they are not found any more, and whoever drops the
+        last pin removes them."""
         ...
 
     def remove(self, entries: Entries) -> None:
-        """Forget WRITING or EVICTING, unpinned entries; their slots have no owner any more."""
+        """Forgets unpinned WRITING or EVICTING entries; their slots have no owner any more."""
         ...
 
     def pin(self, entries: Entries) -> None:
-        """One pin more on each; an entry may come several times. Pinned blocks are no victims."""
+        """Adds a pin for each occurrence of an entry. Pinned blocks are never victims."""
         ...
 
     def unpin(self, entries: Entries) -> None:
-        """One pin less on each; READY blocks that lose their last one become the most recent, in this
-        order."""
+        """Drops a pin for each occurrence of an entry. READY blocks that lose their last one become the most
+        recent, in this order."""
         ...
 
     def touch(self, entries: Entries) -> None:
-        """READY unpinned blocks become the most recent, in this order; others are left alone."""
+        """Makes READY, unpinned blocks the most recent, in this order; other entries stay as they are."""
         ...
 
     def cool(self, entries: Entries) -> None:
-        """READY unpinned blocks become the least recent, in this order: the last one goes first; others are
-        left alone."""
+        """Makes READY, unpinned blocks the least recent, in this order, so that the last one is the next to
+        be evicted; other entries stay as they are."""
         ...
 
     def victims(self, domain: int, n: int) -> Entries:
-        """Up to n unpinned READY blocks, least recent first. Changes nothing."""
+        """Up to n READY, unpinned blocks of a domain, least recent first. Changes nothing."""
         ...
 
     def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> Entries:
-        """Of the `horizon` victims that are least recent, the up to n least recent ones that have none of
-        these flags. Changes nothing."""
+        """Of the `horizon` least recent victims, up to n that have none of these flags, least recent first.
+        Changes nothing."""
         ...
 
     def states(self, entries: Entries) -> U8: ...
@@ -163,20 +164,20 @@ class BlockTable(Protocol):
 
     def publish(self, space: int, page: Any) -> None:
         """From now on the page, an IndexPage of the table's own kind, has the hash of every block that is
-        made in the space, until the block is removed."""
+        created in the space, until the block is removed."""
         ...
 
     def publish_more(self, space: int, n: int) -> bool:
-        """Adds those blocks of the space that are among the next n entries the table had already. True once
-        all are in the page."""
+        """Adds those blocks of the space that are among the next n entries that the table had before. True
+        once all of these are in the page."""
         ...
 
     def withdraw(self, space: int) -> None:
-        """Lets go of a space's page, and leaves it as it is."""
+        """Stops changing a space's page."""
         ...
 
     def hold_counts(self) -> HoldCounts:
-        """Of the table's own kind, all zero."""
+        """New counts for this table's entries, all zero."""
         ...
 
     def count(self, space: int) -> int: ...
@@ -184,14 +185,16 @@ class BlockTable(Protocol):
     def entries_of(self, space: int) -> Entries: ...
 
     def stats(self) -> dict[str, Any]:
-        """`writing`, `ready`, `evicting`, `capacity`, `bytes`, and `domains` (blocks per domain)."""
+        """The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes`, and `domains` (blocks per
+        domain)."""
         ...
 
     def dump(self) -> dict[str, npt.NDArray[Any]]:
-        """All live entries, ascending: `entries`, `spaces`, `hashes`, `states`, `flags`, `pins`, `domains`,
-        `generations`, `slot_counts`, and `slots`, those of all entries one after another. For tests."""
+        """All live entries in ascending order: `entries`, `spaces`, `hashes`, `states`, `flags`, `pins`,
+        `domains`, `generations`, `slot_counts`, and `slots`, which has those of all entries one after
+        another. For tests."""
         ...
 
     def check(self) -> None:
-        """Validate the table's own consistency; AssertionError if it is broken. For tests."""
+        """Checks the table's own consistency. Raises AssertionError if it is broken. For tests."""
         ...

@@ -1,7 +1,8 @@
-"""Load or recompute: whether bringing blocks to an engine beats computing them anew.
+"""Load or recompute: whether bringing blocks to an engine is faster than computing them anew.
 
-Whatever is not known, or was not measured lately, counts as fast: what is told to be a miss is never measured
-again."""
+Whatever is not known, or was not measured lately, counts as fast, because blocks that are reported as misses
+are never measured again.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ class Admission:
     def __init__(self, core: CoreState) -> None:
         self._core = core
         self._loads: dict[str, Rate] = {}
-        """By the device whose worker copies; there are no more devices than the machine has."""
+        """How fast loads are, by the device whose worker copies; there are no more than the machine has
+        devices."""
 
     @property
     def _on(self) -> bool:
@@ -32,7 +34,7 @@ class Admission:
             rate.measured(self._core.now_s, stimulus.copied_bytes, stimulus.copy_s)
 
     def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
-        """Of so many blocks of each group, all on the host, which spare computing so many tokens."""
+        """As in `Tier.load_loses`."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
         return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
@@ -40,8 +42,7 @@ class Admission:
     def promotion_loses(
         self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
     ) -> bool:
-        """Of these blocks of each group, all on disks: read, loaded afterwards, they spare computing so many
-        tokens."""
+        """As in `Tier.bringing_up_loses`: the blocks are read from disks first, and loaded afterwards."""
         if not self._on or not instance.prefill_tokens_per_s:
             return False
         of_disk: Counter[Disk] = Counter()
@@ -57,7 +58,8 @@ class Admission:
         return read_s + loads_s > tokens / instance.prefill_tokens_per_s
 
     def _loads_s(self, wanted: Sequence[tuple[GroupPlan, int]]) -> float:
-        """Ranks on different devices are copied to at once, groups one after another."""
+        """How long loading takes: ranks on different devices are copied to at once, and groups one after
+        another."""
         of_device: Counter[str] = Counter()
         for plan, blocks in wanted:
             for device, block_bytes in plan.device_bytes:

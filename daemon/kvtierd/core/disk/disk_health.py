@@ -1,4 +1,4 @@
-"""Whether disks are fit to be used: their workers, errors in a row, slow jobs, and the read that decides."""
+"""Whether disks are fit for use: their workers, errors in a row, slow jobs, and the read that decides."""
 
 from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
@@ -10,7 +10,7 @@ from kvtierd.core.state.transitions import DiskJobState, DiskState, Event
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
 
 PROBE_HORIZON = 4_096
-"""Victims among which a block to probe with is looked for."""
+"""Among how many victims a block to probe with is looked for."""
 
 
 class DiskHealth:
@@ -25,7 +25,8 @@ class DiskHealth:
     # --- workers ---
 
     def worker_live(self, disk: Disk, worker: WorkerRecord) -> None:
-        """It may be used from now on; the first one's disk when it is known what it holds."""
+        """A disk has a worker. It is used from now on; with its first worker, as soon as it is known what it
+        holds."""
         assert disk.worker is None, f"disk {disk.disk} has a worker"
         disk.worker = worker
         disk.ended_s = self._core.now_s
@@ -39,7 +40,7 @@ class DiskHealth:
             self._core.step(disk, Event.LOSE)
 
     def worker_lost(self, disk: Disk, worker: WorkerRecord, why: str) -> None:
-        """What it was asked for cannot succeed; nothing is fenced before it has exited."""
+        """The worker's jobs cannot succeed. Nothing is fenced before it has exited."""
         had_jobs = self._jobs.lose(disk, worker)
         if disk.worker is not worker:
             return
@@ -102,7 +103,7 @@ class DiskHealth:
             if now_s - job.posted_s <= slow_s:
                 break
             self._jobs.tell_late(job)
-            # As long as others end, it has only been waiting for its turn.
+            # As long as other jobs end, this one has only been waiting for its turn.
             stuck = now_s - disk.ended_s > slow_s and job.state is DiskJobState.POSTED
             if stuck and not job.slow:
                 job.slow = True
@@ -112,7 +113,7 @@ class DiskHealth:
             self._probe(disk)
 
     def _probe(self, disk: Disk) -> None:
-        """One read decides. A disk that holds nothing gets one more try."""
+        """Has one block read, which decides. A disk that holds nothing gets one more try instead."""
         found = self._some_block(disk)
         if found is None:
             self._heal(disk, errors_in_row=self._policy.errors_max - 1)

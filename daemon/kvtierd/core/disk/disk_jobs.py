@@ -1,5 +1,5 @@
-"""Jobs of disks, from being posted to their end: what is committed, what is freed, what the flags say
-then."""
+"""Jobs of disks, from their posting to their end: what is committed, what is freed, and what the flags say
+afterwards."""
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +30,17 @@ class DiskJobs:
         return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     def blocks_per_job(self, domain: Domain) -> int:
-        """One at least."""
+        """How many blocks of a domain go into one job, at least one."""
         return max(1, min(self._policy.job_bytes // domain.block_bytes, JOB_SLOTS_MAX // domain.world))
 
     def may_read(self, disk: Disk) -> int:
-        """Bytes that may be promoted from a disk beyond those on their way."""
+        """How many more bytes may be promoted from a disk, beside those that are under way."""
         if not disk.live or disk.counts[DiskJobKind.READ] >= READS_MAX:
             return 0
         return max(0, self._policy.read_queue_bytes - disk.bytes[DiskJobKind.READ])
 
     def may_write(self, disk: Disk) -> int:
-        """Bytes that may be written to a disk beyond those on their way."""
+        """How many more bytes may be written to a disk, beside those that are under way."""
         if not disk.live or disk.counts[DiskJobKind.WRITE] >= WRITES_MAX:
             return 0
         return max(0, self._policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
@@ -51,8 +51,8 @@ class DiskJobs:
         self, disk: Disk, entries: Entries, space: SpaceId, host_domain: Domain, host_entries: Entries,
         host_slots: Slots, hashes: Hashes,
     ) -> None:  # fmt: skip
-        """Has READY blocks of a LIVE disk read into WRITING ones of the host, all of one space; `host_slots`
-        of shape (world, n). The job holds both."""
+        """Has READY blocks of a LIVE disk read into WRITING ones of the host, all of one space. `host_slots`
+        has shape (world, n). The job holds both."""
         shelf = disk.blocks
         domain = shelf.domain_of(entries)
         slots = shelf.slots_of(domain, entries)
@@ -64,11 +64,12 @@ class DiskJobs:
         self._post(job, host_slots, _NO_CLOCKS)
 
     def write(self, disk: Disk, host_domain: Domain, host_entries: Entries) -> int:
-        """Has READY blocks of the host, of one domain, written to the LIVE disk that is theirs, which has
-        none of them; the head of a sequence first. Holds nothing of the host. Returns how many found room."""
+        """Has READY blocks of the host, of one domain, written to the LIVE disk that they belong to, which
+        has none of them; the head of a sequence comes first. Holds nothing of the host. Returns for how many
+        there was room."""
         host, shelf = self._host, disk.blocks
         domain = shelf.domains.of(host_domain.sizes)
-        domain.users += 1  # while room is made for it, it has no blocks perhaps
+        domain.users += 1  # it may have no blocks while room is made, and must not be forgotten
         disk.eviction.for_entries(domain, len(host_entries))
         hashes, spaces = host.table.hashes(host_entries), host.table.spaces(host_entries)
         entries = np.zeros(len(host_entries), np.uint32)
@@ -105,7 +106,7 @@ class DiskJobs:
         self._post(job, host.slots_of(host_domain, host_entries), np.repeat(clocks, domain.world))
 
     def check(self, disk: Disk, domain: Domain, seen: BlockSnapshot) -> DiskJob:
-        """Has READY blocks of a LIVE or FAILING disk compared with their checksums; holds nothing."""
+        """Has READY blocks of a LIVE or FAILING disk compared with their checksums. Holds nothing."""
         slots = disk.blocks.slots_of(domain, seen.entries)
         job = self._begin(disk, DiskJobKind.CHECK, domain, seen.entries, slots)
         job.generations = seen.generations
@@ -167,7 +168,8 @@ class DiskJobs:
     # --- ending ---
 
     def finished(self, stimulus: DiskJobFinished) -> tuple[Disk, DiskJob] | None:
-        """A worker has ended a job. None, and only counted, if the job is over or was another worker's."""
+        """A worker has ended a job. Returns None, and only counts the message, if the job is over or another
+        worker's."""
         core = self._core
         disk, job = self._find(stimulus)
         if disk is None or job is None:
@@ -177,7 +179,7 @@ class DiskJobs:
         n, world = len(job.entries), job.domain.world
         flat = np.ones(n * world, np.bool_)
         failed, corrupt = stimulus.failed, stimulus.corrupt
-        if max(_highest(failed), _highest(corrupt)) >= n * world:  # it does not know what it says
+        if max(_highest(failed), _highest(corrupt)) >= n * world:  # the report makes no sense
             failed, corrupt = np.arange(n * world, dtype=np.uint32), _NO_SLOTS
         flat[failed] = False
         flat[corrupt] = False
@@ -196,8 +198,8 @@ class DiskJobs:
         return None, None
 
     def lose(self, disk: Disk, worker: WorkerRecord) -> int:
-        """A worker is lost: its jobs cannot succeed, and may still be going on. What they promote is a miss
-        from now on. Returns how many there were."""
+        """A worker is lost: its jobs cannot succeed, but may still be going on. What they promote is a miss
+        from now on. Returns how many jobs there were."""
         count = 0
         for job in disk.jobs.values():
             if job.worker is worker:
@@ -207,7 +209,7 @@ class DiskJobs:
         return count
 
     def exited(self, disk: Disk, worker: WorkerRecord) -> list[DiskJob]:
-        """The lost worker's process is gone: nothing of its jobs can land any more. Returns them."""
+        """The lost worker's process is gone, so nothing of its jobs can still land. Returns these jobs."""
         jobs = [job for job in disk.jobs.values() if job.worker is worker]
         for job in jobs:
             none = np.zeros(len(job.entries), np.bool_)
@@ -277,7 +279,7 @@ class DiskJobs:
         self._core.tally.promoted_bytes += read_bytes
 
     def _condemn(self, disk: Disk, job: DiskJob, corrupt: U32) -> Entries:
-        """Blocks of a job whose shards at these positions did not match are found no more. Returns their
+        """Condemns the blocks of a job whose shards at these positions did not match. Returns their
         entries."""
         entries = job.entries[corrupt // job.domain.world]
         if len(corrupt):
@@ -288,11 +290,11 @@ class DiskJobs:
 
 
 READ_RATE = {DiskJobKind.CHECK: DiskJobKind.READ}
-"""A check shows how fast a disk reads."""
+"""A check shows how fast a disk reads as well."""
 
 
 def _by_block(slots: Slots) -> Slots:
-    """Slots of shape (world, n): block after block, shards in rank order."""
+    """Slots of shape (world, n) as one row: block after block, shards in rank order."""
     return np.ascontiguousarray(slots.T).reshape(-1)
 
 

@@ -1,6 +1,7 @@
 """Promotions: blocks that disks have are read into the host.
 
-The entry on the host, WRITING as soon as its promotion begins, is what makes many who wait share one read.
+Concurrent lookups see the entry on the host, which is WRITING from the beginning of its promotion, and return
+PENDING, so they share one read.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvtierd.core.state.entities import GroupPlan
 
 TABLE_FULL = 2
 POOL_FRACTION_MAX = 0.5
-"""Of the host, that promotions may hold at once: stores find room beside them."""
+"""The fraction of the host that promotions may hold at once, so that stores find room beside them."""
 
 
 class Promotion:
@@ -26,7 +27,7 @@ class Promotion:
         self._jobs = jobs
 
     def begin(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
-        """As `Tier.bring_up` says; `copies` are the entries on the blocks' LIVE disks."""
+        """As in `Tier.bring_up`; `copies` are entries on the blocks' LIVE disks."""
         coming = np.ones(len(hashes), np.bool_)
         chosen = self._within_queues(plan, hashes, in_order=in_order)
         if len(chosen) == 0:
@@ -55,19 +56,19 @@ class Promotion:
         return coming
 
     def _within_queues(self, plan: GroupPlan, hashes: Hashes, *, in_order: bool) -> Indexes:
-        """Which of these their disks, and the host, may begin with now."""
+        """The indexes of those that their disks and the host have room to begin with now."""
         within = np.zeros(len(hashes), np.bool_)
         for disk, own in self._disks.by_disk(hashes):
             may = self._jobs.may_read(disk) // plan.domain.block_bytes
             if may == 0 and not disk.counts[DiskJobKind.READ]:
-                may = 1  # larger than the queue
+                may = 1  # a block that is larger than the queue
             within[own[:may]] = True
         if in_order and not within.all():
             within[int(np.argmin(within)) :] = False
         return np.flatnonzero(within)[: self._room(plan)]
 
     def _room(self, plan: GroupPlan) -> int:
-        """Blocks that may be promoted now, by what is on its way."""
+        """How many more blocks may be promoted, beside those that are under way."""
         reading = sum(disk.bytes[DiskJobKind.READ] for disk in self._disks.all)
         most = int(self._host.geometry.capacity_bytes * POOL_FRACTION_MAX) - reading
         if reading == 0:

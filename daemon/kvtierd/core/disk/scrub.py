@@ -1,5 +1,5 @@
-"""Compares every block of a disk with its checksum, when somebody asks for it: extent by extent, one job at a
-time, which its worker does after everything else."""
+"""Compares every block of a disk with its checksum when an operator asks for it: extent by extent and one job
+at a time, which the disk's worker does after everything else."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.stimuli import StartScrub
 
 EXTENTS_AT_ONCE = 64
-"""Looked through for blocks before something else is done."""
+"""Extents that are searched for blocks before other stimuli get their turn."""
 
 
 class Scrubs:
@@ -21,8 +21,8 @@ class Scrubs:
         self._jobs = jobs
 
     def start(self, stimulus: StartScrub) -> None:
-        """Refusal MODE_UNSUPPORTED if there is no such disk, WORKER_UNAVAILABLE if it is not live, QUEUE_FULL
-        if one is on its way."""
+        """Raises Refusal MODE_UNSUPPORTED if there is no such disk, WORKER_UNAVAILABLE if it is not live,
+        QUEUE_FULL if a scrub of it is under way."""
         disks = self._core.disks.all
         if not 0 <= stimulus.disk < len(disks):
             raise Refusal(
@@ -50,7 +50,7 @@ class Scrubs:
         self.go_on(disk)
 
     def ended(self, disk: Disk, job: DiskJob, *, looked_at: bool) -> None:
-        """A job is over; what a lost worker had is not looked at again."""
+        """A job is over. What a lost worker had to check is not checked again."""
         scrub = disk.scrub
         if scrub is not None and scrub.job == job.job:
             scrub.job = None
@@ -58,7 +58,7 @@ class Scrubs:
                 scrub.done += len(job.entries)
 
     def go_on(self, disk: Disk) -> None:
-        """The next job, if the last one is over."""
+        """Posts the next job, if the last one is over."""
         scrub = disk.scrub
         if scrub is None or scrub.over or scrub.job is not None or not disk.live or self._core.draining:
             return
@@ -80,7 +80,8 @@ class Scrubs:
             self._look_through(disk, scrub)
 
     def _look_through(self, disk: Disk, scrub: Scrub) -> None:
-        """The blocks whose first shard lies in the next extent, in the order in which they lie there."""
+        """Finds the blocks whose first shard lies in the next extent, in the order in which they lie
+        there."""
         shelf = disk.blocks
         slots, extent = shelf.slots, scrub.extent
         scrub.extent += 1

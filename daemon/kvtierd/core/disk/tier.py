@@ -1,4 +1,4 @@
-"""Disks, as the tier below the host."""
+"""The disks, as the tier below the host."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, Part
 
 
 class DiskTier:
-    """A `Tier`, and what only disks have: jobs, scrubs, recovery."""
+    """A `Tier` of disks, with what only disks have besides: jobs, scrubs and recovery."""
 
     keeps_evicted = True
 
@@ -64,17 +64,14 @@ class DiskTier:
     # --- what becomes of blocks on the host ---
 
     def stored(self, plan: GroupPlan, entries: Entries) -> None:
-        """A store has made blocks READY; the head of a sequence first."""
         if len(entries):
             self._disks.settle(plan.space, entries)
             self._writing.stored(plan.domain, entries)
 
     def found(self, domain: Domain, entries: Entries) -> None:
-        """A lookup has hit blocks; the head of a sequence first."""
         self._writing.found(domain, entries)
 
     def reconfigure(self, policy: CoreDisks) -> None:
-        """As `Reconfigure` says."""
         now = self._disks.policy
         self._disks.policy = replace(
             policy,
@@ -85,7 +82,6 @@ class DiskTier:
         self._writing.policy_changed()
 
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
-        """A copy worker has ended a part."""
         self._admission.part_finished(part, stimulus)
 
     # --- stimuli ---
@@ -104,7 +100,7 @@ class DiskTier:
         self._scrubs.start(stimulus)
 
     def recovered(self, stimulus: DiskRecovered) -> None:
-        """It is known what a disk holds: it may be used."""
+        """It is known now what a disk holds, so it may be used."""
         disk = self._disks.all[stimulus.disk]
         assert not disk.recovered, "a disk is recovered once"
         self._disks.recover(disk, stimulus.found)

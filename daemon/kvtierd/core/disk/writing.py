@@ -1,9 +1,10 @@
 """Which blocks of the host are written to disks, and when.
 
-BACK: those that are about to be evicted, as fast as blocks come and go now, and as one long prompt may need
-their room at once: so all of a small pool that is full. THROUGH: at once. ON_REUSE: when
-they are found again. What found no room in a disk's queue at once is written before it is evicted, if there
-is time."""
+BACK: those that are about to be evicted, as fast as blocks come and go now, and as many as one long prompt
+may need room for at once; that is all of a small pool that is full. THROUGH: every block at once. ON_REUSE:
+blocks that are found again. Blocks for which a disk's queue had no room are written later, before they are
+evicted, if there is time.
+"""
 
 import numpy as np
 
@@ -21,19 +22,21 @@ from kvtierd.core.stimuli import CoreDisks, WriteMode
 REUSED = int(BlockFlag.REUSED)
 NOT_TO_WRITE = CLEAN | QUEUED | int(BlockFlag.HOST_ONLY)
 HORIZON_MAX = 65_536
-"""Victims walked over at once, to find those that are not written yet."""
+"""How many victims are looked at, at most, to find those that are not written yet."""
 KEPT_READY_FRACTION = 1 / 16
-"""Of the blocks of a full pool: so many can go at once, however slowly they went before."""
+"""The fraction of a full pool's blocks that is kept written, because that many can go at once, however slowly
+blocks went before."""
 KEPT_READY_MIN = 4_096
-"""Blocks, likewise: one long prompt needs so many at once. A pool that has no more is written as it fills."""
+"""At least this many blocks are kept written, because one long prompt needs that much room at once. A pool
+that has no more is written as it fills."""
 DISK_FRACTION_MAX = 0.5
-"""Of the disks, that is kept written ahead."""
+"""The fraction of the disks that blocks written ahead may take."""
 WRITTEN_PER_STORED = 2
-"""Bytes written to disks at most, for each that comes to the host."""
+"""At most so many bytes are written to disks for each byte that comes to the host."""
 WALKED_ALWAYS = 1_024
 WALKED_PER_STORED = 64
-"""Victims walked over when blocks have been stored: so many at most, and for each block so many more. Beyond
-that a tick does it."""
+"""How many victims are looked at when blocks have been stored: at most `WALKED_ALWAYS`, and so many more for
+each stored block. What is beyond that is left to a tick."""
 
 _NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
 
@@ -47,15 +50,15 @@ class Writing:
         self._paces: dict[Domain, tuple[Pace, Pace]] = {}
         """How fast blocks of each domain come, and how fast they go."""
         self._unwalked: dict[Domain, int] = {}
-        """Blocks of each domain that were stored since its victims were walked over last."""
+        """How many blocks of each domain were stored since its victims were last looked at."""
         self._left = True
-        """Something should have been written, and has found no room, or was never looked at."""
+        """Whether something that should have been written found no room, or was never looked at."""
         self._hungry = False
-        """The queues were full when there was more to write."""
+        """Whether the queues were full when there was more to write."""
         self._credit_bytes = 0
-        """May be written, beyond what is on its way."""
+        """How many bytes may be written, beside those that are under way."""
         self._opened_bytes = 0
-        """Of the host, when the credit was counted last."""
+        """`opened_bytes` of the host when the credit was last counted."""
 
     @property
     def _policy(self) -> CoreDisks:
@@ -64,14 +67,14 @@ class Writing:
     # --- at once ---
 
     def stored(self, domain: Domain, entries: Entries) -> None:
-        """Blocks have been stored; the head of a sequence first."""
+        """Blocks have been stored, of which the head of a sequence comes first."""
         if self._policy.mode is WriteMode.THROUGH:
             self._write_at_once(domain, entries)
         elif self._policy.mode is WriteMode.BACK:
             self._follow(domain, len(entries))
 
     def found(self, domain: Domain, entries: Entries) -> None:
-        """Blocks have been looked up, and hit; the head of a sequence first."""
+        """Lookups have hit blocks, of which the head of a sequence comes first."""
         if self._policy.mode is WriteMode.ON_REUSE:
             first_time = self._dirty(entries)
             first_time = first_time[np.sort(np.unique(first_time, return_index=True)[1])]
@@ -88,7 +91,7 @@ class Writing:
             self._left = True
 
     def policy_changed(self) -> None:
-        """From now on other blocks are to be written than before: all are looked at again."""
+        """Other blocks are to be written than before, so all are looked at again."""
         self._left = True
 
     # --- ahead of evictions ---
@@ -106,20 +109,20 @@ class Writing:
         self._write_ahead()
 
     def job_ended(self, disk: Disk, job: DiskJob) -> None:
-        """There may be room for more. What has not gone well is left to the next tick: it would fail again,
-        as fast as a worker can."""
+        """A job is over, so there may be room for more. Blocks that failed are left to the next tick, because
+        writing them now would fail again, as fast as a worker can."""
         self.give_back(job)
         if self._hungry and job.good and 2 * disk.bytes[DiskJobKind.WRITE] <= self._policy.write_queue_bytes:
             self._write_ahead()
 
     def give_back(self, job: DiskJob) -> None:
-        """A job is over: what of it was not written has cost nothing."""
+        """A job is over: blocks of it that were not written cost no credit."""
         if job.kind is DiskJobKind.WRITE:
             self._credit_bytes += (len(job.entries) - job.good) * job.domain.block_bytes
 
     def _follow(self, domain: Domain, stored: int) -> None:
-        """Writes ahead without waiting for the tick: until then as much may come as a small pool has room
-        for, and what was stored last may be what goes first."""
+        """Writes ahead without waiting for a tick. Until the next tick, as many blocks may come as a small
+        pool has room for, and the blocks that were stored last may be the first to be evicted."""
         self._unwalked[domain] = stored = stored + self._unwalked.get(domain, 0)
         if self._core.draining or not self._disks.any_live:
             return
@@ -137,7 +140,8 @@ class Writing:
         self._left = left
 
     def _ahead_of(self, domain: Domain) -> bool:
-        """Writes the coldest of a domain. True if some that should be written by now are left."""
+        """Writes the coldest blocks of a domain. Returns whether some that should be written by now are
+        left."""
         horizon = self._horizon(domain)
         self._unwalked.pop(domain, None)
         if horizon <= 0 or not any(disk.fits(domain.sizes) for disk in self._disks.all):
@@ -170,9 +174,9 @@ class Writing:
     # --- both ---
 
     def _write(self, domain: Domain, entries: Entries, *, head_first: bool) -> bool:
-        """Has READY blocks that no disk has, each once, written as far as the queues have room, the first of
-        them first. `head_first`: a sequence comes from its head to its tail; else the other way round. False
-        if some are left."""
+        """Has READY blocks that no disk has written, each once and from the first on, as far as the queues
+        have room. `head_first`: their sequence begins with the first one; else with the last one. Returns
+        False if some are left."""
         everything = True
         hashes = self._host.table.hashes(entries)
         for disk, own in self._disks.by_disk(hashes):
@@ -180,7 +184,7 @@ class Writing:
                 continue
             may = self._jobs.may_write(disk) // domain.block_bytes
             if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:
-                may = 1  # larger than the queue
+                may = 1  # a block that is larger than the queue
             if may < len(own):
                 everything = False
                 self._hungry |= disk.live
@@ -195,9 +199,9 @@ class Writing:
         return everything
 
     def _credit(self) -> int:
-        """Bytes that may be written now. A disk that is too small for what the host holds would be written
-        round and round, each block in the place of another; so no more is written than a multiple of what
-        comes to the host."""
+        """How many bytes may be written now. A disk that is too small for what the host holds would be
+        written over and over, with each block replacing another. So no more is written than a multiple of
+        what comes to the host."""
         new_bytes = self._host.opened_bytes - self._opened_bytes
         self._opened_bytes += new_bytes
         most = self._host.geometry.capacity_bytes

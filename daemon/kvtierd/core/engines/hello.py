@@ -1,4 +1,4 @@
-"""Whether a process may join: checked whole, before anything changes."""
+"""Checks whether a process may join an instance, completely and before anything changes."""
 
 import math
 from collections.abc import Iterable
@@ -11,13 +11,15 @@ from kvtierd.core.state.entities import Instance
 from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
 
 SHOWN_CHARACTERS, SHOWN_BEFORE = 80, 20
-"""Of a value in a message, and before its first difference from another."""
+"""In messages, how many characters of a value are shown, and how many of these come before its first
+difference from another value."""
 WORLD_SIZE_MAX = 0xFFFF
 """A slot record holds it in 16 bits."""
 
 
 def shards_of(ranks: Iterable[tuple[GroupGeometry, ...]]) -> list[tuple[int, ...]]:
-    """Slot bytes of each shard of a block, for each group. `ranks`: what each holds, in rank order."""
+    """Slot bytes of each shard of a block, for each group. `ranks` has what each rank holds, in rank
+    order."""
     return [
         (group[0].slot_bytes,) if group[0].replicated else tuple(part.slot_bytes for part in group)
         for group in zip(*ranks, strict=True)
@@ -25,7 +27,8 @@ def shards_of(ranks: Iterable[tuple[GroupGeometry, ...]]) -> list[tuple[int, ...
 
 
 def check_hello(stimulus: AttachSession, instance: Instance | None, geometry: PoolGeometry) -> None:
-    """Refusal if the session makes no sense by itself, or does not fit the instance that has its name."""
+    """Raises Refusal if the session makes no sense by itself, or does not fit the instance that has its
+    name."""
     _check_alone(stimulus, geometry)
     check_prefill(stimulus.prefill_tokens_per_s)
     if instance is not None:
@@ -34,7 +37,7 @@ def check_hello(stimulus: AttachSession, instance: Instance | None, geometry: Po
 
 
 def check_prefill(tokens_per_s: float) -> None:
-    """Refusal MALFORMED for what is no speed."""
+    """Raises Refusal MALFORMED for anything that is no speed."""
     if not (math.isfinite(tokens_per_s) and tokens_per_s >= 0):
         raise Refusal(
             Reason.MALFORMED,
@@ -95,7 +98,7 @@ def _check_alone(stimulus: AttachSession, geometry: PoolGeometry) -> None:
 
 
 def _check_same(stimulus: AttachSession, instance: Instance) -> None:
-    """All processes of an instance must agree about what its blocks are."""
+    """All processes of an instance must agree on what its blocks are."""
     _require_equal("world_size", stimulus.world_size, instance.world_size)
     if stimulus.namespace_fields != instance.namespace_fields:
         said, known = dict(stimulus.namespace_facts), instance.namespace_facts
@@ -129,7 +132,7 @@ def _require_same_planes(field: str, mine: GroupGeometry, theirs: GroupGeometry)
 
 
 def _require_equal(field: str, mine: object, theirs: object) -> None:
-    """`None`: one side does not say it."""
+    """None stands for a side that does not say anything about the field."""
     if mine != theirs:
         raise Refusal(
             Reason.FINGERPRINT_MISMATCH,
@@ -141,7 +144,7 @@ def _require_equal(field: str, mine: object, theirs: object) -> None:
 
 
 def _shown(value: object, other: object) -> str:
-    """Bounded, and from a little before the first difference."""
+    """The value in bounded length, from a little before the first difference."""
     if value is None:
         return "nothing of it"
     text, beside = str(value), str(other)

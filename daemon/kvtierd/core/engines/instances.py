@@ -1,4 +1,4 @@
-"""Instances: processes attach, register and end, and workers come and go."""
+"""Instances: how processes attach, register and end, and how workers come and go."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -54,7 +54,7 @@ class Instances:
     # --- attaching ---
 
     def attach(self, stimulus: AttachSession) -> Attached:
-        """A process joins its instance; the first one of a name forms an epoch."""
+        """A process joins its instance. The first one of a name begins an epoch."""
         core = self._core
         if core.draining:
             raise Refusal(Reason.DRAINING, "the daemon is being stopped: attach when it is back")
@@ -106,7 +106,7 @@ class Instances:
         return Attached(instance.epoch, fingerprint, view)
 
     def _settle(self, instance: Instance) -> None:
-        """All ranks have attached: the namespace is known."""
+        """All ranks have attached, so the namespace is known."""
         ranks = [instance.ranks[Rank(rank)] for rank in range(instance.world_size)]
         fingerprints: list[Fingerprint] = []
         for session in ranks:
@@ -174,8 +174,8 @@ class Instances:
         return self.view(session.instance)
 
     def register_memory(self, stimulus: RegisterMemory) -> InstanceView:
-        """The worker that has the words has mapped the rank's memory, too. The last rank makes the instance
-        LIVE."""
+        """The worker that has the session's words has mapped the rank's memory as well. The last rank makes
+        the instance LIVE."""
         session, worker = self._registering(stimulus)
         mapping = session.mapping
         if mapping is None or mapping.worker is not worker:
@@ -241,7 +241,7 @@ class Instances:
         self._core.step(instance, Event.COMPLETE)
 
     def unregister_memory(self, stimulus: UnregisterMemory) -> None:
-        """The worker lets go of the session's memory and words; what runs in the epoch is called off."""
+        """The worker lets go of the session's memory and words, and the epoch's transfers are cancelled."""
         session = self._core.session(stimulus.session)
         if session.mapping is None:
             raise Refusal(
@@ -269,8 +269,8 @@ class Instances:
     # --- ending ---
 
     def renew(self, stimulus: RenewSession) -> None:
-        """The scheduler's heartbeat keeps its instance's leases; those of others only prove that they are
-        attached."""
+        """The scheduler's heartbeat renews its instance's leases. Heartbeats of other sessions only prove
+        that they are attached."""
         session = self._core.session(stimulus.session)
         check_prefill(stimulus.prefill_tokens_per_s)
         if session.schedules:
@@ -298,7 +298,7 @@ class Instances:
                     self._core.mismatches.add(instance.digest, found)
 
     def end_session(self, stimulus: EndSession) -> None:
-        """Ends the epoch. Nothing for a session that is unknown, or whose epoch has ended before."""
+        """Ends the epoch. Does nothing for a session that is unknown or whose epoch has ended before."""
         session = self._core.sessions.get(stimulus.session)
         if session is None or session.instance.over:
             return
@@ -325,8 +325,8 @@ class Instances:
         core.may_be_over(instance)
 
     def session_released(self, stimulus: SessionReleased) -> None:
-        """A worker holds nothing of a session any more. Only counted if nobody asked for it, or its worker
-        is lost."""
+        """A worker holds nothing of a session any more. The message is only counted if nobody asked for the
+        release, or if the worker is lost."""
         worker = self._core.workers.get(stimulus.worker)
         mapping = None if worker is None else worker.mappings.get(stimulus.session)
         if mapping is None or mapping.state is not MappingState.RELEASING:
@@ -351,8 +351,8 @@ class Instances:
         self._tier.worker_live(worker)
 
     def worker_lost(self, stimulus: WorkerLost) -> None:
-        """Its parts cannot succeed; its ranks have to register again. Nothing is fenced before it has
-        exited."""
+        """The worker's parts cannot succeed, and its ranks have to register again. Nothing is fenced before
+        it has exited."""
         core = self._core
         worker = core.workers.get(stimulus.worker)
         if worker is None or worker.state is not WorkerState.LIVE:
@@ -383,7 +383,7 @@ class Instances:
             self._tell(instance)
 
     def worker_exited(self, stimulus: WorkerExited) -> None:
-        """The worker's process is gone: the fence of all it had."""
+        """The worker's process is gone, which is the fence of everything that it had."""
         core = self._core
         worker = core.workers.get(stimulus.worker)
         if worker is None:
@@ -423,7 +423,8 @@ class Instances:
 
 
 def _sizes(stimulus: AttachSession, ranks: dict[Rank, Session]) -> list[tuple[int, ...]]:
-    """The slot sizes of each group, if this hello brings the last rank; `ranks` are there already."""
+    """The slot sizes of each group if this hello brings the last rank, else nothing; `ranks` have attached
+    already."""
     if SessionRole.RANK not in stimulus.role or len(ranks) + 1 < stimulus.world_size:
         return []
     groups = {rank: session.groups for rank, session in ranks.items()} | {stimulus.rank: stimulus.groups}

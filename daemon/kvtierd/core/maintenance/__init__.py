@@ -1,1 +1,1 @@
-"""What operators ask about blocks, and what is checked in the background."""
+"""What operators do with blocks and ask about them, and the checks in the background."""

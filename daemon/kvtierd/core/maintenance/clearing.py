@@ -1,4 +1,4 @@
-"""Dropping blocks because an operator says so: from every tier at once, so that none brings them back."""
+"""Drops blocks because an operator says so, from every tier at once, so that none brings them back."""
 
 import numpy as np
 
@@ -19,9 +19,9 @@ class BlockClearing:
         self._core = core
 
     def spaces(self, namespace: str) -> tuple[SpaceId, ...]:
-        """Those that have blocks, or engines: of the one namespace whose hexadecimal digest begins with
-        `namespace`, of all if it is empty. Changes nothing. Refusal NAMESPACE_INVALID if none, or several,
-        begin so."""
+        """The spaces of the one namespace whose hexadecimal digest begins with `namespace`, or all spaces if
+        it is empty; those that have blocks or engines. Changes nothing. Raises Refusal NAMESPACE_INVALID if
+        no namespace, or more than one, begins so."""
         ids = self._core.blocks.spaces.ids
         fitting = {digest for digest, _ in ids if digest.hex().startswith(namespace)}
         if namespace and len(fitting) != 1:
@@ -51,7 +51,7 @@ class BlockClearing:
         host = core.blocks
         entries, states = host.table.lookup(space, hashes)
         there = entries != NO_ENTRY
-        core.retention.release(entries[there])  # an operator's word counts more than wishes
+        core.retention.release(entries[there])  # an operator overrules the engines
         held = there & (states != WRITING)
         held[held] = (host.table.pins(entries[held]) > 0) | (states[held] != READY)
         under_way = there & (states == WRITING)
@@ -67,7 +67,7 @@ class BlockClearing:
             there[own] |= known
         under_way &= ~held
         free = there & ~held & ~under_way
-        # The disks' first: what they have is then not CLEAN on the host any more, which is about to go.
+        # The disks' copies go first, so that a block is not CLEAN on the host any more when it goes there.
         disk_bytes = 0
         for disk, own in core.disks.by_disk(hashes):
             chosen = own[free[own] & (copies[own] != NO_ENTRY)]
@@ -85,7 +85,8 @@ class BlockClearing:
 
 
 def _drop(blocks: Blocks, entries: Entries) -> int:
-    """Removes READY, unpinned blocks of one tier, of whatever domains. Returns the bytes of their slots."""
+    """Removes READY, unpinned blocks from one tier; they may be of several domains. Returns the bytes of
+    their slots."""
     dropped_bytes = 0
     for domain, chosen in blocks.by_domain(entries):
         blocks.drop(domain, chosen, Fate.CLEARED)

@@ -1,6 +1,7 @@
-"""Why a block is, or is not, readable: the table, what is remembered of the past, and other namespaces.
+"""Why a block is or is not readable, from the table, from what is remembered of the past, and from other
+namespaces.
 
-Questions of people; nothing here changes anything.
+These are people's questions; nothing here changes anything.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import LeaseCut
 
 SPACES_MAX = 1_024
-"""Looked through for one question, the youngest first."""
+"""How many spaces one question searches, the youngest first."""
 
 
 class BlockVerdict(Enum):
@@ -28,7 +29,7 @@ class BlockVerdict(Enum):
 
     READABLE = "readable"
     ON_DISK = "on disk"
-    """On a disk only: a lookup would be told that it is pending, and have it promoted."""
+    """It is on a disk only: a lookup would return PENDING, and promote it."""
     BEING_WRITTEN = "being written"
     EVICTED = "evicted"
     STORE_ENDED = "store ended"
@@ -37,11 +38,11 @@ class BlockVerdict(Enum):
     """There was no room to store it."""
     CORRUPT = "corrupt"
     CLEARED = "cleared"
-    """An operator has dropped it."""
+    """An operator dropped it."""
     EXPIRED = "expired"
     """Its time was over."""
     ELSEWHERE = "elsewhere"
-    """Never stored in this namespace, as far as is remembered, but in another."""
+    """As far as is remembered it was never stored in this namespace, but another one has it."""
     NEVER_STORED = "never stored"
     """As far as is remembered."""
 
@@ -65,21 +66,21 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of one block in one place."""
+    """What became of one block in one place."""
 
     place: Place
     verdict: BlockVerdict
     age_s: float | None
-    """How long ago it came to that; None if it is so now, or never was otherwise."""
+    """How long ago that happened; None if it is so now, or if it was never otherwise."""
     reason: Reason | None
-    """Why its store ended."""
+    """Why the block's store ended."""
     elsewhere: tuple[Place, ...]
-    """Where a block of this hash is readable, on a disk or being written now."""
+    """Places where a block of this hash is readable, on a disk, or being written now."""
     cut: LeaseCut | None = None
-    """The latest lookup in this place, of an instance that still lives, that found more than it could lease:
-    a readable block may have been among the others. `at` is seconds ago."""
+    """The latest lookup in this place that found more than it could lease, of an instance that still lives: a
+    readable block may have been among those that were not leased. `at` is in seconds ago."""
     mismatch: Mismatch | None = None
-    """The latest block of this namespace that was not what an engine computes."""
+    """The latest block of this namespace that was not what an engine computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +88,16 @@ class Explained:
     explanations: tuple[Explanation, ...]
     remembered_blocks: int
     remembered_s: float | None
-    """How far back the memory reaches; None: to the start."""
+    """How far back the memory reaches; None if it reaches back to the start."""
     known_namespaces: int
     """How many namespaces have been met or have blocks, whether asked about or not."""
 
 
 def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now: int) -> Explained:
-    """About the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`.
+    """Explains the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`.
 
-    Where no namespace is known at all, and none was asked for, nothing is refused: the answer is empty.
-    Refusal HASH_LENGTH if none of them has hashes of that length, NAMESPACE_INVALID if none begins so.
+    If no namespace is known at all and none was asked for, the answer is empty. Raises Refusal HASH_LENGTH if
+    none of them has hashes of that length, NAMESPACE_INVALID if none begins so.
     """
     if not 1 <= len(key) <= HASH_BYTES_MAX:
         raise Refusal(
@@ -197,17 +198,17 @@ def _is_there(core: CoreState, space: SpaceId, row: Hashes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlaceStatus:
-    """One group of one namespace, and how much of it there is."""
+    """One group of one namespace, and how many blocks of it there are."""
 
     place: Place
     host_blocks: int
     disk_blocks: int
     instances: tuple[str, ...]
-    """That use it now."""
+    """Instances that use it now."""
 
 
 def places(core: CoreState) -> tuple[PlaceStatus, ...]:
-    """The latest namespaces that are used or have blocks, the latest first."""
+    """The latest namespaces that are used or have blocks, latest first."""
     users: dict[SpaceId, list[str]] = {}
     for instance in core.instances.values():
         if not instance.over:

@@ -1,8 +1,8 @@
-"""Doubts READY blocks in the background: slots chosen at random, compared with their checksums by a worker
-whose lanes are idle.
+"""Checks READY blocks in the background: a worker whose lanes are idle compares randomly chosen slots with
+their checksums.
 
-Every READY slot is as likely as any other to be chosen, so one that has rotted is found after
-`bytes of all slots in use / rate` seconds on average, and after three times as long in 95 of 100 cases.
+Every READY slot is as likely to be chosen as any other, so one that has rotted is found after `bytes of all
+slots in use / rate` seconds on average, and after three times as long in 95 of 100 cases.
 """
 
 import numpy as np
@@ -17,18 +17,18 @@ from kvtierd.core.state.transitions import Event, WorkerState
 from kvtierd.core.stimuli import SlotsChecked
 
 HOST_DEVICE = "cpu"
-"""The worker of this device does it: it is always there, and it has no link to keep busy."""
+"""The device whose worker does it. It is always there, and it has no link that could be kept busy."""
 SLOTS_MAX = 8_192
-"""Drawn at once, and so in one request: it has to fit one packet."""
+"""Slots drawn at once, and so for one request, which has to fit into one packet."""
 SAVED_S = 1.0
-"""What was not read for want of an idle worker is made up for, this much of it."""
+"""What could not be read for want of an idle worker is made up for, up to this many seconds' worth."""
 TICKS_PER_S = 10
-"""At least; each draws `SLOTS_MAX` slots at most."""
+"""Ticks per second, at least; each draws at most `SLOTS_MAX` slots."""
 READY = int(BlockState.READY)
 
 
 class Sampler:
-    """Keeps one request at most on its way."""
+    """Chooses slots and has them checked, with at most one request under way."""
 
     def __init__(self, core: CoreState, bytes_per_s: int, randomness: np.random.Generator) -> None:
         self._core = core
@@ -36,12 +36,12 @@ class Sampler:
         self.bytes_per_s = bytes_per_s
         self._random = randomness
         self._credit_bytes = 0.0
-        """May be read now; below zero after a slot that was larger."""
+        """Bytes that may be read now; below zero after a slot that was larger than the credit."""
         self._earned_at_s: float | None = None
         self._checks = 0
 
     def tick(self) -> None:
-        """Asks for as many slots as the time since the last time allows."""
+        """Asks for as many slots as the time since the last tick allows."""
         core = self._core
         since_s = 0.0 if self._earned_at_s is None else max(0.0, core.now_s - self._earned_at_s)
         self._earned_at_s = core.now_s
@@ -68,7 +68,8 @@ class Sampler:
         self._blocks.actions.append(CheckSlots(worker.worker, core.check.check, slots))
 
     def checked(self, stimulus: SlotsChecked) -> None:
-        """A worker has looked: what it found corrupt, and still is the same block, is a miss from now on."""
+        """A worker has looked. Blocks that it found corrupt, and that are still the same blocks, are misses
+        from now on."""
         core, table = self._core, self._blocks.table
         check = core.check
         if check is None or (check.check, check.worker.worker) != (stimulus.check, stimulus.worker):
@@ -91,7 +92,7 @@ class Sampler:
             self._blocks.domains.forget_idle(domain)
 
     def worker_lost(self, worker: WorkerRecord) -> None:
-        """What it was asked for is not known, and asked for no more."""
+        """A worker is lost. What it was asked to check is not known, and is not asked for again."""
         check = self._core.check
         if check is not None and check.worker is worker:
             self._core.step(check, Event.LOSE)
@@ -113,7 +114,7 @@ class Sampler:
         if in_use == 0:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
         smallest = int(slots.extent_size[extents].min())
-        # Enough to meet as many slots in use as the credit can pay, most of the time.
+        # Most of the time, this many draws meet as many slots in use as the credit can pay for.
         wanted = 1 + self._credit_bytes / smallest
         draws = int(min(SLOTS_MAX, 8 + 1.5 * wanted * int(ends[-1]) / in_use))
         drawn = self._random.integers(0, ends[-1], draws)
@@ -122,7 +123,7 @@ class Sampler:
         sizes = slots.extent_size[extents[which]]
         chosen = slots.geometry.slots_at(extents[which], sizes, counts[which], positions)
         _, first = np.unique(chosen, return_index=True)
-        once = np.sort(first)  # in the order in which they were drawn: any beginning of it is as random
+        once = np.sort(first)  # in the order in which they were drawn, so that any beginning is as random
         chosen, sizes = chosen[once], sizes[once]
         owners = table.owners(chosen)
         taken = np.flatnonzero(owners != NO_ENTRY)
@@ -133,8 +134,9 @@ class Sampler:
 
 
 def expected_detection_s(in_use_bytes: int, slots: int, bytes_per_s: int) -> float | None:
-    """How long a slot that has rotted stays unfound on average, if the worker is never busy; None if nothing
-    is sampled. `slots`: of all assigned extents, in use or not: a draw can meet any of them."""
+    """How long a slot that has rotted stays unnoticed on average, if the worker is never busy; None if
+    nothing is sampled. `slots` counts all slots of assigned extents, in use or not, because a draw can meet
+    any of them."""
     if bytes_per_s == 0:
         return None
     return max(in_use_bytes / bytes_per_s, slots / (SLOTS_MAX * TICKS_PER_S))

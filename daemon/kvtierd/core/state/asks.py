@@ -1,4 +1,4 @@
-"""What a lookup, prefetch or touch asks of one group, and what becomes of it."""
+"""What a lookup, prefetch or touch asks about one group, and what becomes of it."""
 
 from dataclasses import dataclass, field
 
@@ -16,27 +16,28 @@ _NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
 @dataclass(slots=True, eq=False)
 class Ask(Shape):
-    """One group's part of a stimulus, filled in step by step. Of an exact query, so many tokens are those of
-    the READY blocks, in their order."""
+    """One group's part of a stimulus, filled in step by step. Tokens of an exact query are those of its READY
+    blocks, in their order."""
 
     plan: GroupPlan
     query: BlockQuery
     run: Entries = field(default_factory=lambda: _NO_ENTRIES)
-    """Of the READY blocks that the hashes begin with, as far as somebody has looked; of an exact query, of
-    all READY ones."""
+    """Entries of the READY blocks that the hashes begin with, as far as anyone has looked; for an exact
+    query, of all READY ones."""
     ended: int = READY
-    """The state of the block behind the run; READY if nobody has looked so far."""
+    """The state of the block behind the run; READY as long as nobody has looked there."""
     each: Entries = field(init=False)
+    """For an exact query, the entry of every block; NO_ENTRY where there is none."""
     states: U8 = field(init=False)
-    """Of an exact query: of every block, as in the table."""
+    """For an exact query, the state of every block, as in the table."""
     found: Entries = field(init=False)
-    """What the readable prefix needs."""
+    """Entries of what the readable prefix needs."""
     told: U8 = field(init=False)
-    """What is told of it, as in `GroupHits.states`."""
+    """What the reply says about it, as in `GroupHits.states`."""
     lease: LeaseGrant | None = None
 
     def look(self, table: BlockTable, end: int) -> int:
-        """Looks for the run among the first `end` blocks, once. Returns its length."""
+        """Finds the run among the first `end` blocks. Returns its length."""
         hashes = self.query.hashes
         self.run, ended = table.lookup_prefix(self.plan.space, hashes if end == self.blocks else hashes[:end])
         count = len(self.run)
@@ -51,7 +52,7 @@ class Ask(Shape):
         return len(self.run)
 
     def entries(self, table: BlockTable, tokens: int) -> Entries:
-        """Of what a readable prefix of so many tokens needs."""
+        """The entries that a readable prefix of so many tokens needs."""
         first, end = self.needed(tokens)
         if first == end:
             return _NO_ENTRIES

@@ -1,5 +1,4 @@
-"""What engines have found in audits: of some blocks that they could load they compute what they store, and
-compare the two."""
+"""What engines have found in audits: they compute some blocks that they could load, and compare the two."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from kvtierd.core.ids import NamespaceDigest
 from kvtierd.core.stimuli import AuditReport
 
 MISMATCHES_MAX = 256
-"""Namespaces of which the latest mismatch is remembered."""
+"""For how many namespaces the latest mismatch is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +15,13 @@ class Mismatch:
     """A block that was not what an engine computes."""
 
     at: int
-    """In the unit of the table's recency; of an answer, seconds ago."""
+    """When it was found, in units of `Blocks.now`; in an answer, how many seconds ago."""
     engine: str
     report: AuditReport
 
 
 class Mismatches:
-    """The latest of each namespace."""
+    """The latest mismatch of each namespace."""
 
     def __init__(self) -> None:
         self._latest: OrderedDict[NamespaceDigest, Mismatch] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Everything the core knows besides blocks, in one place; the packages of the core share it."""
+"""Everything that the core knows besides blocks, in one place that its packages share."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -31,17 +31,19 @@ from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreDisks, CoreLimits
 
 Clock = Callable[[], float]
-"""Monotonic seconds."""
+"""Returns monotonic seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class CoreState:
+    """The state of the core: its entities by id, its limits, and what finds room for blocks."""
+
     blocks: Blocks
-    """Of the host."""
+    """The host's blocks."""
     limits: CoreLimits
     disk_policy: CoreDisks = field(default_factory=CoreDisks)
     disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
-    """Of each disk: an empty table of its own, and where its slots lie."""
+    """For each disk an empty table of its own, and where its slots lie."""
     disks: Disks = field(init=False)
     pages: IndexPages = field(init=False)
     tally: Tally = field(default_factory=Tally)
@@ -50,26 +52,26 @@ class CoreState:
     retention: BlockRetention = field(init=False)
     lease_budget: LeaseBudget = field(init=False)
     now_s: float = 0.0
-    """Of the stimulus being handled."""
+    """The time of the stimulus that is being handled."""
     draining: bool = False
     recovered: bool = False
     workers: dict[WorkerId, WorkerRecord] = field(default_factory=dict)
     sessions: dict[SessionId, Session] = field(default_factory=dict)
-    """Until their instance is GONE."""
+    """Sessions, kept until their instance is GONE."""
     instances: dict[Epoch, Instance] = field(default_factory=dict)
-    """All that are not GONE."""
+    """All instances that are not GONE."""
     names: dict[str, Instance] = field(default_factory=dict)
-    """Those that have not ended."""
+    """Instances that have not ended."""
     leases: dict[LeaseId, LeaseGrant] = field(default_factory=dict)
     transfers: dict[TransferNumber, TransferJob] = field(default_factory=dict)
-    """Active and closing ones."""
+    """Transfers that are ACTIVE or CLOSING."""
     deadlines: dict[TransferNumber, TransferJob] = field(default_factory=dict)
-    """Those of them that have not been asked to end, oldest first."""
+    """Those of the transfers that have not been asked to end, oldest first."""
     parts: dict[PartId, TransferPart] = field(default_factory=dict)
-    """Open ones."""
+    """Parts that are open."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     check: Check | None = None
-    """The one that is on its way."""
+    """The check that is under way, if any."""
     epoch_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     lease_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -85,7 +87,7 @@ class CoreState:
         self.pages = IndexPages(self.blocks, self.disks)
 
     def begin(self, now_s: float) -> None:
-        """Starts a stimulus: time, and an empty list of actions."""
+        """Starts a stimulus: sets the time, and empties the list of actions."""
         self.now_s = now_s
         self.blocks.now = max(0, int(now_s * STAMPS_PER_S))
         self.blocks.actions = []
@@ -100,7 +102,7 @@ class CoreState:
     # --- who may ask ---
 
     def session(self, session: SessionId) -> Session:
-        """A session whose epoch has not ended. Refusal NOT_ATTACHED or EPOCH_ENDED."""
+        """A session whose epoch has not ended. Raises Refusal NOT_ATTACHED or EPOCH_ENDED."""
         found = self.sessions.get(session)
         if found is None:
             raise Refusal(
@@ -119,8 +121,8 @@ class CoreState:
         return found
 
     def submitter(self, session: SessionId, epoch: Epoch) -> Instance:
-        """The instance for which this session schedules. Refusal NOT_ATTACHED, EPOCH_ENDED, WRONG_EPOCH or
-        ROLE."""
+        """The instance for which this session schedules. Raises Refusal NOT_ATTACHED, EPOCH_ENDED,
+        WRONG_EPOCH or ROLE."""
         found = self.session(session)
         instance = found.instance
         if epoch != instance.epoch:
@@ -135,7 +137,7 @@ class CoreState:
         return instance
 
     def plan(self, instance: Instance, group: int) -> GroupPlan:
-        """Of one group of a LIVE instance. Refusal UNKNOWN_GROUP."""
+        """The plan of one group of a LIVE instance. Raises Refusal UNKNOWN_GROUP."""
         if not 0 <= group < len(instance.plans):
             raise Refusal(
                 Reason.UNKNOWN_GROUP,
@@ -146,8 +148,8 @@ class CoreState:
         return instance.plans[group]
 
     def number_for(self, name: str) -> int:
-        """Of an instance of this name that begins: that of an ending one of the same name, else the lowest
-        that no instance has."""
+        """The number of a new instance of this name: that of an ending one of the same name, or else the
+        lowest from 1 that no instance has."""
         taken = {instance.number for instance in self.instances.values()}
         for instance in self.instances.values():
             if instance.name == name:

@@ -1,7 +1,7 @@
-"""The disks: what each of them holds and how it is, and what the host's flags say about it.
+"""The disks: what each of them holds, how it is, and what the flags of host blocks say about it.
 
 A block's disk follows from its hash alone. A READY block of the host is flagged CLEAN exactly if its disk has
-it READY and readable; that holds in every state of the disk, because its table is the front's own.
+it READY and readable. That holds in every state of the disk, because the front keeps its table.
 """
 
 import copy
@@ -34,12 +34,14 @@ QUEUED = int(BlockFlag.QUEUED)
 LATE = int(BlockFlag.LATE)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
 JOB_SLOTS_MAX = 4_096
-"""Of one job: it has to fit one packet."""
+"""Slots of one job, which has to fit into one packet."""
 READS_MAX = 1_024
+"""READ jobs of one disk under way at once, however small they are."""
 WRITES_MAX = 256
-"""Jobs of one disk on their way at once, however small they are."""
+"""WRITE jobs of one disk under way at once, however small they are."""
 UNREADABLE_KEPT = 256
-"""Batches of blocks that a disk could not read, until it is well again; the oldest are evicted."""
+"""Batches of blocks that a disk could not read and that are kept until it is well again; beyond that, the
+oldest are evicted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,44 +49,47 @@ class Scrub:
     """A walk over all blocks of a disk, extent by extent."""
 
     blocks: int
-    """To look at, as of its start; what was really looked at, once it is over."""
+    """Blocks to look at, as counted at the start; once the scrub is over, those that were looked at."""
     done: int = 0
     extent: int = 0
-    """The next one."""
+    """The next extent."""
     found: deque[tuple[Domain, BlockSnapshot]] = field(default_factory=deque)
-    """In the extent before it, and still to be looked at."""
+    """Blocks of the extents before it that are still to be looked at."""
     job: DiskJobId | None = None
-    """The one that is on its way."""
+    """The job that is under way, if any."""
     over: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Disk(Entity):
+    """One disk of the disk tier."""
+
     state: State = DiskState.STARTING
     disk: DiskId
     blocks: Blocks
     eviction: Eviction
     tally: DiskTally
     worker: WorkerRecord | None = None
-    """The one that lives."""
+    """The worker that lives, if any."""
     why: str = ""
-    """What was the matter last."""
+    """What its latest problem was."""
     jobs: dict[DiskJobId, DiskJob] = field(default_factory=dict)
-    """POSTED and LOST ones, oldest first."""
+    """Jobs that are POSTED or LOST, oldest first."""
     counts: dict[DiskJobKind, int] = field(default_factory=lambda: dict.fromkeys(DiskJobKind, 0))
-    """Of the jobs."""
+    """How many jobs there are of each kind."""
     bytes: dict[DiskJobKind, int] = field(default_factory=lambda: dict.fromkeys(DiskJobKind, 0))
-    """Likewise."""
+    """How many bytes the jobs of each kind move."""
     rates: dict[DiskJobKind, Rate] = field(default_factory=lambda: {kind: Rate() for kind in DiskJobKind})
-    """Of READ: of all that was read, to be promoted or to be checked."""
+    """How fast jobs of each kind are. READ includes everything that was read, to be promoted or to be
+    checked."""
     ended_s: float = 0.0
-    """When a job ended last."""
+    """When the latest job ended."""
     errors_in_row: int = 0
     failed_s: float = 0.0
-    """FAILING: since when, or since its last probe."""
+    """When the disk became FAILING, or when its last probe failed."""
     probe: DiskJobId | None = None
     unreadable: deque[BlockSnapshot] = field(default_factory=deque)
-    """Flagged LATE."""
+    """Blocks that could not be read; they are flagged LATE."""
     scrub: Scrub | None = None
 
     @property
@@ -96,7 +101,7 @@ class Disk(Entity):
         return self.state is not DiskState.STARTING
 
     def fits(self, sizes: tuple[int, ...]) -> bool:
-        """Whether a block with shards of these sizes can be stored here at all."""
+        """Whether a block whose shards have these sizes can be stored here at all."""
         per_extent = self.blocks.geometry.slots_per_extent
         fits = len(sizes) <= JOB_SLOTS_MAX and all(per_extent(size) for size in set(sizes))
         return fits and self.blocks.domains.has_room(sizes)
@@ -174,7 +179,7 @@ class Disks:
             disk.blocks.now, disk.blocks.actions = self._host.now, self._host.actions
 
     def place(self, hashes: Hashes) -> Indexes:
-        """The disk of each hash."""
+        """The number of the disk that each hash belongs to."""
         if len(self.all) == 1:
             return np.zeros(len(hashes), np.intp)
         words = hashes.view(np.uint64)
@@ -184,7 +189,7 @@ class Disks:
         return ((mixed >> np.uint64(32)) % np.uint64(len(self.all))).astype(np.intp)
 
     def by_disk(self, hashes: Hashes) -> Iterator[tuple[Disk, Indexes]]:
-        """Each disk, and which of the hashes are its own; none without any."""
+        """Each disk, and the indexes of the hashes that belong to it. Disks without any are left out."""
         if not self.all:
             return
         where = self.place(hashes)
@@ -203,11 +208,11 @@ class Disks:
                 found[own] = disk.find(space, np.ascontiguousarray(hashes[own]))
         return found
 
-    # --- what the host says of disks ---
+    # --- what the host's flags say about disks ---
 
     def settle(self, space: SpaceId, entries: Entries) -> None:
-        """Blocks of one space have become READY on the host: those that their disks have are CLEAN. What a
-        disk has and could not read lately gives way to be written anew."""
+        """Blocks of one space have become READY on the host: those that their disks have become CLEAN. Copies
+        that a disk could not read lately are evicted there, so that they are written anew."""
         hashes = self._host.table.hashes(entries)
         for disk, own in self.by_disk(hashes):
             table = disk.blocks.table
@@ -224,11 +229,12 @@ class Disks:
         return bool(disk.unreadable) and bool((disk.blocks.table.flags(copies) & LATE).any())
 
     def written(self, disk: Disk, entries: Entries) -> None:
-        """Blocks have become READY, or readable, on a disk: they are CLEAN on the host, if they are there."""
+        """Blocks have become READY, or readable, on a disk: where the host has them, they become CLEAN."""
         self._on_host(disk, entries, self._host.table.set_flags)
 
     def unwritten(self, disk: Disk, entries: Entries) -> None:
-        """Blocks go, or cannot be read, on a disk: they are CLEAN no more."""
+        """Blocks are leaving a disk, or cannot be read there: where the host has them, they are not CLEAN any
+        more."""
         self._on_host(disk, entries, self._host.table.clear_flags)
 
     def _on_host(self, disk: Disk, entries: Entries, mark: Callable[[Entries, int], None]) -> None:
@@ -242,7 +248,8 @@ class Disks:
         self.unwritten(disk, entries)
 
     def _host_leaves(self, entries: Entries, fate: Fate) -> None:
-        """Blocks of one domain are being evicted: what disks have of them becomes recent there."""
+        """Blocks of one domain are being evicted from the host: the copies that disks have of them become
+        recent there."""
         if fate is not Fate.EVICTED:
             return
         table = self._host.table
@@ -262,7 +269,8 @@ class Disks:
     # --- what disks cannot read ---
 
     def unreadable(self, disk: Disk, domain: Domain, entries: Entries) -> None:
-        """READY blocks of a disk could not be read: nobody is told of them until it is well again."""
+        """READY blocks of a disk could not be read: lookups do not find them there until the disk is well
+        again."""
         if len(entries) == 0:
             return
         disk.blocks.table.set_flags(entries, LATE)
@@ -273,7 +281,7 @@ class Disks:
             evict(disk, entries[disk.blocks.table.pins(entries) == 0])
 
     def readable(self, disk: Disk) -> None:
-        """The disk is well again: all that it could not read is tried again."""
+        """The disk is well again, so everything that it could not read is tried again."""
         while disk.unreadable:
             entries = _still_late(disk, disk.unreadable.popleft())
             disk.blocks.table.clear_flags(entries, LATE)
@@ -282,8 +290,8 @@ class Disks:
     # --- the start ---
 
     def recover(self, disk: Disk, found: Recovered) -> None:
-        """Takes over what an earlier daemon left on a disk. Blocks that belong to another disk are freed:
-        nobody would look for them here."""
+        """Takes over what an earlier daemon left on a disk. Blocks that belong to another disk are freed,
+        because nobody would look for them here."""
         assert len(found.quarantined) == 0, "nobody but its worker writes a disk's records"
         wanted = self.place(found.hashes) == disk.disk if len(found.hashes) else None
         recover(disk.blocks, found, wanted)
@@ -291,7 +299,7 @@ class Disks:
             self.written(disk, entries)
 
     def host_recovered(self) -> None:
-        """The host's blocks have been taken over, too: those that disks have are CLEAN."""
+        """The host's blocks have been taken over: those that disks have become CLEAN."""
         for disk in self.all:
             for entries in self._everything(disk):
                 self.written(disk, entries)
@@ -306,7 +314,7 @@ class Disks:
 
 
 def evict(disk: Disk, entries: Entries) -> None:
-    """Removes READY, unpinned blocks of a disk, of whatever domains."""
+    """Removes READY, unpinned blocks from a disk. They may be of several domains."""
     for domain, chosen in disk.blocks.by_domain(entries):
         disk.blocks.evict(domain, chosen)
         disk.blocks.domains.forget_idle(domain)
@@ -314,7 +322,7 @@ def evict(disk: Disk, entries: Entries) -> None:
 
 
 def by_space(spaces: U32) -> Iterator[tuple[SpaceId, Indexes]]:
-    """Each space, and where it is; nearly always there is one only."""
+    """Each space, and the indexes of the entries that are in it. There is nearly always just one."""
     if len(spaces) == 0:
         return
     if (spaces == spaces[0]).all():
@@ -325,7 +333,7 @@ def by_space(spaces: U32) -> Iterator[tuple[SpaceId, Indexes]]:
 
 
 def _still_late(disk: Disk, seen: BlockSnapshot) -> Entries:
-    """Those that are the same blocks, and still flagged LATE."""
+    """The entries that are still the same blocks, and still flagged LATE."""
     table = disk.blocks.table
     entries = seen.entries[disk.blocks.are_still(seen)]
     late: Entries = entries[(table.states(entries) == READY) & (table.flags(entries) & LATE != 0)]

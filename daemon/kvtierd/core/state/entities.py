@@ -1,5 +1,5 @@
-"""The objects of the core: one per session, instance, mapping, worker, lease, transfer and part. Never one
-per block."""
+"""The objects of the core: one for each session, instance, mapping, worker, lease, transfer, part, check and
+disk job, and never one for each block."""
 
 from dataclasses import dataclass, field
 
@@ -65,7 +65,8 @@ class WorkerRecord(Entity):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerMapping(Entity):
-    """What a worker holds of a session, from its words on until the worker has let go of it."""
+    """What a worker holds of a session, from the registration of its words until the worker has let go of
+    it."""
 
     state: State = MappingState.MAPPED
     worker: WorkerRecord
@@ -73,15 +74,17 @@ class WorkerMapping(Entity):
     doorbells: int
     part_words: int
     registration: RegistrationId | None = None
-    """The rank's memory; its words come first."""
+    """The rank's memory; None as long as only its words are registered."""
     num_blocks: tuple[int, ...] = ()
     mapped_bytes: int = 0
     parts: "dict[PartId, TransferPart]" = field(default_factory=dict)
-    """Open ones."""
+    """Parts that are open."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Session:
+    """One process that is attached for an instance."""
+
     session: SessionId
     instance: "Instance"
     schedules: bool
@@ -90,9 +93,9 @@ class Session:
     fingerprint: Fingerprint | None
     groups: tuple[GroupGeometry, ...]
     mapping: WorkerMapping | None = None
-    """The current one, MAPPED."""
+    """The current mapping, which is MAPPED."""
     lost: bool = False
-    """Its copy worker was lost and it has not registered again."""
+    """Its copy worker was lost, and it has not registered again."""
 
     @property
     def registered(self) -> bool:
@@ -107,14 +110,14 @@ class GroupPlan:
     domain: Domain
     block_tokens: int
     replicated: bool = False
-    """A block is one shard, which any rank can store, and all load."""
+    """A block is one shard, which any rank can store and every rank loads."""
     num_blocks: int = 0
     """Blocks that every rank has; valid while the instance is LIVE."""
     device_bytes: tuple[tuple[str, int], ...] = ()
-    """Of one block, by the device whose worker loads them; likewise."""
+    """Bytes of one block for each device whose worker loads them; valid while the instance is LIVE."""
 
     cut: "LeaseCut | None" = None
-    """The latest."""
+    """The latest lookup that found more than it could lease."""
 
     def shard(self, rank: Rank) -> int:
         """Which shard of a block this rank loads."""
@@ -126,10 +129,10 @@ class LeaseCut:
     """A lookup that found more than it could lease."""
 
     at: int
-    """In the unit of `Blocks.now`."""
+    """When, in units of `Blocks.now`."""
     leased: int
     readable: int
-    """Blocks of one group."""
+    """Blocks of one group that could be read, and of which `leased` were leased."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -139,8 +142,8 @@ class Instance(Entity):
     state: State = InstanceState.FORMING
     name: str
     number: int
-    """The lowest, from 1, that no instance of another name had when it began. Names are new at each start of
-    an engine; of numbers there are no more than there ever were instances at once."""
+    """The lowest number, from 1, that no instance of another name had when it began. Engines get a new name
+    at each start, but there are never more numbers than there were instances at once."""
     epoch: Epoch
     world_size: int
     namespace_fields: bytes
@@ -148,34 +151,35 @@ class Instance(Entity):
     hash_bytes: int
     model: str
     alive_at_s: float
-    """When its scheduler was last heard of."""
+    """When its scheduler last made itself heard."""
     held: HeldBlocks
-    """By its leases, and by its loads that run."""
+    """Blocks that its leases and its running loads hold."""
     sessions: dict[SessionId, Session] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
-    """How fast it computes a prompt; 0: not known."""
+    """How fast it computes a prompt; 0 if that is not known."""
     scheduler: Session | None = None
     ranks: dict[Rank, Session] = field(default_factory=dict)
     digest: NamespaceDigest | None = None
     plans: tuple[GroupPlan, ...] = ()
     mappings: dict[WorkerMapping, None] = field(default_factory=dict)
-    """All that are not GONE, in the order they came."""
+    """All mappings that are not GONE, in the order in which they came."""
     part_words: int = 0
+    """Part words that every rank has; valid while the instance is LIVE."""
     doorbells: int = 0
-    """Words that every rank has; valid while LIVE."""
+    """Doorbells that every rank has; valid while the instance is LIVE."""
     leases: "dict[LeaseId, LeaseGrant]" = field(default_factory=dict)
     expired: dict[LeaseId, None] = field(default_factory=dict)
-    """The latest ones, so that their holder hears what happened."""
+    """The latest leases that expired, so that their holder can be told what happened to them."""
     leased_blocks: int = 0
     leased_bytes: int = 0
     audits: int = 0
     audit_mismatches: int = 0
-    """Any at all: the engine has left the namespace to others."""
+    """After the first one, the engine has left the namespace to others."""
     last_ticket: Ticket = _NO_TICKET
     transfers: "dict[Ticket, TransferJob]" = field(default_factory=dict)
     words_in_use: set[int] = field(default_factory=set)
     ended: dict[Ticket, TransferEnded] = field(default_factory=dict)
-    """The latest terminal transfers, and no more than could have been in flight at once by their keys."""
+    """The latest transfers that have ended; they have no more keys than could have been in flight at once."""
     ended_keys: int = 0
 
     @property
@@ -196,21 +200,21 @@ class LeaseGrant(Entity):
     instance: Instance
     group: int
     entries: Entries
-    """In the order of the lookup, one pin for each."""
+    """Entries in the order of the lookup, each with one pin."""
     ends_at_s: float
-    """However often it is renewed."""
+    """When the lease ends, however often it is renewed."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TransferPart(Entity):
-    """What one worker does of a transfer, for one rank."""
+    """What one worker does of a transfer for one rank."""
 
     state: State = TransferPartState.POSTED
     part: PartId
     transfer: "TransferJob"
     mapping: WorkerMapping
     blocks: int
-    """All of the transfer's, or none: those of replicated groups are stored by one rank."""
+    """All blocks of the transfer, or none: blocks of replicated groups are stored by one rank."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -227,36 +231,37 @@ class TransferJob(Entity):
     group: int
     deadline_s: float
     keys: int
-    """Submitted."""
+    """Keys that were submitted."""
     entries: Entries
-    """STORE: what it writes, in order. LOAD: what it reads and pins, in order; an entry may come twice."""
+    """Entries in order. STORE: what it writes. LOAD: what it reads and pins; an entry may come twice."""
     slots: Slots
-    """Of the entries, shape (world, n)."""
+    """Slots of the entries, shape (world, n)."""
     positions: npt.NDArray[np.intp] | None = None
-    """Which submitted key each entry is; None: all of them."""
+    """Which submitted key each entry is; None if the entries are all keys."""
     existing: Entries
-    """STORE: blocks that were there already, pinned so that the prefix stays whole."""
+    """STORE: entries that were there already, pinned so that the prefix stays whole."""
     existing_positions: npt.NDArray[np.intp]
+    """Which submitted key each of these is."""
     batch: Entries | None = None
-    """STORE with existing blocks: both kinds, in the order of submission."""
+    """STORE with existing blocks: old and new entries, in the order of submission."""
     verified: Entries | None = None
     """LOAD: entries whose checksums are checked on the way."""
     failed: Mask | None = None
-    """Entries that failed in some part; None: none so far."""
+    """Whether each entry failed in some part; None if none has so far."""
     wishes: RetentionRequest = NO_RETENTION
-    """STORE: of its blocks."""
+    """STORE: how its blocks are to be kept."""
     storing: Rank | None = None
-    """STORE of a replicated group: who does it."""
+    """STORE of a replicated group: the rank that stores."""
     parts: tuple[TransferPart, ...] = ()
     open_parts: int = 0
     cause: Refusal | None = None
-    """The first thing that spoiled it."""
+    """The first reason why it cannot simply be DONE."""
     cancelled: bool = False
-    """That was a cancellation or a revocation."""
+    """That reason was a cancellation or a revocation."""
     revoked: bool = False
     """All its parts have been asked to end."""
     abandoned: bool = False
-    """Its epoch has ended: nothing of it is committed."""
+    """Its epoch has ended, so none of it is committed."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -270,15 +275,15 @@ class Check(Entity):
     sizes: npt.NDArray[np.int64]
     """Bytes of each slot."""
     entries: Entries
-    """Whose slots they were when they were chosen; the blocks are not held."""
+    """Entries whose slots they were when they were chosen; the blocks are not held."""
     generations: npt.NDArray[np.uint32]
-    """Of the entries, to tell their blocks from later ones."""
+    """Generations of the entries, which tell their blocks from later ones."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DiskJob(Entity):
-    """Slots that a disk's worker writes, reads or checks: shards of whole blocks, the head of a sequence
-    first."""
+    """Slots that a disk's worker writes, reads or checks. They are the shards of whole blocks, with the head
+    of a sequence first."""
 
     state: State = DiskJobState.POSTED
     job: DiskJobId
@@ -287,28 +292,28 @@ class DiskJob(Entity):
     worker: WorkerRecord
     posted_s: float
     domain: Domain
-    """Of the disk."""
+    """The disk's domain."""
     entries: Entries
-    """Of the disk. WRITE: they are WRITING, and this job's. READ: pinned. CHECK: as they were, and not
-    held."""
+    """Entries of the disk. WRITE: they are WRITING and this job's. READ: they are pinned. CHECK: they are as
+    they were when the job was posted, and not held."""
     slots: Slots
-    """Of the entries, shape (world, n)."""
+    """The disk's slots of the entries, shape (world, n)."""
     generations: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    """CHECK: of the entries."""
+    """CHECK: generations of the entries."""
     host_domain: Domain | None = None
-    """READ."""
+    """READ: the domain on the host."""
     host_entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
-    """READ: of the host, parallel to `entries`; they are WRITING, and this job's."""
+    """READ: entries of the host, parallel to `entries`; they are WRITING and this job's."""
     host_slots: Slots = field(default_factory=lambda: np.empty((0, 0), np.uint32))
-    """READ: of these, shape (world, n)."""
+    """READ: their slots, shape (world, n)."""
     host_seen: BlockSnapshot | None = None
-    """WRITE: of the host, parallel to `entries`; not held."""
+    """WRITE: the blocks on the host, parallel to `entries`; they are not held."""
     late: bool = False
-    """READ: its blocks are told to be misses."""
+    """READ: lookups are told that its blocks are misses."""
     slow: bool = False
-    """It was counted as an error."""
+    """The job was counted as an error of its disk."""
     good: int = 0
-    """Once it is over: blocks that went well."""
+    """Once the job is over, how many blocks went well."""
 
     @property
     def bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Index pages: what clients may know of a space's blocks without asking.
+"""Index pages: what clients may know about a space's blocks without asking.
 
-A page has the hash of every block of its space, in whatever tier and state: what is missing there is a miss,
-what is there is to be looked up. It lives as long as somebody uses the space.
+A page has the hash of every block of its space, in whatever tier and state. A hash that is missing is a miss;
+one that is there has to be looked up. A page lives as long as someone uses its space.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,20 @@ from kvtierd.core.state.disks import Disks
 from kvtierd.core.state.entities import GroupPlan
 
 ENTRIES_PER_TICK = 1 << 17
-"""Looked at while pages are filled, some 2 ms; a pool of four million blocks takes three seconds."""
+"""Entries that one tick looks at while pages are filled. That takes about 2 ms, and three seconds in all for
+a pool of four million blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
     page: IndexPage
     filling: list[Blocks]
-    """Of tiers of which it does not have everything yet."""
+    """The tiers whose blocks are not all in the page yet."""
 
 
 class IndexPages:
+    """The index pages of all spaces that have one."""
+
     def __init__(self, blocks: Blocks, disks: Disks) -> None:
         self._host = blocks
         self._tiers = (blocks, *(disk.blocks for disk in disks.all))
@@ -37,11 +40,11 @@ class IndexPages:
 
     @property
     def filling(self) -> int:
-        """Pages that clients cannot believe yet."""
+        """How many pages are not complete, so that clients cannot rely on them yet."""
         return len(self._filling)
 
     def blocks_max(self, plan: GroupPlan) -> int:
-        """Blocks that the space of a plan can have at most, on all tiers."""
+        """How many blocks the space of a plan can have at most, on all tiers together."""
         block_bytes = plan.domain.block_bytes
         return sum(min(tier.capacity, tier.geometry.capacity_bytes // block_bytes) for tier in self._tiers)
 
@@ -67,7 +70,7 @@ class IndexPages:
                 del self._filling[space]
 
     def retire(self, space: SpaceId) -> None:
-        """Nobody uses the space any more."""
+        """Nobody uses the space any more: its page, if it has one, is withdrawn."""
         if self._open.pop(space, None) is None:
             return
         self._filling.pop(space, None)

@@ -1,9 +1,10 @@
 """How fast something goes, as measured lately."""
 
 HALF_LIFE_S = 10.0
-"""What was measured this long ago counts half."""
+"""A measurement that is this old counts half."""
 STALE_S = 60.0
-"""After so long without a measurement nothing is known: what was slow once gets another chance."""
+"""After this long without a measurement nothing counts as known, so that what was slow once gets another
+chance."""
 
 
 class Rate:
@@ -17,7 +18,7 @@ class Rate:
         self._at_s = 0.0
 
     def measured(self, now_s: float, count: int, seconds: float) -> None:
-        """So many bytes took so long; ignored if either is none."""
+        """Moving `count` bytes took `seconds`; ignored if either is not positive."""
         if count <= 0 or not seconds > 0:
             return
         kept = 0.0 if now_s - self._at_s > STALE_S else 0.5 ** ((now_s - self._at_s) / HALF_LIFE_S)
@@ -26,24 +27,26 @@ class Rate:
         self._at_s = now_s
 
     def seconds(self, now_s: float, count: int) -> float:
-        """How long so many bytes take; 0 if nothing is known."""
+        """How long `count` bytes take; 0 if that is not known."""
         rate = self.bytes_per_s(now_s)
         return count / rate if rate else 0.0
 
     def bytes_per_s(self, now_s: float) -> float:
-        """0 if nothing is known."""
+        """The average; 0 if it is not known."""
         if not self._seconds or now_s - self._at_s > STALE_S:
             return 0.0
         return self._bytes / self._seconds
 
 
 RISE_S = 1.0
+"""How soon a pace follows when things get faster."""
 FALL_S = 5.0
-"""How soon a pace follows what is faster, and what is slower."""
+"""How soon a pace follows when things get slower."""
 
 
 class Pace:
-    """How many per second of something that is counted elsewhere, looked at every now and then."""
+    """How many per second of something there are. It is counted elsewhere, and the count is looked at now and
+    then."""
 
     __slots__ = ("_at_s", "_seen", "per_s")
 

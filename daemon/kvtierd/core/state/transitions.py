@@ -1,6 +1,7 @@
-"""Every state that something outside the block table can be in, and the one table of what changes it.
+"""Every state that something outside the block table can be in, and the one table that says how it changes.
 
-A pair that is not in the table cannot happen: if it does, the core has a bug, and says what led to it.
+A pair of state and event that is not in the table cannot happen. If it does, the core has a bug, and the
+error says what led to it.
 """
 
 import re
@@ -10,7 +11,7 @@ from enum import Enum
 
 
 class _Word(Enum):
-    """Members are compared by identity and hashed so too: faster than by name, and transitions are hot."""
+    """Members are compared and hashed by identity, which is faster than by name; transitions happen often."""
 
     __hash__ = object.__hash__
 
@@ -19,13 +20,15 @@ class _Word(Enum):
 
 
 class State(_Word):
-    """Of any kind of entity."""
+    """The state of any kind of entity."""
 
 
 class WorkerState(State):
+    """One worker process."""
+
     LIVE = "live"
     LOST = "lost"
-    """Takes no more parts, may still be writing."""
+    """It takes no more parts, but may still be writing."""
     GONE = "gone"
 
 
@@ -42,32 +45,38 @@ class InstanceState(State):
     """One epoch of an engine instance."""
 
     FORMING = "forming"
-    """Some rank is missing, or its memory is not mapped by a live worker."""
+    """Some rank has not attached, or its memory is not mapped by a live worker."""
     LIVE = "live"
     FENCING = "fencing"
-    """Ended; workers still hold mappings of it."""
+    """It has ended, but workers still hold mappings of it."""
     GONE = "gone"
 
 
 class TransferJobState(State):
+    """One store or load."""
+
     ACTIVE = "active"
     CLOSING = "closing"
-    """It cannot become what was asked for any more; some parts are still open."""
+    """It cannot become what was asked for any more, but some parts are still open."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
 class TransferPartState(State):
+    """What one worker does of a transfer."""
+
     POSTED = "posted"
     LOST = "lost"
-    """Its worker is lost and may still be copying."""
+    """Its worker is lost, but may still be copying."""
     DONE = "done"
     FAILED = "failed"
     REVOKED = "revoked"
 
 
 class LeaseState(State):
+    """One lease."""
+
     HELD = "held"
     CONSUMED = "consumed"
     RELEASED = "released"
@@ -75,39 +84,39 @@ class LeaseState(State):
 
 
 class CheckState(State):
-    """Of slots, by a worker whose lanes are idle."""
+    """A comparison of slots with their checksums, by a worker whose lanes are idle."""
 
     OPEN = "open"
     DONE = "done"
     LOST = "lost"
-    """Its worker is lost: what it would have said is not known."""
+    """Its worker was lost before it answered."""
 
 
 class DiskState(State):
-    """Of one disk. Only a LIVE one is looked up, written and read."""
+    """One disk. Only a LIVE one is looked up, written and read."""
 
     STARTING = "starting"
-    """What it holds is not known yet."""
+    """It is not known yet what the disk holds."""
     LIVE = "live"
     OFF = "off"
-    """It has no worker; what it holds stays known."""
+    """It has no worker, but what it holds stays known."""
     FAILING = "failing"
-    """Too many errors in a row; one read decides, after a while."""
+    """There were too many errors in a row; after a while, one read decides."""
 
 
 class DiskJobState(State):
-    """Of a batch of slots that a disk's worker writes, reads or checks."""
+    """A batch of slots that a disk's worker writes, reads or checks."""
 
     POSTED = "posted"
     DONE = "done"
     """Its worker has said what became of it."""
     LOST = "lost"
-    """Its worker is lost and may still be reading into the pool."""
+    """Its worker is lost, but may still be reading into the pool."""
     FAILED = "failed"
 
 
 class Event(_Word):
-    """What happens to an entity; each belongs to a few kinds at most."""
+    """What happens to an entity. Each event belongs to a few kinds of entity."""
 
     # workers and mappings
     LOSE = "lose"
@@ -197,20 +206,20 @@ STORY_LENGTH = 16
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entity:
-    """Something with a state, and what happened to it lately."""
+    """Something that has a state, and remembers what happened to it lately."""
 
     state: State
     story: tuple[Event, ...] = ()
 
     def describe(self) -> str:
-        """One line for whoever looks for the bug; no keys of blocks in it."""
+        """One line for whoever looks for the bug. It contains no block hashes."""
         events = " → ".join(event.value for event in self.story) or "nothing yet"
         kind = " ".join(re.findall("[A-Z][a-z]+", type(self).__name__)).lower()
         return f"{kind} in state {self.state.name}, after: {events}"
 
 
 class InvalidTransition(AssertionError):
-    """A bug of the core: an event for which the table has no answer."""
+    """A bug of the core: an event that the table does not allow in this state."""
 
     def __init__(self, entity: Entity, event: Event) -> None:
         super().__init__(f"{event.name} is impossible for a {entity.describe()}")
@@ -223,7 +232,7 @@ class Transitions:
         self.counts: Counter[tuple[State, Event]] = Counter(dict.fromkeys(TABLE, 0))
 
     def step(self, entity: Entity, event: Event) -> None:
-        """Moves the entity to the state that follows. InvalidTransition if there is none."""
+        """Moves the entity to the state that follows. Raises InvalidTransition if there is none."""
         pair = (entity.state, event)
         after = TABLE.get(pair)
         if after is None:

@@ -1,1 +1,1 @@
-"""Lookups, leases and transfers, from the question to the end of the last part."""
+"""Lookups, leases and transfers, from a lookup to the end of the last part."""

@@ -1,4 +1,4 @@
-"""What is wrong with hashes and queries, before anything is looked at."""
+"""Checks of hashes and queries, before anything is looked up."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ _U8 = np.dtype(np.uint8)
 
 
 def check_queries(queries: Sequence[BlockQuery], count_max: int, *, together: bool) -> None:
-    """Refusal COUNT_MISMATCH, MALFORMED, MODE_UNSUPPORTED, UNKNOWN_GROUP or TOO_MANY_BLOCKS. `together`: one
-    answer for all, and not one for each."""
+    """Raises Refusal COUNT_MISMATCH, MALFORMED, MODE_UNSUPPORTED, UNKNOWN_GROUP or TOO_MANY_BLOCKS.
+    `together`: the queries get one answer, not one each."""
     if not queries:
         raise Refusal(Reason.COUNT_MISMATCH, "one query at least", field="queries", value=0)
     hashes = 0
@@ -49,7 +49,7 @@ def check_queries(queries: Sequence[BlockQuery], count_max: int, *, together: bo
 
 
 def check_hashes(hashes: Hashes, count_max: int) -> None:
-    """Refusal MALFORMED or TOO_MANY_BLOCKS."""
+    """Raises Refusal MALFORMED or TOO_MANY_BLOCKS."""
     if hashes.dtype != _U8 or hashes.ndim != 2 or hashes.shape[1] != HASH_BYTES_MAX:
         raise Refusal(
             Reason.MALFORMED,

@@ -1,4 +1,5 @@
-"""How parts end, and with the last of them their transfer: what is committed, what is freed, what is told."""
+"""How parts end, and with the last of them their transfer: what is committed, what is freed, what clients
+hear."""
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Fencing:
     # --- parts ---
 
     def part_finished(self, stimulus: PartFinished) -> None:
-        """A worker has ended a part. Messages about parts that are over, or of lost workers, are only
+        """A worker has ended a part. Messages about parts that are over, or from lost workers, are only
         counted."""
         part = self._core.parts.get(stimulus.part)
         if (
@@ -51,7 +52,8 @@ class Fencing:
         self._end(part, _EVENT[outcome], failed, _why(stimulus))
 
     def _condemn(self, part: TransferPart, failed: U32) -> None:
-        """Blocks whose records or data did not match when they were to be loaded; their pins are held."""
+        """Condemns blocks whose records or data did not match when they were to be loaded. The load's pins
+        hold them."""
         blocks, tally, transfer = self._blocks, self._core.tally, part.transfer
         shard = transfer.instance.plans[transfer.group].shard(part.mapping.session.rank)
         condemned = blocks.condemn(transfer.entries[failed], transfer.slots[shard][failed])
@@ -60,25 +62,25 @@ class Fencing:
         tally.corrupt_on_load += len(condemned) - recovered
 
     def mapping_released(self, mapping: WorkerMapping) -> None:
-        """The worker has fenced all of it: parts of which it has not said how they ended have failed."""
+        """The worker has fenced the whole mapping. Parts whose end it has not reported have failed."""
         why = Refusal(Reason.CANCELLED, "the rank's memory was taken back")
         for part in list(mapping.parts.values()):
             self._end(part, Event.SESSION_RELEASED, _all(part), why)
 
     def parts_lost(self, mapping: WorkerMapping, why: Refusal) -> None:
-        """Its worker is lost: the parts cannot succeed any more, and may still be copying."""
+        """The worker is lost: its parts cannot succeed any more, but may still be copying."""
         for part in mapping.parts.values():
             self._core.step(part, Event.LOSE)
             self._transfers.spoil(part.transfer, why, cancelled=False)
             self._transfers.revoke_rest(part.transfer)
 
     def parts_exited(self, mapping: WorkerMapping) -> None:
-        """The lost worker's process is gone: no copy of its parts can land any more."""
+        """The lost worker's process is gone, so no copy of its parts can still land."""
         for part in list(mapping.parts.values()):
             self._end(part, Event.EXIT, _all(part), part.transfer.cause)
 
     def _end(self, part: TransferPart, event: Event, failed: U32, why: Refusal | None) -> None:
-        """`failed`: positions in the part. `why` is None if it went well."""
+        """Ends a part. `failed` has positions in it, and `why` is None if it went well."""
         core, transfer = self._core, part.transfer
         core.step(part, event)
         del core.parts[part.part], part.mapping.parts[part.part]
@@ -89,14 +91,14 @@ class Fencing:
             transfer.failed[failed] = True
             self._transfers.spoil(transfer, why, cancelled=part.state is TransferPartState.REVOKED)
             if transfer.failed.all():
-                self._transfers.revoke_rest(transfer)  # nothing is left that another rank could make good
+                self._transfers.revoke_rest(transfer)  # no block is left that the other ranks could complete
         if transfer.open_parts == 0:
             self._finish(transfer)
 
     # --- transfers ---
 
     def _finish(self, transfer: TransferJob) -> None:
-        """All its parts are fenced."""
+        """Ends a transfer whose parts are all fenced."""
         core = self._core
         instance = transfer.instance
         if transfer.abandoned:
@@ -137,7 +139,7 @@ class Fencing:
             core.notify(transfer.submitter, ended)
 
     def _store_ended(self, transfer: TransferJob) -> U8:
-        """Commits the blocks whose every shard is in place, removes the others."""
+        """Commits the blocks whose every shard has landed, and removes the others."""
         plan = transfer.instance.plans[transfer.group]
         blocks, domain = self._blocks, plan.domain
         entries, slots = transfer.entries, transfer.slots
@@ -168,7 +170,8 @@ class Fencing:
         return succeeded
 
     def _drop_existing(self, transfer: TransferJob) -> None:
-        """Unpins what was there already, and puts the whole batch in order: tail first, its head last."""
+        """Unpins the blocks that were there already, and makes the whole batch recent, its head most of
+        all."""
         blocks, domain = self._blocks, transfer.instance.plans[transfer.group].domain
         blocks.table.unpin(np.ascontiguousarray(transfer.existing[::-1]))
         batch = transfer.batch
@@ -180,7 +183,7 @@ class Fencing:
             blocks.reap(domain, transfer.existing)
 
     def _load_ended(self, transfer: TransferJob) -> U8:
-        """Drops the pins; blocks that were verified on every rank need not be verified again."""
+        """Drops the pins. Blocks that every rank has verified need not be verified again."""
         blocks, domain = self._blocks, transfer.instance.plans[transfer.group].domain
         entries = transfer.entries
         good = entries if transfer.failed is None else entries[~transfer.failed]
@@ -207,7 +210,7 @@ class Fencing:
 
 
 _EVENT = {
-    PartOutcome.DONE: Event.FAIL,  # DONE that names failed blocks
+    PartOutcome.DONE: Event.FAIL,  # a part that is DONE, but names failed blocks
     PartOutcome.FAILED: Event.FAIL,
     PartOutcome.REVOKED: Event.REVOKED,
     PartOutcome.GATE_DEADLINE: Event.GATE_DEADLINE,

@@ -11,7 +11,7 @@ from kvtierd.core.state.transitions import Event
 from kvtierd.core.stimuli import ReleaseLeases
 
 EXPIRED_KEPT = 1_024
-"""Expired leases remembered per instance."""
+"""Expired leases that are remembered for each instance."""
 
 
 class Leases:
@@ -20,8 +20,8 @@ class Leases:
         self._blocks = core.blocks
 
     def grant(self, instance: Instance, asks: Sequence[Ask], entries: Sequence[Entries]) -> None:
-        """Gives each group its lease, on these READY blocks of it, for which there is room in all. Refusal
-        LEASE_LIMIT: then none is granted."""
+        """Gives each group a lease on these READY blocks of it, for which there must be room in the budget.
+        Raises Refusal LEASE_LIMIT, and then grants none."""
         try:
             for ask, own in zip(asks, entries, strict=True):
                 ask.lease = self._grant(instance, ask.query.group, ask.plan, own)
@@ -65,7 +65,7 @@ class Leases:
         return lease
 
     def no_room(self, instance: Instance, fitting: int, readable: int) -> Refusal:
-        """Why no more than so many of the readable tokens are leased."""
+        """Why only the `fitting` first of the readable tokens are leased."""
         room = self._core.lease_budget
         return Refusal(
             Reason.LEASE_LIMIT,
@@ -78,7 +78,7 @@ class Leases:
         )
 
     def held(self, instance: Instance, lease: LeaseId) -> LeaseGrant:
-        """A lease of this instance. Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""
+        """A lease of this instance. Raises Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""
         found = self._core.leases.get(lease)
         if found is not None and found.instance is instance:
             return found
@@ -101,16 +101,16 @@ class Leases:
         )
 
     def _held_s(self, lease: LeaseGrant, now_s: float) -> float:
-        """Since it was granted."""
+        """How long ago the lease was granted."""
         return now_s - (lease.ends_at_s - self._core.limits.lease_lifetime_s)
 
     def oldest_s(self, now_s: float) -> float:
-        """Since the oldest lease was granted; 0 if there is none."""
+        """How long ago the oldest lease was granted; 0 if there is none."""
         first = [next(iter(each.leases.values())) for each in self._core.names.values() if each.leases]
         return max((self._held_s(lease, now_s) for lease in first), default=0.0)
 
     def consume(self, lease: LeaseGrant, first: int, end: int) -> None:
-        """Ends a lease; its pins on [first, end) are the caller's from now on, the others drop."""
+        """Ends a lease. Its pins on [first, end) are the caller's from now on, and the others are dropped."""
         self._forget(lease, Event.LOAD)
         domain = lease.instance.plans[lease.group].domain
         if end < len(lease.entries):
@@ -119,7 +119,7 @@ class Leases:
             self._blocks.unpin(domain, lease.entries[:first])
 
     def release(self, stimulus: ReleaseLeases) -> None:
-        """Gives leases back; those that are not held by this instance are ignored."""
+        """Gives leases back, and ignores those that this instance does not hold."""
         instance = self._core.submitter(stimulus.session, stimulus.epoch)
         for name in stimulus.leases:
             lease = instance.leases.get(name)
@@ -127,13 +127,13 @@ class Leases:
                 self._drop(lease, Event.RELEASE)
 
     def drop_all(self, instance: Instance) -> None:
-        """The epoch has ended."""
+        """Ends all leases of an instance whose epoch has ended."""
         for lease in list(instance.leases.values()):
             self._drop(lease, Event.END)
         instance.expired.clear()
 
     def expire(self) -> None:
-        """Ends leases whose instance was not heard of for too long, and those that are too old."""
+        """Ends leases of instances that have been silent for too long, and leases that are too old."""
         now_s, ttl_s = self._core.now_s, self._core.limits.lease_ttl_s
         for instance in list(self._core.names.values()):
             silent = now_s - instance.alive_at_s > ttl_s
@@ -145,7 +145,8 @@ class Leases:
                     del instance.expired[next(iter(instance.expired))]
 
     def _too_old(self, instance: Instance) -> list[LeaseGrant]:
-        """Leases are kept in the order in which they were granted, so they end in that order as well."""
+        """Instances keep their leases in the order in which they were granted, so leases end in that order as
+        well."""
         found = []
         for lease in instance.leases.values():
             if lease.ends_at_s > self._core.now_s:

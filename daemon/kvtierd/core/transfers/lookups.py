@@ -1,4 +1,5 @@
-"""Lookups, prefetches and touches: what of one group or several can be read, leased, and brought up."""
+"""Lookups, prefetches and touches: which blocks of one group or several can be read, leased and brought
+up."""
 
 from collections.abc import Sequence
 
@@ -28,9 +29,9 @@ class Lookups:
         self._outlook = Outlook(core, tier)
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
-        """The longest prefix that all groups can load now, or each block of an exact query by itself. What it
-        needs becomes recent, or is pinned under a lease of each group. What only disks have is pending, and
-        promoted."""
+        """Finds the longest prefix that all groups can load now, or each block of an exact query. The blocks
+        it needs become recent, or are pinned under one lease for each group. Blocks that only disks have are
+        pending, and are promoted."""
         core, queries = self._core, stimulus.queries
         instance = core.submitter(stimulus.session, stimulus.epoch)
         check_queries(queries, core.limits.lookup_hashes_max, together=True)
@@ -38,7 +39,7 @@ class Lookups:
         asks = self._asks(instance, queries) if loads else ()
         instance.alive_at_s = core.now_s
         core.tally.lookups += 1
-        if not asks:  # a hit would lead to a load, which is refused
+        if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
             self._count_unanswered(queries)
             return _nothing(queries)
         tokens = self._find(asks)
@@ -63,7 +64,7 @@ class Lookups:
         return _reply(asks, tokens, leased, refused)
 
     def prefetch(self, stimulus: PrefetchBlocks) -> LookupReply:
-        """As a lookup that wants nothing but to be told, and to have promoted what disks have."""
+        """Promotes what disks have, as a lookup does, but leases nothing and counts nothing."""
         core, queries = self._core, stimulus.queries
         instance = core.submitter(stimulus.session, stimulus.epoch)
         check_queries(queries, core.limits.lookup_hashes_max, together=True)
@@ -77,7 +78,7 @@ class Lookups:
         return _reply(asks, tokens, tokens, None)
 
     def touch(self, stimulus: TouchBlocks) -> None:
-        """Makes hits recent, or cold, group by group; says nothing."""
+        """Makes hits recent, or cold, group by group."""
         core, queries = self._core, stimulus.queries
         instance = core.submitter(stimulus.session, stimulus.epoch)
         check_queries(queries, core.limits.lookup_hashes_max, together=False)
@@ -99,7 +100,7 @@ class Lookups:
     # --- what is there ---
 
     def _asks(self, instance: Instance, queries: Sequence[BlockQuery]) -> list[Ask]:
-        """Refusal UNKNOWN_GROUP."""
+        """Raises Refusal UNKNOWN_GROUP."""
         asks = []
         for query in queries:
             plan = self._core.plan(instance, query.group)
@@ -107,7 +108,7 @@ class Lookups:
         return asks
 
     def _find(self, asks: Sequence[Ask]) -> int:
-        """Tokens that the host can serve."""
+        """Tokens of the prefix that the host can serve; fills in what each ask has found."""
         table = self._table
         if asks[0].query.exact:
             tokens = asks[0].look_at_each(table) * asks[0].block_tokens
@@ -118,8 +119,7 @@ class Lookups:
         return tokens
 
     def _shorter(self, asks: Sequence[Ask], most_tokens: int) -> int:
-        """Tokens of the longest readable prefix of no more than `most_tokens`, which is less than was
-        found."""
+        """Tokens of the longest readable prefix of at most `most_tokens`, which is less than was found."""
         return longest(asks, lambda query, end: end, self._there(asks), most_tokens=most_tokens)
 
     def _there(self, asks: Sequence[Ask]) -> There:
@@ -133,8 +133,8 @@ class Lookups:
     # --- what is leased ---
 
     def _lease(self, instance: Instance, asks: Sequence[Ask], tokens: int) -> tuple[int, Refusal | None]:
-        """Leases for the longest prefix of the `tokens` readable ones that there is room for: how long it is,
-        and why it is not all of them."""
+        """Leases the longest prefix of the `tokens` readable ones for which there is room. Returns its length
+        in tokens, and why it is not all of them."""
         fitting, refused = self._fitting(asks, tokens, instance), None
         if fitting < tokens:
             refused = self._leases.no_room(instance, fitting, tokens)
@@ -150,9 +150,9 @@ class Lookups:
         return fitting, refused
 
     def _fitting(self, asks: Sequence[Ask], tokens: int, instance: Instance | None) -> int:
-        """Tokens of the longest prefix, of the `tokens` that were found, that an instance may hold now; of a
-        single group one block at least while nobody holds anything, however small the pool. None: that any
-        may hold while nobody holds anything."""
+        """Tokens of the longest prefix, out of the `tokens` that were found, that an instance may hold now.
+        For a single group that is at least one block while nobody holds anything, however small the pool.
+        Without an instance: what any instance may hold while nobody holds anything."""
         room = self._core.lease_budget
         room_bytes = room.alone_bytes if instance is None else room.room_bytes(instance.held)
         cost = 0
@@ -169,7 +169,7 @@ class Lookups:
             block_bytes = room.block_bytes(ask.plan.domain)
             new = np.ones(len(ask.found), np.bool_) if alone else room.costs(ask.found)
             cost += int(np.count_nonzero(new)) * block_bytes
-            if ask.window_blocks:  # wherever the prefix ends: a whole window, and none of it held yet
+            if ask.window_blocks:  # as if the window were whole and not held, wherever the prefix ends
                 costs += min(ask.window_blocks, ask.blocks) * block_bytes
             else:
                 costs += np.cumsum(new)[ends // ask.block_tokens - 1] * block_bytes
@@ -183,7 +183,8 @@ class Lookups:
     # --- what is told ---
 
     def _tell(self, instance: Instance, asks: Sequence[Ask], tokens: int, *, host_only: bool) -> None:
-        """With what is on its way; begins to bring up what disks have."""
+        """Fills in what the reply says, including blocks that are on their way, and begins to bring up what
+        disks have."""
         if asks[0].query.exact:
             asks[0].told = self._outlook.exact(instance, asks[0], host_only=host_only)
             return
@@ -196,8 +197,8 @@ class Lookups:
                 told[first:] = np.where(raw == READY, HIT, PENDING)
 
     def _tell_of_cut(self, asks: Sequence[Ask], tokens: int, leased: int) -> None:
-        """Where less is leased than is readable: what can be leased once others have loaded is worth waiting
-        for."""
+        """Fills in what the reply says when less is leased than is readable. What can be leased once other
+        leases have ended is pending, because it is worth waiting for."""
         self._core.tally.refused_leases += 1
         longer = max(leased, self._fitting(asks, tokens, None))
         for ask in asks:
@@ -223,7 +224,7 @@ class Lookups:
             tally.missed_not_ready += hashes
 
     def _recomputed(self, asks: Sequence[Ask], tokens: int) -> LookupReply:
-        """Computing what was found is faster: nothing is a hit."""
+        """The reply when computing what was found is faster than loading it: nothing is a hit."""
         reply, tally = _nothing([ask.query for ask in asks]), self._core.tally
         for ask, group in zip(asks, reply.groups, strict=True):
             ask.told = group.states
@@ -235,8 +236,8 @@ class Lookups:
         return reply
 
     def _count(self, asks: Sequence[Ask], tokens: int, leased: int) -> None:
-        """Hits and misses of a lookup, by what is told of them. What a window does not need was not asked
-        for."""
+        """Counts the hits and misses of a lookup, by what the reply says. Blocks that a window does not need
+        do not count as asked for."""
         tally = self._core.tally
         for ask in asks:
             first, hits = ask.needed(leased)
@@ -263,7 +264,7 @@ class Lookups:
 
 
 def _hit(ask: Ask, tokens: int, longer: int) -> U8:
-    """States of a prefix of `longer` tokens, of which `tokens` are hits and nothing else is known."""
+    """States of a prefix of `longer` tokens of which only the hits, `tokens` long, are known."""
     first, end = ask.needed(tokens)
     blocks = longer // ask.block_tokens
     if first == 0 and end == blocks:

@@ -1,5 +1,5 @@
-"""What there will be when what is on its way to the host has come, and how more is set on its way: by stores,
-and from the tier below."""
+"""How long a prefix will be when everything that is on its way to the host, from stores and from the tier
+below, has arrived; and the beginning of what is brought up from below."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,27 +20,28 @@ MISS, PENDING, HIT = 0, 1, 2
 ABSENT = int(BlockState.ABSENT)
 WRITING = int(BlockState.WRITING)
 FIRST_WINDOW = 32
-"""Hashes looked at beyond the hits at first; each further window is this many times as long."""
+"""How many hashes beyond the hits are looked at first; each further window is `WINDOW_GROWTH` times as
+long."""
 WINDOW_GROWTH = 4
 
 _NO_ENTRIES = np.empty(0, np.uint32)
 _TOLD = np.zeros(len(BlockState), np.uint8)
-"""kvtier.v1.BlockState of each state of the table."""
+"""The kvtier.v1.BlockState for each state in the table."""
 _TOLD[WRITING] = PENDING
 _TOLD[READY] = HIT
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Some of a group's blocks."""
+    """Some of one group's blocks."""
 
     there: Mask
-    """Readable, or coming."""
+    """Which of them are readable or coming."""
     ready: Entries
-    """Of the host, those that are readable."""
+    """Entries of those that are readable on the host."""
     below: Indexes
-    """Positions, in the query, of those that only the tier below has; their hashes, and its names for
-    them."""
+    """Positions in the query of those that only the tier below has; `hashes` and `copies` have their hashes
+    and the tier's names for them."""
     hashes: Hashes
     copies: Entries
 
@@ -54,17 +55,16 @@ class Outlook:
     # --- a prefix ---
 
     def beyond(self, instance: Instance, asks: Sequence[Ask], tokens: int, *, host_only: bool) -> int:
-        """Tokens of the prefix that there will be when what is on its way has come, no fewer than the
-        `tokens` that were found. Begins to bring up what it needs from below, and nothing else, never at the
-        cost of what was found. `host_only`: the tier below is left
-        alone."""
+        """Tokens of the prefix that there will be when everything on its way has arrived, at least the
+        `tokens` that were found. Begins to bring up what that prefix needs from below and nothing else, and
+        never evicts what was found for it. With `host_only`, the tier below is left alone."""
         if tokens == asked_tokens(asks):
             return tokens
         below_too = not host_only and self._tier.reads
         for ask in asks:
             if self._ends(ask, tokens, below_too):
                 return tokens
-        # Beyond what an instance could lease, nothing is promoted. What is being written is waited for.
+        # Nothing is promoted beyond what an instance could lease; blocks that are being written count.
         step, most_tokens = common_tokens(asks), self._leasable_tokens(asks)
         below_too = below_too and tokens + step <= most_tokens
         most_tokens = max(most_tokens, tokens + step)
@@ -83,8 +83,8 @@ class Outlook:
         return max(tokens, coming)
 
     def _ends(self, ask: Ask, tokens: int, below_too: bool) -> bool:
-        """Whether the prefix of so many tokens is as long as this group will have it, as far as that is known
-        without looking further."""
+        """Whether it is clear without looking further that this group will have no longer prefix than
+        `tokens`."""
         if ask.window_blocks or ask.ended in (READY, WRITING) or len(ask.run) != tokens // ask.block_tokens:
             return False
         if ask.ended != ABSENT or not below_too:
@@ -94,7 +94,7 @@ class Outlook:
 
     def _longest(self, asks: Sequence[Ask], tokens: int, most_tokens: int, below_too: bool) -> int:
         def leading(query: int, end: int) -> int:
-            """The run of the host is known: what lies behind it is looked at window by window."""
+            """The run on the host is known; what lies behind it is looked at window by window."""
             ask = asks[query]
             position, length = min(len(ask.run), end), FIRST_WINDOW
             while position < end:
@@ -128,7 +128,7 @@ class Outlook:
         return _View(there, ready, below + first, np.ascontiguousarray(hashes[below]), copies)
 
     def _leasable_tokens(self, asks: Sequence[Ask]) -> int:
-        """Of the longest prefix that an instance could lease."""
+        """Tokens of the longest prefix that an instance could lease."""
         room = self._core.lease_budget
         left = float(room.alone_bytes)
         per_token = 0.0
@@ -141,7 +141,8 @@ class Outlook:
         return int(min(asked, max(0.0, left) / per_token)) if per_token else asked
 
     def _promote(self, asks: Sequence[Ask], views: Sequence[_View], longer: int) -> int:
-        """Tokens of the longest prefix without a block that cannot come for want of room."""
+        """Brings blocks up. Returns the tokens of the longest prefix whose blocks will all come; where there
+        is no room for a block, the prefix ends before it."""
         needed = [(ask.plan, view.ready) for ask, view in zip(asks, views, strict=True)]
         needed += [(ask.plan, ask.found) for ask in asks if ask.lease is None]
         pinned = [(plan, entries) for plan, entries in needed if self._pin(entries)]
@@ -158,7 +159,7 @@ class Outlook:
     # --- single blocks ---
 
     def exact(self, instance: Instance, ask: Ask, *, host_only: bool) -> U8:
-        """What to tell of each block of an exact query; begins to bring up what the tier below has, as
+        """What the reply says of each block of an exact query. Begins to bring up what the tier below has, as
         `beyond` does."""
         states = self.on_host(ask)
         if len(ask.run) == ask.blocks or host_only or not self._tier.reads:
@@ -175,7 +176,7 @@ class Outlook:
         return states
 
     def on_host(self, ask: Ask) -> U8:
-        """What to tell of each block of an exact query, without looking at the tier below."""
+        """What the reply says of each block of an exact query, without the tier below."""
         states = _TOLD[ask.states]
         if self._tier.keeps_evicted:
             pending = np.flatnonzero(states == PENDING)
@@ -185,8 +186,8 @@ class Outlook:
     # --- both ---
 
     def _loses(self, instance: Instance, asks: Sequence[Ask], views: Sequence[_View], gain: int) -> bool:
-        """Whether computing the `gain` tokens is faster than bringing up what the tier below has of them;
-        counted."""
+        """Whether computing the `gain` tokens is faster than bringing up the blocks that the tier below has
+        of them, which are counted then."""
         wanted = [(ask.plan, view.hashes) for ask, view in zip(asks, views, strict=True)]
         if not self._tier.bringing_up_loses(instance, wanted, gain):
             return False
@@ -194,7 +195,7 @@ class Outlook:
         return True
 
     def _pin(self, entries: Entries) -> bool:
-        """False if so many hold them that they will not go anyway."""
+        """Pins the entries. Returns False if they have so many pins that they will stay anyway."""
         try:
             self._host.table.pin(entries)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Stores and loads: submitted, and called off. How their parts end is in `fencing.py`."""
+"""Stores and loads: how they are submitted and cancelled. How their parts end is in `fencing.py`."""
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,13 @@ from kvtierd.core.transfers.leases import Leases
 
 TICKET_MAX = 2**56 - 1
 PINS_MANY = 1 << 19
-"""Far below what the table can count, and far more than a batch could add."""
+"""Far below what the table can count, and far more than a batch can add."""
 ACCEPTED, EXISTS, PENDING, THROTTLED = 0, 1, 2, 3
 EXISTED, CREATED, TABLE_FULL = 0, 1, 2
 
 _RESULT = np.full(len(BlockState), THROTTLED, np.uint8)
-"""kvtier.v1.StoreResult of a key that was there, by its state: a condemned block is in the way until its
-pins drop."""
+"""The kvtier.v1.StoreResult of a key that was there, by its state. A condemned block is in the way until its
+pins are dropped, so the key is throttled."""
 _RESULT[BlockState.WRITING] = PENDING
 _RESULT[BlockState.READY] = EXISTS
 
@@ -41,7 +41,7 @@ class Transfers:
     # --- stores ---
 
     def submit_store(self, stimulus: SubmitStore) -> SubmitReply:
-        """Accepts what there is room for, whole blocks only, and posts a part to every rank."""
+        """Accepts as many blocks as there is room for, only whole ones, and posts a part to every rank."""
         core, blocks = self._core, self._blocks
         instance, plan = self._may_submit(stimulus)
         hashes = stimulus.hashes
@@ -72,7 +72,7 @@ class Transfers:
 
         roomy = core.eviction.for_slots(domain, len(new), unhold=True)
         if roomy < len(new):
-            # Keys come parents first: what is kept is of use without what is not.
+            # Parents come before their children, so the blocks that are kept are of use without the others.
             throttled = new[roomy:]
             results[np.isin(entries, throttled)] = THROTTLED
             blocks.discard(domain, throttled, None)
@@ -81,7 +81,7 @@ class Transfers:
 
         transfer = self._begin(instance, stimulus, Direction.STORE, len(hashes), new, slots)
         transfer.wishes = stimulus.wishes
-        if plan.replicated:  # by all in turn, so that no GPU's link has more to carry than another's
+        if plan.replicated:  # ranks take turns, so that no GPU's link carries more than another's
             transfer.storing = Rank(transfer.transfer % instance.world_size)
         block_ids, new_hashes = stimulus.block_ids, hashes
         if len(new) < len(hashes):
@@ -102,14 +102,15 @@ class Transfers:
         return SubmitReply(transfer.transfer, results)
 
     def _pin_existing(self, entries: Entries, created: U8) -> tuple[Entries, npt.NDArray[np.intp]]:
-        """Pins what is READY already: making room for the rest must not take its prefix away."""
+        """Pins the blocks that are READY already, because making room for the others must not evict their
+        prefix."""
         positions = np.flatnonzero(created == EXISTED)
         states = self._blocks.table.states(entries[positions])
         positions = positions[states == BlockState.READY]
         existing = entries[positions]
         try:
             self._blocks.table.pin(existing)
-        except ValueError:  # so many hold some of them that these will not go anyway
+        except ValueError:  # some have so many pins that they will stay anyway
             few = self._blocks.table.pins(existing) < PINS_MANY
             existing, positions = existing[few], positions[few]
             self._blocks.table.pin(existing)
@@ -117,8 +118,8 @@ class Transfers:
         return existing, positions
 
     def _make_entries(self, plan: GroupPlan, hashes: U8, entries: Entries, created: U8) -> None:
-        """Makes room in the table for keys that found none, and tries them again; updates entries and
-        created."""
+        """Makes room in the table for keys that found none, and tries them again. Updates `entries` and
+        `created`."""
         left_out = np.flatnonzero(created == TABLE_FULL)
         self._core.eviction.for_entries(plan.domain, len(left_out), unhold=True)
         again = self._blocks.insert(plan.space, plan.domain, np.ascontiguousarray(hashes[left_out]))
@@ -155,7 +156,7 @@ class Transfers:
     # --- loads ---
 
     def submit_load(self, stimulus: SubmitLoad) -> SubmitReply:
-        """Loads a run of a lease's blocks; the transfer holds them from now on."""
+        """Loads a run of a lease's blocks, which the transfer holds from now on."""
         core, blocks = self._core, self._blocks
         instance, plan = self._may_submit(stimulus)
         block_ids = stimulus.block_ids
@@ -324,7 +325,8 @@ class Transfers:
         block_ids: npt.NDArray[np.uint32],
         verify: U8 | None,
     ) -> None:
-        """One part for every rank, empty ones too: every rank's part word has to end."""
+        """Posts one part for every rank. Empty ones are posted too, because every rank's part word has to
+        end."""
         core, instance = self._core, transfer.instance
         plan = instance.plans[transfer.group]
         parts = []
@@ -360,7 +362,7 @@ class Transfers:
     # --- calling off ---
 
     def cancel_tickets(self, stimulus: CancelTransfers) -> None:
-        """Asks transfers to end early; unknown and ended ones are ignored."""
+        """Asks transfers to end early. Tickets that are unknown or have ended are ignored."""
         instance = self._core.submitter(stimulus.session, stimulus.epoch)
         for ticket in stimulus.tickets:
             transfer = instance.transfers.get(ticket)
@@ -382,25 +384,25 @@ class Transfers:
             )
 
     def cancel(self, transfer: TransferJob, why: Refusal) -> None:
-        """Asks all open parts to end; how they end decides how the transfer does."""
+        """Asks all open parts to end. How they end decides how the transfer ends."""
         self.spoil(transfer, why, cancelled=True)
         self.revoke_rest(transfer)
 
     def abandon(self, transfer: TransferJob, why: Refusal) -> None:
-        """Its epoch is over and its sessions are released: nothing of it will be committed."""
+        """The transfer's epoch is over and its sessions are released, so none of it will be committed."""
         self.spoil(transfer, why, cancelled=True)
         transfer.abandoned = True
         self._core.deadlines.pop(transfer.transfer, None)
 
     def spoil(self, transfer: TransferJob, why: Refusal, *, cancelled: bool) -> None:
-        """It cannot simply be DONE any more; the first reason is the one that counts."""
+        """The transfer cannot simply be DONE any more. Its first reason is the one that counts."""
         self._core.step(transfer, Event.SPOIL)
         if transfer.cause is None:
             transfer.cause = why
             transfer.cancelled = cancelled
 
     def revoke_rest(self, transfer: TransferJob) -> None:
-        """Asks every part that may not have started to end, once; mappings being released end theirs
+        """Asks every part that may not have started to end, once. Mappings that are being released end theirs
         anyway."""
         self._core.deadlines.pop(transfer.transfer, None)
         if transfer.revoked:

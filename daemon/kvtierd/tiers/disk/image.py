@@ -1,7 +1,7 @@
-"""A disk's image, as the front uses it: headers and record tables of the slab file, in memory.
+"""A disk's image, as the front uses it: the headers and record tables of the slab file, in memory.
 
-A sparse memfd as long as the file. Front and worker both map it and work on it as on the pool; the slots' own
-pages are never touched. The file is the worker's business alone.
+It is a sparse memfd as long as the file. Front and worker both map it and use it as they use the pool, except
+that the pages of the slots themselves are never touched. Only the worker reads and writes the file.
 """
 
 import fcntl
@@ -19,30 +19,31 @@ from kvtierd.memory.recovery import Recovery, recover, set_aside
 from kvtierd.tiers.disk.slab import NAMING
 
 WRITER = 1
-"""The writer in every record of a disk. Whether it is gone need not be proved: the slab's lock does that."""
+"""The writer in every record of a disk. Whether it is gone need not be proved, because the slab's lock proves
+it."""
 
 
 def disk_geometry(size_bytes: int, extent_bytes: int = 0) -> PoolGeometry:
-    """The extents of a disk of at most `size_bytes`; `extent_bytes` 0: chosen. ValueError naming the setting
-    that is out of range."""
+    """The extents of a disk of at most `size_bytes`; with `extent_bytes` 0, a suitable size is chosen. Raises
+    ValueError, which names the setting that is out of range."""
     return geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes), NAMING)
 
 
 class DiskImage:
-    """One disk's image for one boot. Not for several threads, except `recover`, which may run in a thread
+    """One disk's image for one boot. Not safe for several threads, except that `recover` may run in a thread
     of its own while nothing else uses the image."""
 
     fd: int
-    """For workers to inherit."""
+    """Workers inherit it."""
     geometry: PoolGeometry
     records: PoolRecords
-    """After `recover`."""
+    """Only after `recover`."""
 
     def __init__(self, geometry: PoolGeometry) -> None:
-        """An empty one: the disk's first worker fills it. OSError."""
+        """Makes an empty image, which the disk's first worker fills. Raises OSError."""
         self.geometry = geometry
         self.bytes = file_bytes(geometry)
-        """Its length, and the file's."""
+        """The length of the image, and of the file."""
         self.fd = os.memfd_create("kvtier-disk-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.bytes)
@@ -55,9 +56,8 @@ class DiskImage:
             raise
 
     def recover(self, boot_nonce: int) -> Recovery:
-        """Once, when the first worker is ready: begins a boot in the image, frees what cannot be believed,
-        and lists what is left. Some 0.3 s per million slots.
-        """
+        """Begins a boot in the image, frees the slots whose records cannot be believed, and lists the others.
+        Call it once, when the first worker is ready. Takes about 0.3 s per million slots."""
         self._boot_nonce = boot_nonce
         records = PoolRecords(self._array)
         records.start_boot(boot_nonce)
@@ -66,12 +66,12 @@ class DiskImage:
         return found
 
     def set_aside(self, slots: Slots) -> None:
-        """Takes slots out of use for as long as the slab lives: their place on the disk has failed a check.
-        The worker has to be told to persist them."""
+        """Takes slots out of use for as long as the slab exists, because their place on the disk has failed a
+        check. The worker then has to be told to persist them."""
         set_aside(self.records, slots, self._boot_nonce)
 
     def close(self) -> None:
-        """Gives up this process's copy of the descriptor; the mapping goes with the last user of it."""
+        """Closes this process's copy of the descriptor. The mapping goes with its last user."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,7 +1,7 @@
 """A disk's slab file: opening it safely, locking it, making it, reading and writing its pages.
 
-One file, `kvtier.slab`, in the pool's format 1. Only the disk's worker comes here: every call may take as
-long as the disk does.
+It is one file, `kvtier.slab`, in the pool's format 1. Only the disk's worker uses it, because every call may
+take as long as the disk does.
 """
 
 import ctypes
@@ -36,10 +36,11 @@ SLAB_NAME = "kvtier.slab"
 NAMING = Naming("slab", "disk.paths", "disk.size", "disk.extent_size")
 
 HEADER_BYTES = 64
-"""Of the header page and of an extent's: the words that never change while the file is in use."""
+"""The part of the header page, and of an extent's, that never changes while the file is in use."""
 
 LOCK_TIMEOUT_S = 5.0
-"""For an old worker to be gone: a killed one holds the lock until the disk has done what it was asked for."""
+"""Time for an old worker to be gone. A killed one holds the lock until the disk has done what it was asked
+for."""
 
 _EMPTY = bytes(HEADER_BYTES)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
@@ -47,27 +48,26 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse(field: str, value: object, message: str) -> Refusal:
-    """A disk that cannot be used, for whoever reads the log and the status."""
+    """A Refusal that says why a disk cannot be used, for the log and the status."""
     return Refusal(Reason.DEVICE_UNAVAILABLE, message, field=field, value=value)
 
 
 class Slab:
-    """An open slab file, locked through `fd` until this process has ended. Not for several threads, except
-    `read_page` … `write`, which may run side by side.
-    """
+    """An open slab file, locked through `fd` until this process has ended. Not safe for several threads,
+    except `read` and `write`, which may run side by side."""
 
     fd: int
-    """Buffered: for headers and records."""
+    """Uses the kernel's cache; for headers and records."""
     path: Path
     geometry: PoolGeometry
 
     def __init__(self, fd: int, path: Path, geometry: PoolGeometry, *, is_new: bool) -> None:
-        """Use `Slab.open`."""
+        """Call `Slab.open` instead."""
         self.fd = fd
         self.path = path
         self.geometry = geometry
         self._is_new = is_new
-        # No read-ahead: it would bring pages of data into the kernel's cache, past which they are written.
+        # No read-ahead, because it would bring data into the kernel's cache, which writes of data bypass.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     @classmethod
@@ -80,11 +80,12 @@ class Slab:
         create: bool,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> "Slab":
-        """Opens the slab of a directory, locked; nothing in it has changed. With `create` an empty file is
+        """Opens and locks the slab of a directory, and changes nothing in it. With `create`, an empty file is
         made if there is none.
 
-        Raises Refusal: the directory or the file cannot be used, belongs to somebody else, is locked for
-        longer than `lock_timeout_s`, or holds something that is no slab. ValueError for sizes out of range.
+        Raises Refusal if the directory or the file cannot be used, belongs to another user, is locked for
+        longer than `lock_timeout_s`, or holds something other than a slab. Raises ValueError for sizes out of
+        range.
         """
         geometry = geometry_for(size_bytes, extent_bytes, NAMING)
         path = directory / SLAB_NAME
@@ -106,8 +107,8 @@ class Slab:
             raise io_refusal(path, "reading its header", error) from error
 
     def reason_to_remake(self) -> str:
-        """Why what is in the file cannot be kept, as words for a log line; empty if it can. Refusal if the
-        header cannot be read."""
+        """Why the contents of the file cannot be kept, in words for the log; empty if they can. Raises
+        Refusal if the header cannot be read."""
         try:
             found, length = read_header(self.fd, NAMING), os.fstat(self.fd).st_size
         except OSError as error:
@@ -116,17 +117,19 @@ class Slab:
         return reason_to_remake(found, length, size_bytes, extent_bytes, NAMING) or ""
 
     def header(self) -> bytes:
-        """The header's words that do not change from boot to boot. OSError."""
+        """The part of the header that does not change from boot to boot. Raises OSError."""
         return os.pread(self.fd, HEADER_BYTES, 0)
 
     # --- making it ---
 
     def make(self, header_page: bytes, step: Callable[[], None]) -> bool:
-        """Makes the file a new slab with this header, no extent in use. False if the file system cannot
-        preallocate: then the disk may be full one day, and writes fail. `step()` is called after each change.
+        """Makes the file a new slab with this header and no extent in use. `step()` is called after each
+        change. Returns False if the file system cannot preallocate, so that the disk may get full later, and
+        writes fail.
 
-        Killed at any point, it leaves a file that is known as half made. Refusal, with nothing changed where
-        that could be known before, if there is no room: the file is empty then, or gone if it was new.
+        If this is killed at any point, the file can be recognised as unfinished. Raises Refusal if there is
+        no room: nothing has changed if that could be known in advance; otherwise the file is empty, or gone
+        if it was new.
         """
         length = file_bytes(self.geometry)
         try:
@@ -152,7 +155,8 @@ class Slab:
         return preallocated
 
     def allocate(self) -> bool:
-        """Allocates what of a kept file is not yet, as `make` does. Refusal if there is no room."""
+        """Allocates the parts of a kept file that are not yet, as `make` does. Raises Refusal if there is no
+        room."""
         length = file_bytes(self.geometry)
         try:
             return os.fstat(self.fd).st_blocks * 512 >= length or _fallocate(self.fd, length)
@@ -177,7 +181,7 @@ class Slab:
         )
 
     def _give_up(self) -> None:
-        """Gives the room back; a start that failed leaves no trace."""
+        """Gives the room back, so that a start that failed leaves no trace."""
         try:
             os.ftruncate(self.fd, 0)
             if self._is_new:
@@ -188,8 +192,8 @@ class Slab:
     # --- pages ---
 
     def open_direct(self) -> int | None:
-        """A descriptor of the same file that passes the kernel's cache by; None where there is no such thing.
-        OSError; Refusal if the file has just been replaced."""
+        """A descriptor of the same file that bypasses the kernel's cache, or None if the file system has no
+        such thing. Raises OSError, or Refusal if the file has just been replaced."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -199,7 +203,7 @@ class Slab:
         if not os.path.sameopenfile(self.fd, fd):
             os.close(fd)
             raise refuse(NAMING.path, self.path.parent, f"slab {self.path} was replaced while it was opened")
-        # Some open it, and then want more than whole pages of 4 KiB.
+        # Some file systems can open it, but need larger pieces than pages of 4 KiB.
         with mmap.mmap(-1, PAGE_BYTES) as page:
             try:
                 os.preadv(fd, [page], 0)
@@ -211,7 +215,7 @@ class Slab:
         return fd
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fills `into` from the file. OSError; EIO also if the file is shorter."""
+        """Fills `into` from the file. Raises OSError, with EIO if the file is too short."""
         while into:
             count = os.preadv(self.fd, [into], offset)
             if count == 0:
@@ -219,7 +223,7 @@ class Slab:
             into, offset = into[count:], offset + count
 
     def write(self, pages: memoryview, offset: int) -> None:
-        """Writes whole pages; what arrived of them if it fails is unknown. OSError."""
+        """Writes whole pages. Raises OSError, and then it is not known how much was written."""
         assert len(pages) % PAGE_BYTES == 0
         assert offset + len(pages) <= file_bytes(self.geometry)
         while pages:
@@ -230,7 +234,7 @@ class Slab:
         return self.geometry.first_extent_offset + extent * self.geometry.extent_bytes
 
     def extent_headers(self) -> "ExtentHeaders":
-        """What the file says of every extent. Extents that cannot be read count as unknown."""
+        """What the file says about every extent. Extents that cannot be read count as unknown."""
         headers = ExtentHeaders()
         offsets = [self.extent_offset(extent) for extent in range(self.geometry.extents)]
         for offset in offsets:  # all of them at once, where the disk can
@@ -247,17 +251,18 @@ class Slab:
 
 
 class ExtentHeaders:
-    """The headers of extents as the file has them; of those not listed it is known that they have none."""
+    """The headers of extents as the file has them. Extents that are not listed are known to have none."""
 
     ERRORS_MAX = 16
-    """So many extents that cannot be read, and the disk is not used: each may take the disk seconds."""
+    """If more extents than this cannot be read, the disk is not used, because each may take the disk
+    seconds."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes | None] = {}
         self.errors: dict[int, OSError] = {}
 
     def get(self, extent: int) -> bytes | None:
-        """None: unknown."""
+        """None if it is unknown."""
         return self._known.get(extent, _EMPTY)
 
     def set(self, extent: int, header: bytes | None) -> None:
@@ -267,7 +272,7 @@ class ExtentHeaders:
             self._known[extent] = header
 
     def fail(self, extent: int, error: OSError) -> None:
-        """OSError, the given one, if that is too often."""
+        """Remembers that an extent cannot be read. Raises `error` if that has happened too often."""
         self.errors[extent] = error
         self._known[extent] = None
         if len(self.errors) > self.ERRORS_MAX:
@@ -275,10 +280,12 @@ class ExtentHeaders:
 
 
 def load(slab: Slab, image: npt.NDArray[np.uint8]) -> ExtentHeaders:
-    """Copies header, extent headers and the tables of extents in use into the image, whatever was in it.
+    """Copies the header, the extents' headers, and the record tables of extents in use into the image, over
+    whatever was there.
 
-    The slab's header must be one to keep. An extent that cannot be read is not in use in the image: it will
-    be written anew. Returns what the file says of the extents. Refusal if more than a few cannot be read.
+    The slab's header must be one that can be kept. An extent that cannot be read is not in use in the image,
+    and will be written anew. Returns what the file says about the extents. Raises Refusal if more than a few
+    cannot be read.
     """
     view = image.data
     try:
@@ -331,8 +338,8 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def _fallocate(fd: int, length: int) -> bool:
-    """False where the file system cannot. Not `os.posix_fallocate`: there it writes the whole file, byte by
-    byte of each block."""
+    """False if the file system cannot. `os.posix_fallocate` is not used, because there it would write to
+    every block of the file."""
     while _libc.fallocate(fd, 0, 0, length):
         code = ctypes.get_errno()
         if code in _NO_FALLOCATE:

@@ -1,4 +1,4 @@
-"""The blocking twin of the packet channel, for threads of a copy worker."""
+"""The blocking form of the packet channel, for threads of a worker."""
 
 import select
 import socket
@@ -12,14 +12,14 @@ _RETRIES_MAX = 400
 
 
 class ChannelEndedError(Exception):
-    """The peer is gone: nothing that is sent can arrive."""
+    """The peer is gone, so nothing that is sent can arrive."""
 
 
 class BlockingPacketChannel:
-    """One end of a SOCK_SEQPACKET connection, which it owns. Any thread may send, one receives."""
+    """One end of a SOCK_SEQPACKET connection, which it owns. Any thread may send; only one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """ValueError, and the socket left open, if it cannot carry our packets."""
+        """Raises ValueError if the socket cannot carry our packets, and leaves it open."""
         prepare(sock)
         sock.setblocking(True)
         self._sock = sock
@@ -28,18 +28,19 @@ class BlockingPacketChannel:
         self._poll.register(sock, select.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """True if `receive` would not block, False if nothing came in that time."""
+        """True if `receive` would not block, False if nothing came within `timeout_s`."""
         return bool(self._poll.poll(timeout_s * 1000))
 
     def receive(self) -> tuple[bytes, list[int]] | None:
-        """As `PacketReader.receive`; blocks while nothing is there."""
+        """As `PacketReader.receive`, but blocks while nothing is there."""
         return self._reader.receive()
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        """Sends one packet; blocks while the peer does not read. Raises ChannelEndedError once it is gone,
-        and OSError if the kernel has no room for the packet for seconds: it is lost then, and the peer lives.
+        """Sends one packet, and blocks while the peer does not read. Raises ChannelEndedError once the peer
+        is gone. Raises OSError if the kernel has no room for the packet for seconds: then the packet is lost,
+        and the peer lives.
 
-        A packet goes out whole or not at all, so threads need no lock.
+        A packet is sent completely or not at all, so threads need no lock.
         """
         check_packet(packet, fds)
         for retries_left in reversed(range(_RETRIES_MAX)):

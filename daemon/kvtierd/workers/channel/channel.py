@@ -21,10 +21,11 @@ from kvtierd.workers.channel.packets import (
 __all__ = ["PACKET_BYTES_MAX", "PEER_CLOSED", "PacketChannel"]
 
 PEER_CLOSED = "the peer closed the connection"
-"""The reason of a channel that its peer ended in good order, or by dying."""
+"""The reason of a channel whose peer closed it, or died."""
 
 _PACKETS_PER_TURN = 64
-"""Read before other callbacks of the loop get their turn: one busy peer must not starve the others."""
+"""Packets that are read before other callbacks of the loop get their turn, so that one busy peer does not
+starve the others."""
 
 _RETRY_S = 0.005
 _RETRIES_MAX = 400
@@ -36,11 +37,12 @@ class _Queued(NamedTuple):
 
 
 class PacketChannel:
-    """One end of a SOCK_SEQPACKET connection, on the event loop it was made on (asyncio's own or uvloop's).
+    """One end of a SOCK_SEQPACKET connection, on the event loop in which it was made (asyncio's own or
+    uvloop's).
 
-    `on_packet(packet, fds)` gets every packet in order, from a callback of the loop; the descriptors are the
-    callee's to close. `on_closed(reason)` is called exactly once, from a callback of the loop and never from
-    inside a method of the channel, whichever side closed it; `reason` is a sentence. It owns the socket.
+    `on_packet(packet, fds)` gets every packet in order, in a callback of the loop, and has to close the
+    descriptors. `on_closed(reason)` is called exactly once, whichever side closed the channel, in a callback
+    of the loop and never inside a method of the channel; `reason` is a sentence. The channel owns the socket.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class PacketChannel:
         queue_packets_max: int = 4_096,
         queue_bytes_max: int = 64 * 1024 * 1024,
     ) -> None:
-        """Starts reading at once. ValueError, and the socket left open, if it cannot carry our packets."""
+        """Starts reading at once. Raises ValueError if the socket cannot carry our packets, and leaves it
+        open."""
         prepare(sock)
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -69,7 +72,7 @@ class PacketChannel:
         self._retry: asyncio.TimerHandle | None = None
         self._writing = False
         self.closed = False
-        """True from the moment of closing, before `on_closed` is called."""
+        """True from the moment of closing, even before `on_closed` is called."""
         self._loop.add_reader(self._fd, self._readable)
 
     @property
@@ -78,11 +81,12 @@ class PacketChannel:
         return len(self._queue), self._queue_bytes
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Sends now or queues; never blocks. False if the channel is closed, be it by a full queue.
+        """Sends now or queues, and never blocks. Returns False if the channel is closed, including by this
+        packet because the queue is full.
 
-        The descriptors stay the caller's, and may be closed once this returns. ValueError if the packet is
-        empty, larger than PACKET_BYTES_MAX, or carries too many descriptors; OSError, and nothing queued, if
-        they would have to wait and the process has no room for copies of them.
+        The descriptors stay the caller's, and may be closed once this returns. Raises ValueError if the
+        packet is empty, larger than PACKET_BYTES_MAX, or carries too many descriptors. Raises OSError, and
+        queues nothing, if descriptors would have to wait and the process cannot copy them.
         """
         check_packet(packet, fds)
         if self.closed:
@@ -105,7 +109,7 @@ class PacketChannel:
         return True
 
     def drain(self) -> None:
-        """Hands on every packet that has arrived; for a peer that is known to be gone."""
+        """Passes on every packet that has arrived. For use when the peer is known to be gone."""
         while self._read_one():
             pass
 
@@ -132,7 +136,7 @@ class PacketChannel:
                 return
 
     def _read_one(self) -> bool:
-        """Reads and hands on one packet; False if there is none, now or ever."""
+        """Reads and passes on one packet. False if there is none, now or ever."""
         if self.closed:
             return False
         try:
@@ -149,13 +153,13 @@ class PacketChannel:
         return True
 
     def _try_send(self, packet: bytes, fds: Sequence[int]) -> bool:
-        """True if there is nothing left to do for this packet: it is sent, or nobody is there to read it."""
+        """True if nothing is left to do for this packet: it is sent, or nobody is there to read it."""
         try:
             send_packet(self._sock, packet, fds)
         except (BlockingIOError, InterruptedError):
             return False
         except (BrokenPipeError, ConnectionResetError):
-            # What the peer sent before it went is still to be read; the reader then finds the end and closes.
+            # What the peer sent before it went is still there. The reader gets it, finds the end, and closes.
             return True
         except OSError as error:
             if error.errno in TRANSIENT_ERRNOS and self._retries < _RETRIES_MAX:
@@ -198,7 +202,7 @@ class PacketChannel:
 
 
 def _copies(fds: Sequence[int]) -> list[int]:
-    """All or none: OSError."""
+    """Copies all of the descriptors, or none and raises OSError."""
     copies: list[int] = []
     try:
         for fd in fds:

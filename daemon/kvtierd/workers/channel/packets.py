@@ -1,6 +1,6 @@
 """Packets with file descriptors over a Unix SOCK_SEQPACKET socket: what both kinds of channel share.
 
-One message is one packet. A packet is not empty: an empty one cannot be told from the end of the connection.
+One message is one packet. A packet is never empty, because an empty one looks like the end of the connection.
 """
 
 import array
@@ -10,14 +10,15 @@ import socket
 from collections.abc import Iterable, Sequence
 
 PACKET_BYTES_MAX = 192 * 1024
-"""Largest packet. The largest message is a part of 8,192 blocks: 17 bytes a block, 139,264 in all, and a few
-fields. A socket with the kernel's default send buffer (212,992 bytes) takes packets of up to 212,960."""
+"""The largest packet. The largest message is a part of 8,192 blocks: 17 bytes for each, 139,264 in all, and a
+few fields. A socket with the kernel's default send buffer (212,992 bytes) takes packets of up to 212,960
+bytes."""
 
 FDS_MAX = 64
-"""Most descriptors in one packet."""
+"""The most descriptors in one packet."""
 
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
-"""Asked for; the kernel grants at most net.core.wmem_max and says so to nobody."""
+"""The size that is asked for. The kernel grants at most net.core.wmem_max, and does not report that."""
 
 _SEND_OVERHEAD_BYTES = 32
 _FD_BYTES = array.array("i").itemsize
@@ -28,15 +29,16 @@ TRANSIENT_ERRNOS = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 
 
 class PacketError(Exception):
-    """What arrived is no packet of ours; the connection cannot be used any longer."""
+    """What arrived is not one of our packets, so the connection cannot be used any longer."""
 
 
 class ProtocolError(Exception):
-    """The front sent a packet that no version of it sends: a worker ends instead of guessing its meaning."""
+    """The front sent a packet that no version of it sends. A worker ends instead of guessing what it
+    means."""
 
 
 def packet_socketpair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, not inheritable, with room for the largest packet. The caller closes both."""
+    """Two connected sockets, not inheritable, with room for the largest packet. The caller closes both."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         for end in ends:
@@ -49,7 +51,8 @@ def packet_socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Gives a socket room for many of the largest packets; ValueError if it takes not even one."""
+    """Gives a socket room for many of the largest packets. Raises ValueError if it has not even room for
+    one."""
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
         raise ValueError(f"a packet channel needs a Unix SOCK_SEQPACKET socket, not {sock!r}")
     if send_buffer_bytes(sock) < SEND_BUFFER_BYTES:
@@ -66,7 +69,7 @@ def send_buffer_bytes(sock: socket.socket) -> int:
 
 
 def check_packet(packet: bytes, fds: Sequence[int]) -> None:
-    """ValueError unless the two can travel as one packet."""
+    """Raises ValueError unless these can be sent as one packet."""
     if not 0 < len(packet) <= PACKET_BYTES_MAX:
         raise ValueError(f"a packet holds 1 to {PACKET_BYTES_MAX} bytes, not {len(packet)}")
     if len(fds) > FDS_MAX:
@@ -74,7 +77,7 @@ def check_packet(packet: bytes, fds: Sequence[int]) -> None:
 
 
 def send_packet(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-    """Sends one packet whole, or raises OSError. The descriptors stay the caller's."""
+    """Sends one packet completely, or raises OSError. The descriptors stay the caller's."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
 
@@ -85,7 +88,7 @@ def close_fds(fds: Iterable[int]) -> None:
 
 
 class PacketReader:
-    """Receives from one socket into a buffer that it keeps. Not for two threads at once."""
+    """Receives from one socket into a buffer that it reuses. Not for two threads at once."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -93,11 +96,11 @@ class PacketReader:
         self._was_reset = False
 
     def receive(self) -> tuple[bytes, list[int]] | None:
-        """The next packet, and its descriptors for the caller to close; None at the end.
+        """The next packet and its descriptors, which the caller has to close; None at the end.
 
         The descriptors are not inheritable. What the peer sent before it went away still arrives. Raises
-        PacketError, with nothing left open, if the packet or its descriptors were cut off or are not ours;
-        BlockingIOError if nothing is there.
+        PacketError, with nothing left open, if the packet or its descriptors were cut off or are not ours,
+        and BlockingIOError if nothing is there.
         """
         while True:
             try:
@@ -105,7 +108,7 @@ class PacketReader:
                     [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except ConnectionResetError:
-                # The peer went away without reading everything. The kernel says so before what it had sent.
+                # The peer went away without reading everything. The kernel reports that before its packets.
                 if self._was_reset:
                     return None
                 self._was_reset = True

@@ -1,11 +1,11 @@
-"""A worker's status page: what it is busy with, readable without asking it.
+"""A worker's status page: what it is busy with, so that the front can see it without asking.
 
-Words: for each lane, the monotonic nanoseconds at which it entered the native call that it is in, 0 outside
-of one; the worker's heartbeat, the monotonic nanoseconds at which its main thread last came round; how many
-bytes of the pool are registered with its GPU's driver, and since when it registers more of it. For each
-thread of a disk's worker, the monotonic nanoseconds at which it began to wait for the disk, or at which the
-disk has last done anything of what it waits for; 0 when it does not wait. How many bytes of the pool lie on
-another memory node than its GPU.
+For each lane it has the time at which it entered the native call that it is in, 0 outside of one; the
+heartbeat, the time at which the main thread last came round; how many bytes of the pool are registered with
+the GPU's driver, and since when more of it is being registered. For each thread of a disk's worker it has the
+time at which it began to wait for the disk, or at which the disk last did anything that it waits for, 0 when
+it does not wait. The last word is how many bytes of the pool lie on another memory node than the GPU. Times
+are in monotonic nanoseconds.
 """
 
 import mmap
@@ -20,10 +20,12 @@ from kvtierd.workers.supervisor.kinds import IO_THREADS_MAX as IO_THREADS_MAX
 PAGE_BYTES = 4096
 
 HEARTBEAT_PERIOD_S = 1.0
-"""A worker's main thread comes round at least this often: the only wake-up of an idle worker."""
+"""A worker's main thread comes round at least this often. Nothing else wakes an idle worker."""
 
 
 class StatusWord(IntEnum):
+    """Indexes of the words in the page."""
+
     LOAD_LANE = 0
     STORE_LANE = 1
     HEARTBEAT = 2
@@ -44,7 +46,7 @@ _CULPRITS = {
     StatusWord.LOAD_LANE: "its load lane has been inside one copy call",
     StatusWord.STORE_LANE: "its store lane has been inside one copy call",
     StatusWord.HEARTBEAT: "its main thread has not come round",
-    # It holds up the other GPUs' workers.
+    # A worker that registers holds up those of the other GPUs.
     StatusWord.REGISTERING: "it has been registering the pool with the driver",
 } | {
     io: "the disk has not answered one of its threads"
@@ -54,7 +56,7 @@ _CULPRITS = {
 
 
 def io_word(thread: int) -> StatusWord:
-    """The word of one of a disk's worker's threads, 0 to IO_THREADS_MAX - 1."""
+    """The word of one thread, 0 to IO_THREADS_MAX - 1, of a disk's worker."""
     return StatusWord(StatusWord.IO_0 + thread)
 
 
@@ -66,15 +68,15 @@ def create_status_fd() -> int:
 
 
 class StatusPage:
-    """One end's mapping of a status page. Unmapped with the object."""
+    """One end's mapping of a status page. It is unmapped with the object."""
 
     def __init__(self, fd: int) -> None:
-        """Maps the page; the descriptor stays the caller's."""
+        """Maps the page. The descriptor stays the caller's."""
         self.words = SharedWords(mmap.mmap(fd, PAGE_BYTES), len(StatusWord))
-        """For native code that reports its progress in one of them."""
+        """For native code, which reports its progress in one of them."""
 
     def enter(self, word: StatusWord) -> None:
-        """A lane goes into a native call, or the main thread comes round."""
+        """A lane enters a native call, or the main thread comes round."""
         self.words.store(word, time.monotonic_ns())
 
     def leave(self, word: StatusWord) -> None:
@@ -102,9 +104,9 @@ class StatusPage:
 class StallDetector:
     """Decides from successive readings whether a worker is stuck.
 
-    A lane may be inside one call for `deadline_s`, the main thread asleep for a heartbeat more. It counts
-    only time that its caller saw pass, so a machine, or a front, that was stopped for an hour accuses nobody
-    when it goes on.
+    A lane may be inside one call for `deadline_s`, and the main thread may sleep for one heartbeat more. Only
+    time that the caller saw pass counts, so after the machine or the front was stopped for an hour, nobody is
+    accused.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -114,7 +116,8 @@ class StallDetector:
         self._unchanged_s = [0.0] * len(StatusWord)
 
     def observe(self, values: tuple[int, ...], elapsed_s: float) -> str | None:
-        """Takes a reading made `elapsed_s` after the one before; what is stuck, as a sentence, or None."""
+        """Takes a reading made `elapsed_s` after the one before. Returns what is stuck, as a sentence, or
+        None."""
         for word in _CULPRITS:
             if values[word] == 0 or values[word] != self._last[word]:
                 self._unchanged_s[word] = 0.0

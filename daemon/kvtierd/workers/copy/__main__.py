@@ -56,7 +56,7 @@ def _device(inherited: Inheritance, records: PoolRecords) -> Device:
     arguments, fault = inherited.arguments, fault_in_copy(os.environ)
     if arguments.device == "cpu":
         return CpuDevice(inherited.pool, records, fault)
-    # Only here: a worker for the CPU needs no driver, and imports none of this.
+    # This is imported only here, because a worker for the CPU needs no driver.
     from kvtierd.workers.copy.gpu.device import GpuDevice, GpuOptions
 
     options = GpuOptions(arguments.copy_method, arguments.seal_threads, arguments.copy_deadline_s)
@@ -66,7 +66,8 @@ def _device(inherited: Inheritance, records: PoolRecords) -> Device:
 
 
 def _finish(engine: CopyEngine, inherited: Inheritance) -> None:
-    """Ends the lanes, and the process if one of them is stuck, or if what has landed is not settled."""
+    """Ends the lanes. Ends the process if one of them is stuck, or if parts that have landed are not settled
+    in time."""
     deadline_s = inherited.arguments.copy_deadline_s
     settling_s = 0.0
 

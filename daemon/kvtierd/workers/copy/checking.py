@@ -1,4 +1,4 @@
-"""Looks at slots off the copy path: do they still hold what their records say?"""
+"""Checks outside the copy path whether slots still hold what their records say."""
 
 import os
 import threading
@@ -13,33 +13,33 @@ from kvtier_kernels import PoolRecords
 from kvtierd.wire import worker_pb2 as wire
 
 PIECE_S = 0.001
-"""About so long it reads before it asks the lanes again; one slot at least."""
+"""About how long it reads before it looks at the lanes again; at least one slot."""
 
 PIECE_SLOTS_MAX = 256
 
 PATIENCE_S = 1.0
-"""A check that could not go on for this long is answered as far as it got: lanes go first, always."""
+"""A check that cannot go on for this long is answered as far as it got, because lanes always go first."""
 
 CHECKS_MAX = 4
-"""Waiting. The core asks for one at a time; what comes beyond that is answered unseen."""
+"""Checks that may wait. The core asks for one at a time; further ones are answered without a look."""
 
 NICENESS = 10
 """As for everything that nobody waits for."""
 
 YIELD_S = 0.005
-"""Between two looks at whether the lanes are busy."""
+"""Time between two looks at whether the lanes are busy."""
 
 Slots = npt.NDArray[np.uint32]
 Generations = npt.NDArray[np.uint64]
 
 
 def find_corrupt(records: PoolRecords, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-    """Which slots do not match their records or checksums, and still hold the block that they held when
-    `generations` was read.
+    """Which slots do not match their records or checksums, although they still hold the block that they held
+    when `generations` was read.
 
-    A slot that is given away meanwhile gets a new generation before any byte of it changes, so one that has
-    its old generation after it was read was not. Nor was one that is no slot any more, because its extent has
-    got another slot size.
+    A slot that is given to another block gets a new generation before any of its bytes change, so a slot that
+    still has its old generation after it was read was not given away. A slot that does not exist any more,
+    because its extent got another slot size, does not count either.
     """
     sound = records.check(slots, generations).astype(np.bool_)
     sound &= records.verify_data(slots, generations).astype(np.bool_)
@@ -53,7 +53,7 @@ def _is_held(records: PoolRecords, slot: Slots, generation: int) -> bool:
     try:
         return int(records.generations(slot)[0]) == generation
     except ValueError:
-        return False  # it is the page of no slot
+        return False  # there is no slot at this page any more
 
 
 class Checker:
@@ -65,7 +65,7 @@ class Checker:
         is_busy: Callable[[], bool],
         answer: Callable[[wire.SlotsChecked], None],
     ) -> None:
-        """`is_busy()` and `answer(...)` are called from the thread; `answer` from `ask` as well."""
+        """`is_busy()` and `answer(...)` are called from the thread, and `answer` from `ask` as well."""
         self._records = records
         self._is_busy = is_busy
         self._answer = answer
@@ -78,7 +78,7 @@ class Checker:
         self._thread.start()
 
     def ask(self, check: wire.CheckSlots) -> None:
-        """An answer follows, unless it is stopped before."""
+        """Asks for a check. An answer follows, unless the checker is stopped first."""
         with self._wake:
             accepted = len(self._asked) < CHECKS_MAX
             if accepted:
@@ -88,13 +88,13 @@ class Checker:
             self._answer(wire.SlotsChecked(check=check.check))
 
     def stop(self) -> None:
-        """It ends after the piece that it is at. Any number of times."""
+        """Ends the thread after its current piece. May be called several times."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for its end; False if it has not come. True if it was never started."""
+        """Waits until the thread has ended; False if it has not. True if it was never started."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -129,7 +129,8 @@ class Checker:
         )
 
     def _turn(self) -> bool:
-        """Waits until the lanes have nothing to do; False if that takes too long, or it was stopped."""
+        """Waits until the lanes have nothing to do. False if that takes too long, or if the thread was
+        stopped."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self._is_busy():
             if self._stopped or time.monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""What a slot's record must say before a copy."""
+"""Checks of slot records before a copy."""
 
 import numpy as np
 from kvtier_kernels import PoolRecords
@@ -8,8 +8,8 @@ from kvtierd.workers.copy.parts import PartTask
 
 
 def check_before_load(records: PoolRecords, part: PartTask, chunk: slice) -> Blocks:
-    """Which blocks of a chunk may be loaded: their records say what the part says, and their data is intact
-    where that is to be verified."""
+    """Which blocks of a chunk may be loaded: their records say what the part says, and where the part asks
+    for verification, their data matches its checksum."""
     slots = part.slots[chunk]
     generations = part.generations[chunk]
     good = records.check(slots, generations, part.slot_bytes).astype(np.bool_)

@@ -1,4 +1,4 @@
-"""The device "cpu": engines' memory in sealed memfds, copied by the lanes' own threads."""
+"""The device "cpu": engines' memory in sealed memfds, which the lanes' own threads copy."""
 
 import mmap
 from collections.abc import Callable, Iterable, Sequence
@@ -15,18 +15,18 @@ from kvtierd.workers.copy.memory import Chunk, MappedMemory
 from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Data of one copy call. It bounds how long a load waits for a store and a dead engine's memory for a copy,
-about half a millisecond; the calls around it cost about a hundredth of that."""
+"""Data of one copy call. It bounds how long a load waits for a store, and a dead engine's memory for a copy,
+to about half a millisecond. What surrounds a call costs about a hundredth of that."""
 
 CHUNK_FRAGMENTS = 1 << 20
-"""No bound: they cost nothing beyond their bytes."""
+"""In effect no bound, because fragments cost nothing beyond their bytes."""
 
 
 class CpuDevice:
-    """Nothing to prepare, nothing to end."""
+    """A device that needs no preparation and has no threads of its own."""
 
     def __init__(self, pool: mmap.mmap, records: PoolRecords, fault: Callable[[], None] | None) -> None:
-        """`fault` is called for every chunk, between its copy and what makes it count."""
+        """`fault` is called for every chunk, after its copy and before the step that makes it count."""
         self._pool = pool
         self.load = CpuCopier(pool, records, fault)
         self.store = CpuCopier(pool, records, fault)
@@ -73,7 +73,7 @@ class CpuDevice:
 
 
 class CpuCopier:
-    """Copies a chunk in one call, checks included: it has landed when `submit` returns."""
+    """Copies a chunk in one call, with its checks, so it has landed when `submit` returns."""
 
     depth = 1
     chunk_bytes = CHUNK_BYTES
@@ -111,7 +111,7 @@ class CpuCopier:
         checksums = np.empty(len(slots), np.uint64)
         plan.gather(block_ids, self._pool, slots, checksums)
         self._maybe_fail()
-        # Fails if a slot is WRITING no longer, or for somebody else: then the part fails.
+        # This raises, and the part fails, if a slot is not WRITING any more, or is for another block.
         self._records.set_data_checksums(slots, generations, checksums)
         return good
 
@@ -124,7 +124,7 @@ class CpuCopier:
         else:
             plan.scatter(part.block_ids[chunk][good], self._pool, slots[good])
         self._maybe_fail()
-        # A slot that was given away during the copy holds other bytes now.
+        # A slot that was given to another block during the copy has other bytes now.
         good &= self._records.check(slots, generations, plan.slot_bytes).astype(np.bool_)
         return good
 
@@ -134,7 +134,7 @@ class CpuCopier:
 
 
 class CpuMemory:
-    """A memfd, mapped."""
+    """A memfd that is mapped."""
 
     def __init__(self, mapping: mmap.mmap, mapping_bytes: int) -> None:
         self._mapping = mapping

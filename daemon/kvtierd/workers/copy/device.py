@@ -1,4 +1,4 @@
-"""What a copy worker needs of the device whose memory it copies: the one place where "cpu" and a GPU differ.
+"""What a copy worker needs of the device whose memory it copies: the only place where "cpu" and a GPU differ.
 
 Engine, sessions and lanes know only this. `cpu.py` and `gpu/` are the two kinds.
 """
@@ -17,15 +17,15 @@ from kvtierd.workers.copy.memory import MemoryMapper
 from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 Blocks = npt.NDArray[np.bool_]
-"""One flag per block of a chunk."""
+"""One flag for each block of a chunk."""
 
 Area = tuple[int, int]
 """Offset and length in the pool file."""
 
 
 class DeviceUnusableError(Exception):
-    """A device cannot be served, and trying again at once is no use; `refusal` is for the client that asked
-    for it."""
+    """A device cannot be served, and trying again at once does not help. `refusal` is for the client that
+    asked for it."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -34,12 +34,12 @@ class DeviceUnusableError(Exception):
 
 @dataclass(slots=True)
 class Flight:
-    """A chunk of a part on its way."""
+    """A chunk of a part that is being copied."""
 
     part: PartTask
     chunk: slice
     good: Blocks
-    """Blocks that passed the checks so far."""
+    """Which blocks have passed the checks so far."""
     started_ns: int = 0
     """Set by the lane, on the monotonic clock."""
 
@@ -49,41 +49,40 @@ class Copier(Protocol):
 
     @property
     def depth(self) -> int:
-        """Flights there may be at a time; they land in the order of their start."""
+        """How many flights there may be at a time. They land in the order in which they started."""
 
     @property
     def chunk_bytes(self) -> int:
-        """Data of one chunk; a chunk has one block at least."""
+        """Data of one chunk; a chunk has at least one block."""
 
     @property
     def chunk_fragments(self) -> int:
-        """Fragments of one chunk, likewise."""
+        """Fragments of one chunk; a chunk has at least one block."""
 
     def is_full(self) -> bool:
-        """True while it can take no chunk; the `on_room` of its device is called when that ends."""
+        """True while it can take no chunk. When that ends, the device calls its `on_room`."""
 
     def prepare(self, part: PartTask, chunk: slice) -> bool:
-        """Makes ready what a chunk needs and what may take a while, before the part starts, step by step:
-        True if it is to be called again. Raises nothing: what is not ready then shows in `submit`."""
+        """Prepares what a chunk needs and what may take a while, step by step, before the part starts.
+        Returns True if it has to be called again. Raises nothing: if something is not ready, `submit`
+        fails."""
 
     def submit(self, part: PartTask, chunk: slice) -> Flight:
-        """Starts a chunk of a started part.
-
-        If it raises, the part has failed, and nothing of the chunk flies.
-        """
+        """Starts a chunk of a started part. If it raises, the part has failed, and no copy of the chunk is
+        under way."""
 
     def land(self, flight: Flight) -> Blocks:
-        """Waits for the oldest flight and says which blocks are in place. If it raises, the part has failed,
-        and nothing of the flight flies."""
+        """Waits for the oldest flight and returns which blocks are in place. If it raises, the part has
+        failed, and no copy of the flight is under way."""
 
     def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
-        """Does what remains to be done of a part of which nothing flies and whose word is terminal; then
-        calls `over`, at once or from another thread, with the end that is to be reported. Without blocks
-        nothing remains."""
+        """Does what remains to be done for a part that has landed and whose word is terminal. Then calls
+        `over`, at once or from another thread, with the end to report. A part without blocks has nothing to
+        settle."""
 
 
 class Device(MemoryMapper, Protocol):
-    """A device that is ready to be copied from and to. Made in the main thread."""
+    """A device that is ready for copies. Made in the main thread."""
 
     @property
     def load(self) -> Copier: ...
@@ -91,19 +90,20 @@ class Device(MemoryMapper, Protocol):
     def store(self) -> Copier: ...
 
     def enter_thread(self) -> None:
-        """First thing in every thread that uses the device, the main thread excepted."""
+        """Called first in every thread that uses the device, except the main thread."""
 
     def start(self, on_room: Callable[[], None]) -> None:
-        """Before the first part. `on_room()` may be called from any thread."""
+        """Called before the first part. `on_room()` may be called from any thread."""
 
     def stop(self) -> None:
-        """After the last part has landed: its own threads end when every part is settled."""
+        """Called after the last part has landed. The device's own threads end when every part is settled."""
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for its own threads after `stop`; False if they have not ended."""
+        """Waits for the device's own threads after `stop`; False if they have not ended."""
 
     def pool_areas(self) -> Iterable[Area]:
-        """What of the pool to prepare ahead of use, in this order; looked at as it is gone through."""
+        """The areas of the pool to prepare before they are used, in this order. The order may change while
+        they are iterated over."""
 
     def pool_area_mapped(self, area: Area) -> None:
-        """The pages of an area are mapped now; does what else it takes to copy there fast."""
+        """The pages of an area are mapped now. Does what else is needed for fast copies there."""

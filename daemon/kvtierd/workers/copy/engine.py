@@ -1,4 +1,4 @@
-"""The worker's own machine: messages of the front in, copies and their reports out."""
+"""The worker's core: it takes messages of the front, and reports copies."""
 
 import os
 import resource
@@ -25,13 +25,12 @@ from kvtierd.workers.log import logger
 _log = logger(__name__)
 
 PARTS_MAX = 65_536
-"""Unfinished parts. The core's own limits keep far below it; beyond it parts fail instead of eating
-memory."""
+"""Unfinished parts. The core's limits stay far below it; beyond it, parts fail instead of using up memory."""
 
 SESSIONS_MAX = 4_096
 
 FDS_SPARE = FDS_MAX + 16
-"""Descriptors that stay free: a packet whose descriptors do not fit would be the worker's end."""
+"""Descriptors that stay free, because a packet whose descriptors do not fit would end the worker."""
 
 _OVERWRITTEN = "its part word was overwritten by somebody else"
 _WITHDRAWN = "its client withdrew it while it ran"
@@ -40,8 +39,8 @@ _WITHDRAWN = "its client withdrew it while it ran"
 class CopyEngine:
     """Sessions, parts and lanes of one worker. `handle` and `stop` are for the main thread only.
 
-    The terminal word of a part is written before it is reported, and the reports of all of a session's parts
-    go out before its SessionReleased.
+    The terminal word of a part is written before the part is reported, and all of a session's parts are
+    reported before its SessionReleased.
     """
 
     def __init__(
@@ -64,11 +63,11 @@ class CopyEngine:
         self._checker.start()
 
     def is_busy(self) -> bool:
-        """Whether a part runs or could run; from any thread."""
+        """Whether a part runs or could run. From any thread."""
         return self._lanes.busy
 
     def handle(self, message: wire.ToWorker, fds: list[int]) -> None:
-        """Does what a message says, except Stop. The descriptors stay the caller's. ProtocolError."""
+        """Does what a message says, except Stop. The descriptors stay the caller's. Raises ProtocolError."""
         kind = message.WhichOneof("body")
         if len(fds) != _descriptors(message, kind):
             raise ProtocolError(f"a {kind} message with {len(fds)} descriptors")
@@ -91,7 +90,7 @@ class CopyEngine:
                 raise ProtocolError(f"a message of kind {kind}")
 
     def stop(self) -> None:
-        """Revokes what has not started and lets the lanes end after what has."""
+        """Revokes parts that have not started, and lets the lanes end after those that have."""
         self._checker.stop()
         with self._lock:
             unstarted = self._lanes.withdraw(lambda part: True)
@@ -101,13 +100,13 @@ class CopyEngine:
 
     @property
     def has_landed(self) -> bool:
-        """After `stop`: nothing is left to copy, only something to settle."""
+        """Whether, after `stop`, nothing is left to copy, so that parts only have to be settled."""
         return self._lanes_ended
 
     def join(self, timeout_s: float) -> bool:
-        """Waits after `stop` until every part that had started has been reported; False if not all have.
+        """Waits, after `stop`, until every part that had started has been reported; False if some have not.
 
-        The sessions stay mapped: the end of the process unmaps them.
+        The sessions stay mapped. The end of the process unmaps them.
         """
         if not self._lanes.join(timeout_s) or not self._checker.join(timeout_s):
             return False
@@ -138,7 +137,7 @@ class CopyEngine:
     def _map(self, request: int, number: int, mapper: Callable[[MappedSession], None]) -> None:
         try:
             session = self._session_to_map(number)
-            # Without the lock: it may take a while. Only this thread maps, and makes or releases sessions.
+            # This may take a while, so the lock is not held. Only this thread maps and releases sessions.
             mapper(session)
         except Refusal as refusal:
             refused = wire.MapRefused(
@@ -213,7 +212,7 @@ class CopyEngine:
         with self._lock:
             part = self._parts.get(number)
             if part is None or part.state is not PartTaskState.QUEUED:
-                return  # It is over, or will be soon: its report is under way, or follows.
+                return  # it is over, or runs: its report is under way, or follows
             withdrawn = self._lanes.withdraw(lambda other: other is part)
         for queued in withdrawn:
             self._end_unstarted(queued)
@@ -244,18 +243,19 @@ class CopyEngine:
         return part.session.try_start(part.word, part.ticket)
 
     def _landed(self, copier: Copier, part: PartTask, end: PartEnd) -> None:
-        """Writes the word of a started part of which nothing flies; its report follows when it is settled."""
+        """Writes the terminal word of a started part that has landed. Its report follows when it is
+        settled."""
         state = PART_DONE if end.outcome == wire.DONE else PART_FAILED
         if not part.session.finish(part.word, part.ticket, state, is_load=part.is_load):
             if part.is_load:
                 end = replace(end, message=_OVERWRITTEN)
             else:
-                # Its client took the blocks back: some of what was read may be from after that.
+                # Its client took the blocks back, so some of what was read may have been written after that.
                 end = PartEnd(wire.REVOKED, _WITHDRAWN, copy_ns=end.copy_ns)
         copier.settle(part, end, partial(self._over, part))
 
     def _end_unstarted(self, part: PartTask) -> None:
-        """Ends a part that is in no queue and was never started."""
+        """Ends a part that is in no queue and never started."""
         outcome = wire.REVOKED
         if part.doorbell is not None and part.gate_deadline_s <= time.monotonic():
             is_revoked = part.session.is_revoked(part.word, part.ticket)
@@ -274,7 +274,7 @@ class CopyEngine:
         self._unmap_if_fenced(part.session)
 
     def _unmap_if_fenced(self, session: MappedSession) -> None:
-        """Has a session that is being released unmapped, if nothing of it can still run."""
+        """Has a session unmapped that is being released, if nothing of it can still run."""
         with self._lock:
             if not session.releases or session.unfinished or session.is_fenced:
                 return
@@ -311,12 +311,12 @@ class CopyEngine:
         try:
             self._channel.send(message.SerializeToString())
         except ChannelEndedError:
-            # The front is gone; the main thread learns it from the channel's end. The words say the rest.
+            # The front is gone, as the main thread sees from the channel. Clients have the part words.
             pass
 
 
 def _descriptors(message: wire.ToWorker, kind: str | None) -> int:
-    """How many a message comes with."""
+    """How many descriptors a message comes with."""
     match kind:
         case "map_words":
             return 1

@@ -15,7 +15,8 @@ VARIABLE = "KVTIER_TEST_WORKER_FAULT"
 
 
 def fault_in_copy(environment: Mapping[str, str]) -> Callable[[], None] | None:
-    """What to call inside each copy call, or None. ValueError for a fault that there is not."""
+    """The function to call inside each copy call, or None. Raises ValueError for a fault that does not
+    exist."""
     name, _, argument = environment.get(VARIABLE, "").partition(":")
     match name:
         case "":

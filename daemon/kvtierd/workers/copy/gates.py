@@ -7,24 +7,26 @@ from kvtierd.workers.copy.parts import PartTask
 from kvtierd.workers.copy.sessions import MappedSession
 
 POLL_S_MIN = 50e-6
-"""While a gate is expected to open: a poll costs about 20 µs of one core."""
+"""The wait while a gate is expected to open. A poll costs about 20 µs of one core."""
 
 POLL_S_MAX = 1e-3
-"""While nothing has happened for a while: a thousand polls a second cost 2 % of one core, and end with the
-last gated part. The delay this adds to a part is small against the engine step that its doorbell ends."""
+"""The wait after nothing has happened for a while. A thousand polls a second cost 2 % of one core, and end
+with the last gated part. The delay that this adds to a part is small against the engine step that its
+doorbell ends."""
 
 QUIET_FRACTION = 8
-"""A wait is an eighth of the time since something last happened: exponential backoff, without a schedule."""
+"""A wait is an eighth of the time since something last happened, which is exponential backoff without a
+schedule."""
 
 SWEEP_S = 0.02
-"""Between looks at every part for deadlines and revocations, which nobody waits for."""
+"""Time between looks at every part for deadlines and revocations, for which nobody waits."""
 
 
 class Gates:
-    """The waiting parts of a lane, by doorbell, so that a poll costs one load per doorbell, however many
-    parts wait.
+    """The waiting parts of a lane, by doorbell, so that a poll loads each doorbell once, however many parts
+    wait.
 
-    Not thread-safe. Parts of one doorbell leave in the order of their values, then of arrival.
+    Not thread-safe. Parts of one doorbell leave in the order of their values, and then of their arrival.
     """
 
     def __init__(self) -> None:
@@ -59,8 +61,8 @@ class Gates:
         return [part for _, _, part in opened]
 
     def swept(self, now_s: float) -> list[PartTask]:
-        """Takes out the parts that need wait no longer: past their deadlines, or revoked. Empty most of the
-        time."""
+        """Takes out the parts that need not wait any longer because they are past their deadlines or revoked.
+        There are seldom any."""
         if now_s - self._swept_s < SWEEP_S:
             return []
         self._swept_s = now_s

@@ -1,7 +1,7 @@
-"""The two lanes of a worker: a thread for loads and one for stores, and what waits for each.
+"""The two lanes of a worker, a thread for loads and one for stores, and what waits for each.
 
-A lane deals in chunks: it starts the next chunk of whichever session is due, and lands the oldest, so that no
-session waits for another's large part, and the device always has the next chunk at hand.
+A lane works in chunks: it starts the next chunk of the session whose turn it is, and lands the oldest one. So
+no session waits for another's large part, and the device always has its next chunk.
 """
 
 import logging
@@ -24,26 +24,26 @@ from kvtierd.workers.log import logger
 _log = logger(__name__)
 
 STORE_YIELD_S_MAX = 0.02
-"""A store waits at most this long before each chunk while loads have work, so that loads without end leave
-stores a chunk every 20 ms (200 MB/s on the CPU) instead of nothing."""
+"""While loads have work, a store waits at most this long before each chunk. So loads without end leave stores
+a chunk every 20 ms (200 MB/s on the CPU), and not nothing."""
 
 FULL_POLL_S = 0.05
-"""Between looks at a copier that can take nothing, should nobody say that it can."""
+"""Time between looks at a copier that is full, in case nobody reports that it has room."""
 
 LANE_DIED_STATUS = 70
 
 
 @dataclass(frozen=True, slots=True)
 class PartCalls:
-    """What becomes of parts: called in a lane's thread and without the lock."""
+    """What happens to parts. Called in a lane's thread and without the lock."""
 
     start: Callable[[PartTask], bool]
-    """May the part start? After True it has, and `landed` follows; after False it is ended by
-    `end_unstarted`."""
+    """Whether the part may start. After True it has started, and `landed` follows; after False
+    `end_unstarted` ends it."""
     landed: Callable[[Copier, PartTask, PartEnd], None]
-    """Nothing of a started part flies, and nothing will."""
+    """No copy of a started part is under way, and none will be."""
     end_unstarted: Callable[[PartTask], None]
-    """A part whose gate did not open, or that may not start."""
+    """Ends a part whose gate did not open, or that may not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _EndUnstarted:
 class _Submit:
     part: PartTask
     chunk: slice | None
-    """None if it has no chunk, or no more."""
+    """None if the part has no chunk, or no more."""
 
 
 class _Land:
@@ -63,6 +63,8 @@ class _Land:
 
 
 class _Lane:
+    """The queues of one lane, and what its thread is doing."""
+
     def __init__(self, name: str, device: Device, word: StatusWord, lock: threading.Lock) -> None:
         self.name = name
         self.copier = device.load if word is StatusWord.LOAD_LANE else device.store
@@ -70,17 +72,19 @@ class _Lane:
         self.wake = threading.Condition(lock)
         self.gates = Gates()
         self.runnable: dict[MappedSession, deque[PartTask]] = {}
-        """Parts with chunks to submit, in order of arrival; only the first of a session has started."""
+        """Parts with chunks to submit, in the order of their arrival. Only the first of a session has
+        started."""
         self.turns: deque[MappedSession] = deque()
-        """The sessions of `runnable`, the one that is due first."""
+        """The sessions of `runnable`; the first has the next turn."""
         self.active = 0
-        """Parts that are runnable, or have started and not ended."""
+        """How many parts are runnable, or have started and not ended."""
         self.flights: deque[Flight] = deque()
-        """Oldest first. Only its thread's, as all below."""
+        """Chunks under way, oldest first. This and what follows is used by the lane's thread only, except
+        `any_abandoned`."""
         self.landed_ns = 0
         """When a flight last landed."""
         self.yields_until_s: float | None = None
-        """While it lets loads go first: until when."""
+        """Until when it lets loads go first; None if it does not."""
         self.any_abandoned = False
         """Whether it may have a part that was abandoned between two chunks."""
 
@@ -107,7 +111,7 @@ class _Lane:
         return taken
 
     def drop(self, part: PartTask) -> None:
-        """Takes out a part that has no chunks to submit any more; it stays active."""
+        """Takes out a part that has no more chunks to submit. It stays active."""
         queue = self.runnable.get(part.session)
         if queue and queue[0] is part:
             queue.popleft()
@@ -121,7 +125,7 @@ class _Lane:
             self.turns.remove(session)
 
     def abandoned(self) -> PartTask | None:
-        """A part that was abandoned between two chunks."""
+        """A part that was abandoned between two chunks, or None."""
         if self.any_abandoned:
             for session in self.turns:
                 part = self.runnable[session][0]
@@ -131,7 +135,7 @@ class _Lane:
         return None
 
     def next_chunk(self) -> _Submit:
-        """The next chunk of the session that is due."""
+        """The next chunk of the session whose turn it is."""
         part = self.runnable[self.turns[0]][0]
         self.turns.rotate(-1)
         part.state = PartTaskState.RUNNING
@@ -142,7 +146,7 @@ class _Lane:
         return _Submit(part, slice(first, last) if last > first else None)
 
     def _blocks(self, part: PartTask) -> int:
-        """Blocks of one chunk."""
+        """How many blocks one chunk of a part has."""
         if part.plan is None:
             return 0
         by_bytes = self.copier.chunk_bytes // max(1, part.plan.slot_bytes)
@@ -150,10 +154,11 @@ class _Lane:
 
 
 class Lanes:
-    """Queues parts and copies each in the thread of its lane.
+    """Queues parts, and copies each in the thread of its lane.
 
-    A part that a lane has taken is the lane's until one of the calls gets it. `lock` guards every queue, and
-    whatever else the owner lets it guard. An exception in a call ends the process: that is a fence, too.
+    A part that a lane has taken belongs to the lane until it is handed to one of the calls. `lock` guards
+    every queue, and whatever else the owner wants it to guard. An exception in a call ends the process, which
+    is a fence as well.
     """
 
     def __init__(self, device: Device, status: StatusPage, calls: PartCalls) -> None:
@@ -171,7 +176,7 @@ class Lanes:
 
     @property
     def busy(self) -> bool:
-        """Whether a part runs or could run. Without the lock: what it says may be over already."""
+        """Whether a part runs or could run. It is read without the lock, so it may be out of date at once."""
         return self._load.busy or self._store.busy
 
     def start(self) -> None:
@@ -179,7 +184,7 @@ class Lanes:
             thread.start()
 
     def submit(self, part: PartTask) -> None:
-        """Queues a part, behind its doorbell if it has one. With the lock held."""
+        """Queues a part, behind its doorbell if it has one. Call it with the lock held."""
         lane = self._load if part.is_load else self._store
         if part.doorbell is None:
             lane.add(part)
@@ -188,8 +193,8 @@ class Lanes:
         lane.wake.notify_all()
 
     def withdraw(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
-        """Takes out the queued parts for which `wanted` is true; they are the caller's to end. With the lock
-        held."""
+        """Takes out the queued parts for which `wanted` is true; the caller has to end them. Call it with the
+        lock held."""
         taken = []
         for lane in (self._load, self._store):
             taken += lane.gates.take(wanted)
@@ -199,7 +204,8 @@ class Lanes:
         return taken
 
     def abandon(self, parts: Iterable[PartTask]) -> None:
-        """Has those of the parts that run end with what flies. With the lock held."""
+        """Lets those of the parts that run end after the chunks that are under way. Call it with the lock
+        held."""
         for part in parts:
             part.abandoned = True
         for lane in (self._load, self._store):
@@ -213,8 +219,8 @@ class Lanes:
                 lane.wake.notify_all()
 
     def stop(self) -> None:
-        """Lets each lane end once it has nothing to run; nothing may be submitted after. With the lock
-        held."""
+        """Lets each lane end once it has nothing to run. Nothing may be submitted afterwards. Call it with
+        the lock held."""
         self._stopping = True
         for lane in (self._load, self._store):
             lane.wake.notify_all()
@@ -246,7 +252,7 @@ class Lanes:
             os._exit(LANE_DIED_STATUS)
 
     def _next(self, lane: _Lane) -> _EndUnstarted | _Submit | _Land | None:
-        """The lane's next piece of work, waited for if need be; None at the end."""
+        """The lane's next piece of work, for which it waits if there is none; None at the end."""
         with self.lock:
             while True:
                 now_s = time.monotonic()
@@ -275,8 +281,8 @@ class Lanes:
                 lane.wake.wait(wait_s)
 
     def _hold_s(self, lane: _Lane, now_s: float) -> float:
-        """How long the lane is not to submit, 0 if it may: it lets loads go first, for a while, and waits for
-        its copier's room."""
+        """How long the lane must not submit, 0 if it may: it lets loads go first for a while, and waits until
+        its copier has room."""
         if lane.copier.is_full():
             return FULL_POLL_S
         if lane is self._load or not self._load.busy or self._stopping:
@@ -288,7 +294,7 @@ class Lanes:
     def _submit(self, lane: _Lane, part: PartTask, chunk: slice | None) -> None:
         self._watch(lane)
         if chunk is not None:
-            # Before the start, so that a client can still revoke a part that waits for this.
+            # This comes before the start, so that a client can still revoke a part that waits for it.
             while not part.abandoned and lane.copier.prepare(part, chunk):
                 self._status.enter(lane.word)
         if part.run is None:
@@ -301,7 +307,7 @@ class Lanes:
                 return
             part.run = PartRun(np.zeros(len(part.block_ids), np.bool_))
         elif not part.is_load and part.session.is_revoked(part.word, part.ticket):
-            # Its client has withdrawn it: what it would still read may be somebody else's by now.
+            # Its client has withdrawn it, so the blocks that are left may belong to another request by now.
             chunk = None
             part.run.error = part.run.error or "withdrawn"
             with self.lock:
@@ -341,7 +347,7 @@ class Lanes:
         self._end_if_landed(lane, part)
 
     def _watch(self, lane: _Lane) -> None:
-        """The watchdog looks at the lane from here on, unless it does already: since its oldest flight."""
+        """The watchdog watches the lane from now on, unless it does already, since its oldest flight."""
         if not lane.flights:
             self._status.enter(lane.word)
 
@@ -350,7 +356,7 @@ class Lanes:
             self._status.leave(lane.word)
 
     def _failed(self, lane: _Lane, part: PartTask, error: Exception) -> None:
-        """The part submits nothing any more, and fails when nothing of it flies."""
+        """The part submits nothing any more, and fails when its chunks under way have landed."""
         _log.error("a part failed", part=part.number, exc_info=error)
         assert part.run is not None
         part.run.error = part.run.error or f"{type(error).__name__}: {error}"

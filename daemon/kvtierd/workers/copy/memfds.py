@@ -1,4 +1,4 @@
-"""Memfds of clients, mapped."""
+"""Maps memfds of clients."""
 
 import fcntl
 import gc
@@ -10,8 +10,8 @@ from kvtierd.core.errors import Reason, Refusal
 
 
 def map_memfd(fd: int, length: int) -> mmap.mmap:
-    """Maps the first `length` bytes of a memfd that cannot shrink; a truncated one would be the worker's
-    death. Refusal if it is none."""
+    """Maps the first `length` bytes of a memfd that cannot shrink, because access to a truncated one would
+    kill the worker. Raises Refusal if the descriptor is not such a memfd."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         status = os.fstat(fd)
@@ -35,7 +35,7 @@ def map_memfd(fd: int, length: int) -> mmap.mmap:
             field="mapping_bytes",
             value=length,
         )
-    # Whole pages of the file: munmap takes no part of a huge page.
+    # Whole pages of the file are mapped, because munmap takes no part of a huge page.
     whole = min(-(-length // status.st_blksize) * status.st_blksize, status.st_size)
     try:
         return mmap.mmap(fd, whole)
@@ -49,11 +49,12 @@ def map_memfd(fd: int, length: int) -> mmap.mmap:
 
 
 def unmap(mapping: mmap.mmap) -> None:
-    """RuntimeError if something still holds it: then only the end of the process helps."""
+    """Unmaps. Raises RuntimeError if something still uses the mapping; then only the end of the process
+    helps."""
     try:
         mapping.close()
     except BufferError:
-        # Something in a reference cycle, an exception's traceback for one, still holds a view.
+        # Something in a reference cycle, such as an exception's traceback, still holds a view.
         gc.collect()
         try:
             mapping.close()

@@ -1,4 +1,4 @@
-"""An engine's memory, mapped into a copy worker, as both kinds of devices map it: "cpu" and a GPU."""
+"""An engine's memory, mapped into a copy worker, as both kinds of devices ("cpu" and a GPU) map it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class MappedMemory(Protocol):
     """A rank's memory, mapped into this process for one registration."""
 
     def plan(self, group: wire.MappedGroup) -> FragmentPlan:
-        """Refusal if the group does not lie inside the memory."""
+        """The plan of one group. Raises Refusal if the group does not lie inside the memory."""
 
     def unmap(self) -> None:
-        """Lets go of it; no plan may be in use. May take long.
+        """Unmaps the memory, which may take long. No plan may be in use.
 
-        Raises if it cannot: then only the end of the process helps.
+        Raises if it cannot be unmapped; then only the end of the process helps.
         """
 
 
 class Chunk(Protocol):
-    """A chunk of physical GPU memory that waits for the registration that it is a piece of."""
+    """A chunk of physical GPU memory that waits for the registration that it belongs to."""
 
     def release(self) -> None:
-        """Lets go of it, after or instead of mapping it. Raises as `MappedMemory.unmap`."""
+        """Releases the chunk, after mapping it or instead. Raises as `MappedMemory.unmap` does."""
 
 
 class MemoryMapper(Protocol):
@@ -44,10 +44,10 @@ class MemoryMapper(Protocol):
         self, message: wire.MapMemory, fds: Sequence[int], chunks: Sequence[Chunk]
     ) -> tuple[MappedMemory, int]:
         """Maps what the message says, from descriptors that stay the caller's, or from the first of a
-        session's chunks; says how many of them it took, which the caller then releases.
+        session's chunks. Returns how many chunks it took, which the caller then releases.
 
-        Refusal, and nothing changed, if it is not what the message says.
+        Raises Refusal if the memory is not what the message says, and then nothing has changed.
         """
 
     def import_chunk(self, fd: int, size_bytes: int) -> Chunk:
-        """Takes a chunk; the descriptor stays the caller's. Refusal if it is none."""
+        """Imports a chunk; the descriptor stays the caller's. Raises Refusal if it is not a chunk's."""

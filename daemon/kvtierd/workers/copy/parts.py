@@ -19,24 +19,26 @@ _Item = TypeVar("_Item", np.uint8, np.uint32, np.uint64)
 
 class PartTaskState(Enum):
     QUEUED = "queued"
-    """Waits for its doorbell or for its lane."""
+    """It waits for its doorbell or for its lane."""
     RUNNING = "running"
-    """Its lane has it; nobody else ends it."""
+    """Its lane has it, and nobody else ends it."""
     OVER = "over"
 
 
 class PartRefusedError(Exception):
-    """A part that makes no sense; it fails without being started."""
+    """A part that makes no sense. It fails without being started."""
 
 
 @dataclass(slots=True, eq=False)
 class PartTask:
+    """One part, with everything that its lane needs."""
+
     number: int
     is_load: bool
     session: MappedSession
     plan: FragmentPlan | None
-    """None for a part without blocks, and once the part is over: a session's memory can only be unmapped
-    then."""
+    """None for a part without blocks, and once the part is over, because a session's memory can only be
+    unmapped when no plan is left."""
     ticket: int
     word: int
     """Index of its part word among the session's words, doorbells included."""
@@ -51,9 +53,9 @@ class PartTask:
     verify: npt.NDArray[np.bool_] | None
     state: PartTaskState = PartTaskState.QUEUED
     abandoned: bool = False
-    """Set while it runs: no chunk of it is submitted any more, and it ends as failed."""
+    """Set while it runs: no more chunks of it are submitted, and it ends as failed."""
     run: PartRun | None = None
-    """From its start on."""
+    """None until it starts."""
 
     @property
     def slot_bytes(self) -> int:
@@ -62,20 +64,20 @@ class PartTask:
 
 @dataclass(slots=True)
 class PartRun:
-    """How far a started part is. Its lane's thread's own."""
+    """How far a started part is. It is used by its lane's thread only."""
 
     good: npt.NDArray[np.bool_]
-    """By block: it has landed and passed its checks."""
+    """For each block, whether it has landed and passed its checks."""
     submitted: int = 0
-    """Blocks of the chunks submitted so far."""
+    """Blocks of the chunks that were submitted so far."""
     flying: int = 0
-    """Chunks submitted and not landed."""
+    """Chunks that were submitted and have not landed."""
     error: str = ""
-    """Why no chunk is submitted any more."""
+    """Why no more chunks are submitted; empty if they are."""
     copy_ns: int = 0
 
     def end(self, part: PartTask) -> PartEnd:
-        """How the part ended, once nothing of it flies."""
+        """How the part ended. Called when all its chunks have landed."""
         if self.error:
             return PartEnd(wire.FAILED, self.error, copy_ns=self.copy_ns)
         if self.submitted < len(self.good):
@@ -107,8 +109,8 @@ class PartEnd:
 
 
 def read_part(message: wire.PostPart, session: MappedSession, now_s: float) -> PartTask:
-    """Checks everything about a part that can be known before it runs. PartRefusedError if something is
-    wrong."""
+    """Converts a part, and checks everything about it that can be known before it runs. Raises
+    PartRefusedError."""
     if message.direction not in (wire.STORE, wire.LOAD):
         raise PartRefusedError(f"direction={message.direction}: neither STORE nor LOAD")
     block_ids = _array(message.block_ids, np.uint32, "block_ids")

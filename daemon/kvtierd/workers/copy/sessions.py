@@ -1,4 +1,4 @@
-"""What a worker has mapped of each session: the shared words, and the engine's memory."""
+"""What a worker has mapped of each session: the shared words and the engine's memory."""
 
 import mmap
 from collections.abc import Sequence
@@ -12,33 +12,33 @@ from kvtierd.workers.copy.memfds import map_memfd, unmap
 from kvtierd.workers.copy.memory import Chunk, FragmentPlan, MappedMemory, MemoryMapper
 
 SEALED = TICKET_MAX << 8 | PART_REVOKED
-"""What a client raises its words to when nothing may start on their page any more."""
+"""The value to which a client sets its words when nothing may start on their page any more."""
 
 WORDS_MAX = 1 << 20
 """Words of one session: 8 MiB. A transfer in flight needs one part word."""
 
 REGISTRATIONS_MAX = 16
-"""Of one session."""
+"""Registrations of one session."""
 
 CHUNKS_MAX = 65_536
-"""Of one session that are not registered yet: more than 1 TiB of torch's expandable segments."""
+"""Chunks of one session that are not registered yet: more than 1 TiB of torch's expandable segments."""
 
 
 @dataclass(slots=True, eq=False)
 class MappedSession:
     """Everything that is mapped for one session.
 
-    The main thread maps; the thread that unmaps comes when nothing else uses the session. Between them the
-    engine's lock guards what both lanes use.
+    The main thread maps. The thread that unmaps comes when nothing else uses the session. Between the two,
+    the engine's lock guards what both lanes use.
 
-    The words are memory that a client can write whatever it likes to: every use of them here says what then
-    happens. `word` is the index of a part word among them, doorbells included.
+    The words are memory to which a client can write anything, so every method that uses them says what then
+    happens. `word` is the index of a part word among all words, doorbells included.
     """
 
     number: int
     doorbells: int = 0
     parts: int = 0
-    """Number of part words."""
+    """How many part words there are."""
     words: SharedWords | None = None
     words_mapping: mmap.mmap | None = None
     plans: dict[tuple[int, int], FragmentPlan] = field(default_factory=dict)
@@ -46,21 +46,21 @@ class MappedSession:
     memories: dict[int, MappedMemory] = field(default_factory=dict)
     """By registration."""
     chunks: list[Chunk] = field(default_factory=list)
-    """Added, and not used up by a registration yet."""
+    """Chunks that were added, and not yet used up by a registration."""
     unfinished: int = 0
-    """Parts of it that were posted and are not over: while there are any, nothing of it may be unmapped."""
+    """How many of its parts were posted and are not over. While there are any, nothing may be unmapped."""
     releases: int = 0
-    """Times its release was asked for; from the first on it takes no more."""
+    """How often its release was asked for. From the first time on, it takes nothing more."""
     is_fenced: bool = False
-    """Nothing of it can run any more: it is being unmapped."""
+    """Nothing of it can run any more, and it is being unmapped."""
     overwritten_words: int = 0
-    """Part words that did not say what only this worker may change."""
+    """How many part words did not have the value that only this worker may change."""
 
     def load_word(self, index: int) -> int:
         return 0 if self.words is None else self.words.load(index)
 
     def try_start(self, word: int, ticket: int) -> bool:
-        """A part's word from armed to STARTED; False if the part must not run."""
+        """Moves a part's word from armed to STARTED. False if the part must not run."""
         return self.words is not None and self.words.try_start(word, ticket)
 
     def is_revoked(self, word: int, ticket: int) -> bool:
@@ -68,24 +68,24 @@ class MappedSession:
         try:
             return self.words is None or self.words.part_state(word, ticket) == PART_REVOKED
         except RuntimeError:
-            # No value that anybody may have written. The part shows it when it tries to start.
+            # Nobody may have written this value. That shows when the part tries to start.
             return False
 
     def revoke(self, word: int, ticket: int) -> bool:
-        """Writes REVOKED for a part that has not been started; False if its word had been overwritten. A
-        sealed word says REVOKED already."""
+        """Writes REVOKED for a part that has not started. False if its word had been overwritten. A sealed
+        word already means REVOKED."""
         if self.words is None or self.words.try_revoke(word, ticket):
             return True
         return self._noted(self.words.load(word) == SEALED)
 
     def revoke_word(self, part_word: int, ticket: int) -> None:
-        """Writes REVOKED for a part that was refused; nothing if it names no word of this session."""
+        """Writes REVOKED for a part that was refused. Does nothing if it names no word of this session."""
         if part_word < self.parts and 0 < ticket <= TICKET_MAX:
             self.revoke(self.doorbells + part_word, ticket)
 
     def finish(self, word: int, ticket: int, state: int, *, is_load: bool) -> bool:
-        """Writes the terminal word of a started part; False if its word had been overwritten, and is left so:
-        by the client, which may withdraw a store that runs, or by somebody else."""
+        """Writes the terminal word of a started part. False if the word had been overwritten, by the client,
+        which may withdraw a running store, or by anything else; it is then left as it is."""
         try:
             if self.words is not None:
                 self.words.finish(word, ticket, state)
@@ -101,8 +101,8 @@ class MappedSession:
         return as_expected
 
     def map_words(self, fd: int, doorbells: int, parts: int) -> None:
-        """Maps the words. Refusal, and nothing changed, if they cannot be. The descriptor stays the
-        caller's."""
+        """Maps the words. The descriptor stays the caller's. Raises Refusal if they cannot be mapped, and
+        then nothing has changed."""
         if self.words is not None:
             raise Refusal(
                 Reason.ALREADY_REGISTERED,
@@ -124,8 +124,8 @@ class MappedSession:
         self.parts = parts
 
     def add_chunks(self, mapper: MemoryMapper, fds: Sequence[int], sizes: Sequence[int]) -> None:
-        """Imports chunks for the next registration. Refusal, and nothing changed, if one cannot be. The
-        descriptors stay the caller's."""
+        """Imports chunks for the next registration. The descriptors stay the caller's. Raises Refusal if one
+        cannot be imported, and then nothing has changed."""
         if len(self.chunks) + len(fds) > CHUNKS_MAX:
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,
@@ -144,9 +144,10 @@ class MappedSession:
         self.chunks += added
 
     def map_memory(self, mapper: MemoryMapper, fds: Sequence[int], message: wire.MapMemory) -> None:
-        """Maps a rank's memory. Refusal, and nothing changed, if it is not what the message says.
+        """Maps a rank's memory. Raises Refusal if it is not what the message says, and then nothing has
+        changed.
 
-        Without the engine's lock: much memory takes a while.
+        Call it without the engine's lock, because much memory takes a while.
         """
         if message.registration in self.memories:
             raise Refusal(
@@ -178,15 +179,16 @@ class MappedSession:
         self.plans.update(plans)
 
     def fence(self) -> None:
-        """Drops what uses the mappings; no part may be left."""
+        """Drops everything that uses the mappings. No part may be left."""
         self.is_fenced = True
         self.words = None
         self.plans.clear()
 
     def unmap(self) -> None:
-        """Unmaps everything, after `fence`. Without the engine's lock: much memory takes a while.
+        """Unmaps everything, after `fence`. Call it without the engine's lock, because much memory takes a
+        while.
 
-        Raises if something cannot be let go of: then only the end of the process helps.
+        Raises if something cannot be unmapped; then only the end of the process helps.
         """
         while self.memories:
             self.memories.popitem()[1].unmap()

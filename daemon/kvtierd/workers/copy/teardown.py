@@ -1,5 +1,5 @@
-"""Lets go of what released sessions had mapped, in a thread of its own: the driver may take long over it, and
-neither the lanes nor the main thread wait."""
+"""Unmaps what released sessions had mapped, in a thread of its own: the driver may take long, and neither the
+lanes nor the main thread should wait."""
 
 import logging
 import os
@@ -17,14 +17,14 @@ TEARDOWN_DIED_STATUS = 71
 
 
 class Teardown:
-    """Takes fenced sessions, one after another. It is never ended: what it has not reached when the process
-    ends, the end of the process lets go of.
+    """Takes fenced sessions, one after another. It is never stopped: what it has not reached when the process
+    ends is unmapped by that end.
 
-    No session comes twice, so what waits here is bounded by the sessions there are.
+    No session comes twice, so no more sessions wait here than there are.
     """
 
     def __init__(self, device: Device, unmapped: Callable[[MappedSession], None]) -> None:
-        """`unmapped(session)` is called from the thread when nothing of a session is mapped any more."""
+        """`unmapped(session)` is called from the thread when nothing of the session is mapped any more."""
         self._device = device
         self._unmapped = unmapped
         self._sessions: queue.SimpleQueue[MappedSession] = queue.SimpleQueue()
@@ -34,7 +34,7 @@ class Teardown:
         self._thread.start()
 
     def add(self, session: MappedSession) -> None:
-        """A session of which nothing can run any more. From any thread."""
+        """Takes a session of which nothing can run any more. From any thread."""
         self._sessions.put(session)
 
     def _serve(self) -> None:
@@ -45,7 +45,7 @@ class Teardown:
                 session.unmap()
                 self._unmapped(session)
         except BaseException:
-            # A dead engine's memory would be held for as long as we live.
+            # Otherwise a dead engine's memory would be held as long as this process lives.
             _log.critical("a session's memory cannot be let go of: the worker ends", exc_info=True)
             logging.shutdown()
             os._exit(TEARDOWN_DIED_STATUS)

@@ -28,14 +28,14 @@ from kvtierd.workers.populate import Populator
 _log = logger("kvtierd.workers.disk")
 
 ORPHAN_DEADLINE_S = 2.0
-"""How long what has begun may go on without progress once the front is gone. Nobody hears its outcome, and
+"""Once the front is gone, how long what has begun may go on without progress. Nobody hears how it ends, and
 the next front waits for this process, which keeps the pool's lock."""
 
 
 def main() -> NoReturn:
     """Runs a worker and ends the process with its status."""
     inherited = inherit(_parser())
-    # What a size limit stops is an error of a write, not the end of the process.
+    # With this, exceeding a size limit is an error of the write, not the end of the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     arguments = inherited.arguments
     try:
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _open(inherited: Inheritance) -> OpenDisk:
-    """Opens the slab. Raises Refusal."""
+    """Opens the slab and the image. Raises Refusal."""
     arguments = inherited.arguments
     image = np.frombuffer(mmap.mmap(arguments.image_fd, arguments.image_bytes), np.uint8)
     os.close(arguments.image_fd)

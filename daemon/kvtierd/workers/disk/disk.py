@@ -1,4 +1,4 @@
-"""A disk made ready: its slab open and locked, the image filled or kept, and what moves its data."""
+"""Makes a disk ready: opens and locks its slab, fills or keeps the image, and makes what moves its data."""
 
 from pathlib import Path
 
@@ -22,9 +22,9 @@ class OpenDisk:
     """The slab of one disk and its image, which say the same where it matters."""
 
     cold_reason: str
-    """Why nothing in the file was kept; empty if it was."""
+    """Why nothing in the file was kept; empty if something was."""
     is_direct: bool
-    """Data passes the kernel's cache by."""
+    """Whether data bypasses the kernel's cache."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class OpenDisk:
         status: StatusPage,
         faults: Faults,
     ) -> None:
-        """With `load` the image becomes what the file says, or both are made anew; without, the image is the
-        truth and the file must be the one that belongs to it. Refusal naming what is wrong and what to do."""
+        """With `load`, the image becomes what the file says, or both are made anew. Without it, the image is
+        the truth, and the file must be the one that belongs to it. Raises Refusal, which says what is wrong
+        and what to do."""
         self._image = image
         self._status = status
         self._faults = faults
@@ -60,7 +61,7 @@ class OpenDisk:
         self._records = DiskRecords(self.slab, image, self._disk, headers, status, faults)
 
     def movers(self, pool: npt.NDArray[np.uint8], threads: int, depth: int) -> list[Mover]:
-        """One for each thread. Refusal if the kernel has no room for so many operations."""
+        """One mover for each thread. Raises Refusal if the kernel has no room for so many operations."""
         host = PoolRecords(pool)
         fd = self.slab.fd if self._direct_fd is None else self._direct_fd
         try:

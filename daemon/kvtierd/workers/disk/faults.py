@@ -25,7 +25,7 @@ VARIABLE = "KVTIER_DISK_FAULTS"
 
 
 class Faults:
-    """What is to go wrong. For any thread."""
+    """What is to go wrong. For use from any thread."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         path = environment.get(VARIABLE)
@@ -35,8 +35,9 @@ class Faults:
         self._steps = 0
 
     def strike(self, kind: str) -> int:
-        """Before a batch: waits as long as is asked for. Returns the errno that it fails with, 0 for none."""
-        if self._path is None:  # not even a sleep of nothing: it gives the core away
+        """Called before a batch: waits as long as the file asks for. Returns the errno with which the batch
+        fails, or 0."""
+        if self._path is None:  # without even a sleep of 0 s, which would give the processor away
             return 0
         control = self._read()
         while control.get("hang"):
@@ -53,7 +54,7 @@ class Faults:
         return int(getattr(errno, fault["errno"]))
 
     def step(self) -> None:
-        """After a persisted step."""
+        """Called after a persisted step."""
         if self._path is None:
             return
         with self._lock:

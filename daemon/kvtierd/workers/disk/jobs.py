@@ -1,4 +1,4 @@
-"""Jobs of a disk's worker, and in which order its threads take them."""
+"""Jobs of a disk's worker, and the order in which its threads take them."""
 
 import threading
 from collections import deque
@@ -12,10 +12,10 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import ProtocolError
 
 JOBS_MAX = 4_096
-"""Waiting. The core's own limits keep far below it; what comes beyond fails instead of eating memory."""
+"""Jobs that may wait. The core's limits stay far below it; further ones fail instead of using up memory."""
 
 EVERYTHING_MAX = 64
-"""Of those who want all records persisted, waiting."""
+"""Requests to persist all records that may wait."""
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -24,19 +24,19 @@ Rows = npt.NDArray[np.int64]
 
 
 IN_ORDER = (DiskJobKind.READ, DiskJobKind.WRITE, DiskJobKind.CHECK)
-"""Threads take reads before writes, and writes before checks."""
+"""The kinds of jobs in the order in which threads take them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PersistAll:
-    """All records are to be persisted, and that is to be reported."""
+    """A request to persist all records, and to report that."""
 
     request: int
 
 
 @dataclass(eq=False, slots=True)
 class SlotJob:
-    """A batch of slots; the arrays are parallel. One thread at a time works at it."""
+    """A batch of slots. The arrays are parallel. Only one thread at a time works on it."""
 
     number: int
     kind: DiskJobKind
@@ -46,7 +46,7 @@ class SlotJob:
     host_generations: U64
     clocks: U64
     done: int = 0
-    """Positions before it have been dealt with."""
+    """All positions before this one have been dealt with."""
     failed: list[Rows] = field(default_factory=list)
     corrupt: list[Rows] = field(default_factory=list)
     error: str = ""
@@ -62,13 +62,13 @@ class SlotJob:
             self.error = self.error or error
 
     def fail_rest(self, error: str = "") -> None:
-        """All that has not been dealt with."""
+        """Fails everything that has not been dealt with."""
         self.fail(np.arange(self.done, len(self)), error)
         self.done = len(self)
 
     def report(self) -> wire.DiskJobFinished:
         corrupt = _positions(self.corrupt)
-        # What broke in the middle of a batch may name a position twice.
+        # After an error in the middle of a batch, a position may be named twice.
         failed = np.setdiff1d(_positions(self.failed), corrupt, assume_unique=True)
         return wire.DiskJobFinished(
             job=self.number,
@@ -81,12 +81,12 @@ class SlotJob:
 
 
 def _positions(rows: list[Rows]) -> Rows:
-    """Each once, ascending."""
+    """The positions without repetitions, in ascending order."""
     return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int64)
 
 
 def read_job(message: wire.DiskJob) -> SlotJob:
-    """ProtocolError for one that makes no sense."""
+    """Converts a job. Raises ProtocolError for one that makes no sense."""
     try:
         kind = DiskJobKind(message.kind)
     except ValueError:
@@ -120,7 +120,8 @@ def read_job(message: wire.DiskJob) -> SlotJob:
 
 
 class JobQueue:
-    """Reads before records to persist, before writes, before checks. For any thread."""
+    """Hands out reads before records to persist, these before writes, and writes before checks. For use from
+    any thread."""
 
     def __init__(self) -> None:
         self._waiting: dict[DiskJobKind, deque[SlotJob]] = {kind: deque() for kind in DiskJobKind}
@@ -133,11 +134,11 @@ class JobQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether a job waits or is being worked at."""
+        """Whether a job waits or is being worked on."""
         return self._running > 0 or any(self._waiting.values())
 
     def put(self, job: SlotJob) -> bool:
-        """Before `stop`. False, and nothing queued, if too many wait already."""
+        """Queues a job. Only before `stop`. False, and nothing is queued, if too many wait already."""
         with self._changed:
             if sum(map(len, self._waiting.values())) >= JOBS_MAX:
                 return False
@@ -146,7 +147,7 @@ class JobQueue:
             return True
 
     def put_records(self, slots: U32) -> None:
-        """Slots whose records are to be persisted. They are kept once each, however often they are put."""
+        """Queues slots whose records are to be persisted. Each is kept once, however often it is put."""
         with self._changed:
             self._records.append(slots)
             if len(self._records) > 64:
@@ -154,7 +155,7 @@ class JobQueue:
             self._changed.notify()
 
     def put_everything(self, task: PersistAll) -> bool:
-        """False, and nothing queued, if too many wait already."""
+        """Queues a request. False, and nothing is queued, if too many wait already."""
         with self._changed:
             if len(self._everything) >= EVERYTHING_MAX:
                 return False
@@ -163,10 +164,10 @@ class JobQueue:
             return True
 
     def take(self) -> SlotJob | PersistAll | U32 | None:
-        """A job, or what records are to be persisted; waits for one. None once stopped, and no records
-        are left.
+        """A job, or slots whose records are to be persisted, for which it waits. None once the queue is
+        stopped and no records are left.
 
-        What was taken is given back with `put_back` or `finished`.
+        What was taken has to be given back with `put_back` or `finished`.
         """
         with self._changed:
             while (found := self._next()) is None:
@@ -186,20 +187,20 @@ class JobQueue:
             return self._everything.popleft()
         if self._waiting[DiskJobKind.WRITE]:
             return self._waiting[DiskJobKind.WRITE].popleft()
-        # One at a time: a check needs memory of its own, and reads want a thread.
+        # Checks run one at a time, because each needs memory of its own, and reads need a thread.
         if self._waiting[DiskJobKind.CHECK] and not self._checking:
             self._checking = True
             return self._waiting[DiskJobKind.CHECK].popleft()
         return None
 
     def should_yield(self, kind: DiskJobKind) -> bool:
-        """Whether something waits that goes before jobs of this kind, and it is not too late for that."""
+        """Whether something waits that goes before jobs of this kind, and the queue is not stopped."""
         with self._changed:
             earlier = IN_ORDER[: IN_ORDER.index(kind)]
             return not self._stopped and any(self._waiting[first] for first in earlier)
 
     def put_back(self, job: SlotJob) -> None:
-        """A job that was begun, to be taken first of its kind."""
+        """Puts a job that was begun back, as the first of its kind."""
         with self._changed:
             if not self._stopped:
                 self._waiting[job.kind].appendleft(job)

@@ -1,7 +1,7 @@
-"""Moves a batch of slots between the pool and the slab, or looks at it, in the order that makes it safe.
+"""Moves a batch of slots between the pool and the slab, or checks it, in the order that makes it safe.
 
-A batch is a few slots of one job. Whatever fails in it fails its slots only; nothing of it is in flight when
-a method returns.
+A batch is a few slots of one job. Whatever fails in it fails only its own slots, and none of its operations
+is under way when a method returns.
 """
 
 import contextlib
@@ -25,18 +25,19 @@ from kvtierd.workers.disk.jobs import U32, U64, Rows, SlotJob
 from kvtierd.workers.disk.persistence import DiskRecords, waiting
 
 WRITE_BYTES = 16 << 20
-"""A batch of a write is as many slots as the disk is given at once, or so much if that is more: reads wait no
-longer for writes than that takes. At its end the disk runs idle for a moment, so it should not be smaller: in
-batches of 4 MiB, slots of 64 KiB took half as long again. A read is one batch: nothing goes before it."""
+"""A batch of a write has as many slots as the disk is given at once, or as this many bytes hold if that is
+more; reads wait for writes no longer than that takes. At the end of a batch the disk is idle for a moment, so
+it should not be smaller: in batches of 4 MiB, slots of 64 KiB took half as long again. A read is a single
+batch, because nothing goes before it."""
 
 CHECK_BYTES = 4 << 20
-"""Read at once by a check, or one slot if that is more."""
+"""Bytes that a check reads at once, or one slot if that is more."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Mover:
-    """One thread's. `direct_fd` is only used while it is made."""
+    """Moves data for one thread."""
 
     def __init__(
         self,
@@ -54,8 +55,9 @@ class Mover:
         word: StatusWord,
         faults: Faults,
     ) -> None:
-        """`fallback_fd`: where `direct_fd` goes through the kernel's cache, the descriptor by which it is
-        told to drop what was moved. OSError if the kernel has no room for `depth` operations."""
+        """`direct_fd` is used only during this call. `fallback_fd` is given where `direct_fd` goes through
+        the kernel's cache, and is used to drop from the cache what was moved. Raises OSError if the kernel
+        has no room for `depth` operations."""
         self._path = path
         self._geometry = geometry
         self._io = SlabIo(direct_fd, depth, status.words, word)
@@ -83,7 +85,8 @@ class Mover:
         job.done += len(rows)
 
     def persist(self, slots: U32) -> None:
-        """Has the file say what the image says of slots, as far as that works; what is no slot is left."""
+        """Makes the file say what the image says about slots, as far as that works. Skips those that are not
+        slots any more."""
         try:
             self._records.persist(slots, self._word)
         except ValueError:
@@ -92,11 +95,11 @@ class Mover:
                     self._records.persist(slots[row : row + 1], self._word)
 
     def persist_all(self) -> None:
-        """Has the file say what the image says of everything. OSError."""
+        """Makes the file say what the image says about everything. Raises OSError."""
         self._records.persist_all(self._word)
 
     def _batch_slots(self, job: SlotJob) -> int:
-        """How many of the rest of a job the next batch is, one at least."""
+        """How many slots of the rest of a job the next batch has, at least one."""
         if job.kind is DiskJobKind.READ:
             return len(job)
         limit = WRITE_BYTES if job.kind is DiskJobKind.WRITE else CHECK_BYTES
@@ -114,8 +117,8 @@ class Mover:
         rows = self._keep(job, rows, self._disk.match(*_pair(job, rows, self._host)))
         rows = self._persist(job, rows)
         rows = self._write_data(job, rows)
-        # What was written was the host's block if it still is there: its slot changes its generation before
-        # it changes a byte. Its checksum is taken as it is: what is read back is compared with it.
+        # If the host's block is still there, its bytes are what was written, because a slot's generation
+        # changes before its bytes do. Its checksum is taken over, and compared with what is read back.
         rows = self._keep(job, rows, self._disk.adopt(*_pair(job, rows, self._host)))
         self._disk.commit(job.disk_slots[rows], job.clocks[rows])
         self._persist(job, rows)
@@ -137,7 +140,7 @@ class Mover:
         places = (np.cumsum(sizes) - sizes) // PAGE_BYTES
         read, sums = self._read_data(job, rows, self._memory(int(sizes.sum())), places)
         wrong = read[sums != expected[np.searchsorted(rows, read)]]
-        # Only if it is still the same slot: else it was given away while it was read.
+        # It is corrupt only if the slot is still the same; otherwise it was given away while it was read.
         still = self._disk.check(job.disk_slots[wrong], job.disk_generations[wrong]) == 1
         job.corrupt.append(wrong[still])
         job.fail(wrong[~still])
@@ -145,14 +148,14 @@ class Mover:
     # --- their steps ---
 
     def _keep(self, job: SlotJob, rows: Rows, verdicts: npt.NDArray[np.uint8]) -> Rows:
-        """The rows that may go on; the blocks of the others had gone."""
+        """The rows that may go on. The blocks of the others are gone, so they fail."""
         kept: Rows = rows[verdicts == 1]
         job.fail(rows[verdicts != 1])
         return kept
 
     def _blame(self, job: SlotJob, rows: Rows) -> None:
-        """Rows that did not match their records: corrupt if it is the disk's that cannot be believed although
-        it still has its generation, else their blocks had gone."""
+        """Fails rows that did not match their records. They are corrupt if the disk's record cannot be
+        believed although it still has its generation; otherwise their blocks are gone."""
         for row in rows.tolist():
             at = slice(row, row + 1)
             slots, generations = job.disk_slots[at], job.disk_generations[at]
@@ -164,14 +167,15 @@ class Mover:
             (job.corrupt if same and not believed else job.failed).append(np.array([row]))
 
     def _persist(self, job: SlotJob, rows: Rows) -> Rows:
-        """The rows whose records are in the file as they are in the image."""
+        """Makes the file say what the image says about these rows' records. Returns the rows for which that
+        worked."""
         began_ns = time.monotonic_ns()
         errors = self._records.persist(job.disk_slots[rows], self._word)
         job.busy_ns += time.monotonic_ns() - began_ns
         return self._without(job, rows, errors, "writing the records of")
 
     def _write_data(self, job: SlotJob, rows: Rows) -> Rows:
-        """Has the disk take the rows' data from the pool. The rows that it did."""
+        """Writes the rows' data from the pool to the disk. Returns the rows for which that worked."""
         if not len(rows):
             return rows
         pages = job.host_slots[rows].astype(np.uint64) * PAGE_BYTES
@@ -188,8 +192,8 @@ class Mover:
     def _read_data(
         self, job: SlotJob, rows: Rows, memory: Bytes, pages: npt.NDArray[np.unsignedinteger]
     ) -> tuple[Rows, U64]:
-        """Has the disk put the rows' data into these pages of `memory`. The rows that it did, and their
-        sums."""
+        """Reads the rows' data from the disk into these pages of `memory`. Returns the rows for which that
+        worked, and their checksums."""
         sums = np.zeros(len(rows), np.uint64)
         if not len(rows):
             return rows, sums
@@ -204,13 +208,14 @@ class Mover:
         return self._without(job, rows, errors, "reading from"), sums[errors == 0]
 
     def _on_disk(self, job: SlotJob, rows: Rows) -> tuple[U64, U64]:
-        """Where the rows' slots begin in the slab, and how many bytes of data are in them."""
+        """Where the rows' slots begin in the slab, and how many bytes of data they have."""
         slots = job.disk_slots[rows]
         return slots.astype(np.uint64) * PAGE_BYTES, self._disk.data_bytes(slots)
 
     @contextlib.contextmanager
     def _moving(self, job: SlotJob, offsets: U64, data_bytes: U64) -> Iterator[None]:
-        """While the disk has something to do for this job."""
+        """For operations of the disk for this job: reports to the front that the thread waits, and counts the
+        time."""
         began_ns = time.monotonic_ns()
         with waiting(self._status, self._word):
             yield
@@ -233,7 +238,7 @@ class Mover:
             os.posix_fadvise(self._fallback_fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def _memory(self, size: int) -> Bytes:
-        """Whole pages of our own for a check; kept, unless it is an unusually large one."""
+        """Whole pages of its own for a check. They are kept, unless they are unusually many."""
         if size > CHECK_BYTES:
             return np.frombuffer(mmap.mmap(-1, size), np.uint8)
         if self._buffer is None:
@@ -242,14 +247,14 @@ class Mover:
 
 
 def _pair(job: SlotJob, rows: Rows, source: PoolRecords) -> tuple[U32, U64, PoolRecords, U32, U64]:
-    """What `match`, `adopt` and `accept` of the other side's records take."""
+    """The arguments of `match`, `adopt` and `accept` for the records on the other side."""
     disk = job.disk_slots[rows], job.disk_generations[rows]
     host = job.host_slots[rows], job.host_generations[rows]
-    # A write's records are the disk's and its source the host's; a read's the other way round.
+    # For a write, the records are the disk's and the source is the host; for a read, the reverse.
     return (*disk, source, *host) if job.kind is DiskJobKind.WRITE else (*host, source, *disk)
 
 
 def _in_pages(sizes: U64) -> U64:
-    """Rounded up to whole pages, in bytes; one page at least."""
+    """Sizes rounded up to whole pages, in bytes; at least one page."""
     pages: U64 = np.maximum(-(-sizes.astype(np.int64) // PAGE_BYTES), 1).astype(np.uint64) * PAGE_BYTES
     return pages

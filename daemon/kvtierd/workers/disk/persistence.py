@@ -1,5 +1,5 @@
-"""The slab's headers and records: copies of the image's, a page at a time, in an order that survives a
-kill."""
+"""The slab's headers and records: copies of the image's, written a page at a time, in an order that survives
+a kill."""
 
 import errno
 import os
@@ -18,16 +18,17 @@ from kvtierd.workers.disk.faults import Faults
 from kvtierd.workers.disk.jobs import U32
 
 PIECE_BYTES = 1 << 20
-"""Of a table, written at one go."""
+"""Bytes of a table that are written at once."""
 
 GAP_BYTES = 16 * PAGE_BYTES
-"""Record pages no further apart are written together with those between them, which are of the same table:
-the next one is most of an extent away. Some pages more cost less than another call."""
+"""Record pages that are no further apart are written together with the pages between them, which belong to
+the same table, because the next table is most of an extent away. A few more pages cost less than another
+call."""
 
 
 class DiskRecords:
-    """Writes what the image says into the file. For any thread; one writes at a time, so that no older copy
-    of a page lands on a younger one."""
+    """Writes what the image says into the file. Any thread may use it, but only one writes at a time, so that
+    no older copy of a page replaces a newer one."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class DiskRecords:
         status: StatusPage,
         faults: Faults,
     ) -> None:
-        """`headers`: what the file says of the extents now."""
+        """`headers` is what the file says about the extents now."""
         self._slab = slab
         self._image = image.data
         self._records = records
@@ -48,11 +49,11 @@ class DiskRecords:
         self._lock = threading.Lock()
 
     def persist(self, slots: U32, word: StatusWord) -> npt.NDArray[np.int32]:
-        """Has the file say of these slots, and of the extents that hold them, what the image says now, and
-        returns 0 or an errno for each. A file that has another header for an extent gets the image's, and its
-        whole table: no record of it is believed before all are there.
+        """Makes the file say what the image says now about these slots and the extents that hold them.
+        Returns 0 or an errno for each slot. If the file has another header for an extent, it gets the
+        image's, and the whole table, because no record of an extent is believed before all are there.
 
-        ValueError if one is no slot. `word` is set while the disk is waited for.
+        `word` is set while the disk is waited for. Raises ValueError if one of these is not a slot.
         """
         errors = np.zeros(len(slots), np.int32)
         extents = self._slab.geometry.extent_of(slots)
@@ -69,8 +70,9 @@ class DiskRecords:
         return errors
 
     def persist_all(self, word: StatusWord) -> None:
-        """Has the file say of every extent what the image says now, extent by extent, so that others get
-        their turn. OSError at the first that cannot be written: then it is not known of the rest."""
+        """Makes the file say what the image says now about every extent, extent by extent, so that other
+        threads get their turn. Raises OSError at the first that cannot be written; of the rest it is then not
+        known."""
         for extent in range(self._slab.geometry.extents):
             with self._lock:
                 if self._records.extent_info(extent) is None:
@@ -81,13 +83,14 @@ class DiskRecords:
                     self._write_table(self._records.table_range(extent), word)
 
     def _forget_extent(self, extent: int, word: StatusWord) -> None:
-        """Nobody uses it: whatever the file says of it, and could not be read perhaps, goes."""
+        """Clears an extent that nobody uses, whatever the file says about it, even if that could not be
+        read."""
         if self._headers.get(extent) != bytes(HEADER_BYTES):
             self._write(memoryview(bytes(PAGE_BYTES)), self._slab.extent_offset(extent), word)
             self._headers.set(extent, bytes(HEADER_BYTES))
 
     def _persist_pages(self, pages: npt.NDArray[np.uint64], word: StatusWord) -> dict[int, int]:
-        """Errnos of the pages that could not be written, by their offset."""
+        """For each page that could not be written, by its offset, the errno."""
         failed: dict[int, int] = {}
         breaks = np.flatnonzero(np.diff(pages) > GAP_BYTES) + 1
         for run in np.split(pages, breaks) if len(pages) else []:
@@ -99,12 +102,12 @@ class DiskRecords:
         return failed
 
     def _persist_extent(self, extent: int, word: StatusWord) -> int:
-        """0, or an errno: then it is not known what the file says of the extent."""
+        """Returns 0, or an errno if it is not known what the file says about the extent now."""
         start = self._slab.extent_offset(extent)
         header = bytes(self._image[start : start + HEADER_BYTES])
         if self._headers.get(extent) == header:
             return 0
-        table = self._records.table_range(extent)  # before anything is written: it may be no extent in use
+        table = self._records.table_range(extent)  # first, because it raises if the extent is not in use
         self._headers.set(extent, None)
         try:
             self._write(memoryview(bytes(PAGE_BYTES)), start, word)
@@ -131,7 +134,7 @@ class DiskRecords:
 
 @contextmanager
 def waiting(status: StatusPage, word: StatusWord) -> Iterator[None]:
-    """Around what waits for the disk: the front sees since when."""
+    """For calls that wait for the disk: the front can see since when they do."""
     status.enter(word)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The threads of a disk's worker: they take jobs, move them batch by batch, and report them."""
+"""The threads of a disk's worker, which take jobs, move them batch by batch, and report them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ _log = logger(__name__)
 
 
 class DiskThreads:
-    """One thread for each mover. A job is reported when nothing of it is in flight any more."""
+    """One thread for each mover. A job is reported when none of its operations is under way any more."""
 
     def __init__(self, movers: Sequence[Mover], queue: JobQueue, channel: BlockingPacketChannel) -> None:
         self._queue = queue
@@ -24,27 +24,29 @@ class DiskThreads:
             for number, mover in enumerate(movers)
         ]
         self.broken = threading.Event()
-        """A report is lost, or a thread has ended by a bug: the front waits in vain until the worker ends."""
+        """Set when a report is lost, or a bug has ended a thread. The worker then has to end, because the
+        front would wait in vain."""
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits after the queue was stopped; False if a thread is still at something."""
+        """Waits after the queue was stopped; False if a thread is still busy."""
         for thread in self._threads:
             thread.join(timeout_s / len(self._threads))
         return not any(thread.is_alive() for thread in self._threads)
 
     def report(self, job: SlotJob) -> None:
-        """From any thread. Nothing once the front is gone."""
+        """Reports a job, from any thread. Does nothing if the front is gone."""
         try:
             self._channel.send(wire.ToFront(disk_job_finished=job.report()).SerializeToString())
         except ChannelEndedError:
             pass
 
     def persisted(self, task: PersistAll, why: str) -> None:
-        """Reports it, or why it was not done. From any thread. Nothing once the front is gone."""
+        """Reports that all records are persisted, or `why` they are not, from any thread. Does nothing if the
+        front is gone."""
         done = wire.RecordsPersisted(request=task.request, error=why)
         try:
             self._channel.send(wire.ToFront(records_persisted=done).SerializeToString())
@@ -82,7 +84,8 @@ class DiskThreads:
 
 
 def _guarded(action: Callable[[], None]) -> str:
-    """Why it did not work, if it did not. Nothing that a message or the image says may end the worker."""
+    """Why the action failed; empty if it did not. Nothing that a message or the image says may end the
+    worker."""
     try:
         action()
     except OSError as error:

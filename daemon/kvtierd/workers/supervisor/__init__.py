@@ -1,1 +1,1 @@
-"""The supervisor of workers: it starts, watches and replaces them, and tells the core about them."""
+"""The supervisor of workers, which starts, watches and replaces them, and tells the core about them."""

@@ -1,4 +1,5 @@
-"""Which device has which worker, when one may be started, when it should be ended. It only decides."""
+"""Which device has which worker, when a worker may be started, and when it should be ended. It only
+decides."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,30 +10,30 @@ from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, W
 
 @dataclass(slots=True, eq=False)
 class SupervisedDevice:
-    """One device that has, or had, a worker. Read-only for everybody but `SupervisedDevices`."""
+    """One device that has, or had, a worker. Only `SupervisedDevices` changes it."""
 
     name: str
     permanent: bool
-    """Has a worker as long as the daemon runs, not only while sessions use it."""
+    """It has a worker as long as the daemon runs, not only while sessions use it."""
     delay_s: float
-    """Before the next worker is started if this one does not last."""
+    """How long to wait before the next worker is started, if this one does not last."""
     delay_max_s: float
     worker: WorkerHandle | None = None
-    """Its latest, until that one's process is gone."""
+    """Its latest worker, until the process of that one is gone."""
     workers: int = 0
-    """That were ever live."""
+    """How many of its workers were ever live."""
     respawns: int = 0
-    """Workers started in place of lost ones."""
+    """Workers that were started in place of lost ones."""
     broken: bool = False
-    """Its last worker was lost, and none has come up since."""
+    """Its last worker was lost, and none has become live since."""
     not_before_s: float = 0.0
-    """When the next worker may be started."""
+    """The earliest time at which the next worker may be started."""
     last_why: str = ""
     """What became of its last worker; empty once another is live."""
 
     @property
     def is_known(self) -> bool:
-        """False for what a client has named and no worker has ever served."""
+        """False for a device that a client has named and no worker has ever served."""
         return self.permanent or self.workers > 0
 
     @property
@@ -42,16 +43,16 @@ class SupervisedDevice:
 
     @property
     def idle(self) -> bool:
-        """It has no worker, or soon has none, because no session needs one."""
+        """Whether it has no worker, or will soon have none, because no session needs one."""
         ending = self.worker is None or self.worker.state is WorkerProcessState.ENDING
         return ending and not self.permanent and not self.broken
 
 
 class SupervisedDevices:
-    """All devices. `now_s` is the event loop's time, except where it is said otherwise."""
+    """All devices. `now_s` is the event loop's time, unless stated otherwise."""
 
     def __init__(self, permanent: Sequence[str], limits: SupervisorLimits, disks: Sequence[str] = ()) -> None:
-        """`permanent` and `disks` have a worker as long as the daemon runs."""
+        """The devices in `permanent` and `disks` have a worker as long as the daemon runs."""
         self._limits = limits
         self._known = {name: self._new(name, permanent=True) for name in permanent}
         for name in disks:
@@ -66,7 +67,7 @@ class SupervisedDevices:
         )
 
     def __iter__(self) -> Iterator[SupervisedDevice]:
-        """Those that are, or should be, served, and those that once were."""
+        """Devices that have or should have a worker, and those that had one."""
         return iter(self._known.values())
 
     @property
@@ -83,7 +84,7 @@ class SupervisedDevices:
         return None if device is None else device.worker
 
     def check_start(self, name: str, now_s: float, workers: Sequence[WorkerHandle]) -> None:
-        """Raises Refusal if no worker may be started for this device now, on behalf of a session.
+        """Raises Refusal if a session cannot have a worker started for this device now.
 
         `workers` are all that have a process.
         """
@@ -119,7 +120,7 @@ class SupervisedDevices:
             )
 
     def respawns_of_next(self, name: str) -> int:
-        """What `WorkerHandle.respawns` is of the next worker of a device."""
+        """The value of `WorkerHandle.respawns` for the next worker of a device."""
         device = self._known.get(name)
         return 0 if device is None else device.respawns + device.broken
 
@@ -133,20 +134,21 @@ class SupervisedDevices:
         device.respawns = handle.respawns
 
     def _make_room(self) -> None:
-        """Forgets what is known of devices that have no worker, if there are too many. GPUs never are."""
+        """If there are too many devices, forgets those that have no worker. With real GPUs there never
+        are."""
         unused = [device.name for device in self if device.worker is None and not device.permanent]
         while len(self._known) >= self._limits.devices_max and unused:
             del self._known[unused.pop(0)]
 
     def live(self, handle: WorkerHandle) -> None:
-        """A worker has come up."""
+        """A worker has become live."""
         device = self._known[handle.device]
         device.broken = False
         device.workers += 1
         device.last_why = ""
 
     def unusable(self, handle: WorkerHandle) -> None:
-        """A worker has found that it cannot serve its device: the next session that asks gets another."""
+        """A worker has found that it cannot serve its device. The next session that asks gets another one."""
         device = self._known[handle.device]
         if device.permanent:
             return
@@ -155,14 +157,14 @@ class SupervisedDevices:
             del self._known[handle.device]
 
     def gone(self, handle: WorkerHandle, now_s: float, *, lost: bool) -> float | None:
-        """A worker's process is gone, `lost` unless it was to end.
+        """A worker's process is gone; `lost` unless it was meant to end.
 
-        Returns in how many seconds another has to be started in its place; None if that can wait until a
-        session asks.
+        Returns in how many seconds another one has to be started in its place, or None if that can wait until
+        a session asks.
         """
         device = self._known.get(handle.device)
         if device is None or device.worker is not handle:
-            return None  # it was unusable
+            return None  # the worker could not serve its device
         device.worker = None
         device.last_why = handle.why
         if not lost and not device.permanent:
@@ -175,15 +177,15 @@ class SupervisedDevices:
         return delay_s if device.permanent else None
 
     def next_delay_s(self, name: str) -> float:
-        """How long to wait before another worker is started; twice as long the next time."""
+        """How long to wait before another worker is started. The next delay will be twice as long."""
         device = self._known[name]
         delay_s = device.delay_s
         device.delay_s = min(2 * delay_s, device.delay_max_s)
         return delay_s
 
     def idle(self, now_s: float) -> list[WorkerHandle]:
-        """Live workers that no session has used for so long that they should be ended. `now_s`: Watch's
-        time."""
+        """Live workers that no session has used for so long that they should be ended. `now_s` is the time of
+        `Watch`."""
         idle_s = self._limits.gpu_idle_s
         if not idle_s:
             return []
@@ -200,5 +202,5 @@ class SupervisedDevices:
 
     @property
     def respawns(self) -> Mapping[str, int]:
-        """By device: workers started in place of lost ones."""
+        """For each device, the workers that were started in place of lost ones."""
         return {device.name: device.respawns for device in self if device.is_known}

@@ -1,51 +1,53 @@
-"""What a worker is: which program, what it is told and inherits, and which deadlines it has to keep."""
+"""What a worker is: its program, what it is told and inherits, and the deadlines that it has to keep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 DISK_PREFIX = "disk-"
-"""Of the device names of disks: disk-0, disk-1, …, by their place in the configuration."""
+"""Begins the device names of disks: disk-0, disk-1, … by their place in the configuration."""
 IO_THREADS_MAX = 8
-"""Of a disk's worker: its status page has a word for each."""
+"""The most threads of a disk's worker. Its status page has a word for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """One worker, to be. Deadlines are positive seconds."""
+    """What a worker to be started is. Deadlines are positive seconds."""
 
     title: str
-    """What it is called in log lines: "copy worker"."""
+    """What log lines call it, for example "copy worker"."""
     module: str
     arguments: Mapping[str, object]
-    """Of its command line, besides what every worker is told; None: a flag without a value."""
+    """Arguments of its command line, besides those that every worker gets; None for a flag without a
+    value."""
     handshake_deadline_s: float
     """From start to Ready."""
     operation_deadline_s: float
-    """A thread of it inside one native call for longer, or a main thread that does not come round."""
+    """The worker is killed if one of its threads is inside one native call for longer, or if its main thread
+    does not come round."""
     map_deadline_s: float
-    """For an answer to MapWords, MapMemory or AddChunks."""
+    """For the answer to MapWords, MapMemory or AddChunks."""
     fds: tuple[int, ...] = ()
-    """That it inherits besides the pool, its channel and its status page."""
+    """Descriptors that it inherits besides those of the pool, its channel and its status page."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """One disk of the disk tier, as its worker is told of it."""
+    """One disk of the disk tier, as its worker is told about it."""
 
     number: int
     """Its place in the configuration, from 0."""
     path: Path
-    """The directory."""
+    """The disk's directory."""
     size_bytes: int
-    """Of the slab file, and of the image."""
+    """The length of the slab file and of the image."""
     extent_bytes: int
     image_fd: int
-    """Of the image; stays the caller's, and open as long as workers are started."""
+    """Descriptor of the image. It stays the caller's, and must stay open as long as workers are started."""
     threads: int
     queue_depth: int
     deadline_s: float
-    """How long the disk may do nothing of what is waited for."""
+    """How long the disk may do nothing of what a thread waits for."""
 
     @property
     def device(self) -> str:
@@ -58,7 +60,8 @@ def disk_device(number: int) -> str:
 
 
 def disk_worker(disk: DiskOptions, *, first: bool, handshake_deadline_s: float) -> WorkerKind:
-    """A disk's worker. The `first` of a boot fills the image from the file, later ones leave it as it is."""
+    """A disk's worker. The `first` one of a boot fills the image from the file, and later ones leave the
+    image as it is."""
     return WorkerKind(
         title="disk worker",
         module="kvtierd.workers.disk",

@@ -1,4 +1,4 @@
-"""The lives of workers: started, watched, lost, ended, replaced."""
+"""The lives of workers: how they are started, watched, lost, ended and replaced."""
 
 import asyncio
 import itertools
@@ -29,16 +29,16 @@ from kvtierd.workers.supervisor.watch import Watch
 _log = logger(__name__)
 
 EXIT_GRACE_S = 1.0
-"""For a worker that has closed its channel to be gone, before it is killed: how it exited says more,
-and on a busy machine takes its time."""
+"""How long a worker that has closed its channel may take to be gone before it is killed. Its exit status says
+more than a kill does, and on a busy machine comes late."""
 WATCH_SILENCE_MAX_S = 5.0
-"""Between two rounds of the watch, which are 20 in that time."""
+"""The longest time between two rounds of the watch; normally there are 20 in that time."""
 
 
 class Lifecycle:
     """The processes behind the supervisor, which gets their packets. Everything happens on one event loop.
 
-    `emit` is given WorkerLost and WorkerExited of workers that were announced by `live`.
+    `emit` gets WorkerLost and WorkerExited for workers that `live` has announced.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Lifecycle:
         self._respawn_timers: dict[str, asyncio.TimerHandle] = {}
         self._watch_timer: asyncio.TimerHandle | None = None
         self._told: dict[tuple[str, str], None] = {}
-        """What the log says already of devices that cannot be used, and of workers that do not come up."""
+        """What the log has said already about devices that cannot be used and workers that do not start."""
         self._changed = asyncio.Event()
         self._stopping = False
         self._seen_dead: set[WorkerId] = set()
-        """Whose processes had ended, unnoticed, when `unattended` was last asked."""
+        """Workers whose processes had ended, unnoticed, at the last call of `unattended`."""
 
     async def start(self) -> None:
         """As `Supervisor.start`."""
@@ -107,7 +107,7 @@ class Lifecycle:
                     if handle is not None:
                         await handle.settled.wait()
         except TimeoutError:
-            pass  # those join later
+            pass  # the others join later
 
     async def stop(self, grace_s: float) -> bool:
         """As `Supervisor.stop`."""
@@ -144,7 +144,7 @@ class Lifecycle:
         if self._stopping:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
         handle = self.devices.worker(device) or self._start_for(device)
-        # Ends with the handshake deadline, whatever happens.
+        # This wait ends with the handshake deadline, whatever happens.
         await handle.settled.wait()
         if handle.state is not WorkerProcessState.LIVE:
             raise handle.refusal or unavailable(handle)
@@ -165,14 +165,15 @@ class Lifecycle:
             ) from error
 
     def send(self, handle: WorkerHandle, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """False if the worker is not live, or its queue is full, which loses it. OSError if the descriptors
-        would have to wait and there is none left for them."""
+        """False if the worker is not live, or if its queue is full, which loses the worker. Raises OSError if
+        descriptors would have to wait and the process cannot copy them."""
         if handle.state is not WorkerProcessState.LIVE:
             return False
         return self.processes[handle.worker].channel.send(packet, fds)
 
     def _spawn(self, device: str) -> WorkerHandle:
-        """OSError or ValueError, and nothing has changed, if no process can be started."""
+        """Starts a worker. Raises OSError or ValueError if no process can be started, and then nothing has
+        changed."""
         respawns = self.devices.respawns_of_next(device)
         kind = self._kind(device)
         handle = WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
@@ -224,9 +225,9 @@ class Lifecycle:
 
     def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
         if handle.state is WorkerProcessState.ENDING:
-            return  # as it was to; it may take a while yet
+            return  # as it was told to; the process may take a while to end
         if reason == PEER_CLOSED:
-            # Its process is about to end, most likely, and then says better why.
+            # Most likely its process is about to end, and its exit status says better why.
             self._loop.call_later(EXIT_GRACE_S, self.lose, handle, f"its channel broke: {reason}")
         else:
             self.lose(handle, f"its channel broke: {reason}")
@@ -234,7 +235,7 @@ class Lifecycle:
     # --- from one state to the next ---
 
     def live(self, handle: WorkerHandle) -> None:
-        """It is ready: the caller announces it, and then has `settled` set."""
+        """A worker is ready. The caller announces it, and then sets `settled`."""
         handle.state = WorkerProcessState.LIVE
         handle.announced = True
         self.devices.live(handle)
@@ -249,7 +250,7 @@ class Lifecycle:
             self.lose(handle, why)
 
     def unusable(self, handle: WorkerHandle, refusal: Refusal) -> None:
-        """It cannot serve its device, and exits."""
+        """A worker cannot serve its device, and exits."""
         handle.refusal = refusal
         self.devices.unusable(handle)
         say = _log.warning if self._is_new(handle, f"{refusal.reason.name} {refusal.field}") else _log.debug
@@ -262,7 +263,7 @@ class Lifecycle:
         self._end(handle, refusal.message)
 
     def _is_new(self, handle: WorkerHandle, why: str) -> bool:
-        """Whether the log does not say so of this device already; from now on it does."""
+        """Whether the log has not said this about the device yet. From now on it has."""
         told = (handle.device, why)
         is_new = told not in self._told
         self._told[told] = None
@@ -271,7 +272,7 @@ class Lifecycle:
         return is_new
 
     def _end(self, handle: WorkerHandle, why: str) -> None:
-        """The worker is given nothing more, and is to exit by itself."""
+        """The worker gets nothing more to do, and is to exit by itself."""
         handle.state = WorkerProcessState.ENDING
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.end_deadline_s
@@ -279,10 +280,10 @@ class Lifecycle:
         self.watch.forget(handle)
 
     def lose(self, handle: WorkerHandle, why: str) -> None:
-        """From now on the worker is only waited for. Nothing if it is lost already."""
+        """Kills a worker. From now on, only its end is waited for. Does nothing if it is lost already."""
         if handle.state in (WorkerProcessState.LOST, WorkerProcessState.EXITED):
             return
-        # One that does not come up is tried again and again.
+        # A worker that does not start is tried again and again, so the log says so only once.
         is_new = handle.state is not WorkerProcessState.STARTING or self._is_new(handle, why)
         handle.state = WorkerProcessState.LOST
         handle.why = why
@@ -307,7 +308,7 @@ class Lifecycle:
 
     def _exited(self, handle: WorkerHandle) -> None:
         process = self.processes[handle.worker]
-        # What it said before it ended still counts.
+        # Packets that it sent before it ended still count.
         process.channel.drain()
         how = process.ended() or "its process is gone"
         as_told = handle.state is WorkerProcessState.ENDING and how == EXITED_WELL
@@ -328,7 +329,7 @@ class Lifecycle:
         process.close()
         if handle.announced:
             self._emit(WorkerExited(handle.worker))
-        # Only now, so that whoever hears of a worker finds it in `workers`, whatever has happened to it.
+        # Only now, so that whoever gets one of its stimuli still finds the worker in `workers`.
         self._loop.call_soon(self._forget, handle, not as_told)
 
     def _forget(self, handle: WorkerHandle, was_lost: bool) -> None:
@@ -346,7 +347,7 @@ class Lifecycle:
         self._start_again(device)
 
     def _start_again(self, device: str) -> None:
-        """A worker of a permanent device; if it cannot be started, a little later."""
+        """Starts a worker of a permanent device. If that fails, tries again a little later."""
         try:
             self._spawn(device)
         except (OSError, ValueError) as error:
@@ -367,7 +368,7 @@ class Lifecycle:
             for worker, process in self.processes.items()
             if self.workers[worker].state is not WorkerProcessState.EXITED and process.ended() is not None
         }
-        # One that has just ended will be noticed in a moment.
+        # A process that has just ended will be noticed in a moment.
         for worker in sorted(dead & self._seen_dead):
             found.append(f"the end of the worker of {self.workers[worker].device} was not noticed")
         self._seen_dead = dead

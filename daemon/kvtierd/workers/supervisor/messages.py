@@ -1,4 +1,4 @@
-"""The front's side of the worker protocol: actions to packets, packets to stimuli."""
+"""The front's side of the worker protocol: packets made of actions, and stimuli made of packets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GATE_DEADLINE_MS_MAX = 0xFFFF_FFFF
 
 @dataclass(frozen=True, slots=True)
 class GroupMapping:
-    """Where the planes of one group lie in a rank's mapping; the three sequences are parallel, one entry a
+    """Where the planes of one group lie in a rank's mapping. The three sequences have one entry for each
     plane."""
 
     group: int
@@ -29,17 +29,17 @@ class GroupMapping:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
-    """A run of a GPU's addresses; a rank's memory is some of them, one after another.
+    """A run of a GPU's addresses. A rank's memory is several of these, one after another.
 
-    Either all of it lies in one allocation, named by an IPC handle, or in `chunks` of the chunks that the
-    session has added, one after another.
+    A range lies either completely in one allocation, which an IPC handle names, or in as many of the
+    session's added chunks as `chunks` says, one after another.
     """
 
     size_bytes: int
     offset: int
-    """Of its first byte in the allocation, or in the first of its chunks."""
+    """Offset of its first byte in the allocation, or in the first of its chunks."""
     ipc_handle: bytes = b""
-    """64 bytes; empty for chunks."""
+    """64 bytes, or empty for chunks."""
     buffer_id: int = 0
     chunks: int = 0
 
@@ -89,14 +89,14 @@ def map_memory_packet(
 
 
 def add_chunks_packet(request: int, session: SessionId, sizes: Sequence[int]) -> bytes:
-    """`sizes`: bytes of each chunk, parallel to the descriptors that travel with the packet."""
+    """`sizes` has the bytes of each chunk, parallel to the descriptors that are sent with the packet."""
     return wire.ToWorker(
         add_chunks=wire.AddChunks(request=request, session=session, bytes=sizes)
     ).SerializeToString()
 
 
 def post_part_packet(action: PostPart, generations: npt.NDArray[np.uint64], gate_deadline_ms: int) -> bytes:
-    """ValueError if the arrays are not parallel or the deadline is out of range."""
+    """Raises ValueError if the arrays are not parallel or the deadline is out of range."""
     count = len(action.block_ids)
     verify = action.verify
     if action.slots.shape != (count,) or generations.shape != (count,):
@@ -144,7 +144,8 @@ def disk_job_packet(
     disk_generations: npt.NDArray[np.uint64],
     host_generations: npt.NDArray[np.uint64],
 ) -> bytes:
-    """ValueError if the arrays are not parallel, or there where they should not be."""
+    """Raises ValueError if the arrays are not parallel, or one is there that this kind of job does not
+    have."""
     shape = action.disk_slots.shape
     on_host = (0,) if action.kind is DiskJobKind.CHECK else shape
     clocks = shape if action.kind is DiskJobKind.WRITE else (0,)
@@ -191,7 +192,7 @@ def stop_packet() -> bytes:
 
 
 def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
-    """ValueError if the reason is none of ours."""
+    """Raises ValueError if the reason is not one of ours."""
     reason = Reason(message.reason)
     if reason is Reason.UNSPECIFIED:
         raise ValueError("a worker refuses without saying why")
@@ -199,7 +200,7 @@ def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
 
 
 def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
-    """ValueError if the message holds what no worker of ours sends."""
+    """Raises ValueError if the message holds something that no worker of ours sends."""
     return PartFinished(
         worker=worker,
         part=PartId(message.part),
@@ -213,7 +214,7 @@ def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
 
 
 def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
-    """ValueError if the message holds what no worker of ours sends."""
+    """Raises ValueError if the message holds something that no worker of ours sends."""
     return SlotsChecked(
         worker=worker,
         check=CheckId(message.check),
@@ -223,7 +224,7 @@ def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
 
 
 def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> DiskJobFinished:
-    """ValueError if the message holds what no worker of ours sends."""
+    """Raises ValueError if the message holds something that no worker of ours sends."""
     return DiskJobFinished(
         worker=worker,
         job=DiskJobId(message.job),

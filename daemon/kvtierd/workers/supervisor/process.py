@@ -1,4 +1,4 @@
-"""One worker process as the front sees it: started, watched, killed."""
+"""One worker process as the front sees it: how it is started, watched and killed."""
 
 import asyncio
 import os
@@ -17,17 +17,17 @@ from kvtierd.workers.supervisor.kinds import WorkerKind
 EXITED_WELL = "exited with status 0"
 
 _WORKER_ENVIRONMENT = {
-    # The worker does no linear algebra: threads of a pool for it would cost memory and start-up time.
+    # The worker does no linear algebra, and a thread pool for it would cost memory and start-up time.
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 class WorkerProcess:
-    """A worker started by exec; never a fork of the front, which has threads.
+    """A worker that is started by exec, never by a fork of the front, which has threads.
 
-    `on_exit()` is called from a callback of the loop once the process is gone, threads and all: no copy of it
-    can land any more, and it holds neither the pool nor any client's memory. The object owns pidfd, channel
-    and status page until `close`.
+    `on_exit()` is called in a callback of the loop once the process is gone with all its threads: none of its
+    copies can land any more, and it holds neither the pool nor any client's memory. The object owns the
+    pidfd, the channel and the status page until `close`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class WorkerProcess:
         on_closed: Callable[[str], None],
         on_exit: Callable[[], None],
     ) -> None:
-        """Starts the process. OSError or ValueError, and nothing left behind, if that fails."""
+        """Starts the process. Raises OSError or ValueError if that fails, and leaves nothing behind."""
         self._loop = asyncio.get_running_loop()
         status_fd = create_status_fd()
         try:
@@ -71,7 +71,7 @@ class WorkerProcess:
         try:
             self.pidfd = os.pidfd_open(self._popen.pid)
         except BaseException:
-            # Without a pidfd nobody could prove its end.
+            # Without a pidfd nobody could prove that the process has ended.
             self._popen.kill()
             self._popen.wait()
             ours.close()
@@ -85,7 +85,7 @@ class WorkerProcess:
         return self._popen.pid
 
     def kill(self) -> None:
-        """SIGKILL; nothing if the process is gone."""
+        """Sends SIGKILL. Does nothing if the process is gone."""
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         except ProcessLookupError:
@@ -107,7 +107,7 @@ class WorkerProcess:
         self._on_exit()
 
     def close(self) -> None:
-        """Gives everything back. Only after the process has ended."""
+        """Releases everything. Only after the process has ended."""
         self._popen.wait()
         self._loop.remove_reader(self.pidfd)
         self.channel.close()

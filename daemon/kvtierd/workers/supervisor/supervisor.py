@@ -1,4 +1,4 @@
-"""Talks to workers, and tells the core the truth about them."""
+"""Talks to workers, and reports to the core what has become of them."""
 
 import asyncio
 import itertools
@@ -69,17 +69,17 @@ WorkerStimulus = (
 class Supervisor:
     """All copy workers, and those of disks. Everything happens on one event loop.
 
-    `devices` have a worker from `start` on, and a new one when it is lost; so have `disks`, but without one
-    things go on. Any other device gets one when `worker_for` asks for it; it is ended when no session has
-    used it for `limits.gpu_idle_s`.
+    `devices` have a worker from `start` on, and get a new one when it is lost. So do `disks`, but the daemon
+    goes on without one. Any other device gets a worker when `worker_for` asks for it, which is ended when no
+    session has used it for `limits.gpu_idle_s`.
 
-    `events` gets each stimulus from a callback of the loop, never from inside a method called here. Of one
-    worker they come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
-    WorkerExited, when its process is gone. WorkerLive of its successor comes after that. After WorkerLost
-    nothing more is reported of a worker, even if it got further: the end of its process is the fence of all
-    it had.
+    `events` gets each stimulus in a callback of the loop, never inside a method called here. Those of one
+    worker come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
+    WorkerExited, when its process is gone; and then WorkerLive of its successor. After WorkerLost nothing
+    more is reported about a worker, even if it got further: the end of its process is the fence of everything
+    that it had.
 
-    `register_writer(pid)` gives a worker its writer id in the pool before it is announced.
+    `register_writer(pid)` returns a worker's writer id in the pool, before the worker is announced.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         options: WorkerOptions | None = None,
     ) -> None:
-        """`pool_fd` stays the caller's; workers inherit its open file description, which is the pool's lock.
+        """`pool_fd` stays the caller's. Workers inherit its open file description, which holds the pool's
+        lock.
 
         `environment` is added to the workers' environment.
         """
@@ -116,59 +117,60 @@ class Supervisor:
             emit=self._emit,
         )
         self.workers: Mapping[WorkerId, WorkerHandle] = self._lives.workers
-        """From the start of a worker's process to the delivery of its WorkerExited."""
+        """Workers from the start of their process until their WorkerExited is delivered."""
         self.devices = self._lives.devices
 
     async def start(self) -> None:
-        """Starts the workers that there are from the start, and returns when all but those of disks are live.
+        """Starts the permanent workers, and returns when all except those of disks are live.
 
-        WorkerStartError, and none left, if not.
+        Raises WorkerStartError if one does not become live, and then leaves none running.
         """
         self._loop = asyncio.get_running_loop()
         await self._lives.start()
 
     async def settle_disks(self, timeout_s: float) -> None:
-        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, and
-        after `timeout_s` in any case."""
+        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, but
+        after `timeout_s` at the latest."""
         await self._lives.settle_disks(timeout_s)
 
     async def stop(self, grace_s: float) -> bool:
-        """Ends all workers: what has not started is revoked, what has is finished, for at most `grace_s`;
-        then SIGKILL.
+        """Ends all workers: parts that have not started are revoked, and those that have are finished, for at
+        most `grace_s`; then workers get SIGKILL.
 
-        Events go on until the last process is gone. False if one could not be killed within
+        Events go on until the last process is gone. Returns False if one could not be killed within
         `kill_deadline_s`.
         """
         return await self._lives.stop(grace_s)
 
     async def worker_for(self, device: str) -> WorkerId:
-        """The live worker of a device, started if need be; all who wait for one share it.
+        """The live worker of a device, which is started if there is none. All who wait for one share it.
 
-        It ends after the handshake deadline at the latest. Refusal: what the worker said if it cannot serve
-        the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor a moment ago;
-        QUEUE_FULL if there are too many.
+        Returns or raises after the handshake deadline at the latest. Raises Refusal: what the worker said if
+        it cannot serve the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor
+        a moment ago; QUEUE_FULL if there are too many workers.
         """
         return (await self._lives.worker_for(device)).worker
 
     def current(self, device: str) -> WorkerId | None:
-        """The live worker of a device."""
+        """The live worker of a device, or None."""
         handle = self.devices.worker(device)
         return handle.worker if handle is not None and handle.state is WorkerProcessState.LIVE else None
 
     def unattended(self) -> list[str]:
-        """Workers that nobody looks after, each in a sentence: it should never be, and no worker's own doing.
+        """Workers that nobody looks after, one sentence for each. There should never be any, and no worker
+        can cause it.
 
-        Asked again and again, seconds apart; a worker that is late, lost or being replaced is looked after.
+        Call it again and again, seconds apart. A worker that is late, lost or being replaced is looked after.
         """
         return self._lives.unattended()
 
     def set_log_level(self, level: str) -> None:
-        """Of workers that are started from now on."""
+        """Sets the log level of workers that are started from now on."""
         self._lives.set_log_level(level)
 
     @property
     def respawns(self) -> Mapping[str, int]:
-        """By device: workers started in place of lost ones."""
+        """For each device, the workers that were started in place of lost ones."""
         return self.devices.respawns
 
     def registered_bytes(self, worker: WorkerId) -> int:
@@ -182,17 +184,17 @@ class Supervisor:
         return 0 if process is None else process.status.remote_bytes()
 
     def pidfd_for(self, worker: WorkerId) -> int:
-        """A pidfd of a live worker, for a client that waits for its end; the caller closes it. Refusal if it
-        is lost."""
+        """A pidfd of a live worker, for a client that waits for its end. The caller closes it. Raises Refusal
+        if the worker is not live."""
         self._live(worker)
         return os.dup(self._lives.processes[worker].pidfd)
 
     def post(self, action: PostPart, generations: npt.NDArray[np.uint64], gate_deadline_ms: int) -> None:
-        """Hands a part to its worker; PartFinished follows, or the worker's end. Never blocks.
+        """Sends a part to its worker. PartFinished follows, or the worker's end. Never blocks.
 
-        For a worker that is not live nothing happens: WorkerLost has been told, or is about to be. A worker
-        whose queue is full is lost. ValueError if the arrays are not parallel or too long, and nothing was
-        posted.
+        Does nothing for a worker that is not live: WorkerLost has been reported, or is about to be. A worker
+        whose queue is full is lost. Raises ValueError if the arrays are not parallel or too long, and then
+        nothing was posted.
         """
         packet = messages.post_part_packet(action, generations, gate_deadline_ms)
         if len(packet) > PACKET_BYTES_MAX:
@@ -204,7 +206,8 @@ class Supervisor:
             handle.parts[action.part] = action.direction
 
     def check_slots(self, action: CheckSlots, generations: npt.NDArray[np.uint64]) -> None:
-        """Has a worker look at slots; SlotsChecked follows, or the worker's end. Otherwise as `post`."""
+        """Has a worker compare slots with their checksums. SlotsChecked follows, or the worker's end. Workers
+        that are not live are treated as in `post`."""
         handle = self.workers.get(action.worker)
         if handle is not None:
             self._lives.send(handle, messages.check_slots_packet(action, generations))
@@ -215,8 +218,8 @@ class Supervisor:
         disk_generations: npt.NDArray[np.uint64],
         host_generations: npt.NDArray[np.uint64],
     ) -> None:
-        """Hands a job to a disk's worker; DiskJobFinished follows, or the worker's end. Otherwise as
-        `post`."""
+        """Sends a job to a disk's worker. DiskJobFinished follows, or the worker's end. Errors, and workers
+        that are not live, are treated as in `post`."""
         packet = messages.disk_job_packet(action, disk_generations, host_generations)
         if len(packet) > PACKET_BYTES_MAX:
             raise ValueError(
@@ -227,8 +230,8 @@ class Supervisor:
             handle.jobs.add(action.job)
 
     def persist_records(self, device: str, slots: Slots) -> None:
-        """Has a disk's worker write the records of these slots to its file, as they are in the image. If it
-        has no live worker nothing happens."""
+        """Has a disk's worker write the records of these slots to its file, as they are in the image. Does
+        nothing if it has no live worker."""
         handle = self.devices.worker(device)
         if handle is not None:
             for first in range(0, len(slots), RECORDS_PER_PACKET):
@@ -236,9 +239,9 @@ class Supervisor:
                 self._lives.send(handle, messages.persist_records_packet(part))
 
     async def persist_all(self, device: str) -> str:
-        """Has a disk's worker write all records to its file, as they are in the image, and returns "" once
-        they are there, or why they are not: there is no live worker, it was lost, the disk failed. As long as
-        the worker takes for it."""
+        """Has a disk's worker write all records to its file, as they are in the image. Returns "" once they
+        are there, or why they are not: there is no live worker, it was lost, or the disk failed. Waits as
+        long as the worker takes."""
         worker = self.current(device)
         if worker is None:
             return "it has no worker just now"
@@ -253,22 +256,20 @@ class Supervisor:
             handle.persisting.pop(request, None)
 
     def reject(self, device: str, why: str) -> None:
-        """A disk's first worker has filled the image with what cannot be used: it is lost, and the next one
-        fills the image anew."""
+        """What a disk's first worker filled the image with cannot be used: the worker is lost, and the next
+        one fills the image anew."""
         self._lives.reject(device, why)
 
     def revoke(self, worker: WorkerId, part: PartId) -> None:
-        """Ends a part that has not started; PartFinished follows either way. Otherwise as `post`."""
+        """Ends a part that has not started. PartFinished follows in both cases. Workers that are not live are
+        treated as in `post`."""
         handle = self.workers.get(worker)
         if handle is not None:
             self._lives.send(handle, messages.revoke_part_packet(part))
 
     def release_session(self, worker: WorkerId, session: SessionId) -> None:
-        """Fences and unmaps all that the worker holds of a session; SessionReleased follows, also if it held
-        nothing.
-
-        Otherwise as `post`.
-        """
+        """Fences and unmaps everything that the worker holds of a session. SessionReleased follows, even if
+        it held nothing. Workers that are not live are treated as in `post`."""
         handle = self.workers.get(worker)
         if handle is not None and self._lives.send(handle, messages.release_session_packet(session)):
             handle.releases.setdefault(session, []).append(
@@ -278,10 +279,10 @@ class Supervisor:
     async def map_words(
         self, worker: WorkerId, session: SessionId, fd: int, doorbells: int, parts: int
     ) -> None:
-        """Has the worker map a session's shared words: `doorbells` words, then `parts` words.
+        """Has the worker map a session's shared words: first `doorbells` words, then `parts` words.
 
-        The descriptor stays the caller's. Refusal if the worker refuses it or is lost; a worker that does not
-        answer in time is lost. If the caller is cancelled, the session's mappings are released.
+        The descriptor stays the caller's. Raises Refusal if the worker refuses or is lost; a worker that does
+        not answer in time is lost. If the caller is cancelled, the session's mappings are released.
         """
         request = next(self._request_ids)
         packet = messages.map_words_packet(request, session, doorbells, parts)
@@ -292,7 +293,7 @@ class Supervisor:
     ) -> None:
         """Has a GPU's worker import chunks of physical memory, which the session's next `map_memory` uses up.
 
-        `sizes` are their bytes, parallel to `fds`. Otherwise as `map_words`.
+        `sizes` are their bytes, parallel to `fds`. Errors and cancellation are as in `map_words`.
         """
         request = next(self._request_ids)
         packet = messages.add_chunks_packet(request, session, sizes)
@@ -309,7 +310,7 @@ class Supervisor:
         ranges: Sequence[DeviceRange] = (),
     ) -> None:
         """Has the worker map a rank's memory: the first `mapping_bytes` of `fd`, or a GPU's `ranges`, which
-        are so many together. Otherwise as `map_words`."""
+        have so many bytes together. Errors and cancellation are as in `map_words`."""
         request = next(self._request_ids)
         packet = messages.map_memory_packet(request, session, registration, mapping_bytes, groups, ranges)
         if len(packet) > PACKET_BYTES_MAX:
@@ -337,8 +338,8 @@ class Supervisor:
                 raise unavailable(handle)
             await answer
         except asyncio.CancelledError:
-            # Nobody will tell the core of this mapping, so nobody else would have it released. The answer
-            # may have come already, and not been heard.
+            # The core does not know about this mapping, so nobody else would have it released. The answer may
+            # have come already without reaching the caller.
             if handle.state is WorkerProcessState.LIVE and not _is_refused(answer):
                 self.release_session(worker, session)
                 handle.own_releases[session] += 1
@@ -378,13 +379,13 @@ class Supervisor:
         if stimulus is not None:
             self._emit(stimulus)
         if isinstance(stimulus, WorkerLive):
-            handle.settled.set()  # only now, so that the core has heard of it before those who wait have
+            handle.settled.set()  # only now, so that the core knows the worker before those who wait do
 
     def _message(
         self, handle: WorkerHandle, message: wire.ToFront, kind: str | None
     ) -> WorkerStimulus | None:
-        """Takes one message; the stimulus it is, if it is one. ValueError or KeyError if it makes no sense
-        now."""
+        """Takes one message, and returns the stimulus if it is one. Raises ValueError or KeyError if the
+        message makes no sense now."""
         if (handle.state is WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
             raise ValueError(f"a {kind} message in state {handle.state.value}")
         if kind == "ready":
@@ -451,7 +452,8 @@ class Supervisor:
         return WorkerLive(handle.worker, handle.device)
 
     def _emit(self, stimulus: WorkerStimulus) -> None:
-        """Tells the core, in a callback of its own: never in the middle of us, and its errors are its own."""
+        """Tells the core in a callback of its own: never in the middle of a method here, and errors there are
+        not ours."""
         self._loop.call_soon(self._events, stimulus)
 
 

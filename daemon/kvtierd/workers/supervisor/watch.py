@@ -1,4 +1,4 @@
-"""Which workers have to be killed: deadlines, in a clock that stands still while the front does."""
+"""Which workers have to be killed: their deadlines, on a clock that stands still while the front does."""
 
 from kvtierd.logs import logger
 from kvtierd.workers.channel.status import StallDetector
@@ -8,23 +8,24 @@ _log = logger(__name__)
 
 
 class Watch:
-    """A clock, and the deadlines of workers in it."""
+    """A clock, and the deadlines of workers on it."""
 
     def __init__(self, limits: SupervisorLimits) -> None:
         self.now_s = 0.0
-        """Stands still while the front does: a deadline in it is never missed by a sleeping watchman."""
+        """It stands still while the front does, so that no worker misses a deadline because the front
+        slept."""
         self._limits = limits
         self.looked_at_s = 0.0
-        """When the last round was, in the event loop's time."""
+        """The event loop's time at the last round."""
         self._elapsed_s = 0.0
         self._stalls: dict[WorkerHandle, StallDetector] = {}
 
     def start(self, loop_s: float) -> None:
-        """`loop_s`: the event loop's time now."""
+        """`loop_s` is the event loop's time now."""
         self.looked_at_s = loop_s
 
     def advance(self, loop_s: float) -> None:
-        """Before each round; a round that comes late counts as four at most."""
+        """Called before each round. A round that comes late counts as at most four."""
         self._elapsed_s = min(loop_s - self.looked_at_s, 4 * self._limits.watch_period_s)
         self.looked_at_s = loop_s
         self.now_s += self._elapsed_s
@@ -33,7 +34,7 @@ class Watch:
         self._stalls.pop(handle, None)
 
     def overdue(self, handle: WorkerHandle, status: tuple[int, ...]) -> str | None:
-        """Why a worker has to be killed now, if it has. `status`: what its page says, read once a round."""
+        """Why a worker has to be killed now, or None. `status` is what its page says, read once a round."""
         match handle.state:
             case WorkerProcessState.STARTING:
                 late = self.now_s >= handle.deadline_s

@@ -1,5 +1,6 @@
-"""For Python processes that have this folder in PYTHONPATH: their wall clock is off by up to a decade, by
-another time at each reading; their monotonic clock by the seconds that the file KVTIER_TEST_CLOCK holds."""
+"""Makes clocks wrong in Python processes that have this folder in PYTHONPATH: the wall clock by up to a
+decade, by another time at each reading; the monotonic clock by the seconds that the file KVTIER_TEST_CLOCK
+holds."""
 
 import os
 import random

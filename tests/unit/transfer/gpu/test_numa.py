@@ -1,4 +1,4 @@
-"""What the system says of memory nodes is understood, and what it does not say does no harm."""
+"""The system's description of memory nodes is understood, and what it leaves out does no harm."""
 
 import mmap
 import os

@@ -1,4 +1,5 @@
-"""Stored blocks get their checksums after the engine has them back, and before anybody may commit them."""
+"""Stored blocks get their checksums after the engine has its own blocks back, and before they may be
+committed."""
 
 import mmap
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Chunks as DMA: described by a native plan, handed to the driver in batches, waited for by event."""
+"""Copies chunks by DMA: a native plan describes them, the driver gets them in batches, and events tell when
+they have landed."""
 
 from __future__ import annotations
 
@@ -20,36 +21,37 @@ from kvtierd.workers.copy.gpu.sealing import Sealer
 from kvtierd.workers.copy.parts import PartEnd, PartTask
 
 LOAD_CHUNK_BYTES = 32 << 20
-"""Above what a link needs to be busy, and 0.6 ms at 50 GB/s, which a dead engine's memory waits for."""
+"""More than a link needs to be busy, and 0.6 ms at 50 GB/s, for which a dead engine's memory waits."""
 
 STORE_CHUNK_BYTES = 16 << 20
-"""0.3 ms at 50 GB/s, which loads share the engine's memory with: long enough for this process's part in the
-next chunk, about 0.1 ms."""
+"""0.3 ms at 50 GB/s, which is long enough for this process to prepare the next chunk (about 0.1 ms). Loads
+share the engine's memory bandwidth."""
 
 CHUNK_FRAGMENTS = 8_192
-"""Two calls of the driver, about 4 ms of its time where nothing can be merged."""
+"""Two calls of the driver, which take about 4 ms where nothing can be merged."""
 
 DEPTH = 2
-"""The next chunk is on the stream when one lands."""
+"""The next chunk is already on the stream when one lands."""
 
 
 class SlotTakenError(Exception):
-    """A slot was taken back while it was stored to: the part keeps nothing."""
+    """A slot was taken back while it was stored to, so the part keeps nothing."""
 
 
 class Descriptors(Protocol):
-    """How one direction's descriptors get to the driver."""
+    """How the copies of one direction get to the driver."""
 
     @property
     def how(self) -> str:
-        """For the log."""
+        """What the log says about it."""
 
     def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
-        """Puts the copies on the stream. ValueError, and nothing was; CudaError, and some may have been."""
+        """Puts the copies on the stream. Raises ValueError, and then none is there, or CudaError, and then
+        some may be."""
 
 
 class Batches:
-    """Batches of runs."""
+    """Copies in batches of runs."""
 
     def __init__(self, copies: Copies, pool: PoolRegistration, stream: int, to_device: bool) -> None:
         self.how = copies.describe()
@@ -88,7 +90,7 @@ class Rows:
 
 
 class GpuCopier:
-    """One direction: a stream, and an event for each flight."""
+    """Copies in one direction, with a stream and an event for each flight."""
 
     depth = DEPTH
     chunk_fragments = CHUNK_FRAGMENTS
@@ -103,8 +105,8 @@ class GpuCopier:
         sealer: Sealer | None,
         fault: Callable[[], None] | None,
     ) -> None:
-        """`sealer` makes it a copier of stores. `fault` is called for every chunk, between its copy and what
-        makes it count. CudaError."""
+        """With a `sealer` it copies stores, else loads. `fault` is called for every chunk, after its copy and
+        before the step that makes it count. Raises CudaError."""
         self._driver = driver
         self._stream = stream
         self._descriptors = descriptors
@@ -141,7 +143,7 @@ class GpuCopier:
         except BaseException as error:
             self._idle.append(event)
             if isinstance(error, CudaError):
-                # Some of it may be on its way.
+                # Some of its copies may be under way.
                 with must_succeed("waiting for a copy that was submitted in part"):
                     self._driver.stream_synchronize(self._stream)
             raise
@@ -157,7 +159,7 @@ class GpuCopier:
         part, good = flight.part, flight.good
         slots, generations = part.slots[flight.chunk], part.generations[flight.chunk]
         if self._sealer is None:
-            # A slot that was given away during the copy held other bytes.
+            # A slot that was given to another block during the copy had other bytes.
             return good & self._records.check(slots, generations, part.slot_bytes).astype(np.bool_)
         if not good.all():
             slots, generations = slots[good], generations[good]

@@ -1,4 +1,4 @@
-"""One GPU, ready for two lanes."""
+"""One GPU that is ready for two lanes."""
 
 import mmap
 import os
@@ -37,10 +37,10 @@ _log = logger(__name__)
 REGISTER_RETRY_S = 0.05
 
 REGISTER_FAILURES_MAX = 3
-"""In the background; then the pool is registered as it is used."""
+"""After so many failures in the background, the pool is registered only as it is used."""
 
 LOCK_DEADLINE_S_MAX = 5.0
-"""For another GPU's worker to end registering an area, 25 ms each."""
+"""How long to wait for another GPU's worker to finish registering an area, which takes about 25 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class GpuOptions:
 class GpuDevice:
     """Context, streams, imports, registration and sealing of one GPU.
 
-    Nothing of it is given back: the end of the process does that, also when it comes suddenly.
+    None of these is ever released. The end of the process does that, even when it comes suddenly.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class GpuDevice:
         options: GpuOptions,
         fault: Callable[[], None] | None,
     ) -> None:
-        """Makes the primary context and makes it current in this thread. DeviceUnusableError, whose refusal
-        says what to change. `pool_fd` stays open as long as this object lives."""
+        """Makes the primary context, and makes it current in this thread. `pool_fd` has to stay open as long
+        as this object lives. Raises DeviceUnusableError, whose refusal says what to change."""
         self._register_failures = 0
         self._status = status
-        # The driver then loads kernels as they are needed, which is never: less of the GPU's memory.
+        # With this the driver loads kernels only when they are needed, which is never, and saves GPU memory.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         with _unusable(name):
             driver = load()
@@ -138,7 +138,7 @@ class GpuDevice:
         return self._imports.chunk(fd, size_bytes)
 
     def pool_areas(self) -> Iterable[Area]:
-        # No copy touches the pool's header; it is mapped all the same.
+        # The pool's header is mapped as well, although no copy touches it.
         yield self._header
         for area in self._registration.nearest_first(self._node):
             if self._register_failures >= REGISTER_FAILURES_MAX:
@@ -149,7 +149,7 @@ class GpuDevice:
         if area == self._header:
             return
         try:
-            # Seldom, so that lanes, which look all the time, come first: this worker's and other GPUs'.
+            # Tries are rare, so that lanes, which try all the time, come first, here and on other GPUs.
             while not self._registration.register(area):
                 time.sleep(REGISTER_RETRY_S)
         except (CudaError, OSError) as error:
@@ -157,7 +157,8 @@ class GpuDevice:
             _log.warning("a part of the pool is registered when it is used", why=str(error))
 
     def _beat(self) -> None:
-        """Between two steps of something long: the main thread, if it is in it, comes round."""
+        """Called between two steps of something long: if the main thread does it, that counts as coming
+        round."""
         if threading.current_thread() is threading.main_thread():
             self._status.enter(StatusWord.HEARTBEAT)
 
@@ -203,7 +204,7 @@ def _descriptors(
 
 @contextmanager
 def _unusable(name: str) -> Iterator[None]:
-    """What goes wrong inside is a reason not to serve this device."""
+    """Turns errors of the driver into reasons not to serve this device."""
     try:
         yield
     except CudaUnavailableError as error:

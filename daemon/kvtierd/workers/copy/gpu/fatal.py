@@ -1,4 +1,4 @@
-"""The end of a worker whose CUDA context is lost."""
+"""Ends a worker whose CUDA context is lost."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ _log = logger(__name__)
 
 
 def leave(why: str, error: BaseException) -> NoReturn:
-    """Ends the process at once, without another word: nobody knows what of its copies has landed, and its
+    """Ends the process at once and without a report: nobody knows which of its copies have landed, and its
     end is the fence of every part that has started."""
     _log.critical("the worker ends at once", why=why, error=str(error))
     logging.shutdown()
@@ -25,8 +25,8 @@ def leave(why: str, error: BaseException) -> NoReturn:
 
 @contextmanager
 def context_guard() -> Iterator[None]:
-    """Around driver calls whose failure is no disaster: CudaErrors pass, but for those that say that the
-    context is lost."""
+    """For driver calls whose failure is no disaster: CudaErrors pass, except those that say that the context
+    is lost."""
     try:
         yield
     except CudaError as error:
@@ -37,7 +37,7 @@ def context_guard() -> Iterator[None]:
 
 @contextmanager
 def must_succeed(what: str) -> Iterator[None]:
-    """Around driver calls after whose failure nobody could say what the GPU still does."""
+    """For driver calls after whose failure nobody could say what the GPU still does."""
     try:
         yield
     except CudaError as error:

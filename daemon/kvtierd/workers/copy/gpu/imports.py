@@ -1,4 +1,4 @@
-"""Memory of engines on the GPU, imported from their processes."""
+"""Engines' memory on the GPU, imported from their processes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvtierd.workers.copy.gpu.fatal import context_guard, must_succeed
 RANGES_MAX = 4_096
 
 ACCESS_CHUNKS = 1_024
-"""Chunks that become accessible by one call of the driver: it writes all their page table entries."""
+"""Chunks that one call of the driver makes accessible; it writes all their page table entries."""
 
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 class GpuChunk:
-    """A chunk's handle."""
+    """The handle of a chunk."""
 
     def __init__(self, driver: Driver, handle: int, size_bytes: int, step: Callable[[], None]) -> None:
-        """`step()` is called before its release."""
+        """`step()` is called before the chunk is released."""
         self._driver = driver
         self._step = step
         self.handle = handle
@@ -43,10 +43,10 @@ class GpuChunk:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A range of a mapping, where this process sees it."""
+    """A range of a mapping, as this process sees it."""
 
     start: int
-    """Offset in the mapping."""
+    """Its offset in the mapping."""
     size_bytes: int
     address: int
 
@@ -61,7 +61,7 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
-    """Addresses with chunks mapped one after another."""
+    """An address range in which chunks are mapped one after another."""
 
     address: int
     size_bytes: int
@@ -74,7 +74,7 @@ class _Open:
 
 
 class GpuMemory:
-    """A registration's ranges; one after another they are the mapping that offsets refer to."""
+    """A registration's ranges. One after another, they are the mapping that offsets refer to."""
 
     def __init__(self, imports: Imports) -> None:
         self._imports = imports
@@ -119,7 +119,7 @@ class GpuMemory:
             self._imports.let_go(self._pieces.pop())
 
     def add(self, size_bytes: int, address: int, piece: _Handle | _Reservation) -> None:
-        """The next range."""
+        """Adds the next range."""
         start = self._ranges[-1].start + self._ranges[-1].size_bytes if self._ranges else 0
         self._starts.append(start)
         self._ranges.append(_Range(start, size_bytes, address))
@@ -127,15 +127,15 @@ class GpuMemory:
 
 
 class Imports:
-    """Everything of other processes that this one has open on its GPU.
+    """All memory of other processes that this one has open on its GPU.
 
-    A legacy handle's 64 bytes can come back after a re-allocation; as long as the old memory is open here,
-    the driver would then answer with that. So what is open is known, with the buffer id of each.
+    The 64 bytes of a legacy handle can come back after a re-allocation. As long as the old memory is open
+    here, the driver would then return that. So open handles are remembered with their buffer ids.
     """
 
     def __init__(self, driver: Driver, gpu: DeviceInfo, step: Callable[[], None] = lambda: None) -> None:
-        """A context of the GPU is current. `step()` is called, in whichever thread, before each range or
-        chunk is taken or let go of: there may be tens of thousands."""
+        """A context of the GPU must be current. `step()` is called, in whichever thread, before each range or
+        chunk is taken or released, of which there may be tens of thousands."""
         self._driver = driver
         self._gpu = gpu
         self._step = step
@@ -144,7 +144,8 @@ class Imports:
         self._lock = threading.Lock()
 
     def chunk(self, fd: int, size_bytes: int) -> GpuChunk:
-        """Takes a chunk by its descriptor, which stays the caller's. Refusal if it is none."""
+        """Imports a chunk by its descriptor, which stays the caller's. Raises Refusal if it is not a
+        chunk's."""
         if size_bytes <= 0 or size_bytes % self._granularity:
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,
@@ -157,7 +158,8 @@ class Imports:
             return GpuChunk(self._driver, self._driver.chunk_import(fd), size_bytes, self._step)
 
     def map(self, message: wire.MapMemory, chunks: Sequence[GpuChunk]) -> tuple[GpuMemory, int]:
-        """Maps all ranges of a registration; says how many chunks they took. Refusal, and nothing changed."""
+        """Maps all ranges of a registration, and returns how many chunks they took. Raises Refusal, and then
+        nothing has changed."""
         _check_ranges(message, len(chunks))
         memory = GpuMemory(self)
         used = 0
@@ -176,7 +178,7 @@ class Imports:
         return memory, used
 
     def let_go(self, piece: _Handle | _Reservation) -> None:
-        """Unmaps a piece of memory. It must work: otherwise only the end of the process helps."""
+        """Unmaps a piece of memory. This must work; otherwise the process ends."""
         self._step()
         with must_succeed("letting go of an engine's memory"):
             if isinstance(piece, _Reservation):
@@ -266,7 +268,7 @@ class Imports:
         return info
 
     def _check_place(self, field: str, base: int, offset: int, size_bytes: int) -> None:
-        """Is the range inside what its handle opened, and that on this GPU?"""
+        """Raises Refusal unless the range is inside what its handle opened, and that is on this GPU."""
         info = self._on_this_gpu(field, offset, base)
         have = info.base + info.size - base
         if offset + size_bytes > have:
@@ -286,7 +288,7 @@ class Imports:
 
 
 def _check_ranges(message: wire.MapMemory, chunks: int) -> None:
-    """What can be known without the driver."""
+    """Checks what can be known without the driver. Raises Refusal."""
     if not 0 < len(message.ranges) <= RANGES_MAX:
         raise Refusal(
             Reason.DEVICE_MEMORY_INVALID,
@@ -326,7 +328,7 @@ def _check_ranges(message: wire.MapMemory, chunks: int) -> None:
 
 @contextmanager
 def _refused(field: str, value: object, advice: str) -> Iterator[None]:
-    """Makes a driver's refusal ours."""
+    """Turns an error of the driver into a Refusal."""
     try:
         with context_guard():
             yield

@@ -1,5 +1,5 @@
-"""Which memory and which processors are near a GPU. All of it best effort: None, or nothing done, where the
-system does not say."""
+"""Which memory and which processors are near a GPU. All of it is best effort: where the system does not say,
+functions return None or do nothing."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
 
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
-"""Number of the system call; libnuma, which has a function for it, may not be installed."""
+"""Number of the system call. libnuma, which has a function for it, may not be installed."""
 
 
 def nodes() -> list[int]:
@@ -29,7 +29,7 @@ def node_of_gpu(pci_bus_id: str) -> int | None:
 
 
 def processors_of(node: int) -> set[int]:
-    """Processors of a node; empty if nobody knows."""
+    """Processors of a node; empty if that is not known."""
     try:
         text = (NODES / f"node{node}" / "cpulist").read_text().strip()
         processors: set[int] = set()
@@ -54,7 +54,7 @@ def stay_near(node: int | None) -> None:
 
 
 def nodes_of_pages(addresses: Sequence[int]) -> list[int | None]:
-    """The node that each page lies on; None for one that this process has not mapped yet."""
+    """The node that each page lies on; None for a page that this process has not mapped yet."""
     number = _MOVE_PAGES.get(platform.machine())
     count = len(addresses)
     unknown: list[int | None] = [None] * count

@@ -1,4 +1,4 @@
-"""The pool's registration with the driver, area by area, so that the GPU's copy engines can reach it."""
+"""Registers the pool with the driver, area by area, so that the GPU's copy engines can reach it."""
 
 import errno
 import fcntl
@@ -24,30 +24,30 @@ from kvtierd.workers.log import logger
 _log = logger(__name__)
 
 AREA_BYTES = 256 << 20
-"""Registered at one go, or one extent if that is more. A lane that needs an area first waits for it, about
-25 ms at 0.1 s per GB, and so do the workers of other GPUs, for the driver's locks."""
+"""Bytes registered at once; at least one extent. A lane that needs an area first waits for it, about 25 ms at
+0.1 s per GB, and so do the workers of other GPUs, because of the driver's locks."""
 
 POPULATE_BYTES = 16 << 20
 
 SAMPLES = 4
-"""Pages of an area that are asked where they lie."""
+"""How many pages of an area are asked where they lie."""
 
 LOCK_POLL_S = 0.002
 
 
 class PoolNotRegisteredError(Exception):
-    """A part of the pool that the GPU cannot reach."""
+    """The GPU cannot reach a part of the pool."""
 
 
 class _BusyError(PoolNotRegisteredError):
-    """Somebody else has been registering all the time."""
+    """Another thread or worker has been registering all the time."""
 
 
 class PoolRegistration:
-    """Which areas of the pool are registered. Any thread may have one registered.
+    """Which areas of the pool are registered. Any thread may register one.
 
-    Areas are runs of whole extents, so that no slot lies in two; copies must not cross `borders`. Nothing is
-    ever unregistered: the end of the process does that.
+    Areas are runs of whole extents, so that no slot lies in two. Copies must not cross `borders`. Nothing is
+    ever unregistered, because the end of the process does that.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PoolRegistration:
         lock_deadline_s: float,
         area_bytes: int = AREA_BYTES,
     ) -> None:
-        """`pool_fd` is the pool's file, open for writing as long as this object lives; a record lock on it
+        """`pool_fd` is the pool's file, open for writing as long as this object lives. A record lock on it
         keeps workers from registering at the same time, which some drivers do not survive."""
         self._driver = driver
         self._pool = np.frombuffer(pool, np.uint8)
@@ -82,17 +82,17 @@ class PoolRegistration:
         self._registered_bytes = 0
         self._registering = threading.Lock()
         self._why: dict[int, str] = {}
-        """By area: why it could not be registered the last time."""
+        """For each area, why it could not be registered the last time."""
 
     @property
     def pool_bytes(self) -> int:
         return len(self._pool)
 
     def ensure_next(self, slots: Slots) -> bool:
-        """Takes a step towards the registration of an area that these slots lack: maps some of its pages, or
-        registers it, which may take a while; True if another step may be needed.
+        """Takes a step towards registering an area that these slots need: maps some of its pages, or
+        registers it, which may take a while. Returns True if another step may be needed.
 
-        What fails shows in `require`; slots that the pool has not are none of its business.
+        Failures show in `require`. Slots that the pool does not have are ignored.
         """
         if self._registered_bytes == self._areas_bytes:
             return False
@@ -107,7 +107,7 @@ class PoolRegistration:
                 return True
             self._register(index, self._lock_deadline_s)
         except (CudaError, PoolNotRegisteredError, OSError) as error:
-            # It is tried again for every copy that needs it, perhaps for ever: said once for each reason.
+            # Every copy that needs the area tries again, perhaps for ever, so each reason is logged once.
             if self._why.get(index) != str(error):
                 _log.error("a part of the pool cannot be registered", area=index, why=str(error))
             self._why[index] = str(error)
@@ -115,7 +115,7 @@ class PoolRegistration:
         return bool((missing != index).any())
 
     def require(self, slots: Slots) -> None:
-        """NotRegisteredError unless all these slots' areas are registered."""
+        """Raises PoolNotRegisteredError unless the areas of all these slots are registered."""
         areas = self._areas_of(slots)
         missing = areas[~self._registered[areas]]
         if len(missing):
@@ -126,8 +126,9 @@ class PoolRegistration:
             )
 
     def register(self, area: Area) -> bool:
-        """Registers one of the areas, whose pages are mapped, if it is not. Waits for nobody: False if
-        somebody else registers just now. CudaError, or OSError from the lock."""
+        """Registers one of the areas, whose pages are mapped, if it is not registered yet. Does not wait:
+        returns False if another thread or worker is registering just now. Raises CudaError, or OSError from
+        the lock."""
         try:
             self._register((area[0] - self._first) // self._area_bytes, wait_s=0.0)
         except _BusyError:
@@ -138,7 +139,7 @@ class PoolRegistration:
         return (slots.astype(np.int64) * PAGE_BYTES - self._first) // self._area_bytes
 
     def _populate_next(self, index: int) -> bool:
-        """Maps the next pages of an area; False if there are none left. Two threads at once may map some
+        """Maps the next pages of an area. False if there are none left. Two threads at once may map some
         twice."""
         offset, length = self.areas[index]
         done = self._populated_bytes[index]
@@ -167,8 +168,9 @@ class PoolRegistration:
 
     @contextmanager
     def _alone(self, deadline_s: float, wait_s: float) -> Iterator[None]:
-        """Keeps the other GPUs' workers from registering. A record lock belongs to the process, so one of its
-        threads at a time; and it is no flock, which on this file is the pool's own lock."""
+        """Keeps the other GPUs' workers from registering. A record lock belongs to the process, so only one
+        of its threads may be here at a time. It is not a flock, because a flock on this file is the pool's
+        own lock."""
         while True:
             try:
                 fcntl.lockf(self._pool_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +188,7 @@ class PoolRegistration:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Should it hang, the watchdog ends this process, and with it the lock that the others wait for."""
+        """If this hangs, the watchdog ends the process, and with it the lock for which the others wait."""
         self._status.enter(StatusWord.REGISTERING)
         try:
             yield
@@ -194,7 +196,7 @@ class PoolRegistration:
             self._status.leave(StatusWord.REGISTERING)
 
     def nearest_first(self, node: int | None) -> Iterable[Area]:
-        """The areas that are not registered when their turn comes, those on a memory node first."""
+        """The areas that are not registered when their turn comes, with those on memory node `node` first."""
         order = list(range(len(self.areas)))
         if node is not None and len(numa.nodes()) > 1:
             remote = [self._node_of(index) != node for index in order]
@@ -209,7 +211,7 @@ class PoolRegistration:
         offset, length = self.areas[index]
         places = range(offset, offset + length, max(PAGE_BYTES, length // SAMPLES))
         for place in places:
-            # A page is on no node, as far as this process is concerned, before it has touched it.
+            # Before this process has touched a page, the kernel names no node for it.
             int(self._pool[place])
         found = [node for node in numa.nodes_of_pages([self.address + p for p in places]) if node is not None]
         return max(set(found), key=found.count) if found else None

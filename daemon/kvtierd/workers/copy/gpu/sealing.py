@@ -1,5 +1,5 @@
-"""Checksums of stored blocks, computed off the lane: the engine has its blocks back as soon as the GPU has
-read them, and the link never waits for a processor."""
+"""Computes checksums of stored blocks outside the lane, so that the engine gets its blocks back as soon as
+the GPU has read them, and the link never waits for a processor."""
 
 import logging
 import mmap
@@ -36,7 +36,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Unsealed:
-    """A part with chunks that are not sealed, or with an end that waits for them."""
+    """A part that has chunks which are not sealed, or an end that waits for them."""
 
     jobs: int = 0
     error: str = ""
@@ -44,7 +44,7 @@ class _Unsealed:
     over: Callable[[PartEnd], None] | None = None
 
     def report(self) -> None:
-        """Once nothing of it is left to seal."""
+        """Reports the end. Called once nothing of the part is left to seal."""
         assert self.end is not None
         assert self.over is not None
         if self.error and self.end.outcome == wire.DONE:
@@ -56,7 +56,8 @@ class _Unsealed:
 class Sealer:
     """Threads that compute the checksums of landed chunks and put them into the slots' records.
 
-    Bounded by the flights that may land while `is_full` is false: the lane asks before each chunk.
+    The queue is bounded by the flights that may land while `is_full` is false, because the lane asks before
+    each chunk.
     """
 
     def __init__(
@@ -85,29 +86,29 @@ class Sealer:
         ]
 
     def start(self, on_room: Callable[[], None]) -> None:
-        """`on_room()` is called from a thread of the sealer when it is full no longer."""
+        """`on_room()` is called from a thread of the sealer when it is no longer full."""
         self._on_room = on_room
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Its threads end when everything is sealed; nothing may come after."""
+        """The threads end when everything is sealed. Nothing may be put in afterwards."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for its threads to end; False if they have not."""
+        """Waits for the threads to end; False if they have not."""
         for thread in self._threads:
             thread.join(timeout_s / len(self._threads))
         return not any(thread.is_alive() for thread in self._threads)
 
     def is_full(self) -> bool:
-        """From any thread."""
+        """Whether the store lane should wait. From any thread."""
         return self._unsealed_bytes >= self._unsealed_bytes_max
 
     def put(self, part: PartTask, slots: Slots, generations: npt.NDArray[np.uint64], slot_bytes: int) -> None:
-        """Takes the landed slots of a part, all WRITING with these generations a moment ago."""
+        """Takes the landed slots of a part, which were all WRITING with these generations a moment ago."""
         with self._wake:
             self._parts.setdefault(part, _Unsealed()).jobs += 1
             self._unsealed_bytes += len(slots) * slot_bytes
@@ -115,8 +116,8 @@ class Sealer:
             self._wake.notify()
 
     def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
-        """Calls `over` when all of the part is sealed: now, or from a thread of the sealer. A part that is
-        DONE otherwise fails if one of its slots was taken back meanwhile."""
+        """Calls `over` when the part is completely sealed: now, or from a thread of the sealer. A part that
+        would be DONE fails if one of its slots was taken back meanwhile."""
         with self._wake:
             unsealed = self._parts.setdefault(part, _Unsealed())
             unsealed.end, unsealed.over = end, over
@@ -147,10 +148,10 @@ class Sealer:
             return self._jobs.popleft()
 
     def _seal(self, job: _Job) -> str:
-        """Why it could not be done, or nothing."""
+        """Why the slots could not be sealed; empty if they were."""
         try:
             sums = _slot_reader(job.slot_bytes).checksums(self._pool, job.slots)
-            # Fails if a slot is WRITING no longer, or for somebody else.
+            # This raises if a slot is not WRITING any more, or is for another block.
             self._records.set_data_checksums(job.slots, job.generations, sums)
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
@@ -174,7 +175,7 @@ class Sealer:
 
 
 def _slot_reader(slot_bytes: int) -> CopyPlan:
-    """A plan that is good for slots of this size only, not for any engine's blocks."""
+    """A plan that fits slots of this size, but no engine's blocks."""
     nowhere = np.empty(slot_bytes, np.uint8)  # never touched, so no memory
     size = np.array([slot_bytes], np.uint64)
     return CopyPlan(nowhere, np.zeros(1, np.uint64), size, size, 1)
