@@ -43,7 +43,7 @@ class Waiters:
         if len(waits) >= WAITS_PER_EPOCH_MAX:
             raise Refusal(
                 Reason.QUEUE_FULL,
-                f" {WAITS_PER_EPOCH_MAX} waits at once: name more tickets in one",
+                f"{WAITS_PER_EPOCH_MAX} waits at once: name more tickets in one",
             )
         wait = _Wait(still, asyncio.get_running_loop().create_future())
         waits.append(wait)
