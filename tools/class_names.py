@@ -22,7 +22,6 @@ ALLOWED = {
     "BlockTable": PROTOCOL,
     "HoldCounts": PROTOCOL,
     "IndexPage": PROTOCOL,
-    "Reason": "The daemon's and the client's enumeration are both kvtier.v1.Reason; a test compares them.",
     "Client": "kvtier.aio.Client is to be AsyncClient.",
     "LookupCall": "kvtier.aio.LookupCall is to be AsyncLookupCall.",
     "Transfer": "kvtier.aio.Transfer is to be AsyncTransfer.",

@@ -1,4 +1,5 @@
-"""Generates what is committed but not written by hand: the protobuf code and the native module's type stub.
+"""Generates what is committed but not written by hand: the protobuf code, the enumeration of reasons, and the
+native module's type stub.
 
     python tools/generate.py            writes into the source tree
     python tools/generate.py --check    writes into a temporary folder and fails if the source tree differs
@@ -11,6 +12,7 @@ compiler's code would refuse 5.29. It runs in an environment of its own, because
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,9 @@ COMPILER = ("grpcio-tools==1.66.2", "mypy-protobuf==3.6.0")
 ROOTS = {"kvtier": "clients", "kvtierd": "daemon"}
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 STUB = Path("kernels/kvtier_kernels/_native.pyi")
+REASONS = Path("kernels/kvtier_kernels/reasons.py")
+"""Where the client and the daemon's core, which imports no protobuf, have their reasons from."""
+REASONS_PROTO = Path("proto/kvtier/v1/types.proto")
 COMPILE_TIMEOUT_S = 300
 
 
@@ -74,12 +79,36 @@ def generate_stub(out: Path) -> None:
     run([sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "kvtier_kernels._native", "-o", str(target)])
 
 
+def generate_reasons(out: Path) -> None:
+    """Writes the contract's `enum Reason` into `out` as a Python enumeration, comments included."""
+    proto = (REPO / REASONS_PROTO).read_text()
+    found = re.search(r"((?:^//[^\n]*\n)+)^enum Reason \{\n(.*?)^\}", proto, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise GenerationError(f"{REASONS_PROTO} has no documented enum Reason")
+    about = " ".join(line.removeprefix("//").strip() for line in found[1].splitlines())
+    lines = [
+        f'"""Code generated from {REASONS_PROTO} by `make generate`; do not edit."""',
+        "",
+        "from enum import IntEnum",
+        "",
+        "",
+        "class Reason(IntEnum):",
+        f'    """{about}"""',
+        "",
+    ]
+    for line in found[2].splitlines():
+        value, _, comment = (part.strip() for part in line.partition("//"))
+        parts = [value.removeprefix("REASON_").removesuffix(";"), f"# {comment}" if comment else ""]
+        lines.append("    " + "  ".join(filter(None, parts)))
+    (out / REASONS).parent.mkdir(parents=True, exist_ok=True)
+    (out / REASONS).write_text("\n".join(lines) + "\n")
+
+
 def generated_files(tree: Path) -> dict[str, bytes]:
     """Returns the generated files of a tree, by their path in it."""
     roots = [tree / root for root in ROOTS.values()]
     found = [path for root in roots for pattern in GENERATED for path in root.rglob(pattern)]
-    if (tree / STUB).exists():
-        found.append(tree / STUB)
+    found += [tree / name for name in (STUB, REASONS) if (tree / name).exists()]
     return {str(path.relative_to(tree)): path.read_bytes() for path in found}
 
 
@@ -88,6 +117,7 @@ def differences() -> list[str]:
     write now."""
     with tempfile.TemporaryDirectory(prefix="kvtier-generate-") as scratch:
         generate_protos(Path(scratch))
+        generate_reasons(Path(scratch))
         generate_stub(Path(scratch))
         expected, present = generated_files(Path(scratch)), generated_files(REPO)
     report = [f"missing: {name}" for name in expected.keys() - present.keys()]
@@ -99,7 +129,9 @@ def differences() -> list[str]:
 
 def main() -> int:
     """Runs the generators, or compares with --check. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Generate protobuf code and the native module's stub.")
+    parser = argparse.ArgumentParser(
+        description="Generate protobuf code, the reasons and the native module's stub."
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; fail if out of date")
     parser.add_argument("--protos-only", action="store_true", help="leave the native module's stub alone")
     options = parser.parse_args()
@@ -115,6 +147,7 @@ def main() -> int:
             if name != str(STUB):  # a file that its proto no longer makes must not linger
                 (REPO / name).unlink()
         generate_protos(REPO)
+        generate_reasons(REPO)
         if not options.protos_only:
             generate_stub(REPO)
     except GenerationError as error:

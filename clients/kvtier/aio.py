@@ -7,13 +7,12 @@ threads, so it loses nothing while the loop is blocked.
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
 
-from kvtier.base import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
+from kvtier.base import CLOSE_TIMEOUT_S, ClientBase
 from kvtier.calls import LookupCallBase, TransferBase, Waiting
 from kvtier.lookups import Lookup
-from kvtier.queries import GroupQuery, Hashes, LookupMode
 from kvtier.transfers import Outcome
 
 _Result = TypeVar("_Result")
@@ -95,7 +94,7 @@ class Transfer(TransferBase):
         return await _wait_for(self._wait(timeout_s))
 
 
-class Client(ClientBase[LookupCall, Transfer]):
+class Client(ClientBase[LookupCall, Transfer, Coroutine[Any, Any, Lookup], Coroutine[Any, Any, bool]]):
     """An asyncio client of kvtierd. Make it inside a running loop, and close it, or use it with `async with`.
 
     It connects in the background from the moment it is made, and again each time that the daemon has gone
@@ -110,40 +109,15 @@ class Client(ClientBase[LookupCall, Transfer]):
         self._loop = asyncio.get_running_loop()
         self._until_the_end = self._loop.create_task(self._end_with_loop(), name="kvtier-end")
 
-    async def wait_ready(self, timeout_s: float) -> bool:
-        return await _wait_for(self._ready(timeout_s))
+    async def _wait(self, waiting: Waiting[bool]) -> bool:
+        return await _wait_for(waiting)
 
-    async def lookup(
-        self,
-        hashes: Hashes,
-        queries: Sequence[GroupQuery] | None = None,
-        *,
-        group: int = 0,
-        mode: LookupMode = LookupMode.PREFIX,
-        lease: bool = False,
-        host_only: bool = False,
-        timeout_s: float = LOOKUP_TIMEOUT_S,
-    ) -> Lookup:
-        call = self.start_lookup(hashes, queries, group=group, mode=mode, lease=lease, host_only=host_only)
-        return await call.wait(timeout_s)
-
-    async def prefetch(
-        self,
-        hashes: Hashes,
-        queries: Sequence[GroupQuery] | None = None,
-        *,
-        group: int = 0,
-        mode: LookupMode = LookupMode.PREFIX,
-        timeout_s: float = LOOKUP_TIMEOUT_S,
-    ) -> Lookup:
-        return await self.start_prefetch(hashes, queries, group=group, mode=mode).wait(timeout_s)
-
-    async def release_memory(self, timeout_s: float) -> bool:
-        return await _wait_for(self._released(timeout_s))
+    async def _answer(self, start: Callable[[], LookupCall], timeout_s: float) -> Lookup:
+        return await start().wait(timeout_s)
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         self._until_the_end.cancel()
-        return await _wait_for(self._closed(timeout_s))
+        return await super().close(timeout_s)
 
     async def _end_with_loop(self) -> None:
         """Ends the session when the loop ends: `asyncio.run` then cancels this task."""

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvtier.calls import EVENT_POLL_S, WORD_POLL_S, LookupCallBase, TransferBase, Waiting, wait_blocking
@@ -44,9 +44,13 @@ EXIT_TIMEOUT_S = 1.0
 
 CallT = TypeVar("CallT", bound=LookupCallBase)
 TransferT = TypeVar("TransferT", bound=TransferBase)
+LookupT = TypeVar("LookupT")
+"""A Lookup, or what comes to one when it is awaited."""
+BoolT = TypeVar("BoolT")
+"""Likewise a bool."""
 
 
-class ClientBase(ABC, Generic[CallT, TransferT]):
+class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
     """One client: a session with the daemon, which is made in the background, and again when it was lost.
 
     No call raises because of the daemon: without one, lookups miss and transfers are refused. KvtierError is
@@ -213,12 +217,11 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
 
     # --- the submitter's side ---
 
-    @abstractmethod
-    def wait_ready(self, timeout_s: float) -> bool | Awaitable[bool]:
+    def wait_ready(self, timeout_s: float) -> BoolT:
         """Waits until lookups, stores and loads work, at most `timeout_s` seconds. Returns whether they do;
         if not, `status.why` says why."""
+        return self._wait(self._ready(timeout_s))
 
-    @abstractmethod
     def lookup(
         self,
         hashes: Hashes,
@@ -229,7 +232,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         lease: bool = False,
         host_only: bool = False,
         timeout_s: float = LOOKUP_TIMEOUT_S,
-    ) -> Lookup | Awaitable[Lookup]:
+    ) -> LookupT:
         """Which blocks can be loaded now.
 
         hashes: n block hashes in sequence order: a list of n bytes objects of `namespace.hash_bytes` each,
@@ -248,6 +251,12 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         Returns a Lookup: `hits` blocks, and in `states` a byte, MISS, PENDING or HIT, for each hash (in
         PREFIX mode up to the first that is no hit); for each of several groups in `groups`. Raises
         KvtierError for hashes of another length, and for a group that this client does not have."""
+        return self._answer(
+            lambda: self.start_lookup(
+                hashes, queries, group=group, mode=mode, lease=lease, host_only=host_only
+            ),
+            timeout_s,
+        )
 
     def start_lookup(
         self,
@@ -269,7 +278,6 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
             self._threads.wake_writer()
         return self._call_type(self._threads, record)
 
-    @abstractmethod
     def prefetch(
         self,
         hashes: Hashes,
@@ -278,7 +286,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         group: int = 0,
         mode: LookupMode = LookupMode.PREFIX,
         timeout_s: float = LOOKUP_TIMEOUT_S,
-    ) -> Lookup | Awaitable[Lookup]:
+    ) -> LookupT:
         """Has blocks that only a lower tier holds promoted to host memory, as far as there is room, ahead of
         a lookup.
 
@@ -289,6 +297,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         Waits for the daemon's answer, but not for the promotion. The answer says what a lookup would say now,
         but grants no lease. Blocks on their way are PENDING.
         """
+        return self._answer(lambda: self.start_prefetch(hashes, queries, group=group, mode=mode), timeout_s)
 
     def start_prefetch(
         self,
@@ -339,7 +348,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         self._submitting()
         check_prefill_rate(tokens_per_s)
         with self._threads.lock:
-            self._session.report_prefill(tokens_per_s)
+            self._session.news.prefill(tokens_per_s)
 
     def report_audit(
         self,
@@ -374,7 +383,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
             raise KvtierError(Reason.HASH_LENGTH, message, field="block_hash", value=len(block_hash))
         text = "".join(each if each.isprintable() else "?" for each in detail)
         with self._threads.lock:
-            self._session.report_audit(
+            self._session.news.audited(
                 cache_pb2.Audit(
                     matched=matched,
                     error=error,
@@ -587,8 +596,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         with self._threads.lock:
             return self._session.words.revoke(ref)
 
-    @abstractmethod
-    def release_memory(self, timeout_s: float) -> bool | Awaitable[bool]:
+    def release_memory(self, timeout_s: float) -> BoolT:
         """Takes this rank's memory back, for an engine that sleeps or moves its cache. From the call on every
         lookup of the instance misses, and no transfer starts.
 
@@ -597,6 +605,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         not happen within `timeout_s` seconds; it goes on in the background, so call again. `register_memory`
         brings memory in again.
         """
+        return self._wait(self._released(timeout_s))
 
     def register_memory(self, memory: Memory) -> None:
         """Gives the client memory of the same shape again, after `release_memory` has returned True. It is
@@ -610,8 +619,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
 
     # --- the end ---
 
-    @abstractmethod
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool | Awaitable[bool]:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> BoolT:
         """Ends the session, and waits at most `timeout_s` seconds for it. Safe to call twice, from any
         thread.
 
@@ -619,6 +627,7 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
         Returns False if a copy was still running, or the threads had not ended: call it again before you
         reuse the memory.
         """
+        return self._wait(self._closed(timeout_s))
 
     # --- inside ---
 
@@ -666,6 +675,14 @@ class ClientBase(ABC, Generic[CallT, TransferT]):
             self._threads.wake_writer()
 
     # --- how to wait ---
+
+    @abstractmethod
+    def _wait(self, waiting: Waiting[bool]) -> BoolT:
+        """Waits as this client does, and returns what was waited for."""
+
+    @abstractmethod
+    def _answer(self, start: Callable[[], CallT], timeout_s: float) -> LookupT:
+        """Starts a lookup, and waits for its answer."""
 
     def _ready(self, timeout_s: float) -> Waiting[bool]:
         deadline_s = time.monotonic() + timeout_s

@@ -1,12 +1,11 @@
 """The blocking client."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Self
 
-from kvtier.base import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, ClientBase
-from kvtier.calls import LookupCallBase, TransferBase, wait_blocking
+from kvtier.base import ClientBase
+from kvtier.calls import LookupCallBase, TransferBase, Waiting, wait_blocking
 from kvtier.lookups import Lookup
-from kvtier.queries import GroupQuery, Hashes, LookupMode
 from kvtier.transfers import Outcome
 
 
@@ -33,7 +32,7 @@ class Transfer(TransferBase):
         return wait_blocking(self._wait(timeout_s))
 
 
-class Client(ClientBase[LookupCall, Transfer]):
+class Client(ClientBase[LookupCall, Transfer, Lookup, bool]):
     """A blocking client of kvtierd. Every method may be called from any thread.
 
     It connects in the background from the moment it is made, and again each time that the daemon has gone
@@ -43,39 +42,11 @@ class Client(ClientBase[LookupCall, Transfer]):
     _call_type = LookupCall
     _transfer_type = Transfer
 
-    def wait_ready(self, timeout_s: float) -> bool:
-        return wait_blocking(self._ready(timeout_s))
+    def _wait(self, waiting: Waiting[bool]) -> bool:
+        return wait_blocking(waiting)
 
-    def lookup(
-        self,
-        hashes: Hashes,
-        queries: Sequence[GroupQuery] | None = None,
-        *,
-        group: int = 0,
-        mode: LookupMode = LookupMode.PREFIX,
-        lease: bool = False,
-        host_only: bool = False,
-        timeout_s: float = LOOKUP_TIMEOUT_S,
-    ) -> Lookup:
-        call = self.start_lookup(hashes, queries, group=group, mode=mode, lease=lease, host_only=host_only)
-        return call.wait(timeout_s)
-
-    def prefetch(
-        self,
-        hashes: Hashes,
-        queries: Sequence[GroupQuery] | None = None,
-        *,
-        group: int = 0,
-        mode: LookupMode = LookupMode.PREFIX,
-        timeout_s: float = LOOKUP_TIMEOUT_S,
-    ) -> Lookup:
-        return self.start_prefetch(hashes, queries, group=group, mode=mode).wait(timeout_s)
-
-    def release_memory(self, timeout_s: float) -> bool:
-        return wait_blocking(self._released(timeout_s))
-
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        return wait_blocking(self._closed(timeout_s))
+    def _answer(self, start: Callable[[], LookupCall], timeout_s: float) -> Lookup:
+        return start().wait(timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -66,7 +66,7 @@ class Outcome:
     @property
     def throttled(self) -> bool:
         """Whether it was refused only for now: go on without it, or try again later."""
-        return self.refused and self.error is not None and self.error.reason.throttled
+        return self.refused and self.error is not None and self.error.throttled
 
 
 ACTIVE = Outcome(TransferState.ACTIVE, fenced=False)

@@ -110,8 +110,9 @@ class WordsPage:
         self.epoch = epoch
         self.parts = parts
         self._doorbells = len(doorbells)
-        self._buffer = SharedBuffer.create((self._doorbells + parts) * WORD_BYTES, "kvtier-words")
-        self._words: SharedWords | None = SharedWords(self._buffer.array, self._doorbells + parts)
+        self.buffer = SharedBuffer.create((self._doorbells + parts) * WORD_BYTES, "kvtier-words")
+        """The page's memory, which begins with the doorbells."""
+        self._words: SharedWords | None = SharedWords(self.buffer.array, self._doorbells + parts)
         for index, value in enumerate(doorbells):
             self._words.store(index, value)
         self._part_indexes = np.arange(self._doorbells, self._doorbells + parts, dtype=np.uint32)
@@ -120,12 +121,7 @@ class WordsPage:
 
     def fileno(self) -> int:
         """Returns the memfd to register."""
-        return self._buffer.fileno()
-
-    @property
-    def buffer(self) -> SharedBuffer:
-        """The page's memory, which begins with the doorbells."""
-        return self._buffer
+        return self.buffer.fileno()
 
     @property
     def doorbells_bytes(self) -> int:
@@ -216,7 +212,7 @@ class WordsPage:
     def close(self) -> None:
         """Gives memory and descriptors back."""
         self._words = None
-        self._buffer.close()
+        self.buffer.close()
         self._drop_worker()
 
     def _seal_word(self, part: int) -> int:

@@ -39,7 +39,7 @@ from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights, WeightsChange
 from kvtier_vllm.model import adapter_loads, weight_calls
 from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad
-from kvtier_vllm.model.namespace import EngineNamespace, UnsupportedConfiguration, derive, told, version_of
+from kvtier_vllm.model.namespace import UnsupportedConfiguration, derive, told, version_of
 from kvtier_vllm.scheduler.auditing import Audits, threshold_of
 from kvtier_vllm.scheduler.prefill import STEP_TOKENS_MIN, PrefillMeter
 from kvtier_vllm.scheduler.side import SchedulerSide
@@ -486,7 +486,7 @@ class _Identity:
         self._vllm_config = copy.copy(vllm_config)
         self._vllm_config.model_config = copy.copy(vllm_config.model_config)
         self._config = config
-        self._derived: dict[bool, EngineNamespace] = {}
+        self._derived: dict[bool, Namespace] = {}
         """By whether somebody has named the weights. The rest is the same whatever they are called, and
         weights that have a name are not read."""
 
@@ -532,8 +532,11 @@ class _Identity:
                 revision,
                 adapters_by_files=config.adapters == "files",
             )
-        fields = dataclasses.asdict(derived) | {"generation": weights.life if weights.private else 0}
-        return Namespace(**fields | ({"weights_revision": revision} if revision else {}))
+        return dataclasses.replace(
+            derived,
+            generation=weights.life if weights.private else 0,
+            weights_revision=revision or derived.weights_revision,
+        )
 
 
 def _autostart(socket: str) -> None:

@@ -107,18 +107,7 @@ def groups_of(kv_cache_config: Any, vllm_config: Any) -> Groups:
                 f"of the {hash_tokens} tokens of a block hash"
             )
     return Groups(
-        tuple(
-            GroupShape(
-                shape.group,
-                shape.block_tokens,
-                shape.kind,
-                shape.window_tokens,
-                shape.window_blocks,
-                shape.block_tokens // hash_tokens,
-                shape.handed_off,
-            )
-            for shape in shapes
-        ),
+        tuple(replace(shape, hash_stride=shape.block_tokens // hash_tokens) for shape in shapes),
         hash_tokens,
         zeroed,
     )

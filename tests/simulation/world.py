@@ -60,9 +60,9 @@ from kvtierd.core.stimuli import (
     WorkerLive,
     WriteMode,
 )
-from kvtierd.core.validate import validate
 
 from tests.oracles.block_table import BlockTable as OracleTable
+from tests.oracles.invariants import validate
 from tests.simulation.disk import FakeDiskWorker, FakeSlab
 from tests.simulation.engine import (
     Engine,

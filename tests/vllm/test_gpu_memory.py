@@ -109,11 +109,11 @@ def test_planes_lead_to_every_block_of_every_layer(
     assert memory.size_bytes == BLOCKS * LAYERS * PAGE_BYTES
     [found] = describe(caches, kv_cache_config, memory)
     [(address, _)] = made
-    for number, plane in enumerate(found.planes):
+    for number, (layer, plane) in enumerate(found.planes.items()):
         for block in range(BLOCKS):
-            caches[plane.layer][block] = number * BLOCKS + block + 1
+            caches[layer][block] = number * BLOCKS + block + 1
             start = plane.base_offset + block * plane.block_stride_bytes
-            fragment = tensor_at(address + start, plane.fragment_bytes).view(caches[plane.layer].dtype)
+            fragment = tensor_at(address + start, plane.fragment_bytes).view(caches[layer].dtype)
             assert fragment.unique().tolist() == [number * BLOCKS + block + 1]
 
 
@@ -128,7 +128,7 @@ def test_several_allocations_are_one_run_of_offsets(gpu: FakeEngineGpu) -> None:
     assert memory.device_memory.range_bytes == (whole, whole)
     layer = BLOCKS * PAGE_BYTES
     planes = describe(mixed, config(False), memory)[0].planes
-    assert [plane.base_offset for plane in planes] == [0, whole + layer, 2 * layer]
+    assert [plane.base_offset for plane in planes.values()] == [0, whole + layer, 2 * layer]
     with pytest.raises(NotShareable, match="lies outside"):
         GpuKVMemory(first).offset_of("elsewhere", second[names[0]])
 

@@ -13,13 +13,17 @@ import pytest
 from kvtier import Group, GroupKind, Plane
 from kvtier_vllm.groups import UnsupportedLayout, groups_of
 from kvtier_vllm.worker.kv_memory import NotShareable, SharedKVMemory
-from kvtier_vllm.worker.layout import describe
+from kvtier_vllm.worker.layout import GroupLayout, describe
 from kvtier_vllm.worker.sharing_choice import covering
 
 from tests.vllm.kv_memory import BLOCKS, HEAD_SIZE, HEADS, LAYERS, PAGE_BYTES, TOKENS, allocate, config, spec
 from tests.vllm.kv_memory import memory as memory
 
 pytestmark = pytest.mark.vllm
+
+
+def first_of(layout: GroupLayout) -> Plane:
+    return next(iter(layout.planes.values()))
 
 
 @pytest.mark.parametrize(
@@ -31,19 +35,16 @@ def test_planes_lead_to_every_block_of_every_layer(
     kv_cache_config = config(across_layers)
     caches = allocate(kv_cache_config, layout, memory)
     [found] = describe(caches, kv_cache_config, memory)
-    assert (found.num_blocks, found.shape.block_tokens, found.block_bytes) == (
-        BLOCKS,
-        TOKENS,
-        LAYERS * PAGE_BYTES,
-    )
+    block_bytes = sum(plane.fragment_bytes for plane in found.planes.values())
+    assert (found.num_blocks, found.shape.block_tokens, block_bytes) == (BLOCKS, TOKENS, LAYERS * PAGE_BYTES)
     # Written through torch, read through a mapping of the descriptor alone, as the daemon has it.
-    for number, plane in enumerate(found.planes):
+    for number, layer in enumerate(found.planes):
         for block in range(BLOCKS):
-            caches[plane.layer][block] = number * BLOCKS + block + 1
+            caches[layer][block] = number * BLOCKS + block + 1
     with mmap.mmap(memory.fileno(), memory.size_bytes) as elsewhere:
         import torch
 
-        for number, plane in enumerate(found.planes):
+        for number, plane in enumerate(found.planes.values()):
             for block in range(BLOCKS):
                 start = plane.base_offset + block * plane.block_stride_bytes
                 fragment = bytearray(elsewhere[start : start + plane.fragment_bytes])
@@ -54,10 +55,10 @@ def test_planes_lead_to_every_block_of_every_layer(
 def test_what_another_process_writes_is_what_the_engine_reads(memory: SharedKVMemory) -> None:
     kv_cache_config = config(across_layers=False)
     caches = allocate(kv_cache_config, "LBHNC", memory)
-    plane = describe(caches, kv_cache_config, memory)[0].planes[1]
+    layer, plane = list(describe(caches, kv_cache_config, memory)[0].planes.items())[1]
     offset = plane.base_offset + 3 * plane.block_stride_bytes
     os.pwrite(memory.fileno(), b"\x3f\x3f" * (plane.fragment_bytes // 2), offset)
-    cache = caches[plane.layer]
+    cache = caches[layer]
     assert cache[3].unique().numel() == 1
     assert cache[3].flatten()[0] != 0
     assert not cache[2].any()
@@ -119,7 +120,7 @@ def test_layers_that_reuse_a_cache_are_stored_once(memory: SharedKVMemory) -> No
     names = kv_cache_config.kv_cache_groups[0].layer_names
     caches["model.layers.9.self_attn.attn"] = caches[names[0]]
     names.append("model.layers.9.self_attn.attn")
-    assert [plane.layer for plane in describe(caches, kv_cache_config, memory)[0].planes] == names[:LAYERS]
+    assert list(describe(caches, kv_cache_config, memory)[0].planes) == names[:LAYERS]
 
 
 def test_kernel_blocks_smaller_than_a_block_make_whole_blocks(memory: SharedKVMemory) -> None:
@@ -129,9 +130,10 @@ def test_kernel_blocks_smaller_than_a_block_make_whole_blocks(memory: SharedKVMe
         name: cache.view(BLOCKS * 2, HEADS, TOKENS // 2, 2 * HEAD_SIZE) for name, cache in caches.items()
     }
     [found] = describe(halves, kv_cache_config, memory)
-    assert [plane.fragment_bytes for plane in found.planes] == [PAGE_BYTES] * LAYERS
-    assert [plane.block_stride_bytes for plane in found.planes] == [PAGE_BYTES] * LAYERS
-    assert found.planes[0].description != describe(caches, kv_cache_config, memory)[0].planes[0].description
+    assert [plane.fragment_bytes for plane in found.planes.values()] == [PAGE_BYTES] * LAYERS
+    assert [plane.block_stride_bytes for plane in found.planes.values()] == [PAGE_BYTES] * LAYERS
+    [whole] = describe(caches, kv_cache_config, memory)
+    assert first_of(found).description != first_of(whole).description
 
 
 def test_blocks_torn_apart_inside_a_layer_are_refused(memory: SharedKVMemory) -> None:
@@ -193,17 +195,17 @@ def test_groups_may_lie_over_each_other(memory: SharedKVMemory) -> None:
     assert (full.shape.kind, full.shape.window_blocks) == (GroupKind.FULL_ATTENTION, 0)
     assert (window.shape.kind, window.shape.window_tokens) == (GroupKind.SLIDING_WINDOW, 64)
     assert window.shape.window_blocks == 4
-    assert [plane.base_offset for plane in full.planes] == [plane.base_offset for plane in window.planes]
-    assert [plane.description for plane in full.planes] == [plane.description for plane in window.planes]
+    for one, other in zip(full.planes.values(), window.planes.values(), strict=True):
+        assert (one.base_offset, one.description) == (other.base_offset, other.description)
     states = config(across_layers=False, groups=[spec(), state_spec()])
     pages = {name: cache.view(torch.int8).view(BLOCKS, -1) for name, cache in caches.items()}
     content = {name: page[:, : 128 + 512] for name, page in pages.items()}
     _, state = describe(content, states, memory)
-    assert state.block_bytes == LAYERS * (128 + 512)
-    assert {plane.block_stride_bytes for plane in state.planes} == {PAGE_BYTES}
-    assert "MAMBA2 states bfloat16[64] float32[8, 16]" in state.planes[0].description
+    assert sum(plane.fragment_bytes for plane in state.planes.values()) == LAYERS * (128 + 512)
+    assert {plane.block_stride_bytes for plane in state.planes.values()} == {PAGE_BYTES}
+    assert "MAMBA2 states bfloat16[64] float32[8, 16]" in first_of(state).description
     other = config(across_layers=False, groups=[spec(), state_spec(shapes=((64,), (16, 8)))])
-    assert describe(content, other, memory)[1].planes[0].description != state.planes[0].description
+    assert first_of(describe(content, other, memory)[1]).description != first_of(state).description
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_layers_of_different_geometry_have_different_descriptions() -> None:
         kv_cache_config = config(across_layers)
         caches = allocate(kv_cache_config, layout, memory)
         memory.close()
-        return describe(caches, kv_cache_config, memory)[0].planes[0].description
+        return first_of(describe(caches, kv_cache_config, memory)[0]).description
 
     assert description("LBHNC", False) != description("LBNHC", False)
     # Where blocks lie may differ; the bytes of one do not.

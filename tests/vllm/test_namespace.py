@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtier import Namespace
 from kvtier_vllm.model import weights
-from kvtier_vllm.model.namespace import EngineNamespace, UnsupportedConfiguration, derive, told
+from kvtier_vllm.model.namespace import UnsupportedConfiguration, derive, told
 
 from tests.vllm.tiny_models import write_eagle_head
 from tools import tiny_llama
@@ -159,7 +160,7 @@ def test_code_of_another_repository_needs_a_name(plain: Any, model: Path, tmp_pa
 def test_a_name_for_the_weights_is_none_for_their_configuration(
     plain: Any, model: Path, tmp_path: Path
 ) -> None:
-    def named(**changes: Any) -> EngineNamespace:
+    def named(**changes: Any) -> Namespace:
         folder = tmp_path / str(len(list(tmp_path.iterdir()))) / model.name
         shutil.copytree(model, folder)
         given = json.loads((folder / "config.json").read_text())
@@ -475,7 +476,7 @@ def test_other_vllms_are_refused(plain: Any, version: str) -> None:
 
 
 def test_a_shared_hash_seed_makes_xxhash_shareable(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def space(algorithm: str, seed: str) -> EngineNamespace:
+    def space(algorithm: str, seed: str) -> Namespace:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         return derive(changed(plain, "cache_config", prefix_caching_hash_algo=algorithm), VERSION)
 

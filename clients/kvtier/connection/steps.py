@@ -209,7 +209,7 @@ def open_index(session: ProtocolState) -> Steps:
             index.add(reply.fds[0])
     except KvtierError as error:
         if error.reason is not Reason.UNKNOWN_GROUP:  # which comes after the last one
-            session.note(str(error))
+            session.last_error = str(error)
 
 
 def unregister(session: ProtocolState) -> Steps:

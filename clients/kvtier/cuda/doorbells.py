@@ -5,14 +5,13 @@ import logging
 import mmap
 import threading
 import time
-import weakref
 from typing import Any
 
 from kvtier_kernels import SharedWords
 from kvtier_kernels.cuda import CudaError
 
 from kvtier.cuda.events import EventRings
-from kvtier.cuda.gpu import Gpu, driver_errors
+from kvtier.cuda.gpu import Gpu, OnePerGpu, driver_errors
 from kvtier.errors import KvtierError, Reason
 from kvtier.memory import Ring, SharedBuffer
 
@@ -103,15 +102,7 @@ class StreamWrites:
         )
 
 
-_writes: "weakref.WeakKeyDictionary[Gpu, StreamWrites]" = weakref.WeakKeyDictionary()
-_writes_lock = threading.Lock()
-
-
-def _writes_of(gpu: Gpu) -> StreamWrites:
-    with _writes_lock:
-        if gpu not in _writes:
-            _writes[gpu] = StreamWrites(gpu)
-        return _writes[gpu]
+_writes_of = OnePerGpu(StreamWrites)
 
 
 class GpuDoorbells:

@@ -3,7 +3,9 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 from kvtier_kernels.cuda import (
     Context,
@@ -16,6 +18,8 @@ from kvtier_kernels.cuda import (
 )
 
 from kvtier.errors import KvtierError, Reason
+
+_Made = TypeVar("_Made")
 
 
 class Gpu:
@@ -30,6 +34,21 @@ class Gpu:
     def name(self) -> str:
         """`GPU-` and its UUID."""
         return self.info.name
+
+
+class OnePerGpu(Generic[_Made]):
+    """Makes one object of a kind for each GPU, when it is first asked for. For any thread."""
+
+    def __init__(self, make: Callable[[Gpu], _Made]) -> None:
+        self._make = make
+        self._made: weakref.WeakKeyDictionary[Gpu, _Made] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def __call__(self, gpu: Gpu) -> _Made:
+        with self._lock:
+            if gpu not in self._made:
+                self._made[gpu] = self._make(gpu)
+            return self._made[gpu]
 
 
 _gpus: dict[tuple[str, int], Gpu] = {}

@@ -2,7 +2,6 @@
 
 import mmap
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from kvtier_kernels.cuda import Copies
 
 from kvtier.cuda.doorbells import GpuDoorbells
-from kvtier.cuda.gpu import Gpu, driver_errors
+from kvtier.cuda.gpu import Gpu, OnePerGpu, driver_errors
 from kvtier.cuda.memory import DeviceMemory
 from kvtier.errors import KvtierError, Reason
 from kvtier.layout import Group, check_layout
@@ -220,12 +219,4 @@ class _Staging:
         self._mapping = mapping
 
 
-_stagings: "weakref.WeakKeyDictionary[Gpu, _Staging]" = weakref.WeakKeyDictionary()
-_stagings_lock = threading.Lock()
-
-
-def _staging_of(gpu: Gpu) -> _Staging:
-    with _stagings_lock:
-        if gpu not in _stagings:
-            _stagings[gpu] = _Staging(gpu)
-        return _stagings[gpu]
+_staging_of = OnePerGpu(_Staging)

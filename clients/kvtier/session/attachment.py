@@ -35,7 +35,8 @@ class Attachment:
         self._index_wanted = spec.role.submits
         self.registration: int | None = None
         """The daemon's number of the memory that is registered, as far as this client was told."""
-        self._registered = not spec.role.holds_rank
+        self.registered = not spec.role.holds_rank
+        """Whether this client has nothing left to register."""
         limits, hash_bytes = welcome.limits, spec.namespace.hash_bytes
         self.lookup_hashes_max = self._fitting(limits.lookup_hashes_max, hash_bytes)
         """The number of hashes that fit one lookup."""
@@ -76,25 +77,20 @@ class Attachment:
 
     # --- registration ---
 
-    @property
-    def registered(self) -> bool:
-        """Whether this client has nothing left to register."""
-        return self._registered
-
     def register(self, registration: int) -> None:
         """Notes that words and memory are registered. Instance events sent earlier may still ask for it."""
         self.registration = registration
-        self._registered = True
+        self.registered = True
         self._stale_requests = self._spec.rank in self.instance.reregister_ranks
 
     def withdraw(self) -> None:
         """Notes that the memory is wanted back: for those who submit, nothing is registered any more."""
-        self._registered = False
+        self.registered = False
 
     def unregister(self) -> None:
         """Notes that the daemon has given up words and memory."""
         self.registration = None
-        self._registered = False
+        self.registered = False
 
     def on_instance(self, event: cache_pb2.InstanceEvent) -> None:
         """Takes over the instance's state. The copy worker of this rank may have been lost."""
@@ -104,7 +100,7 @@ class Attachment:
         if self._spec.rank not in event.reregister_ranks:
             self._stale_requests = False
         elif not self._stale_requests:
-            self._registered = False
+            self.registered = False
 
     # --- limits ---
 

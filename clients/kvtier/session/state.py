@@ -81,12 +81,14 @@ class ProtocolState:
         """Whether some of these are to be sent at once; if not, all of them wait for one that is."""
         self._silent_since_s: float | None = None
         self._suspect = False
-        self._last_error = ""
+        self.last_error = ""
+        """What went wrong last; empty if nothing ever did."""
         self._welcome: cache_pb2.Welcome | None = None
         self._daemon_pid = 0
         self._ready_epoch: int | None = None
         """The epoch of which `take_ready` has told."""
-        self._news = News(spec.prefill_tokens_per_s)
+        self.news = News(spec.prefill_tokens_per_s)
+        """What the daemon is told with the next heartbeat."""
 
     # --- what the connection does ---
 
@@ -98,8 +100,8 @@ class ProtocolState:
         self._daemon_pid = daemon_pid
         self._clear_outgoing()
         record = HelloRecord(self._make_event())
-        self._send(record, hello=self.spec.hello(token, self._news.prefill_tokens_per_s))
-        self._news.prefill_told()
+        self._send(record, hello=self.spec.hello(token, self.news.prefill_tokens_per_s))
+        self.news.prefill_told()
         return record
 
     @property
@@ -126,15 +128,6 @@ class ProtocolState:
             return None
         self._attachment.index_asked()
         return self._attachment.index
-
-    @property
-    def last_error(self) -> str:
-        """What went wrong last; empty if nothing ever did."""
-        return self._last_error
-
-    def note(self, problem: str) -> None:
-        """Notes a problem without which the session can go on."""
-        self._last_error = problem
 
     @property
     def has_outgoing(self) -> bool:
@@ -212,13 +205,13 @@ class ProtocolState:
         self.words.reap()
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
-            self._send(HeartbeatSent(), heartbeat=self._news.take())
+            self._send(HeartbeatSent(), heartbeat=self.news.take())
         next_s = attachment.next_heartbeat_in_s(self._clock())
         return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
 
     def lost(self, why: str) -> None:
         """Ends all that is in flight, as a miss or as lost: the connection is over, or could not be made."""
-        self._last_error = why
+        self.last_error = why
         self.ended = None
         attachment, self._attachment = self._attachment, None
         self.memory.attach(None)
@@ -296,7 +289,7 @@ class ProtocolState:
         return ClientStatus(
             state=self.state,
             why=self._why_not_ready(),
-            last_error=self._last_error,
+            last_error=self.last_error,
             epoch=self.epoch,
             daemon_pid=self._daemon_pid or None,
             daemon_version=welcome.daemon_version if welcome else "",
@@ -367,16 +360,8 @@ class ProtocolState:
         known = attachment.index.known_run(group, hashes, first, end)
         if known == 0 and counted:
             self.counters.lookups_local += 1
-            self._news.spared(max(0, min(end, len(hashes)) - first))
+            self.news.spared(max(0, min(end, len(hashes)) - first))
         return known
-
-    def report_audit(self, audit: cache_pb2.Audit) -> None:
-        """Reports an audit with one of the next heartbeats."""
-        self._news.audited(audit)
-
-    def report_prefill(self, tokens_per_s: float) -> None:
-        """Reports the rate with the next heartbeat, and with every Hello from now on."""
-        self._news.prefill(tokens_per_s)
 
     def abandon(self, record: LookupRecord) -> Lookup:
         """Gives a lookup up. Returns its answer if it has come, else a miss.
@@ -489,7 +474,7 @@ class ProtocolState:
         if state is PartState.DONE and part.direction == "load":
             record.outcome = Outcome(TransferState.DONE, fenced=True, succeeded=b"\1" * record.count)
         elif record.lost:
-            message = f"the daemon went away before it reported the end: {self._last_error}"
+            message = f"the daemon went away before it reported the end: {self.last_error}"
             error = KvtierError(Reason.EPOCH_ENDED, message)
             record.outcome = Outcome(TransferState.FAILED, fenced=True, error=error)
         else:  # the daemon will report how it ended; the blocks may be reused already
@@ -596,7 +581,7 @@ class ProtocolState:
         if record.counts:
             self.counters.blocks_hit += answer.hits
         if answer.error is not None:
-            self._last_error = str(answer.error)
+            self.last_error = str(answer.error)
         record.end(answer)
 
     def _on_submit(self, submitted: Submitted, response: cache_pb2.SubmitResponse) -> None:
@@ -608,7 +593,7 @@ class ProtocolState:
             self._attachment.leases.consumed(submitted.lease_id)
 
     def _on_error(self, pending: Pending, error: KvtierError) -> None:
-        self._last_error = str(error)
+        self.last_error = str(error)
         match pending:
             case HelloRecord():
                 pending.error = error
@@ -637,7 +622,7 @@ class ProtocolState:
             self.counters.transfers_done += 1
         else:
             self.counters.transfers_failed += 1
-            self._last_error = str(outcome.error)
+            self.last_error = str(outcome.error)
         record.end(outcome)
 
     def _end_transfer(self, ticket: int) -> TransferRecord | None:
@@ -662,7 +647,7 @@ class ProtocolState:
         if state is ClientState.CLOSED:
             return "the client is closed"
         if attachment is None:
-            return f"no connection to the daemon: {self._last_error or 'not made yet'}"
+            return f"no connection to the daemon: {self.last_error or 'not made yet'}"
         if state is ClientState.UNRESPONSIVE:
             return "the daemon does not answer"
         if not attachment.registered:

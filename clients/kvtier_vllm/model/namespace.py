@@ -14,9 +14,10 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvtier import Namespace
 
 from kvtier_vllm.model.identity import positions
 from kvtier_vllm.model.identity.rendering import Unnameable, text_of
@@ -68,24 +69,6 @@ class UnsupportedConfiguration(Exception):
     """This engine's blocks cannot be shared. The message says why, and what to change."""
 
 
-@dataclass(frozen=True)
-class EngineNamespace:
-    """The fields of the wire contract's Namespace message."""
-
-    model: str
-    weights_revision: str
-    kv_dtype: str
-    kv_scales: str
-    parallelism: str
-    hash_scheme: str
-    hash_bytes: int
-    tenant: str = ""
-    salt: str = ""
-    generation: int = 0
-    adapter: str = ""
-    identity: tuple[tuple[str, str], ...] = ()
-
-
 def derive(
     vllm_config: Any,
     vllm_version: str,
@@ -94,7 +77,7 @@ def derive(
     revision: str = "",
     *,
     adapters_by_files: bool = False,
-) -> EngineNamespace:
+) -> Namespace:
     """Returns the namespace of the engine that `vllm_config` (a VllmConfig) describes.
 
     Every process of an engine derives the same one. It may read the model's weights (see `weights`), unless
@@ -111,7 +94,7 @@ def derive(
         ) from error
     scheme, hash_bytes = _hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo, version)
     kv_dtype, kv_scales = _kv_dtype(vllm_config)
-    return EngineNamespace(
+    return Namespace(
         model=_model_name(vllm_config.model_config),
         weights_revision=revision or _found_revision(vllm_config.model_config, _load_format(vllm_config)),
         kv_dtype=kv_dtype,

@@ -105,7 +105,8 @@ class SchedulerSide:
         self._generations = Generations(
             weights, keep=config.on_reset == "keep", world_size=world_size, log=log
         )
-        self._link = connect(weights)
+        self.link = connect(weights)
+        """The client in use."""
         question = Question(groups)
         self._matcher = Matcher(
             question,
@@ -157,11 +158,6 @@ class SchedulerSide:
         """What the workers are told in the next step."""
         self._stopped = False
         self._told = False
-
-    @property
-    def link(self) -> Link:
-        """The client in use."""
-        return self._link
 
     def watch_blocks(self, pool: WholeBlockPool) -> None:
         """Takes the engine's block pool. From now on stores hold what they read, where that is needed."""
@@ -272,7 +268,7 @@ class SchedulerSide:
         self._room.take(request, begin + num_external_tokens)
         targets = targets_of(self._groups, tables, begin, begin + num_external_tokens)
         load, order = self._loader.begin(
-            self._link.client,
+            self.link.client,
             request.request_id,
             grant,
             targets,
@@ -502,15 +498,15 @@ class SchedulerSide:
         self._matcher.drop_all()
         self._start_over()
         self._fail_loads()
-        self._link.close(CLOSE_TIMEOUT_S)
+        self.link.close(CLOSE_TIMEOUT_S)
         self._quarantined = False
         if not self._stopped:
-            self._link = self._connect(self._generations.weights)
+            self.link = self._connect(self._generations.weights)
 
     def stop(self) -> None:
         """Disables this side for good; `take_metadata` and `finished` still work."""
         self._stopped = True
-        self._link.close(0)
+        self.link.close(0)
         if self._events is not None:
             self._events.clear()
 
@@ -518,7 +514,7 @@ class SchedulerSide:
         """Ends the connection, because the engine shuts down."""
         self._stopped = True
         self._adapters.close()
-        self._link.close(CLOSE_TIMEOUT_S)
+        self.link.close(CLOSE_TIMEOUT_S)
 
     # --- inside
 
@@ -546,7 +542,7 @@ class SchedulerSide:
         return tracked.hashes
 
     def _ready_client(self) -> Client | None:
-        client = self._link.client
+        client = self.link.client
         if client is None or self._stopped or self._quarantined:
             return None
         epoch = client.ready_epoch
@@ -560,7 +556,7 @@ class SchedulerSide:
     @property
     def _unanswered(self) -> bool:
         """Whether stores wait for a daemon that does not answer."""
-        client = self._link.client if self._storer.holds else None
+        client = self.link.client if self._storer.holds else None
         return client is not None and client.status.state is ClientState.UNRESPONSIVE
 
     def _start_over(self) -> None:
@@ -589,7 +585,7 @@ class SchedulerSide:
             self._audits.over(tracked.request.request_id)
 
     def _heed(self, report: WorkerReport) -> None:
-        verdict = None if self._audits is None else self._audits.results(self._link.client, report.audits)
+        verdict = None if self._audits is None else self._audits.results(self.link.client, report.audits)
         if report.adapters:
             self.adapters_loaded(report.adapters)
         if report.weights:
@@ -599,7 +595,7 @@ class SchedulerSide:
 
     def _quarantine(self, verdict: AuditVerdict) -> None:
         """Leaves the namespace: what is stored under this engine's name is not what it computes."""
-        client = self._link.client
+        client = self.link.client
         self._log.error(
             "kvtier: an audit found that block %s is stored otherwise than this engine computes it: relative "
             "error %.3g in %s, where %.2g is the most that rounding explains. This engine loads and stores "
@@ -757,7 +753,7 @@ class SchedulerSide:
 
     def _measure(self, prefill: PrefillMeter, output: Any) -> None:
         """Tells the daemon how fast this engine computes prompts."""
-        client, tokens = self._link.client, (0, output.total_num_scheduled_tokens)
+        client, tokens = self.link.client, (0, output.total_num_scheduled_tokens)
         if tokens[1] >= prefill.step_tokens_min:  # otherwise it does not matter which of them are of prompts
             tokens = tokens_of_step(output, self._requests)
         if prefill.step(*tokens) and client is not None:

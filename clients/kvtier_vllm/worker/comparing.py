@@ -81,7 +81,7 @@ class Comparer:
         layout = self._layouts[group]
         if layout.shape.kind is GroupKind.MAMBA:
             raise ValueError(f"group {group} keeps states")
-        planes = [self._values(plane.layer, layout.num_blocks) for plane in layout.planes]
+        planes = [self._values(layer, layout.num_blocks) for layer in layout.planes]
         parts = []
         for begin in range(0, len(planes), PLANES_AT_ONCE):
             some = planes[begin : begin + PLANES_AT_ONCE]
@@ -89,7 +89,7 @@ class Comparer:
             other = torch.stack([plane[computed].flatten().float() for plane in some])
             parts.append(_errors(one, other))
         errors = torch.cat(parts)
-        layers = [plane.layer for plane in layout.planes]
+        layers = list(layout.planes)
         if errors.device.type == "cpu":
             return Comparison(layers, errors, lambda: True)
         on_host = torch.empty(errors.shape, dtype=errors.dtype, pin_memory=True)

@@ -15,7 +15,6 @@ from kvtier_vllm.worker.kv_memory import NotShareable
 
 if TYPE_CHECKING:
     import torch
-    from kvtier.cuda import DeviceMemory
 
 # The first release that calls unregister_kv_caches and restore_kv_caches.
 SLEEP_HOOKS_VLLM = (0, 33)
@@ -85,25 +84,20 @@ class GpuKVMemory:
             raise NotShareable("the engine has no KV cache")
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
         try:
-            self._memory = DeviceMemory.join([DeviceMemory.of(tensor) for tensor in storages.values()])
+            self.device_memory = DeviceMemory.join([DeviceMemory.of(tensor) for tensor in storages.values()])
         except KvtierError as error:
             raise NotShareable(f"the KV cache is not on one GPU: {error}") from error
 
     @property
-    def device_memory(self) -> DeviceMemory:
-        """The memory as the client takes it."""
-        return self._memory
-
-    @property
     def size_bytes(self) -> int:
         """The size of all storages."""
-        return self._memory.size_bytes
+        return self.device_memory.size_bytes
 
     def offset_of(self, name: str, tensor: torch.Tensor) -> int:
         """Returns the bytes from the start of the first storage, as if all followed one another, to the
         tensor's first element. Raises NotShareable for a tensor that lies elsewhere."""
         try:
-            return self._memory.offset_of(tensor)
+            return self.device_memory.offset_of(tensor)
         except KvtierError as error:
             raise NotShareable(f"{name} lies outside the KV cache that was registered") from error
 

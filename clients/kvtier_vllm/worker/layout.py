@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtier import Plane
+
 from kvtier_vllm.groups import GroupShape, UnsupportedLayout, shape_of
 from kvtier_vllm.worker.kv_memory import KVMemory
 
@@ -21,31 +23,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PlaneLayout:
-    """One strided array: block b's fragment lies at `base_offset + b * block_stride_bytes`."""
-
-    layer: str
-    base_offset: int
-    """Bytes from the start of the mapping to block 0."""
-    block_stride_bytes: int
-    fragment_bytes: int
-    """The bytes that the plane holds of one block, all of them contiguous."""
-    description: str
-    """What a fragment holds: layer, geometry, dtype. Equal descriptions mean interchangeable bytes."""
-
-
-@dataclass(frozen=True)
 class GroupLayout:
-    """The planes of one KV cache group, in the model's order of layers."""
+    """One KV cache group."""
 
     shape: GroupShape
     num_blocks: int
-    planes: tuple[PlaneLayout, ...]
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of one block over all planes."""
-        return sum(plane.fragment_bytes for plane in self.planes)
+    planes: dict[str, Plane]
+    """The plane of each layer. A description says layer, geometry and dtype."""
 
 
 def describe(
@@ -72,8 +56,8 @@ def describe(
 
 def _planes_of(
     group: Any, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, memory: KVMemory
-) -> tuple[PlaneLayout, ...]:
-    planes: list[PlaneLayout] = []
+) -> dict[str, Plane]:
+    planes: dict[str, Plane] = {}
     seen: set[int] = set()
     for name in group.layer_names:
         if name not in kv_caches:
@@ -82,9 +66,9 @@ def _planes_of(
         # Layers that reuse another layer's cache are registered under both names, and stored once.
         if plane.base_offset not in seen:
             seen.add(plane.base_offset)
-            planes.append(plane)
+            planes[name] = plane
     _refuse_overlap(planes, num_blocks)
-    return tuple(planes)
+    return planes
 
 
 def _content(spec: Any, layer: str) -> str:
@@ -100,9 +84,7 @@ def _content(spec: Any, layer: str) -> str:
     )
 
 
-def _plane_of(
-    name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str
-) -> PlaneLayout:
+def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> Plane:
     if not hasattr(tensor, "stride"):
         raise UnsupportedLayout(f"{name} is registered as a {type(tensor).__name__}, not as one tensor")
     shape, item = tuple(tensor.shape), tensor.element_size()
@@ -137,15 +119,20 @@ def _plane_of(
     geometry = ",".join(map(str, shape[1:]))
     order = ",".join(str(stride // item) for stride in strides[1:])
     dtype = str(tensor.dtype).removeprefix("torch.")
-    description = f"{name} {dtype} [{split}x{geometry}] strides [{order}]{content}"
-    return PlaneLayout(name, base_offset, block_stride_bytes, fragment_bytes, description)
+    return Plane(
+        base_offset=base_offset,
+        block_stride_bytes=block_stride_bytes,
+        fragment_bytes=fragment_bytes,
+        description=f"{name} {dtype} [{split}x{geometry}] strides [{order}]{content}",
+    )
 
 
-def _refuse_overlap(planes: list[PlaneLayout], num_blocks: int) -> None:
+def _refuse_overlap(planes: Mapping[str, Plane], num_blocks: int) -> None:
     """Raises UnsupportedLayout if planes overlap: a byte of two would be stored and restored twice."""
     for block in (0, num_blocks - 1):
         spans = sorted(
-            (p.base_offset + block * p.block_stride_bytes, p.fragment_bytes, p.layer) for p in planes
+            (plane.base_offset + block * plane.block_stride_bytes, plane.fragment_bytes, layer)
+            for layer, plane in planes.items()
         )
         for (start, size, layer), (following, _, other) in itertools.pairwise(spans):
             if start + size > following:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier import Client, Group
-from kvtier.memory import Memory
 
 from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
 from kvtier_vllm.worker.gpu import EngineGpu
@@ -215,7 +214,7 @@ class MirrorSharing(Sharing):
         """`group` covers the blocks of all groups. Raises KvtierError without memory for the mirror."""
         from kvtier.cuda import MirrorMemory
 
-        self._memory = MirrorMemory(memory, (group,))
+        self.client_memory = self._memory = MirrorMemory(memory, (group,))
         self._gpu = gpu
         self._users: Counter[int] = Counter()
         """For each block, how many parts were released and are not over."""
@@ -225,10 +224,6 @@ class MirrorSharing(Sharing):
         """For each load's part, a function that waits until the engine no longer writes its blocks."""
         self._landings: dict[TrackedPart, _CopyIn] = {}
         self._copier = _Copier(jobs_max, log)
-
-    @property
-    def client_memory(self) -> Memory:
-        return self._memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """Lets the step's loads start, before the forward pass. The mirror may be written at once, the

@@ -38,10 +38,8 @@ class Sharing(ABC):
     """One way of sharing, for one worker. Called from the thread that runs the model; calls wait only if they
     say so."""
 
-    @property
-    @abstractmethod
-    def client_memory(self) -> Memory:
-        """The memory that the client registers."""
+    client_memory: Memory
+    """The memory that the client registers."""
 
     @abstractmethod
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
@@ -84,11 +82,7 @@ class HostSharing(Sharing):
     """Shares host memory: the daemon maps the memory in which the engine keeps its KV cache."""
 
     def __init__(self, memory: SharedKVMemory) -> None:
-        self._memory = memory
-
-    @property
-    def client_memory(self) -> Memory:
-        return self._memory
+        self.client_memory = memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         client.ring(LOAD_DOORBELL, step)
@@ -102,12 +96,8 @@ class GpuSharing(Sharing):
     neither side's processor waits for the other."""
 
     def __init__(self, memory: DeviceMemory, gpu: EngineGpu) -> None:
-        self._memory = memory
+        self.client_memory = memory
         self._gpu = gpu
-
-    @property
-    def client_memory(self) -> Memory:
-        return self._memory
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """Has the stream ring the load doorbell, because what was enqueued before may still write to the

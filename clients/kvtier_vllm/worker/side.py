@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvtier import Client, Group, PartRef, PartState, Plane
+from kvtier import Client, Group, PartRef, PartState
 from kvtier.memory import Memory
 from kvtier.status import ClientState
 
@@ -107,7 +107,8 @@ class WorkerSide:
         self._sharing: Sharing | None = None
         self._asleep = False
         self._groups: tuple[Group, ...] = ()
-        self._link: Link | None = None
+        self.link: Link | None = None
+        """The client in use."""
         self._old_links: list[Link] = []
         self._weights = Weights()
         self._changes = 0
@@ -176,9 +177,9 @@ class WorkerSide:
         for load in self._loads:
             load.in_vain = True
         self._audits.fail_all()
-        if self._link is not None and self._client is None:  # not made yet, and must not register now
-            self._link.close(0)
-            self._link = None
+        if self.link is not None and self._client is None:  # not made yet, and must not register now
+            self.link.close(0)
+            self.link = None
         fenced = [link.close(SLEEP_TIMEOUT_S) for link in self._old_links]
         if not self._sharing.sleep(self._client, SLEEP_TIMEOUT_S) or not all(fenced):
             self._log.warning(
@@ -196,13 +197,8 @@ class WorkerSide:
             return
         if not self._sharing.wake(self._client, SLEEP_TIMEOUT_S):
             self._renew(self._weights)
-        elif self._link is None:
+        elif self.link is None:
             self._attach()
-
-    @property
-    def link(self) -> Link | None:
-        """The client in use."""
-        return self._link
 
     # --- a step
 
@@ -331,7 +327,7 @@ class WorkerSide:
         if self._host_memory is not None:
             self._host_memory.close()
         if all(fenced):
-            self._link, self._old_links, self._sharing = None, [], None  # the engine may free its memory
+            self.link, self._old_links, self._sharing = None, [], None  # the engine may free its memory
         else:
             self._log.warning("kvtier: a copy of the KV cache was still running at shutdown")
 
@@ -339,14 +335,14 @@ class WorkerSide:
 
     @property
     def _client(self) -> Client | None:
-        return None if self._link is None else self._link.client
+        return None if self.link is None else self.link.client
 
     def _links(self) -> Iterable[Link]:
-        return [*self._old_links, *([] if self._link is None else [self._link])]
+        return [*self._old_links, *([] if self.link is None else [self.link])]
 
     def _attach(self) -> None:
         if self._sharing is not None and not (self._stopped or self._asleep or self._unsure):
-            self._link = self._connect(self._weights, self._groups, self._sharing.client_memory)
+            self.link = self._connect(self._weights, self._groups, self._sharing.client_memory)
 
     def _renew(self, weights: Weights) -> None:
         """Attaches anew, for blocks of these weights; if the weights have changed again meanwhile, later,
@@ -358,10 +354,10 @@ class WorkerSide:
 
     def _part(self) -> None:
         """Parts from the daemon."""
-        if self._link is not None:
-            self._link.close(0)
-            self._old_links = [self._link]
-            self._link = None
+        if self.link is not None:
+            self.link.close(0)
+            self._old_links = [self.link]
+            self.link = None
 
     def _adopt(self, orders: Orders) -> None:
         client, now_s = self._client, self._clock()
@@ -486,15 +482,7 @@ def _groups(layouts: Iterable[GroupLayout], replicated: Collection[int]) -> tupl
             kind=layout.shape.kind,
             window_tokens=layout.shape.window_tokens,
             replicated=layout.shape.group in replicated,
-            planes=tuple(
-                Plane(
-                    fragment_bytes=plane.fragment_bytes,
-                    base_offset=plane.base_offset,
-                    block_stride_bytes=plane.block_stride_bytes,
-                    description=plane.description,
-                )
-                for plane in layout.planes
-            ),
+            planes=tuple(layout.planes.values()),
         )
         for layout in layouts
     )

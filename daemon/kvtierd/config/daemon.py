@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from kvtierd.config import settings as s
 from kvtierd.config.disk import DiskConfig, Refuse, check_disks, check_extents
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
-from kvtierd.config.settings import ConfigError, Doc, Given
+from kvtierd.config.settings import ConfigError, Given
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 
@@ -36,63 +36,39 @@ _WORKERS = WorkerOptions()
 class ServerConfig:
     """Where engines and operators reach the daemon, and how it treats its sessions."""
 
-    socket: Annotated[
-        Path | None,
-        Doc(
-            "gRPC socket, with the side socket beside it; kvtierctl and clients take the same names. "
-            "Empty: kvtierd.sock in the runtime directory.",
-            s.socket,
-            "PATH",
-            short="socket",
-        ),
-    ] = None
-    group: Annotated[
-        str,
-        Doc(
-            "Unix group that may use the sockets besides their owner. Empty: the owner only.", s.text, "NAME"
-        ),
-    ] = ""
-    health_listen: Annotated[
-        str,
-        Doc(
-            "Where gRPC health checks are answered over TCP, and nothing else, for Kubernetes' probes; off: "
-            "on the socket only.",
-            s.address,
-            "HOST:PORT",
-        ),
-    ] = "off"
-    message_bytes_max: Annotated[
-        int, Doc("Bytes of one gRPC message; larger ones are refused.", s.size, "SIZE")
-    ] = 4 << 20
-    sessions_max: Annotated[
-        int, Doc("Sessions at once; more are refused.", partial(s.count, most=65_536), "N")
-    ] = 256
-    outgoing_max: Annotated[
-        int,
-        Doc(
-            "Messages waiting for one client to read them; one that lets more pile up is dropped.",
-            s.count,
-            "N",
-        ),
-    ] = 4096
-    hello_deadline_s: Annotated[
-        float, Doc("A connection that has not said hello after this long is closed.", s.seconds, "SECONDS")
-    ] = 10.0
-    heartbeat_interval_s: Annotated[
-        float, Doc("How often clients are told to send a heartbeat.", s.seconds, "SECONDS")
-    ] = 2.0
-    session_silence_s: Annotated[
-        float,
-        Doc("A session silent for this long is ended, as if its process had died.", s.seconds, "SECONDS"),
-    ] = 30.0
-    drain_s: Annotated[
-        float,
-        Doc(
-            "How long SIGTERM waits for running transfers before it ends the sessions.",
-            partial(s.seconds, least=0),
-            "SECONDS",
-        ),
-    ] = 20.0
+    socket: Path | None = s.setting(
+        None,
+        s.socket,
+        "gRPC socket, with the side socket beside it; kvtierctl and clients take the same names. "
+        "Empty: kvtierd.sock in the runtime directory.",
+        short="socket",
+    )
+    group: str = s.setting(
+        "", s.text, "Unix group that may use the sockets besides their owner. Empty: the owner only."
+    )
+    health_listen: str = s.setting(
+        "off",
+        s.address,
+        "Where gRPC health checks are answered over TCP, and nothing else, for Kubernetes' probes; off: "
+        "on the socket only.",
+    )
+    message_bytes_max: int = s.setting(4 << 20, s.size, "Bytes of one gRPC message; larger ones are refused.")
+    sessions_max: int = s.setting(256, partial(s.count, most=65_536), "Sessions at once; more are refused.")
+    outgoing_max: int = s.setting(
+        4096, s.count, "Messages waiting for one client to read them; one that lets more pile up is dropped."
+    )
+    hello_deadline_s: float = s.setting(
+        10.0, s.seconds, "A connection that has not said hello after this long is closed."
+    )
+    heartbeat_interval_s: float = s.setting(2.0, s.seconds, "How often clients are told to send a heartbeat.")
+    session_silence_s: float = s.setting(
+        30.0, s.seconds, "A session silent for this long is ended, as if its process had died."
+    )
+    drain_s: float = s.setting(
+        20.0,
+        partial(s.seconds, least=0),
+        "How long SIGTERM waits for running transfers before it ends the sessions.",
+    )
 
     @property
     def socket_path(self) -> Path:
@@ -111,34 +87,21 @@ class ServerConfig:
 class PoolConfig:
     """The host memory that holds the blocks."""
 
-    path: Annotated[
-        Path | None, Doc("Pool file, on tmpfs or hugetlbfs. Empty: /dev/shm/kvtier-UID/pool.", s.path, "PATH")
-    ] = None
-    size: Annotated[int, Doc("Bytes of the pool.", s.size, "SIZE")] = 1 << 30
-    extent_size: Annotated[
-        int,
-        Doc(
-            "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the pool's size.",
-            s.size,
-            "SIZE",
-        ),
-    ] = 0
-    persistent: Annotated[
-        bool,
-        Doc(
-            "Keep the pool in a file that outlives the daemon; otherwise it is anonymous memory.",
-            s.boolean,
-            "BOOL",
-        ),
-    ] = True
-    lock_timeout_s: Annotated[
-        float,
-        Doc(
-            "How long to wait until the pool's previous owner and its copy workers are gone.",
-            partial(s.seconds, least=0),
-            "SECONDS",
-        ),
-    ] = 10.0
+    path: Path | None = s.setting(
+        None, s.path, "Pool file, on tmpfs or hugetlbfs. Empty: /dev/shm/kvtier-UID/pool."
+    )
+    size: int = s.setting(1 << 30, s.size, "Bytes of the pool.")
+    extent_size: int = s.setting(
+        0, s.size, "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the pool's size."
+    )
+    persistent: bool = s.setting(
+        True, s.boolean, "Keep the pool in a file that outlives the daemon; otherwise it is anonymous memory."
+    )
+    lock_timeout_s: float = s.setting(
+        10.0,
+        partial(s.seconds, least=0),
+        "How long to wait until the pool's previous owner and its copy workers are gone.",
+    )
 
     @property
     def file(self) -> Path | None:
@@ -152,50 +115,41 @@ class PoolConfig:
 class LimitsConfig:
     """What one engine, or one call of it, may use."""
 
-    lookup_hashes_max: Annotated[int, Doc("Hashes in one lookup.", s.count, "N")] = _CORE.lookup_hashes_max
-    transfer_blocks_max: Annotated[
-        int,
-        # A part is sent to its copy worker as one packet.
-        Doc("Blocks in one store or load.", partial(s.count, most=8_192), "N"),
-    ] = _CORE.transfer_blocks_max
-    transfers_max: Annotated[int, Doc("Transfers in flight per instance.", s.count, "N")] = (
-        _CORE.transfers_max
+    lookup_hashes_max: int = s.setting(_CORE.lookup_hashes_max, s.count, "Hashes in one lookup.")
+    # A part is sent to its copy worker as one packet.
+    transfer_blocks_max: int = s.setting(
+        _CORE.transfer_blocks_max, partial(s.count, most=8_192), "Blocks in one store or load."
     )
-    leases_max: Annotated[int, Doc("Leases at once per instance.", s.count, "N")] = _CORE.leases_max
-    leased_fraction_max: Annotated[
-        float,
-        Doc(
-            "Share of the pool that leases and running loads of all instances may hold; stores find room in "
-            "the rest.",
-            s.fraction,
-            "FRACTION",
-        ),
-    ] = _CORE.leased_fraction_max
-    held_fraction_max: Annotated[
-        float,
-        Doc(
-            "Share of the pool in which blocks may be held for a time (Retention.hold_ms), all together.",
-            s.fraction,
-            "FRACTION",
-        ),
-    ] = _CORE.held_fraction_max
-    hold_s_max: Annotated[
-        float, Doc("Blocks are held no longer than this at a time.", s.seconds, "SECONDS")
-    ] = _CORE.hold_s_max
-    lease_ttl_s: Annotated[
-        float, Doc("A lease ends this long after its instance's last heartbeat.", s.seconds, "SECONDS")
-    ] = _CORE.lease_ttl_s
-    lease_lifetime_s: Annotated[
-        float, Doc("A lease ends this long after it was granted, heartbeats or not.", s.seconds, "SECONDS")
-    ] = _CORE.lease_lifetime_s
-    gate_deadline_s: Annotated[
-        float, Doc("A gated part whose doorbell has not rung for this long is revoked.", s.seconds, "SECONDS")
-    ] = _CORE.gate_deadline_s
-    transfer_deadline_s: Annotated[
-        float, Doc("A transfer older than this is cancelled.", s.seconds, "SECONDS")
-    ] = _CORE.transfer_deadline_s
-    terminal_kept: Annotated[int, Doc("Ended transfers remembered per instance, for Wait.", s.count, "N")] = (
-        _CORE.terminal_kept
+    transfers_max: int = s.setting(_CORE.transfers_max, s.count, "Transfers in flight per instance.")
+    leases_max: int = s.setting(_CORE.leases_max, s.count, "Leases at once per instance.")
+    leased_fraction_max: float = s.setting(
+        _CORE.leased_fraction_max,
+        s.fraction,
+        "Share of the pool that leases and running loads of all instances may hold; stores find room in "
+        "the rest.",
+    )
+    held_fraction_max: float = s.setting(
+        _CORE.held_fraction_max,
+        s.fraction,
+        "Share of the pool in which blocks may be held for a time (Retention.hold_ms), all together.",
+    )
+    hold_s_max: float = s.setting(
+        _CORE.hold_s_max, s.seconds, "Blocks are held no longer than this at a time."
+    )
+    lease_ttl_s: float = s.setting(
+        _CORE.lease_ttl_s, s.seconds, "A lease ends this long after its instance's last heartbeat."
+    )
+    lease_lifetime_s: float = s.setting(
+        _CORE.lease_lifetime_s, s.seconds, "A lease ends this long after it was granted, heartbeats or not."
+    )
+    gate_deadline_s: float = s.setting(
+        _CORE.gate_deadline_s, s.seconds, "A gated part whose doorbell has not rung for this long is revoked."
+    )
+    transfer_deadline_s: float = s.setting(
+        _CORE.transfer_deadline_s, s.seconds, "A transfer older than this is cancelled."
+    )
+    terminal_kept: int = s.setting(
+        _CORE.terminal_kept, s.count, "Ended transfers remembered per instance, for Wait."
     )
 
     def to_core(self) -> CoreLimits:
@@ -206,32 +160,24 @@ class LimitsConfig:
 class IntegrityConfig:
     """When stored bytes are compared with their checksums."""
 
-    verify: Annotated[
-        str,
-        Doc(
-            "When a host block is compared with its checksum before a load: restart (before its first load "
-            "after a restart) or always. Its record is checked on every load.",
-            s.choice("restart", "always"),
-            "WHEN",
-        ),
-    ] = _INTEGRITY.verify.value
-    sample_bytes_per_s: Annotated[
-        int,
-        Doc(
-            "Bytes of the host pool compared with their checksums every second while nothing is copied, at "
-            "random. 0: none.",
-            s.size,
-            "SIZE",
-        ),
-    ] = _INTEGRITY.sample_bytes_per_s
-    remembered_blocks: Annotated[
-        int,
-        Doc(
-            "Blocks of which `kvtierctl explain` knows why they are gone, the latest; 44 bytes each.",
-            partial(s.count, most=1 << 22),
-            "N",
-        ),
-    ] = _INTEGRITY.remembered_blocks
+    verify: str = s.setting(
+        _INTEGRITY.verify.value,
+        s.choice("restart", "always"),
+        "When a host block is compared with its checksum before a load: restart (before its first load "
+        "after a restart) or always. Its record is checked on every load.",
+        metavar="WHEN",
+    )
+    sample_bytes_per_s: int = s.setting(
+        _INTEGRITY.sample_bytes_per_s,
+        s.size,
+        "Bytes of the host pool compared with their checksums every second while nothing is copied, at "
+        "random. 0: none.",
+    )
+    remembered_blocks: int = s.setting(
+        _INTEGRITY.remembered_blocks,
+        partial(s.count, most=1 << 22),
+        "Blocks of which `kvtierctl explain` knows why they are gone, the latest; 44 bytes each.",
+    )
 
     def to_core(self) -> CoreIntegrity:
         return CoreIntegrity(Verify(self.verify), self.sample_bytes_per_s, self.remembered_blocks)
@@ -241,68 +187,55 @@ class IntegrityConfig:
 class WorkersConfig:
     """The processes that copy blocks between engines and the pool."""
 
-    copy_deadline_s: Annotated[
-        float,
-        Doc(
-            "A copy worker stuck in one copy for this long is killed and started again.", s.seconds, "SECONDS"
-        ),
-    ] = 10.0
-    gpu_copy_method: Annotated[
-        str,
-        Doc(
-            "How GPUs' workers copy: auto (what the driver does best), batch, loop, or rows (2D copies).",
-            s.choice("auto", "batch", "loop", "rows"),
-            "METHOD",
-        ),
-    ] = _WORKERS.gpu_copy_method
-    gpu_idle_s: Annotated[
-        float,
-        Doc(
-            "A GPU's worker that no session has used for this long is ended, which frees its memory there. "
-            "0: never.",
-            partial(s.seconds, least=0),
-            "SECONDS",
-        ),
-    ] = _SUPERVISOR.gpu_idle_s
-    seal_threads: Annotated[
-        int,
-        Doc(
-            "Threads of each GPU's worker that compute checksums of what was stored.",
-            partial(s.count, most=64),
-            "N",
-        ),
-    ] = _WORKERS.seal_threads
+    copy_deadline_s: float = s.setting(
+        10.0, s.seconds, "A copy worker stuck in one copy for this long is killed and started again."
+    )
+    gpu_copy_method: str = s.setting(
+        _WORKERS.gpu_copy_method,
+        s.choice("auto", "batch", "loop", "rows"),
+        "How GPUs' workers copy: auto (what the driver does best), batch, loop, or rows (2D copies).",
+        metavar="METHOD",
+    )
+    gpu_idle_s: float = s.setting(
+        _SUPERVISOR.gpu_idle_s,
+        partial(s.seconds, least=0),
+        "A GPU's worker that no session has used for this long is ended, which frees its memory there. "
+        "0: never.",
+    )
+    seal_threads: int = s.setting(
+        _WORKERS.seal_threads,
+        partial(s.count, most=64),
+        "Threads of each GPU's worker that compute checksums of what was stored.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """What Prometheus scrapes."""
 
-    listen: Annotated[
-        str,
-        Doc(
-            "Where Prometheus metrics are served; port 0 picks a free one, off serves none.",
-            s.address,
-            "HOST:PORT",
-        ),
-    ] = "127.0.0.1:9470"
+    listen: str = s.setting(
+        "127.0.0.1:9470",
+        s.address,
+        "Where Prometheus metrics are served; port 0 picks a free one, off serves none.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
     """The daemon's log, on its standard error."""
 
-    level: Annotated[
-        str, Doc("debug, info, warning or error.", s.choice("debug", "info", "warning", "error"), "LEVEL")
-    ] = "info"
-    format: Annotated[
-        str,
-        Doc(
-            "human, json, or auto: human on a terminal, JSON lines otherwise.",
-            s.choice("auto", "human", "json"),
-            "FORMAT",
-        ),
-    ] = "auto"
+    level: str = s.setting(
+        "info",
+        s.choice("debug", "info", "warning", "error"),
+        "debug, info, warning or error.",
+        metavar="LEVEL",
+    )
+    format: str = s.setting(
+        "auto",
+        s.choice("auto", "human", "json"),
+        "human, json, or auto: human on a terminal, JSON lines otherwise.",
+        metavar="FORMAT",
+    )
 
 
 @dataclass(frozen=True, slots=True)

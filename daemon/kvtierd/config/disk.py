@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Protocol
 
 from kvtierd.config import settings as s
-from kvtierd.config.settings import Doc
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.stimuli import CoreDisks, WriteMode
 from kvtierd.workers.supervisor.kinds import IO_THREADS_MAX
@@ -26,96 +25,64 @@ _DISKS = CoreDisks()
 class DiskConfig:
     """The disk tier: folders that take the blocks that memory has no room for."""
 
-    paths: Annotated[
-        tuple[Path, ...],
-        Doc(
-            "Directories of the disk tier, one for each disk; each gets a file kvtier.slab. A list, or text "
-            "with colons between them. Empty: no disk tier.",
-            s.paths,
-            "PATH:...",
-        ),
-    ] = ()
-    size: Annotated[
-        int, Doc("Bytes in each of the directories; its file is made as large at once.", s.size, "SIZE")
-    ] = 0
-    extent_size: Annotated[
-        int,
-        Doc(
-            "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the disk's size.",
-            s.size,
-            "SIZE",
-        ),
-    ] = 0
-    write_mode: Annotated[
-        str,
-        Doc(
-            "When a block is written to its disk: back (before it is evicted), through (as soon as it is "
-            "stored) or on-reuse (when it is found for the first time).",
-            s.choice(*(mode.value for mode in WriteMode)),
-            "MODE",
-        ),
-    ] = _DISKS.mode.value
-    threads: Annotated[
-        int, Doc("Threads of each disk's worker.", partial(s.count, most=IO_THREADS_MAX), "N")
-    ] = 2
-    queue_depth: Annotated[
-        int, Doc("Operations of each of these threads at once.", partial(s.count, most=1024), "N")
-    ] = 32
-    deadline_s: Annotated[
-        float,
-        Doc(
-            "A disk's worker for which the disk has done nothing for this long is killed and started again.",
-            partial(s.seconds, least=0.1),
-            "SECONDS",
-        ),
-    ] = 30.0
-    start_deadline_s: Annotated[
-        float,
-        Doc(
-            "How long the start waits for disks; one that needs longer joins later.",
-            partial(s.seconds, least=0),
-            "SECONDS",
-        ),
-    ] = 10.0
-    write_queue_size: Annotated[int, Doc("Bytes on their way to each disk at once.", s.size, "SIZE")] = (
-        _DISKS.write_queue_bytes
+    paths: tuple[Path, ...] = s.setting(
+        (),
+        s.paths,
+        "Directories of the disk tier, one for each disk; each gets a file kvtier.slab. A list, or text "
+        "with colons between them. Empty: no disk tier.",
     )
-    read_queue_size: Annotated[
-        int,
-        Doc(
-            "Bytes on their way from each disk at once; blocks beyond that are promoted when they are asked "
-            "for again.",
-            s.size,
-            "SIZE",
-        ),
-    ] = _DISKS.read_queue_bytes
-    slow_deadline_s: Annotated[
-        float,
-        Doc(
-            "A read or write that takes longer counts as an error, and what it was to promote is a miss.",
-            s.seconds,
-            "SECONDS",
-        ),
-    ] = _DISKS.slow_deadline_s
-    errors_max: Annotated[
-        int, Doc("After this many errors in a row a disk is not used for a while.", s.count, "N")
-    ] = _DISKS.errors_max
-    probe_after_s: Annotated[
-        float,
-        Doc(
-            "How long such a disk is not used; after that, one read decides whether it is.",
-            s.seconds,
-            "SECONDS",
-        ),
-    ] = _DISKS.probe_after_s
-    recompute_if_faster: Annotated[
-        bool,
-        Doc(
-            "Report blocks as missing where their engine computes them faster than they load.",
-            s.boolean,
-            "BOOL",
-        ),
-    ] = _DISKS.recompute_if_faster
+    size: int = s.setting(0, s.size, "Bytes in each of the directories; its file is made as large at once.")
+    extent_size: int = s.setting(
+        0, s.size, "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the disk's size."
+    )
+    write_mode: str = s.setting(
+        _DISKS.mode.value,
+        s.choice(*(mode.value for mode in WriteMode)),
+        "When a block is written to its disk: back (before it is evicted), through (as soon as it is "
+        "stored) or on-reuse (when it is found for the first time).",
+        metavar="MODE",
+    )
+    threads: int = s.setting(2, partial(s.count, most=IO_THREADS_MAX), "Threads of each disk's worker.")
+    queue_depth: int = s.setting(
+        32, partial(s.count, most=1024), "Operations of each of these threads at once."
+    )
+    deadline_s: float = s.setting(
+        30.0,
+        partial(s.seconds, least=0.1),
+        "A disk's worker for which the disk has done nothing for this long is killed and started again.",
+    )
+    start_deadline_s: float = s.setting(
+        10.0,
+        partial(s.seconds, least=0),
+        "How long the start waits for disks; one that needs longer joins later.",
+    )
+    write_queue_size: int = s.setting(
+        _DISKS.write_queue_bytes, s.size, "Bytes on their way to each disk at once."
+    )
+    read_queue_size: int = s.setting(
+        _DISKS.read_queue_bytes,
+        s.size,
+        "Bytes on their way from each disk at once; blocks beyond that are promoted when they are asked "
+        "for again.",
+    )
+    slow_deadline_s: float = s.setting(
+        _DISKS.slow_deadline_s,
+        s.seconds,
+        "A read or write that takes longer counts as an error, and what it was to promote is a miss.",
+    )
+    errors_max: int = s.setting(
+        _DISKS.errors_max, s.count, "After this many errors in a row a disk is not used for a while."
+    )
+    probe_after_s: float = s.setting(
+        _DISKS.probe_after_s,
+        s.seconds,
+        "How long such a disk is not used; after that, one read decides whether it is.",
+    )
+    recompute_if_faster: bool = s.setting(
+        _DISKS.recompute_if_faster,
+        s.boolean,
+        "Report blocks as missing where their engine computes them faster than they load.",
+    )
 
     def to_core(self) -> CoreDisks:
         return CoreDisks(

@@ -2,8 +2,8 @@
 flags.
 
 The settings are in `daemon.py` and `disk.py`, and `reading.py` combines what was given. A setting is a field
-of a frozen dataclass whose type is annotated with a `Doc`: one sentence for people, and a parser for what
-TOML or a command line holds.
+of a frozen dataclass, declared with `setting`: a default, a parser for what TOML or a command line holds, and
+one sentence for people.
 """
 
 import dataclasses
@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar
 
 ENV_PREFIX = "KVTIER_"
+_Value = TypeVar("_Value")
 
 SIZE_FORMS = (
     "64Gi or 64GiB is 64 x 2^30 bytes; 64G, 64g or 64GB is 64 x 10^9; K, M, T and P work in the same way"
@@ -67,20 +69,6 @@ class ConfigError(Exception):
     def all(self) -> tuple["ConfigError", ...]:
         """This error and the others, one by one."""
         return (self, *self.others)
-
-
-@dataclass(frozen=True, slots=True)
-class Doc:
-    """What a setting means. `parse` takes TOML and text; its ValueError says what to write instead.
-
-    `short` is the name of flag and variable where that is not made of section and name; the long names are
-    understood as well.
-    """
-
-    sentence: str
-    parse: Callable[[object], Any]
-    metavar: str = "VALUE"
-    short: str = ""
 
 
 # --- parsers ---
@@ -203,6 +191,36 @@ def address(raw: object) -> str:
     return value
 
 
+_METAVARS: dict[Callable[..., Any], str] = {
+    text: "NAME",
+    path: "PATH",
+    socket: "PATH",
+    paths: "PATH:...",
+    boolean: "BOOL",
+    size: "SIZE",
+    count: "N",
+    seconds: "SECONDS",
+    fraction: "FRACTION",
+    address: "HOST:PORT",
+}
+"""What help shows in place of a value, by its parser."""
+
+
+def setting(
+    default: _Value, parse: Callable[[object], Any], sentence: str, *, metavar: str = "", short: str = ""
+) -> _Value:
+    """Declares a field of a configuration class. `parse` takes TOML and text; its ValueError says what to
+    write instead. `sentence` says for people what the setting means.
+
+    `metavar`: what help shows in place of a value, where the parser does not say it. `short`: the name by
+    which flag and variable are known, where that is not section and name; the long ones are understood as
+    well.
+    """
+    kind = parse.func if isinstance(parse, partial) else parse
+    about = {"parse": parse, "metavar": metavar or _METAVARS[kind], "sentence": sentence, "short": short}
+    return dataclasses.field(default=default, metadata=about)
+
+
 _EXACT_UNITS = tuple((unit, _UNITS[unit.lower()]) for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB"))
 """The units of `format_size`, from the largest to the smallest."""
 
@@ -245,10 +263,10 @@ class Setting:
     section: str
     name: str
     default: Any
-    sentence: str
     parse: Callable[[object], Any]
     metavar: str
-    short: str = ""
+    sentence: str
+    short: str
 
     @property
     def key(self) -> str:
@@ -283,10 +301,8 @@ class Setting:
 def declared(cls: type) -> Iterator[Setting]:
     """Every setting of a configuration class, whose fields are its sections, in order."""
     for section, section_cls in sections(cls):
-        hints = get_type_hints(section_cls, include_extras=True)
         for item in dataclasses.fields(section_cls):
-            doc = hints[item.name].__metadata__[0]
-            yield Setting(section, item.name, item.default, doc.sentence, doc.parse, doc.metavar, doc.short)
+            yield Setting(section, item.name, item.default, **item.metadata)
 
 
 def section_sentences(cls: type) -> Iterator[tuple[str, str]]:

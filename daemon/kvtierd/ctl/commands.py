@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import grpc
@@ -73,13 +74,27 @@ main.add_command(completion)
 _socket_option = socket_options(SOCKET_HELP, expose=True)
 
 
+def _timeout_option(
+    default_s: float, text: str, *, most_s: float, least_s: float = 0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(least_s, most_s),
+        default=default_s,
+        show_default=True,
+        metavar="SECONDS",
+        help=text,
+    )
+
+
 @main.command()
 @_socket_option
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.StatusResponse as JSON.")
 def status(socket: Path | None, as_json: bool) -> None:
     """Show the pool, the engines attached, the copy workers and the traffic."""
-    with _admin(socket or _configured_socket()) as admin:
-        response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    with _admin(socket) as admin:
+        response = _status(admin)
     if as_json:
         click.echo(to_json(response))
     else:
@@ -107,13 +122,12 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
     On a terminal each frame replaces the one before; with --frames, the last one stays. Elsewhere frames are
     printed one after another, without colours, 80 columns wide or as wide as COLUMNS says.
     """
-    path = socket or _configured_socket()
     picture, terminal = Top(interval_s), console()
     updates = terminal.is_terminal and not terminal.is_dumb_terminal and sys.stdout.isatty() and not as_json
     interrupts.instead("", 0)  # this command is meant to be ended by a signal
-    with _admin(path) as admin, whole_screen(terminal) if updates else nullcontext():
+    with _admin(socket) as admin, whole_screen(terminal) if updates else nullcontext():
         for number in itertools.count(1):
-            answer = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+            answer = _status(admin)
             picture.add(answer, time.monotonic())
             if as_json:
                 click.echo(json.dumps(_plain(answer)))
@@ -136,8 +150,8 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of kvtier.v1.InstanceStatus.")
 def engines(socket: Path | None, as_json: bool) -> None:
     """List the engines that are attached, their processes, and what they hold."""
-    with _admin(socket or _configured_socket()) as admin:
-        response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+    with _admin(socket) as admin:
+        response = _status(admin)
     if as_json:
         click.echo(to_json_list(response.instances))
     else:
@@ -150,9 +164,8 @@ def engines(socket: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
 def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
     """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
-    with _admin(socket or _configured_socket()) as admin:
-        request = admin_pb2.ListNamespacesRequest()
-        response = admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
+    with _admin(socket) as admin:
+        response = _namespaces(admin)
     if as_json:
         click.echo(to_json(response))
     else:
@@ -162,14 +175,8 @@ def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
 @main.command()
 @_socket_option
 @click.option("--for-restart", is_flag=True, help="Stop the daemon, once nothing is under way any more.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, 86_400),
-    default=150.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for transfers; none takes longer than limits.transfer_deadline_s.",
+@_timeout_option(
+    150.0, "How long to wait for transfers; none takes longer than limits.transfer_deadline_s.", most_s=86_400
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the last kvtier.v1.DrainProgress as JSON.")
 def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: bool) -> None:
@@ -207,7 +214,7 @@ def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: boo
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ResumeResponse as JSON.")
 def resume(socket: Path | None, as_json: bool) -> None:
     """Take `drain` back: stores, loads and new engines are accepted again."""
-    with _admin(socket or _configured_socket()) as admin:
+    with _admin(socket) as admin:
         response = admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
     said = "serving again" if response.was_draining else "serving; it was not draining"
     click.echo(to_json(response) if as_json else said)
@@ -215,14 +222,8 @@ def resume(socket: Path | None, as_json: bool) -> None:
 
 @main.command()
 @_socket_option
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, 1e6),
-    default=86_400.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait; the disks do it only while they have nothing else to do.",
+@_timeout_option(
+    86_400.0, "How long to wait; the disks do it only while they have nothing else to do.", most_s=1e6
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the last kvtier.v1.DiskStatus of each disk as JSON."
@@ -235,11 +236,10 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
     """
     deadline_s = time.monotonic() + timeout_s
     told: dict[str, str] = {}
-    with _admin(socket or _configured_socket()) as admin:
+    with _admin(socket) as admin:
 
         def disks() -> dict[str, admin_pb2.DiskStatus]:
-            response = admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
-            return {disk.path: disk for disk in response.disks}
+            return {disk.path: disk for disk in _status(admin).disks}
 
         before = disks()
         admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
@@ -273,15 +273,7 @@ def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskSta
 @_socket_option
 @click.option("--namespace", metavar="DIGEST", help="Its digest, or how it begins; default: all of them.")
 @click.option("--yes", is_flag=True, help="Do not ask; needed where nobody can be asked.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, 86_400),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for disks to keep it.",
-)
+@_timeout_option(60.0, "How long to wait for disks to keep it.", most_s=86_400)
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ClearResponse as JSON.")
 def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: float, as_json: bool) -> None:
     """Drop cached blocks, of all namespaces or of one, from memory and from disks.
@@ -302,11 +294,9 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
         click.echo("kvtierctl: nothing was dropped: nobody can be asked here; add --yes to drop it", err=True)
         sys.exit(EXIT_USAGE)
     chosen = (namespace or "").lower()
-    with _admin(socket or _configured_socket()) as admin:
+    with _admin(socket) as admin:
         if not yes:
-            found = admin.ListNamespaces(
-                admin_pb2.ListNamespacesRequest(), timeout=TIMEOUT_S, wait_for_ready=False
-            )
+            found = _namespaces(admin)
             if not _confirmed(question(found, chosen)):
                 click.echo("kvtierctl: nothing was dropped", err=True)
                 sys.exit(EXIT_NOT_YET)
@@ -366,14 +356,8 @@ def measure(socket: Path | None, size: str | None, block: str, as_json: bool) ->
 @_socket_option
 @click.option("--model", help="One that the server serves; default: its first that is no adapter.")
 @click.option("--api-key", envvar="VLLM_API_KEY", default="", help="If the server wants one. [VLLM_API_KEY]")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(1, 3_600),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for each answer, and for each thing that is to happen.",
+@_timeout_option(
+    30.0, "How long to wait for each answer, and for each thing that is to happen.", least_s=1, most_s=3_600
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as a JSON object.")
 def check_engine(
@@ -417,7 +401,7 @@ def reload(socket: Path | None, as_json: bool) -> None:
     Exit status 75: some settings take a restart (`kvtierctl drain --for-restart`), the others are in force.
     Exit status 69: the configuration cannot be used, and nothing has changed.
     """
-    with _admin(socket or _configured_socket()) as admin:
+    with _admin(socket) as admin:
         response = admin.Reload(admin_pb2.ReloadRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
     click.echo(to_json(response) if as_json else "\n".join(reloaded(response)))
     if response.needs_restart:
@@ -443,7 +427,7 @@ def explain_block(
     several = block_hash == "-"
     keys = [_block_hash(text) for text in (sys.stdin.read().split() if several else [block_hash])]
     responses = []
-    with _admin(socket or _configured_socket()) as admin:
+    with _admin(socket) as admin:
         for key in keys:
             request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
             responses.append(admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False))
@@ -488,14 +472,25 @@ def _size(option: str, text: str) -> int:
 
 
 @contextmanager
-def _admin(path: Path) -> Iterator[admin_pb2_grpc.AdminStub]:
-    """Gives the calls of a daemon. A call that fails is explained on standard error, and ends the program."""
+def _admin(socket: Path | None) -> Iterator[admin_pb2_grpc.AdminStub]:
+    """Gives the calls of the daemon at this socket, or at the configured one. A call that fails is explained
+    on standard error, and ends the program."""
+    path = socket or _configured_socket()
     try:
         with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
             yield admin_pb2_grpc.AdminStub(channel)
     except grpc.RpcError as error:
         click.echo(f"kvtierctl: {explain(path, error)}", err=True)
         sys.exit(EXIT_NO_DAEMON)
+
+
+def _status(admin: admin_pb2_grpc.AdminStub) -> admin_pb2.StatusResponse:
+    return admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
+
+
+def _namespaces(admin: admin_pb2_grpc.AdminStub) -> admin_pb2.ListNamespacesResponse:
+    request = admin_pb2.ListNamespacesRequest()
+    return admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

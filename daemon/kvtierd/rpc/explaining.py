@@ -17,19 +17,6 @@ ELSEWHERE_MAX = 8
 SECRET = ("salt",)
 """Fields whose values are not shown."""
 
-_VERDICT = {
-    BlockVerdict.READABLE: admin_pb2.VERDICT_READABLE,
-    BlockVerdict.BEING_WRITTEN: admin_pb2.VERDICT_BEING_WRITTEN,
-    BlockVerdict.EVICTED: admin_pb2.VERDICT_EVICTED,
-    BlockVerdict.STORE_ENDED: admin_pb2.VERDICT_STORE_ENDED,
-    BlockVerdict.REFUSED: admin_pb2.VERDICT_REFUSED,
-    BlockVerdict.CORRUPT: admin_pb2.VERDICT_CORRUPT,
-    BlockVerdict.ELSEWHERE: admin_pb2.VERDICT_ELSEWHERE,
-    BlockVerdict.NEVER_STORED: admin_pb2.VERDICT_NEVER_STORED,
-    BlockVerdict.ON_DISK: admin_pb2.VERDICT_ON_DISK,
-    BlockVerdict.CLEARED: admin_pb2.VERDICT_CLEARED,
-    BlockVerdict.EXPIRED: admin_pb2.VERDICT_EXPIRED,
-}
 _WHY_ENDED = {
     Reason.CANCELLED: "was cancelled",
     Reason.REVOKED: "was revoked by its engine before it started, or withdrawn",
@@ -57,7 +44,7 @@ def _explanation(each: Explanation, explained: Explained, uptime_s: float) -> ad
         namespace_digest=place.namespace.hex(),
         model=place.about.model if place.about else "",
         group=place.group,
-        verdict=_VERDICT[each.verdict],
+        verdict=admin_pb2.Verdict.Value(f"VERDICT_{each.verdict.name}"),
         reason=types_pb2.Reason.ValueType(int(each.reason or 0)),
         text=_text(each, explained, uptime_s) + _audited(each),
         elsewhere=[_elsewhere(place, other) for other in each.elsewhere[:ELSEWHERE_MAX]],

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from kvtier.v1 import admin_pb2, cache_pb2
 
 from kvtierd.cache import Cache
+from kvtierd.config.daemon import ServerConfig
 from kvtierd.config.reload import Reload
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc.admin import AdminCalls
@@ -40,19 +40,6 @@ Observe = Callable[[str, float], None]
 """Called with the name of every call and the seconds that it took."""
 
 
-@dataclass(frozen=True, slots=True)
-class RpcSettings:
-    message_bytes_max: int
-    sessions_max: int
-    hello_deadline_s: float
-    outgoing_max: int
-    heartbeat_interval_s: float
-    health_listen: str
-    """host:port, or "off"."""
-    leased_blocks_max: int
-    """What clients are told; the core decides by bytes."""
-
-
 class RpcServer:
     """Serves one cache. Call `bind`, then `start`; `stop` ends every stream."""
 
@@ -61,13 +48,15 @@ class RpcServer:
         cache: Cache,
         connections: Connections,
         limits: CoreLimits,
-        settings: RpcSettings,
+        settings: ServerConfig,
+        leased_blocks_max: int,
         about: AboutDaemon,
         observe: Observe,
         stop: Callable[[], None],
         reload: Reload,
     ) -> None:
-        """`stop` begins the end of the daemon, as an operator's signal would."""
+        """`leased_blocks_max` is told to clients; the core decides by bytes. `stop` begins the end of the
+        daemon, as an operator's signal would."""
         self._cache = cache
         self._connections = connections
         self._observe = observe
@@ -80,7 +69,7 @@ class RpcServer:
         self._stream_settings = StreamSettings(
             hello_deadline_s=settings.hello_deadline_s,
             outgoing_max=settings.outgoing_max,
-            limits=wire_limits(limits, settings),
+            limits=wire_limits(limits, settings, leased_blocks_max),
             daemon_version=about.version,
             pool_bytes=cache.pool_bytes,
         )
@@ -173,13 +162,13 @@ class RpcServer:
         return answering(answer)
 
 
-def wire_limits(limits: CoreLimits, settings: RpcSettings) -> cache_pb2.Limits:
+def wire_limits(limits: CoreLimits, settings: ServerConfig, leased_blocks_max: int) -> cache_pb2.Limits:
     """The limits that clients are told in Welcome."""
     return cache_pb2.Limits(
         lookup_hashes_max=limits.lookup_hashes_max,
         transfer_blocks_max=limits.transfer_blocks_max,
         transfers_max=limits.transfers_max,
-        leased_blocks_max=settings.leased_blocks_max,
+        leased_blocks_max=leased_blocks_max,
         lease_ttl_ms=round(limits.lease_ttl_s * 1000),
         heartbeat_interval_ms=round(settings.heartbeat_interval_s * 1000),
         gate_deadline_ms=round(limits.gate_deadline_s * 1000),

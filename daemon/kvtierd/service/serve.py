@@ -32,7 +32,7 @@ from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import descriptors_wanted, require
 from kvtierd.rpc.connections import Connections
-from kvtierd.rpc.server import RpcServer, RpcSettings
+from kvtierd.rpc.server import RpcServer
 from kvtierd.rpc.side import SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
 from kvtierd.rpc.status import AboutDaemon
@@ -289,7 +289,8 @@ class _Daemon:
             cache,
             connections,
             limits,
-            self._rpc_settings(),
+            config.server,
+            int(self._pool.geometry.capacity_bytes * config.limits.leased_fraction_max) // PAGE_BYTES,
             AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
             metrics.observe_rpc,
             self._drained,
@@ -340,19 +341,6 @@ class _Daemon:
         deadline_s = loop.time() + self._config.disk.start_deadline_s
         await workers.settle_disks(self._config.disk.start_deadline_s)
         await cache.disks.recovered(max(0.0, deadline_s - loop.time()))
-
-    def _rpc_settings(self) -> RpcSettings:
-        server, limits = self._config.server, self._config.limits
-        leased_bytes = int(self._pool.geometry.capacity_bytes * limits.leased_fraction_max)
-        return RpcSettings(
-            message_bytes_max=server.message_bytes_max,
-            sessions_max=server.sessions_max,
-            hello_deadline_s=server.hello_deadline_s,
-            outgoing_max=server.outgoing_max,
-            health_listen=server.health_listen,
-            heartbeat_interval_s=server.heartbeat_interval_s,
-            leased_blocks_max=leased_bytes // PAGE_BYTES,
-        )
 
     def _serve_metrics(self, metrics: Metrics, cache: Cache, stack: AsyncExitStack) -> str:
         """Starts the metrics endpoint; returns its URL, or an empty text if metrics are off. Raises

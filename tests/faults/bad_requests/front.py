@@ -18,7 +18,6 @@ from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
 from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreLimits, WorkerLive
-from kvtierd.core.validate import validate
 from kvtierd.memory import HostPool
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.connections import Connection, Connections, PeerProcess
@@ -26,6 +25,7 @@ from kvtierd.rpc.guard import Undecodable, decoder
 from kvtierd.rpc.hello import greeting_of
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
+from tests.oracles.invariants import validate
 from tests.simulation.world import snapshot
 
 POOL_BYTES = 5 << 20

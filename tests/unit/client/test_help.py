@@ -10,7 +10,7 @@ import kvtier.aio
 import pytest
 from kvtier.base import ClientBase
 
-AnyClient = ClientBase[Any, Any]
+AnyClient = ClientBase[Any, Any, Any, Any]
 CLIENTS = (kvtier.Client, kvtier.aio.Client)
 KEYWORD = re.compile(r"(?P<name>\w+): (?P<type>.+?)(, default (?P<default>.+))?")
 NOT_A_QUANTITY = {"instance", "namespace", "role", "memory", "socket", "program", "groups", "on_ready"}

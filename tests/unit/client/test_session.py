@@ -314,21 +314,21 @@ def beat(peer: Peer) -> float:
 
 def test_a_reported_rate_goes_with_one_heartbeat_the_last_of_several(peer: Peer) -> None:
     assert beat(peer) == 0
-    peer.session.report_prefill(1000.0)
-    peer.session.report_prefill(2000.0)
+    peer.session.news.prefill(1000.0)
+    peer.session.news.prefill(2000.0)
     assert not peer.sent()
     assert beat(peer) == 2000.0
     assert beat(peer) == 0
-    peer.session.report_prefill(2000.0)
+    peer.session.news.prefill(2000.0)
     assert beat(peer) == 0, "it is known"
-    peer.session.report_prefill(0)
+    peer.session.news.prefill(0)
     assert beat(peer) == 0
-    peer.session.report_prefill(1500.0)
+    peer.session.news.prefill(1500.0)
     assert beat(peer) == 1500.0
 
 
 def test_the_next_daemon_is_told_the_rate_at_once(peer: Peer) -> None:
-    peer.session.report_prefill(1000.0)
+    peer.session.news.prefill(1000.0)
     peer.session.lost("gone")
     peer.session.say_hello(b"t" * 16, 1)
     [hello] = peer.sent()
@@ -340,7 +340,7 @@ def test_the_next_daemon_is_told_the_rate_at_once(peer: Peer) -> None:
 
 def test_audits_go_with_heartbeats_some_at_a_time(peer: Peer) -> None:
     for number in range(20):
-        peer.session.report_audit(cache_pb2.Audit(matched=True, group=number, block_hash=b"h"))
+        peer.session.news.audited(cache_pb2.Audit(matched=True, group=number, block_hash=b"h"))
     told: list[int] = []
     for expected in (16, 4, 0):
         peer.now_s += 2.0

@@ -53,7 +53,8 @@ from kvtierd.core.stimuli import (
     SubmitStore,
     WorkerLive,
 )
-from kvtierd.core.validate import validate
+
+from tests.oracles.invariants import validate
 
 A = TypeVar("A")
 SCHEDULER = -1

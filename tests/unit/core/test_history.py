@@ -15,7 +15,7 @@ batches = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=9),
         st.sampled_from(list(Fate)),
-        st.sampled_from([None, *Reason]),
+        st.sampled_from([None, *(reason for reason in Reason if reason is not Reason.UNSPECIFIED)]),
     ),
     max_size=12,
 )

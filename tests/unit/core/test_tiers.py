@@ -18,8 +18,8 @@ from kvtierd.core.ids import NO_ENTRY
 from kvtierd.core.state.entities import GroupPlan
 from kvtierd.core.stimuli import CoreDisks, CoreLimits, WorkerExited, WorkerLive, WorkerLost
 from kvtierd.core.tier import NoTier, Tier
-from kvtierd.core.validate import validate
 
+from tests.oracles.invariants import validate
 from tests.unit.core.disk import DiskHost
 from tests.unit.core.host import NONE, Instance, keys
 

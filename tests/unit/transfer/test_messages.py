@@ -117,6 +117,8 @@ def test_refusals_keep_every_word(message: type[wire.MapRefused] | type[wire.Unu
     assert (refusal.value, refusal.message) == ("GPU-1", "no such")
     with pytest.raises(ValueError):
         supervisor.refusal_of(message(reason=12_345))
+    with pytest.raises(ValueError, match="without saying why"):
+        supervisor.refusal_of(message(reason=0))
 
 
 def test_reports_become_stimuli_and_nonsense_an_error() -> None:

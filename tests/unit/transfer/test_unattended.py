@@ -95,7 +95,7 @@ async def test_nor_is_anyone_when_the_watch_has_stopped(rig: Rig) -> None:
     lives = rig.supervisor._lives
     assert lives._watch_timer is not None
     lives._watch_timer.cancel()
-    lives.watch._last_s -= 60
+    lives.watch.looked_at_s -= 60
     [why] = rig.supervisor.unattended()
     said = re.fullmatch(r"no worker has been looked at for (\d+) s", why)
     assert said is not None, why

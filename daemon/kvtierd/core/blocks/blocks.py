@@ -1,7 +1,7 @@
 """The blocks of one tier, the host or a disk: the block table and the slots, kept in step. Every slot that is
 freed is freed here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,6 +283,12 @@ class Blocks:
     def slots_of(self, domain: Domain, entries: Entries) -> Slots:
         """Slots of the entries, shape (world, n)."""
         return np.ascontiguousarray(self.table.slots(entries, domain.world).T)
+
+    def by_domain(self, entries: Entries) -> Iterator[tuple[Domain, Entries]]:
+        """Each domain, and those of the entries that are of it, in their order."""
+        domains = self.table.domains(entries)
+        for number in np.unique(domains).tolist():
+            yield self.domains.by_id[number], entries[domains == number]
 
     def domain_of(self, entries: Entries) -> Domain:
         """The domain of entries that all have the same."""

@@ -209,10 +209,7 @@ class Eviction:
             retention.give_up_these(entries)
         if table.pins(entries).any():
             return False
-        domains = table.domains(entries)
-        for number in np.unique(domains).tolist():
-            domain = self._blocks.domains.by_id[number]
-            chosen = entries[domains == number]
+        for domain, chosen in self._blocks.by_domain(entries):
             self._count(chosen)
             self._blocks.evict(domain, chosen)
             if domain.blocks == 0:

@@ -99,10 +99,6 @@ class LeaseBudget:
         """The most that one instance can hold while no other holds anything."""
         return self.leasable_bytes * SHARE // (1 + SHARE)
 
-    def alone_blocks(self, domain: Domain) -> int:
-        """The same in blocks, and at least one, however small the pool is."""
-        return max(1, self.alone_bytes // self.block_bytes(domain))
-
     def room_bytes(self, own: HeldBlocks) -> int:
         """How much more an instance may hold, besides what it and all others hold already."""
         free = self.leasable_bytes - self.all.bytes

@@ -10,7 +10,7 @@ through part by part. That takes a millisecond per second for four million entri
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -199,7 +199,7 @@ class BlockRetention:
         entries = entries[np.argsort(-self._ranks[entries])]
         self.held_until[entries] = 0
         self._blocks.used_at[entries] = self._blocks.now
-        for domain, chosen in self._by_domain(entries):
+        for domain, chosen in self._blocks.by_domain(entries):
             self.held[domain.domain] -= len(chosen)
             self.held_bytes -= len(chosen) * domain.block_bytes
             self._blocks.unpin(domain, chosen)
@@ -251,7 +251,7 @@ class BlockRetention:
         used_at = self._blocks.used_at[entries]
         self.release(entries)
         self._blocks.used_at[entries] = used_at
-        for domain, chosen in self._by_domain(entries):
+        for domain, chosen in self._blocks.by_domain(entries):
             self._blocks.cool(domain, np.ascontiguousarray(chosen[::-1]))
         self._tally.unheld_blocks += len(entries)
 
@@ -272,14 +272,9 @@ class BlockRetention:
         due = due[~on_disk]
         due = due[(table.states(due) == READY) & (table.pins(due) == 0)]
         self._tally.expired_blocks += len(due)
-        for domain, chosen in self._by_domain(due):
+        for domain, chosen in self._blocks.by_domain(due):
             self._blocks.drop(domain, chosen, Fate.EXPIRED)
             self._blocks.domains.forget_idle(domain)
-
-    def _by_domain(self, entries: Entries) -> Iterator[tuple[Domain, Entries]]:
-        domains = self._blocks.table.domains(entries)
-        for number in np.unique(domains).tolist():
-            yield self._blocks.domains.by_id[number], entries[domains == number]
 
 
 def _each_once(entries: Entries) -> Entries:

@@ -90,9 +90,7 @@ class Scrubs:
             return
         entries = owned(shelf.table.owners(slots.geometry.slots_of(extent, size)))
         entries = entries[shelf.table.states(entries) == READY]
-        domains = shelf.table.domains(entries)
-        for number in np.unique(domains).tolist():
-            domain = shelf.domains.by_id[number]
-            seen = shelf.seen(domain, entries[domains == number])
+        for domain, own in shelf.by_domain(entries):
+            seen = shelf.seen(domain, own)
             seen = seen[slots.geometry.extent_of(seen.slots) == extent]
             scrub.found.append((domain, seen[np.argsort(seen.slots, kind="stable")]))

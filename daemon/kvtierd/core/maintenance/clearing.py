@@ -88,10 +88,7 @@ def _drop(blocks: Blocks, entries: Entries) -> int:
     """Removes READY, unpinned blocks from one tier; they may be of several domains. Returns the bytes of
     their slots."""
     dropped_bytes = 0
-    domains = blocks.table.domains(entries)
-    for number in np.unique(domains).tolist():
-        domain = blocks.domains.by_id[number]
-        chosen = entries[domains == number]
+    for domain, chosen in blocks.by_domain(entries):
         blocks.drop(domain, chosen, Fate.CLEARED)
         blocks.domains.forget_idle(domain)
         dropped_bytes += len(chosen) * domain.block_bytes

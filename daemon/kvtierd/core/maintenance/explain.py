@@ -11,7 +11,7 @@ from enum import Enum
 import numpy as np
 
 from kvtierd.core.blocks.blocks import STAMPS_PER_S
-from kvtierd.core.blocks.history import Fate, RememberedFate
+from kvtierd.core.blocks.history import RememberedFate
 from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.errors import Reason, Refusal
@@ -25,6 +25,8 @@ SPACES_MAX = 1_024
 
 
 class BlockVerdict(Enum):
+    """Of a block that is gone, named as its `Fate`."""
+
     READABLE = "readable"
     ON_DISK = "on disk"
     """It is on a disk only: a lookup would return PENDING, and promote it."""
@@ -49,14 +51,6 @@ _OF_STATE = {
     BlockState.WRITING: BlockVerdict.BEING_WRITTEN,
     BlockState.READY: BlockVerdict.READABLE,
     BlockState.EVICTING: BlockVerdict.CORRUPT,  # condemned, and still held by a load
-}
-_OF_FATE = {
-    Fate.EVICTED: BlockVerdict.EVICTED,
-    Fate.STORE_ENDED: BlockVerdict.STORE_ENDED,
-    Fate.REFUSED: BlockVerdict.REFUSED,
-    Fate.CORRUPT: BlockVerdict.CORRUPT,
-    Fate.CLEARED: BlockVerdict.CLEARED,
-    Fate.EXPIRED: BlockVerdict.EXPIRED,
 }
 
 
@@ -173,7 +167,7 @@ def _of_block(
     if _is_on_disk(core, space, row):
         return Explanation(place, BlockVerdict.ON_DISK, None, None, elsewhere)
     if past is not None:
-        return Explanation(place, _OF_FATE[past.fate], _ago(now, past.at), past.reason, elsewhere)
+        return Explanation(place, BlockVerdict[past.fate.name], _ago(now, past.at), past.reason, elsewhere)
     verdict = BlockVerdict.ELSEWHERE if elsewhere else BlockVerdict.NEVER_STORED
     return Explanation(place, verdict, None, None, elsewhere)
 

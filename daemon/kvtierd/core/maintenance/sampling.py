@@ -87,10 +87,8 @@ class Sampler:
         same[same] = table.generations(entries[same]) == check.generations[positions[same]]
         slots, entries = slots[same], entries[same]
         core.tally.corrupt_in_sample += len(self._blocks.condemn(entries, slots))
-        domains = table.domains(entries)
-        for number in np.unique(domains).tolist():
-            domain = self._blocks.domains.by_id[number]
-            self._blocks.reap(domain, entries[domains == number])
+        for domain, chosen in self._blocks.by_domain(entries):
+            self._blocks.reap(domain, chosen)
             self._blocks.domains.forget_idle(domain)
 
     def worker_lost(self, worker: WorkerRecord) -> None:

@@ -315,10 +315,8 @@ class Disks:
 
 def evict(disk: Disk, entries: Entries) -> None:
     """Removes READY, unpinned blocks from a disk. They may be of several domains."""
-    domains = disk.blocks.table.domains(entries)
-    for number in np.unique(domains).tolist():
-        domain = disk.blocks.domains.by_id[number]
-        disk.blocks.evict(domain, entries[domains == number])
+    for domain, chosen in disk.blocks.by_domain(entries):
+        disk.blocks.evict(domain, chosen)
         disk.blocks.domains.forget_idle(domain)
     disk.tally.evicted_blocks += len(entries)
 

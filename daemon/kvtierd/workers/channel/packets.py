@@ -202,13 +202,9 @@ class PacketChannel:
         self._retries = 0
         self._retry: asyncio.TimerHandle | None = None
         self._writing = False
-        self._closed = False
-        self._loop.add_reader(self._fd, self._readable)
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """True from the moment of closing, even before `on_closed` is called."""
-        return self._closed
+        self._loop.add_reader(self._fd, self._readable)
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -224,10 +220,10 @@ class PacketChannel:
         queues nothing, if descriptors would have to wait and the process cannot copy them.
         """
         check_packet(packet, fds)
-        if self._closed:
+        if self.closed:
             return False
         if not self._queue and self._try_send(packet, fds):
-            return not self._closed
+            return not self.closed
         if (
             len(self._queue) >= self._queue_packets_max
             or self._queue_bytes + len(packet) > self._queue_bytes_max
@@ -250,9 +246,9 @@ class PacketChannel:
 
     def close(self, reason: str = "closed on this side") -> None:
         """Closes the socket and forgets what was queued. A second call does nothing."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._loop.remove_reader(self._fd)
         self._want_writable(False)
         if self._retry is not None:
@@ -272,7 +268,7 @@ class PacketChannel:
 
     def _read_one(self) -> bool:
         """Reads and passes on one packet. False if there is none, now or ever."""
-        if self._closed:
+        if self.closed:
             return False
         try:
             received = self._reader.receive()
@@ -319,7 +315,7 @@ class PacketChannel:
                 if self._retry is None:
                     self._want_writable(True)
                 return
-            if self._closed:
+            if self.closed:
                 return
             self._queue.popleft()
             self._queue_bytes -= len(packet)

@@ -3,11 +3,11 @@
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import ProtocolError
 
@@ -23,19 +23,8 @@ Rows = npt.NDArray[np.int64]
 """Positions in a job."""
 
 
-class SlotJobKind(IntEnum):
-    """Kinds of jobs, in the order in which threads take them."""
-
-    READ = 0
-    WRITE = 1
-    CHECK = 2
-
-
-_KINDS = {
-    wire.DISK_READ: SlotJobKind.READ,
-    wire.DISK_WRITE: SlotJobKind.WRITE,
-    wire.DISK_CHECK: SlotJobKind.CHECK,
-}
+IN_ORDER = (DiskJobKind.READ, DiskJobKind.WRITE, DiskJobKind.CHECK)
+"""The kinds of jobs in the order in which threads take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +39,7 @@ class SlotJob:
     """A batch of slots. The arrays are parallel. Only one thread at a time works on it."""
 
     number: int
-    kind: SlotJobKind
+    kind: DiskJobKind
     disk_slots: U32
     disk_generations: U64
     host_slots: U32
@@ -98,12 +87,13 @@ def _positions(rows: list[Rows]) -> Rows:
 
 def read_job(message: wire.DiskJob) -> SlotJob:
     """Converts a job. Raises ProtocolError for one that makes no sense."""
-    kind = _KINDS.get(message.kind)
-    if kind is None:
-        raise ProtocolError(f"job {message.job}: there is no kind {message.kind}")
+    try:
+        kind = DiskJobKind(message.kind)
+    except ValueError:
+        raise ProtocolError(f"job {message.job}: there is no kind {message.kind}") from None
     count = len(message.disk_slots) // 4
-    on_host = 0 if kind is SlotJobKind.CHECK else count
-    clocks = count if kind is SlotJobKind.WRITE else 0
+    on_host = 0 if kind is DiskJobKind.CHECK else count
+    clocks = count if kind is DiskJobKind.WRITE else 0
     wanted = (4 * count, 8 * count, 4 * on_host, 8 * on_host, 8 * clocks)
     arrays = (
         message.disk_slots,
@@ -134,7 +124,7 @@ class JobQueue:
     any thread."""
 
     def __init__(self) -> None:
-        self._waiting: dict[SlotJobKind, deque[SlotJob]] = {kind: deque() for kind in SlotJobKind}
+        self._waiting: dict[DiskJobKind, deque[SlotJob]] = {kind: deque() for kind in DiskJobKind}
         self._records: list[U32] = []
         self._everything: deque[PersistAll] = deque()
         self._changed = threading.Condition()
@@ -188,25 +178,26 @@ class JobQueue:
             return found
 
     def _next(self) -> SlotJob | PersistAll | U32 | None:
-        if self._waiting[SlotJobKind.READ]:
-            return self._waiting[SlotJobKind.READ].popleft()
+        if self._waiting[DiskJobKind.READ]:
+            return self._waiting[DiskJobKind.READ].popleft()
         if self._records:
             slots, self._records = np.unique(np.concatenate(self._records)), []
             return slots
         if self._everything:
             return self._everything.popleft()
-        if self._waiting[SlotJobKind.WRITE]:
-            return self._waiting[SlotJobKind.WRITE].popleft()
+        if self._waiting[DiskJobKind.WRITE]:
+            return self._waiting[DiskJobKind.WRITE].popleft()
         # Checks run one at a time, because each needs memory of its own, and reads need a thread.
-        if self._waiting[SlotJobKind.CHECK] and not self._checking:
+        if self._waiting[DiskJobKind.CHECK] and not self._checking:
             self._checking = True
-            return self._waiting[SlotJobKind.CHECK].popleft()
+            return self._waiting[DiskJobKind.CHECK].popleft()
         return None
 
-    def should_yield(self, kind: SlotJobKind) -> bool:
+    def should_yield(self, kind: DiskJobKind) -> bool:
         """Whether something waits that goes before jobs of this kind, and the queue is not stopped."""
         with self._changed:
-            return not self._stopped and any(self._waiting[first] for first in SlotJobKind if first < kind)
+            earlier = IN_ORDER[: IN_ORDER.index(kind)]
+            return not self._stopped and any(self._waiting[first] for first in earlier)
 
     def put_back(self, job: SlotJob) -> None:
         """Puts a job that was begun back, as the first of its kind."""
@@ -221,7 +212,7 @@ class JobQueue:
 
     def _end(self, task: SlotJob | PersistAll | U32) -> None:
         self._running -= 1
-        if isinstance(task, SlotJob) and task.kind is SlotJobKind.CHECK:
+        if isinstance(task, SlotJob) and task.kind is DiskJobKind.CHECK:
             self._checking = False
         self._changed.notify()
 

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords, SlabIo
 
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.disk.faults import Faults
-from kvtierd.workers.disk.jobs import U32, U64, Rows, SlotJob, SlotJobKind
+from kvtierd.workers.disk.jobs import U32, U64, Rows, SlotJob
 from kvtierd.workers.disk.persistence import DiskRecords, waiting
 
 WRITE_BYTES = 16 << 20
@@ -75,11 +76,11 @@ class Mover:
         """Deals with the job's next batch."""
         rows = np.arange(job.done, min(len(job), job.done + self._batch_slots(job)))
         match job.kind:
-            case SlotJobKind.READ:
+            case DiskJobKind.READ:
                 self._read(job, rows)
-            case SlotJobKind.WRITE:
+            case DiskJobKind.WRITE:
                 self._write(job, rows)
-            case SlotJobKind.CHECK:
+            case DiskJobKind.CHECK:
                 self._check(job, rows)
         job.done += len(rows)
 
@@ -99,16 +100,16 @@ class Mover:
 
     def _batch_slots(self, job: SlotJob) -> int:
         """How many slots of the rest of a job the next batch has, at least one."""
-        if job.kind is SlotJobKind.READ:
+        if job.kind is DiskJobKind.READ:
             return len(job)
-        limit = WRITE_BYTES if job.kind is SlotJobKind.WRITE else CHECK_BYTES
+        limit = WRITE_BYTES if job.kind is DiskJobKind.WRITE else CHECK_BYTES
         extents = self._geometry.extent_of(job.disk_slots[job.done :])
         strides = np.zeros(len(extents), np.int64)
         for extent in np.unique(extents).tolist():
             if extent < self._geometry.extents and (info := self._disk.extent_info(extent)):
                 strides[extents == extent] = info[1]
         fitting = int(np.searchsorted(np.cumsum(strides), limit, "right"))
-        return max(self._depth if job.kind is SlotJobKind.WRITE else 1, fitting)
+        return max(self._depth if job.kind is DiskJobKind.WRITE else 1, fitting)
 
     # --- the three kinds ---
 
@@ -250,7 +251,7 @@ def _pair(job: SlotJob, rows: Rows, source: PoolRecords) -> tuple[U32, U64, Pool
     disk = job.disk_slots[rows], job.disk_generations[rows]
     host = job.host_slots[rows], job.host_generations[rows]
     # For a write, the records are the disk's and the source is the host; for a read, the reverse.
-    return (*disk, source, *host) if job.kind is SlotJobKind.WRITE else (*host, source, *disk)
+    return (*disk, source, *host) if job.kind is DiskJobKind.WRITE else (*host, source, *disk)
 
 
 def _in_pages(sizes: U64) -> U64:

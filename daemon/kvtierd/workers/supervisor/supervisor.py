@@ -273,7 +273,10 @@ class Supervisor:
 
 def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
     """Raises ValueError if the reason is not one of ours."""
-    return Refusal(Reason(message.reason), message.message, field=message.field, value=message.value)
+    reason = Reason(message.reason)
+    if reason is Reason.UNSPECIFIED:
+        raise ValueError("a worker refuses without saying why")
+    return Refusal(reason, message.message, field=message.field, value=message.value)
 
 
 def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:

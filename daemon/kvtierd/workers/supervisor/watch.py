@@ -15,24 +15,20 @@ class Watch:
         """It stands still while the front does, so that no worker misses a deadline because the front
         slept."""
         self._limits = limits
-        self._last_s = 0.0
+        self.looked_at_s = 0.0
+        """The event loop's time at the last round."""
         self._elapsed_s = 0.0
         self._stalls: dict[WorkerHandle, StallDetector] = {}
 
     def start(self, loop_s: float) -> None:
         """`loop_s` is the event loop's time now."""
-        self._last_s = loop_s
+        self.looked_at_s = loop_s
 
     def advance(self, loop_s: float) -> None:
         """Called before each round. A round that comes late counts as at most four."""
-        self._elapsed_s = min(loop_s - self._last_s, 4 * self._limits.watch_period_s)
-        self._last_s = loop_s
+        self._elapsed_s = min(loop_s - self.looked_at_s, 4 * self._limits.watch_period_s)
+        self.looked_at_s = loop_s
         self.now_s += self._elapsed_s
-
-    @property
-    def looked_at_s(self) -> float:
-        """The event loop's time at the last round."""
-        return self._last_s
 
     def forget(self, handle: WorkerHandle) -> None:
         self._stalls.pop(handle, None)

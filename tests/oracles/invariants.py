@@ -1,4 +1,4 @@
-"""Every invariant of the core, stated once. Used by tests, and by a daemon that is asked to check itself.
+"""Every invariant of the core, stated once.
 
 `validate` reads everything, in time proportional to blocks and slots, and changes nothing.
 """
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from kvtierd.core.actions import Direction, DiskJobKind
 from kvtierd.core.blocks.blocks import Blocks
 from kvtierd.core.blocks.table import BlockFlag, BlockState
@@ -28,7 +27,8 @@ from kvtierd.core.state.transitions import (
 from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import Verify
 from kvtierd.core.transfers.leases import EXPIRED_KEPT
-from kvtierd.core.validate_disks import check_disk, check_host_flags, check_promotions, jobs_of
+
+from tests.oracles.disk_invariants import check_disk, check_host_flags, check_promotions, jobs_of
 
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.int64)

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.table import BlockFlag, BlockState
