@@ -320,6 +320,7 @@ def test_over_is_for_ever_and_true(actions: list[tuple[str, int]]) -> None:
     epoch, ticket = 1, 0
     words.begin_epoch(epoch)
     workers = [worker_words(words.new_page())]
+    epochs = [epoch]  # of each worker's page
     parts: list[PartRef] = []
     running: dict[PartRef, int] = {}
     over: dict[PartRef, PartState] = {}
@@ -332,21 +333,22 @@ def test_over_is_for_ever_and_true(actions: list[tuple[str, int]]) -> None:
                 parts.append(PartRef(epoch, ticket, free[pick % len(free)], "load"))
         elif action == "register":
             workers.append(worker_words(words.new_page()))
+            epochs.append(epoch)
         elif action == "reattach":
             words.end_epoch()
             epoch += 1
             words.begin_epoch(epoch)
             workers.append(worker_words(words.new_page()))
+            epochs.append(epoch)
         elif parts:
             part = parts[pick % len(parts)]
             if action == "start" and part not in running and part not in over:
                 for index in {pick % len(workers), len(workers) - 1}:
-                    # A worker of another epoch has pages of that epoch only.
-                    if part not in running and workers[index].try_start(DOORBELLS + part.word, part.ticket):
-                        if part.epoch == epoch:
-                            running[part] = index
-                        else:
-                            workers[index].finish(DOORBELLS + part.word, part.ticket, PartState.FAILED.value)
+                    # Workers have pages of their own epoch only, and get parts of that epoch only.
+                    if part in running or part.epoch != epochs[index]:
+                        continue
+                    if workers[index].try_start(DOORBELLS + part.word, part.ticket):
+                        running[part] = index
             elif action == "finish" and part in running:
                 workers[running.pop(part)].finish(DOORBELLS + part.word, part.ticket, PartState.DONE.value)
             elif action == "revoke":
