@@ -186,6 +186,8 @@ async def main():
 try:
     asyncio.run(main())
 finally:
+    for thread in set(threading.enumerate()) - {{threading.main_thread()}}:
+        thread.join(30)  # gRPC's own end a moment later
     assert threading.active_count() == 1, threading.enumerate()
 """
     done = subprocess.run(
