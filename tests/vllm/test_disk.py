@@ -218,7 +218,7 @@ def test_the_engine_learns_how_fast_it_computes(make: Callable[..., MiniEngine])
     engine = make()
     for number in range(4):
         compute(engine, f"prompt{number}", prompt(400, seed=910 + number))
-    assert 100 < client(engine)._session._news.prefill_tokens_per_s < 1e7
+    assert 100 < client(engine)._session.news.prefill_tokens_per_s < 1e7
     all_came_back(engine)
 
 
