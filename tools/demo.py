@@ -175,7 +175,7 @@ def place(stack: ExitStack) -> dict[str, str]:
         return {}
     own = Path(tempfile.mkdtemp(prefix="kvtier-demo-", dir="/dev/shm"))
     stack.callback(shutil.rmtree, own, ignore_errors=True)
-    say(f"You have a kvtier of your own on the default paths; it is left alone, the demo uses {own}.")
+    say(f"The default paths are taken, or KVTIER_ variables name others. The demo uses {own} instead.")
     socket = own / "kvtierd.sock"
     return {
         "KVTIER_SERVER_SOCKET": str(socket),
@@ -321,7 +321,7 @@ def story(stack: ExitStack) -> dict[str, Any]:
     stack.callback(daemon.stop)
     engines = Engines(model, environment, stack)
 
-    say("\n1. kvtierd starts, on its defaults, and with a folder for a disk tier.")
+    say("\n1. kvtierd starts, on its defaults, and with a disk that each block is written to at once.")
     daemon.start()
     pool = Path(daemon.status["pool"]["path"])
     say(f"  pool {pool}, socket {daemon.status['socket']}")

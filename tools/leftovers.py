@@ -49,7 +49,10 @@ def end_processes(run: str) -> None:
     """Kills the run's processes, including those that they start meanwhile. Returns when none is left, or
     after GONE_S seconds."""
     deadline_s = time.monotonic() + GONE_S
-    while (left := list(processes(run))) and time.monotonic() < deadline_s:
+    found_none = 0
+    while found_none < 2 and time.monotonic() < deadline_s:  # one that is just being executed shows nothing
+        left = list(processes(run))
+        found_none = 0 if left else found_none + 1
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -50,7 +50,7 @@ def _check_daemon(situation: Situation) -> Iterator[Finding]:
     if situation.may_run:
         yield Finding("daemon", Verdict.OK, f"one runs at {path}: {who}")
         return
-    remedy = "stop it, or give this one another socket (--server-socket) and pool (--pool-path)"
+    remedy = "stop it, or give this one another socket (--socket) and pool (--pool-path)"
     yield Finding(
         "daemon",
         Verdict.FAILURE,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.daemon import until
 from tools import leftovers
 
 REPO = Path(__file__).resolve().parents[3]
@@ -99,6 +100,7 @@ def test_files_and_processes_of_another_run_are_left_alone(tmp_path: Path) -> No
     environment = os.environ | {leftovers.RUN_VARIABLE: other}
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
         try:
+            until(lambda: Path(f"/proc/{process.pid}/environ").read_bytes(), "it is executed")
             leftovers.end_processes(tmp_path.name)
             assert process.poll() is None
             leftovers.end_processes(other)
