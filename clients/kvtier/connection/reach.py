@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from kvtier.connection.address import SOCKET_NAME
+
 SET_GROUP = (
     "have kvtierd started with server.group (--server-group, KVTIER_SERVER_GROUP) set to a group that you "
     "are in"
@@ -92,9 +94,8 @@ def explain(path: Path, error: OSError) -> Found:
 
 def _not_a_socket(path: Path, mode: int) -> Found:
     kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
-    return Found(
-        path, Reach.NOT_A_SOCKET, f"{path} is {kind}, not a socket: name the socket that kvtierd tells"
-    )
+    name = f"socket in it, {path}/{SOCKET_NAME}" if stat.S_ISDIR(mode) else "socket that kvtierd tells"
+    return Found(path, Reach.NOT_A_SOCKET, f"{path} is {kind}, not a socket: name the {name}")
 
 
 def _missing(path: Path) -> str:

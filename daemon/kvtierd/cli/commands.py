@@ -22,7 +22,7 @@ EXIT_CANNOT_START = 69
 """The exit status if something that the daemon needs is not available (sysexits.h EX_UNAVAILABLE)."""
 
 
-class _Configurable(click.Command):
+class Configurable(click.Command):
     """Keeps flags that it does not know, so that they are reported together with everything else that is
     wrong. Its help shows flags by section of the configuration, each with its sentence."""
 
@@ -53,8 +53,8 @@ def _name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _configurable(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--config` and a flag for every setting."""
+def configurable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--config` and a flag for every setting to a command of the class Configurable."""
     for item, flag in reversed(list(all_flags(configuration.Config))):
         command = click.option(flag, metavar=item.metavar, hidden=flag != item.flag, help=_help(item))(
             command
@@ -74,7 +74,7 @@ def _help(item: settings.Setting) -> str:
     return f"{item.sentence}  [{'; '.join(facts)}]" if facts else item.sentence
 
 
-def _given(context: click.Context, values: dict[str, str | None]) -> dict[str, object]:
+def given_by(context: click.Context, values: dict[str, str | None]) -> dict[str, object]:
     """The given values by flag, among them a socket that was named before the subcommand."""
     given: dict[str, object] = {
         f"--{name.replace('_', '-')}": value for name, value in values.items() if value is not None
@@ -86,15 +86,18 @@ def _given(context: click.Context, values: dict[str, str | None]) -> dict[str, o
     return given
 
 
-def _load(context: click.Context, config_file: Path | None, given: dict[str, object]) -> configuration.Loaded:
+def load(
+    context: click.Context, config_file: Path | None, given: dict[str, object], program: str = "kvtierd"
+) -> configuration.Loaded:
+    """The configuration. If it cannot be used, says why, in the name of `program`, and ends the program."""
     try:
         return configuration.load(config_file, given, leftovers=context.args)
     except settings.ConfigError as error:
-        _fail(error, EXIT_USAGE if all(each.usage for each in error.all) else EXIT_CONFIG)
+        _fail(error, EXIT_USAGE if all(each.usage for each in error.all) else EXIT_CONFIG, program)
 
 
-def _fail(error: Exception, status: int) -> NoReturn:
-    click.echo(f"kvtierd: {error}", err=True)
+def _fail(error: Exception, status: int, program: str = "kvtierd") -> NoReturn:
+    click.echo(f"{program}: {error}", err=True)
     sys.exit(status)
 
 
@@ -105,8 +108,8 @@ def main() -> None:
     """The kvtier daemon: keeps inference engines' KV cache across their restarts and its own."""
 
 
-@main.command(cls=_Configurable)
-@_configurable
+@main.command(cls=Configurable)
+@configurable
 @click.pass_context
 def serve(context: click.Context, /, config_file: Path | None, **flags: str | None) -> None:
     """Run the daemon in the foreground. SIGTERM drains and stops it; a second one stops it at once.
@@ -115,8 +118,8 @@ def serve(context: click.Context, /, config_file: Path | None, **flags: str | No
     --pool-size 64GiB is `size = "64GiB"` in the file's section [pool], and KVTIER_POOL_SIZE=64GiB. Flags
     count more than the environment, which counts more than the file.
     """
-    given = _given(context, flags)
-    loaded = _load(context, config_file, given)
+    given = given_by(context, flags)
+    loaded = load(context, config_file, given)
     # Imported late: `kvtierd config` and `--help` need neither gRPC nor the native core.
     from kvtierd.cli.interrupts import StoppedEarly
     from kvtierd.memory import PoolError
@@ -145,18 +148,22 @@ def config() -> None:
     """Look at the configuration."""
 
 
-@config.command(cls=_Configurable)
-@_configurable
+@config.command(cls=Configurable)
+@configurable
 @click.pass_context
 def check(context: click.Context, /, config_file: Path | None, **flags: str | None) -> None:
     """Check the configuration; say what is wrong, and exit with 78 then."""
-    loaded = _load(context, config_file, _given(context, flags))
-    click.echo(f"the configuration is sound ({loaded.file or 'no file'}, {len(loaded.given)} settings given)")
+    loaded = load(context, config_file, given_by(context, flags))
+    settings_given = "1 setting" if len(loaded.given) == 1 else f"{len(loaded.given)} settings"
+    click.echo(
+        f"nothing is wrong with the configuration ({loaded.file or 'no file'}, {settings_given} given); "
+        "whether this host can run it, says `kvtierctl doctor` with the same flags"
+    )
 
 
-@config.command(cls=_Configurable)
-@_configurable
+@config.command(cls=Configurable)
+@configurable
 @click.pass_context
 def show(context: click.Context, /, config_file: Path | None, **flags: str | None) -> None:
     """Print the whole configuration as TOML, with what each setting means and where it came from."""
-    click.echo(configuration.show(_load(context, config_file, _given(context, flags))), nl=False)
+    click.echo(configuration.show(load(context, config_file, given_by(context, flags))), nl=False)

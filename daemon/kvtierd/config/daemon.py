@@ -40,7 +40,7 @@ class ServerConfig:
         None,
         s.socket,
         "gRPC socket, with the side socket beside it; kvtierctl and clients take the same names. "
-        "Empty: kvtierd.sock in the runtime directory.",
+        "Empty: kvtierd.sock in $XDG_RUNTIME_DIR/kvtier, or in /tmp/kvtier-UID without that variable.",
         short="socket",
     )
     group: str = s.setting(
@@ -295,7 +295,7 @@ def load(
     reading.read_leftovers(leftovers)
     config = Config(**reading.build())
     _check(config, reading.refuse)
-    check_disks(config.disk, reading.refuse)
+    check_disks(config.disk, reading.refuse, wanted=bool(config.disk.paths) or reading.broken("disk.paths"))
     reading.raise_errors()
     return Loaded(config, reading.given, file)
 
@@ -326,6 +326,13 @@ def named_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
     if why:
         raise ConfigError("server.socket", given.raw, why, source=given.source)
     return found
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each variable that begins with our prefix and is none of ours."""
+    reading = Reading(Config)
+    reading.read_environment(environ)
+    return [error.line for error in reading.errors if error.field.startswith(s.ENV_PREFIX)]
 
 
 def check_socket(socket: Path) -> str:

@@ -107,14 +107,16 @@ def check_extents(refuse: Refuse, section: str, size: int, extent: int) -> None:
     if extent and not (EXTENT_BYTES_MIN <= extent <= EXTENT_BYTES_MAX and extent & (extent - 1) == 0):
         advice = "write a power of two from 1MiB to 1GiB, or 0"
         refuse(f"{section}.extent_size", s.format_size(extent), advice)
-    elif size < (least := 2 * (extent or EXTENT_BYTES_MIN) + HEADER_BYTES):
+        extent = 0
+    if size < (least := 2 * (extent or EXTENT_BYTES_MIN) + HEADER_BYTES):
         advice = f"write at least {s.format_size(least)}: a header and two extents"
         refuse(f"{section}.size", s.format_size(size), advice, f"{section}.extent_size")
 
 
-def check_disks(disk: DiskConfig, refuse: Refuse) -> None:
-    """Refuses values of the disk tier that are wrong only together with others."""
-    if not disk.paths:
+def check_disks(disk: DiskConfig, refuse: Refuse, *, wanted: bool) -> None:
+    """Refuses values of the disk tier that are wrong only together with others. `wanted`: whether there is
+    to be one, which is so too if its paths are given and cannot be used."""
+    if not wanted:
         return
     if len(disk.paths) > DISKS_MAX:
         refuse("disk.paths", len(disk.paths), f"at most {DISKS_MAX} disks can be used: name fewer")

@@ -165,6 +165,10 @@ class Reading:
         given = self.given.get(key, Given(value, "default"))
         self.errors.append(ConfigError(key, given.raw, message, source=given.source))
 
+    def broken(self, key: str) -> bool:
+        """Whether a setting was given, and is wrong by itself."""
+        return key in self._broken
+
     def raise_errors(self) -> None:
         """Raises ConfigError if anything was wrong."""
         if self.errors:

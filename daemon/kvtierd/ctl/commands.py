@@ -1,6 +1,5 @@
 """The `kvtierctl` command: what operators ask a running daemon."""
 
-import itertools
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 from kvtier.connection import reach
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
+from rich.text import Text
 
 from kvtierd.cli import interrupts
 from kvtierd.cli.socket_option import SOCKET_HELP, socket_options
@@ -28,7 +28,7 @@ from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
 from kvtierd.ctl.engine_http import EngineServer, server_of
-from kvtierd.ctl.explanation import explained
+from kvtierd.ctl.explanation import explained, relevance
 from kvtierd.ctl.host import completion, doctor
 from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
@@ -51,6 +51,12 @@ END_GRACE_S = 30.0
 """How long a daemon that has announced its stop may take to end its sessions and copy workers."""
 END_POLL_S = 0.02
 SCRUB_POLL_S = 0.2
+RECONNECT_SOON = (("grpc.max_reconnect_backoff_ms", 1000),)
+"""For `top`, which waits for a daemon that comes back."""
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+IDS = ("boot_nonce", "epoch")
+"""Fields with numbers of up to 64 bits that are no amounts. They are texts in JSON, because JavaScript and jq
+read numbers beyond 2**53 wrongly."""
 SHOWN_MAX = 80
 """How many characters of a wrong argument are repeated in the error message."""
 
@@ -93,7 +99,7 @@ def _timeout_option(
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.StatusResponse as JSON.")
 def status(socket: Path | None, as_json: bool) -> None:
     """Show the pool, the engines attached, the copy workers and the traffic."""
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
         response = _status(admin)
     if as_json:
         click.echo(to_json(response))
@@ -119,15 +125,32 @@ def status(socket: Path | None, as_json: bool) -> None:
 def top(socket: Path | None, interval_s: float, frames: int | None, as_json: bool) -> None:
     """Show what happens now: rates and their history, engines, workers and disks; Ctrl-C ends it.
 
+    A daemon that ends is waited for, except with --frames.
+
     On a terminal each frame replaces the one before; with --frames, the last one stays. Elsewhere frames are
     printed one after another, without colours, 80 columns wide or as wide as COLUMNS says.
     """
-    picture, terminal = Top(interval_s), console()
+    picture, terminal, path = Top(interval_s), console(), _path(socket)
+    waiting = f"no daemon answers at {path}; waiting for one (Ctrl-C ends this)"
+    known, shown = False, 0
     updates = terminal.is_terminal and not terminal.is_dumb_terminal and sys.stdout.isatty() and not as_json
     interrupts.instead("", 0)  # this command is meant to be ended by a signal
-    with _admin(socket) as admin, whole_screen(terminal) if updates else nullcontext():
-        for number in itertools.count(1):
-            answer = _status(admin)
+    with _admin(path) as admin, whole_screen(terminal) if updates else nullcontext():
+        while shown != frames:
+            if shown:
+                time.sleep(interval_s)
+            try:
+                answer = _status(admin)
+            except grpc.RpcError as error:
+                if not shown or frames or error.code() not in AWAY:
+                    raise
+                if updates:
+                    terminal.update_screen(Text(waiting))
+                elif known:
+                    click.echo(f"kvtierctl: {waiting}", err=True)
+                known = False
+                continue
+            known, shown = True, shown + 1
             picture.add(answer, time.monotonic())
             if as_json:
                 click.echo(json.dumps(_plain(answer)))
@@ -138,9 +161,6 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
                     int(os.environ.get("COLUMNS", "")) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
                 )
                 click.echo(plain(picture.page(width), width))
-            if number == frames:
-                break
-            time.sleep(interval_s)
     if updates:
         show(picture.page(terminal.width, terminal.height))
 
@@ -150,7 +170,7 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of kvtier.v1.InstanceStatus.")
 def engines(socket: Path | None, as_json: bool) -> None:
     """List the engines that are attached, their processes, and what they hold."""
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
         response = _status(admin)
     if as_json:
         click.echo(to_json_list(response.instances))
@@ -164,7 +184,7 @@ def engines(socket: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
 def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
     """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
         response = _namespaces(admin)
     if as_json:
         click.echo(to_json(response))
@@ -187,12 +207,12 @@ def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: boo
     that it has stored is lost. Exit status 75: transfers were still running when the time was up, or somebody
     has resumed it; nothing was stopped.
     """
-    path = socket or _configured_socket()
+    path = _path(socket)
     lock_before = _identity(configuration.lock_of(path))
     request = admin_pb2.DrainRequest(for_restart=for_restart, timeout_ms=round(timeout_s * 1000))
     progress = admin_pb2.DrainProgress()
     told = -1
-    with _admin(path) as admin:
+    with _admin(path, timeout_s + TIMEOUT_S) as admin:
         for progress in admin.Drain(request, timeout=timeout_s + TIMEOUT_S, wait_for_ready=False):
             interrupts.instead(
                 "kvtierctl: interrupted: the daemon goes on draining; `kvtierctl resume` takes that back"
@@ -214,7 +234,7 @@ def drain(socket: Path | None, for_restart: bool, timeout_s: float, as_json: boo
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ResumeResponse as JSON.")
 def resume(socket: Path | None, as_json: bool) -> None:
     """Take `drain` back: stores, loads and new engines are accepted again."""
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
         response = admin.Resume(admin_pb2.ResumeRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
     said = "serving again" if response.was_draining else "serving; it was not draining"
     click.echo(to_json(response) if as_json else said)
@@ -236,7 +256,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
     """
     deadline_s = time.monotonic() + timeout_s
     told: dict[str, str] = {}
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
 
         def disks() -> dict[str, admin_pb2.DiskStatus]:
             return {disk.path: disk for disk in _status(admin).disks}
@@ -294,7 +314,7 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
         click.echo("kvtierctl: nothing was dropped: nobody can be asked here; add --yes to drop it", err=True)
         sys.exit(EXIT_USAGE)
     chosen = (namespace or "").lower()
-    with _admin(socket) as admin:
+    with _admin(_path(socket), timeout_s + CLEAR_S) as admin:
         if not yes:
             found = _namespaces(admin)
             if not _confirmed(question(found, chosen)):
@@ -333,7 +353,7 @@ def measure(socket: Path | None, size: str | None, block: str, as_json: bool) ->
     """
     size_bytes = None if size is None else _size("--size", size)
     block_bytes = _size("--block", block)
-    path = socket or _configured_socket()
+    path = _path(socket)
     with _admin(path) as admin:
         stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=1)
         try:
@@ -367,14 +387,15 @@ def check_engine(
     http://127.0.0.1:8000.
 
     A new prompt is sent, and sent again after the engine was told to forget its own prefix cache. It forgets
-    that of other requests too, and has them from kvtierd then. This takes an engine with
-    VLLM_SERVER_DEV_MODE=1 in its environment. Exit status 1: not proven, and why; 69: no daemon answers.
+    that of other requests too, and has them from kvtierd then. Its last block may be computed all the same,
+    for an audit (`audit_rate`). This takes an engine with VLLM_SERVER_DEV_MODE=1 in its environment. Exit
+    status 1: not proven, and why; 69: no daemon answers.
     """
     try:
         server = EngineServer(server_of(url), api_key, timeout_s)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="URL") from None
-    path = socket or _configured_socket()
+    path = _path(socket)
 
     def say(line: str) -> None:
         if not as_json:
@@ -401,7 +422,7 @@ def reload(socket: Path | None, as_json: bool) -> None:
     Exit status 75: some settings take a restart (`kvtierctl drain --for-restart`), the others are in force.
     Exit status 69: the configuration cannot be used, and nothing has changed.
     """
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
         response = admin.Reload(admin_pb2.ReloadRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
     click.echo(to_json(response) if as_json else "\n".join(reloaded(response)))
     if response.needs_restart:
@@ -427,10 +448,13 @@ def explain_block(
     several = block_hash == "-"
     keys = [_block_hash(text) for text in (sys.stdin.read().split() if several else [block_hash])]
     responses = []
-    with _admin(socket) as admin:
+    with _admin(_path(socket)) as admin:
         for key in keys:
             request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
             responses.append(admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False))
+        used = {each.namespace_digest for each in _status(admin).instances}
+    for response in responses:
+        response.explanations.sort(key=lambda each: relevance(each, used))
     if as_json:
         click.echo(to_json_list(responses) if several else to_json(responses[0]))
         return
@@ -442,7 +466,7 @@ def explain_block(
     for key, response in zip(keys, responses, strict=True):
         if several:
             click.echo(f"{key.hex()}:")
-        show(explained(response))
+        show(explained(response, None if namespace else used))
 
 
 def _block_hash(text: str) -> bytes:
@@ -472,15 +496,19 @@ def _size(option: str, text: str) -> int:
 
 
 @contextmanager
-def _admin(socket: Path | None) -> Iterator[admin_pb2_grpc.AdminStub]:
-    """Gives the calls of the daemon at this socket, or at the configured one. A call that fails is explained
-    on standard error, and ends the program."""
-    path = socket or _configured_socket()
+def _admin(path: Path, longest_s: float = TIMEOUT_S) -> Iterator[admin_pb2_grpc.AdminStub]:
+    """Gives the calls of the daemon at this socket. A call that fails is explained on standard error, and
+    ends the program. `longest_s`: how long a call may take; that nobody answers at all is known sooner."""
+    waited_s = TIMEOUT_S
     try:
-        with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
-            yield admin_pb2_grpc.AdminStub(channel)
+        with grpc.insecure_channel(f"unix:{path.absolute()}", RECONNECT_SOON) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+            if longest_s > TIMEOUT_S:
+                _status(admin)
+            waited_s = longest_s
+            yield admin
     except grpc.RpcError as error:
-        click.echo(f"kvtierctl: {explain(path, error)}", err=True)
+        click.echo(f"kvtierctl: {explain(path, error, waited_s)}", err=True)
         sys.exit(EXIT_NO_DAEMON)
 
 
@@ -511,24 +539,34 @@ def _wait_gone(path: Path, lock_before: tuple[int, int] | None) -> None:
         time.sleep(END_POLL_S)
 
 
-def _configured_socket() -> Path:
+def _path(socket: Path | None) -> Path:
+    """The socket that was named, or else the configured one. Where one was named, the rest of the
+    configuration does not matter, so variables that are none of ours are only warned of."""
     try:
-        return configuration.named_socket() or configuration.load().config.server.socket_path
+        if (named := socket or configuration.named_socket()) is None:
+            return configuration.load().config.server.socket_path
+        for line in configuration.unknown_variables():
+            click.echo(f"kvtierctl: warning: {line}", err=True)
+        return named
     except settings.ConfigError as error:
         click.echo(f"kvtierctl: {error}", err=True)
         sys.exit(78)
 
 
-def explain(path: Path, error: grpc.RpcError) -> str:
-    """Says why a call failed, and what an operator can do."""
+def explain(path: Path, error: grpc.RpcError, waited_s: float = TIMEOUT_S) -> str:
+    """Says why a call failed, and what an operator can do. `waited_s`: the call's deadline."""
     code = getattr(error, "code", lambda: None)()  # the library's types do not say that every error has one
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"the daemon at {path} does not answer within {TIMEOUT_S:g} s: it is stopped or overloaded"
+        return (
+            f"the daemon at {path} did not answer in {waited_s:g} s: it is stopped, hangs or is overloaded; "
+            "`kvtierctl doctor` names its process, and its log says what it did last (journalctl -u kvtierd)"
+        )
     metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
     if any(key == ERROR_METADATA for key, _ in metadata):  # the daemon's own words
         return str(getattr(error, "details", lambda: error)())
+    said = getattr(error, "details", lambda: error)()
     if code is not grpc.StatusCode.UNAVAILABLE:
-        return f"{path}: {error}"
+        return f"the daemon at {path} did not do it: {getattr(code, 'name', 'no reason')}, {said}"
     found = reach.look(path)
     if found.reach is reach.Reach.MISSING:
         return f"no daemon: {path} {found.detail}; start `kvtierd serve`, or name its socket with --socket"
@@ -536,7 +574,6 @@ def explain(path: Path, error: grpc.RpcError) -> str:
         return f"no daemon answers at {path}, which {found.detail}; start one with `kvtierd serve`"
     if found.reach is not reach.Reach.LISTENS:
         return found.text
-    said = getattr(error, "details", lambda: error)()
     return f"somebody listens at {path}, and does not answer as kvtierd does: {said}"
 
 
@@ -559,7 +596,7 @@ def _plain(message: Message) -> dict[str, object]:
         elif isinstance(value, Message):
             plain[field.name] = _plain(value)
         elif isinstance(value, (str, int, float)):
-            plain[field.name] = value
+            plain[field.name] = str(value) if field.name in IDS else value
         else:
             plain[field.name] = [_plain(item) if isinstance(item, Message) else item for item in value]
     return plain

@@ -323,6 +323,7 @@ def verdict(proof: Proof) -> Iterator[str]:
         tokens = proof.cached_tokens if proof.cached_tokens is not None else proof.loaded_tokens
         what = f"{tokens:,} of {proof.prompt_tokens:,} tokens" if tokens is not None else "the prompt"
         yield f"Proven: the engine stored the prompt in kvtierd and loaded {what} instead of computing them."
+        yield "It computed what fills no block, and the last block too if this hit was one of its audits."
     else:
         yield f"Not proven: {proof.why_not.rstrip('.')}."
         yield f"What to do: {proof.advice}."

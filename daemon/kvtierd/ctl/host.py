@@ -13,22 +13,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtierd.cli.socket_option import SOCKET_HELP, socket_options
-from kvtierd.config import daemon as configuration
-from kvtierd.config import settings
+from kvtierd.cli.commands import Configurable, configurable, given_by, load
 from kvtierd.ctl.terminal import show
 from kvtierd.ctl.text import count
 from kvtierd.preflight import Finding, Verdict, examine
 from kvtierd.preflight.user import acting_as, owner
 
 EXIT_FAILED = 1
-EXIT_CONFIG = 78
 MARKS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.FAILURE: "FAILURE"}
 STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
 
 
-@click.command()
-@socket_options(SOCKET_HELP, expose=True)
+@click.command(cls=Configurable)
+@configurable
 @click.option(
     "--user",
     metavar="NAME",
@@ -36,18 +33,17 @@ STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold
     "belongs to.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of what was looked at.")
-def doctor(socket: Path | None, user: str | None, as_json: bool) -> None:
+@click.pass_context
+def doctor(
+    context: click.Context, /, config_file: Path | None, user: str | None, as_json: bool, **flags: str | None
+) -> None:
     """Look at this host, with the configuration that kvtierd would use, and say what to change.
 
-    The checks are those of `kvtierd serve`, which does not start while one of them fails. What a daemon that
-    runs with this configuration uses is well. Run it as the daemon's user or as root, with the daemon's
-    environment and limits. Exit status 1: a check has failed. 78: the configuration cannot be used.
+    The flags and the checks are those of `kvtierd serve`, which does not start while one of them fails. What
+    a daemon that runs with this configuration uses is well. Run it as the daemon's user or as root, with the
+    daemon's environment and limits. Exit status 1: a check has failed. 78: the configuration cannot be used.
     """
-    try:
-        loaded = configuration.load(flags={"--socket": str(socket)} if socket else {})
-    except settings.ConfigError as error:
-        click.echo(f"kvtierctl: {error}", err=True)
-        sys.exit(EXIT_CONFIG)
+    loaded = load(context, config_file, given_by(context, flags), "kvtierctl")
     try:
         looks_as = pwd.getpwnam(user) if user else owner(loaded.config)
     except KeyError:

@@ -246,7 +246,7 @@ class HostPool:
         where = path or "memory, not persistent"
         if not start.warm:
             log.info(
-                "pool %s: cold start, %s; %s, made in %.1f s",
+                "pool %s: cold start, %s; %s with its header, made in %.1f s",
                 where,
                 start.cold_reason,
                 gib(len(self.array)),

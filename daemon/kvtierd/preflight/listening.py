@@ -8,11 +8,16 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
+
+from kvtierd.config.daemon import SOCKET_NAME
 from kvtierd.preflight.findings import Finding, RunningDaemon, Situation, Verdict, in_use_by
 from kvtierd.preflight.places import private_folder, usable
 from kvtierd.preflight.processes import described, listener, port_owners
 
 OFF = "off"
+ANSWER_S = 5.0
 NAMES = {"metrics.listen": "metrics port", "server.health_listen": "health port"}
 
 
@@ -35,7 +40,8 @@ def check_sockets(situation: Situation) -> Iterator[Finding]:
         yield Finding("socket folder", Verdict.OK, usable(server.socket_path.parent))
         for path in (server.socket_path, server.side_socket_path):
             if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
-                remedy = "remove it, or use another path"
+                in_it = f"name a file in it, {path / SOCKET_NAME}"
+                remedy = in_it if path.is_dir() else "remove it, or use another path"
                 yield failure("socket file", f"{path} is in the way and no socket", remedy)
         yield from _check_daemon(situation)
     yield from _check_group(server.group)
@@ -47,6 +53,19 @@ def _check_daemon(situation: Situation) -> Iterator[Finding]:
         yield Finding("daemon", Verdict.OK, f"none runs at {path}")
         return
     who = f"pid {daemon.pid}" if daemon.pid else "another process"
+    if not _answers(path):
+        pid = daemon.pid or "PID"
+        yield Finding(
+            "daemon",
+            Verdict.FAILURE,
+            f"{who} listens at {path}, but does not answer in {ANSWER_S:g} s",
+            f"if it was stopped, kill -CONT {pid}; else see its log (journalctl -u kvtierd), then kill -KILL "
+            f"{pid} and start it again: it finds its pool as it was",
+            "server.socket",
+            path,
+            passing=True,
+        )
+        return
     if situation.may_run:
         yield Finding("daemon", Verdict.OK, f"one runs at {path}: {who}")
         return
@@ -60,6 +79,16 @@ def _check_daemon(situation: Situation) -> Iterator[Finding]:
         path,
         passing=True,
     )
+
+
+def _answers(path: Path) -> bool:
+    """Whether the process that listens at a socket answers as kvtierd does; a refusal is an answer too."""
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        try:
+            admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
 
 
 def _check_group(group: str) -> Iterator[Finding]:

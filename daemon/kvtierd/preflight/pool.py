@@ -115,7 +115,7 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
             )
         else:
             yield Finding("huge pages", Verdict.OK, found)
-    else:
+    elif mount.kind == "tmpfs":
         huge = next((each for each in mount.options if each.startswith("huge=")), "huge=never")
         found = f"{mount.place} has {huge}"
         if huge == "huge=never":
@@ -126,12 +126,19 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
     to_be_had = f"{gib(free + have)} free of {gib(total)}"
     if size > total:
         gib_wanted = -(-(size + HEADER_AREA_BYTES) // (1 << 30))
+        remedy = "lower pool.size, or set pool.path to a larger one"
+        if mount.kind == "tmpfs":
+            remedy = (
+                f"lower pool.size, enlarge it (mount -o remount,size={gib_wanted}G {mount.place}; "
+                "containers: give them a larger /dev/shm), or set pool.path to a larger one"
+            )
+            if size - have > meminfo("MemAvailable") + meminfo("SwapFree"):
+                remedy = "lower pool.size: there is no memory for it, which no remount changes"
         yield Finding(
             "pool room",
             Verdict.FAILURE,
             f"{human_size(size)} is larger than the file system of {path} ({human_size(total)})",
-            f"lower pool.size, enlarge it (mount -o remount,size={gib_wanted}G {mount.place}; "
-            "containers: give them a larger /dev/shm), or set pool.path to a larger one",
+            remedy,
             "pool.size",
             size_value(size),
         )

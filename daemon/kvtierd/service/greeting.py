@@ -85,7 +85,7 @@ def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snap
         pid=os.getpid(),
         socket=socket,
         pool=config.pool.file or "",
-        pool_bytes=pool.capacity_bytes,
+        pool_size=human_size(pool.size_bytes),
         start="warm" if start.warm else "cold",
         metrics=metrics_url,
     )

@@ -142,14 +142,58 @@ def test_top_gives_the_terminal_back_when_it_is_ended(daemon: Daemon, number: si
         assert terminal.modes == terminal.before
 
 
-def test_top_gives_the_terminal_back_when_the_daemon_ends(daemon: Daemon) -> None:
+def test_top_waits_for_a_daemon_that_ends(start: Callable[..., Daemon]) -> None:
+    daemon = start()
     with Terminal("top", f"--socket={daemon.socket}", "--interval=0.2") as terminal:
+        terminal.read_until(lambda written: "(every 0.2 s)" in written)
+        daemon.stop()
+        terminal.read_until(lambda written: "no daemon answers at" in written)
+        start()
+        terminal.read_until(lambda written: "(every 0.2 s)" in written.rpartition("no daemon answers")[2])
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(DEADLINE_S) == 0
+
+
+def test_top_gives_the_terminal_back_when_the_daemon_ends(daemon: Daemon) -> None:
+    with Terminal("top", f"--socket={daemon.socket}", "--interval=0.2", "--frames=1000") as terminal:
         terminal.read_until(lambda written: "(every 0.2 s)" in written)
         daemon.stop()
         terminal.read_until(lambda written: "kvtierctl: " in written)
         assert terminal.process.wait(DEADLINE_S) == 69
         assert SHOW in terminal.written
         assert terminal.written.index(LEAVE) < terminal.written.index("kvtierctl: "), "the reason stays"
+
+
+def test_a_daemon_that_is_stopped_is_said_to_be_so_by_every_command(daemon: Daemon) -> None:
+    asked = [
+        ("drain",), ("clear", "--yes"), ("scrub",), ("bench",), ("status",), ("explain", "aa" * 32),
+        ("check-engine", "http://127.0.0.1:1"),
+        ("doctor", f"--pool-path={daemon.pool}", "--metrics-listen=off"),
+    ]  # fmt: skip
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", "kvtierd.ctl", *each, f"--socket={daemon.socket}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for each in asked
+        ]
+        said = {
+            each[0]: process.communicate(timeout=DEADLINE_S)[0]
+            for each, process in zip(asked, running, strict=True)
+        }
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    found = said.pop("doctor")
+    assert f"pid {daemon.pid} listens at {daemon.socket}, but does not answer in 5 s" in found
+    for name, each in said.items():
+        assert f"the daemon at {daemon.socket} did not answer in 5 s" in each, name
+        assert "kvtierctl doctor" in each
+        assert (each.count("\n") <= 2, "StatusCode" in each) == (True, False), each
+    assert [process.returncode for process in running] == [69] * 7 + [1]
 
 
 def test_top_gives_the_terminal_back_while_it_is_stopped(daemon: Daemon) -> None:

@@ -78,8 +78,15 @@ def test_the_command_answers_people_and_programs(daemon: Daemon, session: RawSes
     assert (told.returncode, "readable now" in told.stdout) == (0, True), told
     found = json.loads(kvtierctl(daemon, "explain", key.hex(), "--json").stdout)
     assert [each["text"] for each in found["explanations"]] == ["readable now"]
-    wrong = kvtierctl(daemon, "explain", key.hex(), "--namespace=ffff")
-    assert (wrong.returncode, "no engine has attached with such a namespace" in wrong.stderr) == (69, True)
+    digest = found["explanations"][0]["namespace_digest"]
+    for command in (["explain", key.hex()], ["clear", "--yes"]):
+        wrong = kvtierctl(daemon, *command, "--namespace=zzz")
+        assert (wrong.returncode, "no engine has attached with such a namespace" in wrong.stderr) == (
+            69,
+            True,
+        )
+        assert f"{digest} (tiny)" in wrong.stderr
+        assert "namespace=zzz" in wrong.stderr
 
 
 class TestNothingIsThere:

@@ -136,6 +136,15 @@ def test_what_follows_from_another_mistake_is_not_told(tmp_path: Path) -> None:
     assert str(file) in str(told[0])
 
 
+def test_all_that_is_wrong_with_disks_is_told_in_one_round() -> None:
+    told = refused(flags={"disk.paths": "relative", "disk.write_queue_size": "1"})
+    assert [each.field for each in told] == ["disk.paths", "disk.size", "disk.write_queue_size"]
+    told = refused(flags={"disk.paths": "/a", "disk.size": "1MiB", "disk.extent_size": "3MiB"})
+    assert [each.field for each in told] == ["disk.extent_size", "disk.size"]
+    told = refused(flags={"pool.size": "1MiB", "pool.extent_size": "3MiB"})
+    assert [each.field for each in told] == ["pool.extent_size", "pool.size"]
+
+
 def test_values_that_do_not_go_together_are_all_told_as_they_were_given() -> None:
     told = refused(
         flags={"pool.size": "1M", "server.session_silence_s": "1"}, KVTIER_SERVER_HEARTBEAT_INTERVAL_S="9.0"

@@ -94,6 +94,15 @@ def test_kvtierctl_needs_no_sound_configuration_where_the_variable_names_the_soc
     assert kvtierctl("status", KVTIER_POOL_SIZE="lots").exit_code == 78
 
 
+def test_kvtierctl_warns_of_a_variable_that_is_none_of_ours() -> None:
+    found = kvtierctl("status", "--socket=/none/a.sock", KVTIER_SOKET="/none/b.sock")
+    assert found.exit_code == 69
+    warning, _ = found.stderr.splitlines()
+    assert warning.startswith("kvtierctl: warning: KVTIER_SOKET = '/none/b.sock': unknown variable")
+    assert warning.endswith("is KVTIER_SOCKET")
+    assert "warning" not in kvtierctl("status", KVTIER_SOCKET="/none/a.sock", KVTIER_SEED="1").output
+
+
 def test_two_names_that_differ_are_refused_with_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"KVTIER_SOCKET": "/none/a.sock", "KVTIER_SERVER_SOCKET": "/none/b.sock"}
     for found, status in (

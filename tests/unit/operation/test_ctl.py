@@ -4,13 +4,14 @@ import json
 import socket
 from pathlib import Path
 
+import grpc
 import pytest
 from click.testing import CliRunner
 from kvtier.v1 import admin_pb2
 from kvtierd.ctl import clear as ctl_clear
 from kvtierd.ctl import commands as ctl
 from kvtierd.ctl import text as ctl_text
-from kvtierd.ctl.explanation import explained
+from kvtierd.ctl.explanation import explained, relevance
 from kvtierd.ctl.lists import engines
 from kvtierd.ctl.status import page
 from kvtierd.ctl.terminal import plain
@@ -146,7 +147,8 @@ def letters(text: str) -> list[str]:
 
 def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) -> None:
     found = json.loads(ctl.to_json(status))
-    assert found["boot_nonce"] == 2**64 - 1
+    assert found["boot_nonce"] == str(2**64 - 1)
+    assert found["instances"][0]["epoch"] == str(status.instances[0].epoch)
     assert found["counters"]["lookup_hits"] == 100
     assert found["instances"][0]["namespace_digest"] == "cd" * 16
     assert found["instances"][0]["sessions"][0]["pid"] == 4321
@@ -186,6 +188,21 @@ def test_a_socket_nobody_answers_at_is_told_apart(socket_dir: Path) -> None:
     assert "no daemon answers" in result.output
 
 
+def test_a_folder_is_told_which_file_in_it_to_name(socket_dir: Path) -> None:
+    result = CliRunner().invoke(ctl.main, ["status", "--socket", str(socket_dir)])
+    assert result.exit_code == 69
+    assert f"{socket_dir} is a folder, not a socket: name the socket in it, {socket_dir}/kvtierd.sock" in (
+        result.output
+    )
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.CANCELLED])
+def test_no_failure_is_told_in_grpc_s_own_words(code: grpc.StatusCode, tmp_path: Path) -> None:
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why", "a long dump")
+    said = ctl.explain(tmp_path / "k.sock", error)
+    assert said == f"the daemon at {tmp_path}/k.sock did not do it: {code.name}, why"
+
+
 class TestExplain:
     def test_people_read_the_reason_and_the_differences(self) -> None:
         response = admin_pb2.ExplainResponse(
@@ -220,6 +237,26 @@ class TestExplain:
             f"in {'cc' * 16}, group 1: what it was made of is not known any more",
         ):
             assert part in text
+
+    def test_what_is_known_comes_first_and_unused_namespaces_are_only_counted(self) -> None:
+        named = [("aa", "NEVER_STORED"), ("bb", "ELSEWHERE"), ("cc", "NEVER_STORED"), ("dd", "EVICTED")]
+        response = admin_pb2.ExplainResponse(
+            explanations=[
+                admin_pb2.Explanation(
+                    namespace_digest=digest, verdict=admin_pb2.Verdict.Value(f"VERDICT_{verdict}")
+                )
+                for digest, verdict in named
+            ]
+        )
+        response.explanations.sort(key=lambda each: relevance(each, {"bb"}))
+        assert [each.namespace_digest for each in response.explanations] == ["dd", "bb", "aa", "cc"]
+        lines = plain(explained(response, {"bb"})).splitlines()
+        assert [line[:12] for line in lines if line.startswith("namespace")] == [
+            "namespace dd",
+            "namespace bb",
+        ]
+        assert lines[-1].startswith("not known in 2 groups of namespaces that no attached engine uses")
+        assert plain(explained(response)).count("namespace ") == 4
 
     def test_programs_can_tell_no_age_from_none_at_all(self) -> None:
         response = admin_pb2.ExplainResponse(explanations=[admin_pb2.Explanation(text="x")] * 2)

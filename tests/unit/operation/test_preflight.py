@@ -9,15 +9,29 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from click.testing import CliRunner
 from kvtierd.config.daemon import Config, Loaded, MetricsConfig, PoolConfig, ServerConfig
 from kvtierd.config.disk import DiskConfig
 from kvtierd.config.settings import Given
 from kvtierd.ctl import commands as ctl
-from kvtierd.preflight import Finding, NotReadyError, Verdict, asking, disks, examine, places, probe, require
+from kvtierd.preflight import (
+    Finding,
+    NotReadyError,
+    Verdict,
+    asking,
+    disks,
+    examine,
+    listening,
+    places,
+    pool,
+    probe,
+    require,
+)
 
 PLENTY = 1 << 50
 NOBODY = 65_534
@@ -114,12 +128,43 @@ class TestPool:
         found = findings(with_pool(config, path=disk_dir / "pool"))["pool file system"]
         assert found.verdict is Verdict.WARNING
         assert "tmpfs or hugetlbfs" in found.remedy
+        found = findings(with_pool(config, path=disk_dir / "pool", size=PLENTY))
+        assert "huge pages" not in found, "a disk has none"
+        assert found["pool room"].remedy == "lower pool.size, or set pool.path to a larger one"
 
-    def test_one_larger_than_its_tmpfs_is_told_how_to_remount_it(self, config: Config) -> None:
+    def test_one_larger_than_its_tmpfs_is_told_how_to_remount_it(
+        self, config: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = findings(with_pool(config, size=PLENTY))
+        assert found["pool room"].verdict is Verdict.FAILURE
+        assert (
+            found["pool room"].remedy
+            == "lower pool.size: there is no memory for it, which no remount changes"
+        )
+        assert found["memory"].verdict is Verdict.FAILURE
+        monkeypatch.setattr(pool, "meminfo", lambda name: 2 * PLENTY)
         found = findings(with_pool(config, size=PLENTY))
         assert found["pool room"].verdict is Verdict.FAILURE
         assert "mount -o remount,size=1048577G /dev/shm" in found["pool room"].remedy
-        assert found["memory"].verdict is Verdict.FAILURE
+
+    def test_a_folder_as_its_socket_is_not_to_be_removed(self, config: Config, socket_dir: Path) -> None:
+        (socket_dir / "k.sock").mkdir(0o700)
+        found = findings(dataclasses.replace(config, server=ServerConfig(socket=socket_dir / "k.sock")))
+        assert found["socket file"].remedy == f"name a file in it, {socket_dir}/k.sock/kvtierd.sock"
+
+    def test_a_process_that_listens_and_does_not_answer_is_no_daemon_that_runs(
+        self, config: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listening, "ANSWER_S", 0.2)
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(str(config.server.socket_path))
+            silent.listen()
+            for may_run in (True, False):
+                found = findings(config, may_run=may_run)["daemon"]
+                assert found.verdict is Verdict.FAILURE
+                assert (
+                    f"pid {os.getpid()} listens at {config.server.socket_path}, but does not" in found.found
+                )
 
     def test_one_that_is_there_already_needs_no_more_room(self, config: Config) -> None:
         path = config.pool.path
@@ -212,11 +257,14 @@ class TestListening:
         assert failures(config) == []
 
     def test_who_listens_is_named_and_no_obstacle_for_who_asks_about_it(self, config: Config) -> None:
-        with socket.socket(socket.AF_UNIX) as other:
-            other.bind(str(config.server.socket_path))
-            other.listen()
+        other = grpc.server(ThreadPoolExecutor(1))
+        other.add_insecure_port(f"unix:{config.server.socket_path}")
+        other.start()
+        try:
             assert findings(config, may_run=True)["daemon"].verdict is Verdict.OK
             found = findings(config, may_run=False)["daemon"]
+        finally:
+            other.stop(None).wait()
         assert (found.verdict, f"pid {os.getpid()}" in found.found) == (Verdict.FAILURE, True)
 
     def test_a_port_that_is_taken_is_told_with_its_owner(self, config: Config) -> None:
@@ -363,6 +411,18 @@ class TestCommand:
         found = {each["name"]: each for each in json.loads(result.output)}
         assert result.exit_code == 0
         assert found["pool room"]["verdict"] == "ok"
+
+    def test_flags_are_those_of_the_daemon(self, environ: dict[str, str], tmp_path: Path) -> None:
+        file = tmp_path / "kvtierd.toml"
+        file.write_text(f'[disk]\npaths = ["{tmp_path}/missing"]\nsize = "64MiB"\n')
+        line = ["doctor", f"--config={file}", "--pool-size=1PiB"]
+        result = CliRunner().invoke(ctl.main, line, env=environ)
+        assert result.exit_code == 1
+        assert f"FAILURE  disk {tmp_path / 'missing'} (disk.paths = " in result.output
+        assert "FAILURE  pool room (pool.size = 1024TiB)" in result.output
+        result = CliRunner().invoke(ctl.main, ["doctor", "--pool-siz=1GiB"], env=environ)
+        assert (result.exit_code, "the nearest known one is --pool-size" in result.stderr) == (2, True)
+        assert result.stderr.startswith("kvtierctl: ")
 
     def test_a_failure_is_its_status(self, environ: dict[str, str], tmp_path: Path) -> None:
         environ["KVTIER_DISK_PATHS"] = str(tmp_path / "missing")

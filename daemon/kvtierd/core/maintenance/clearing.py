@@ -8,6 +8,7 @@ from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Entries, Hashes, SpaceId
+from kvtierd.core.maintenance.explain import no_such
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.stimuli import ClearBlocks
 
@@ -25,13 +26,9 @@ class BlockClearing:
         ids = self._core.blocks.spaces.ids
         fitting = {digest for digest, _ in ids if digest.hex().startswith(namespace)}
         if namespace and len(fitting) != 1:
-            found = "no known namespace begins so" if not fitting else f"{len(fitting)} namespaces begin so"
-            raise Refusal(
-                Reason.NAMESPACE_INVALID,
-                f"{found}: name one of those that are listed",
-                field="namespace",
-                value=namespace,
-            )
+            several = f"{len(fitting)} namespaces begin so: write more of its digest"
+            found = several if fitting else no_such(self._core, namespace)
+            raise Refusal(Reason.NAMESPACE_INVALID, found, field="namespace", value=namespace)
         return tuple(space for (digest, _), space in ids.items() if digest in fitting)
 
     def keys(self, space: SpaceId) -> Hashes:

@@ -6,6 +6,7 @@ These are people's questions; nothing here changes anything.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from enum import Enum
 
 import numpy as np
@@ -22,6 +23,10 @@ from kvtierd.core.state.entities import LeaseCut
 
 SPACES_MAX = 1_024
 """How many spaces one question searches, the youngest first."""
+COMPARED_MAX = 64
+"""How many namespaces, and characters, are compared with one that there is not: it takes milliseconds."""
+NAMED_MAX = 4
+"""How many namespaces a refusal names."""
 
 
 class BlockVerdict(Enum):
@@ -108,7 +113,7 @@ def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now:
     asked = [(place, space) for place, space in places if place.namespace.hex().startswith(namespace)]
     known = len({place.namespace for place, _ in places})
     if namespace and not asked:
-        raise Refusal(Reason.NAMESPACE_INVALID, _no_such(known), field="namespace", value=namespace)
+        raise Refusal(Reason.NAMESPACE_INVALID, no_such(core, namespace), field="namespace", value=namespace)
     fitting = [each for each in asked if each[0].about is None or each[0].about.hash_bytes == len(key)]
     if asked and not fitting:
         lengths = {place.about.hash_bytes for place, _ in asked if place.about is not None}
@@ -133,12 +138,21 @@ def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now:
     )
 
 
-def _no_such(known: int) -> str:
+def no_such(core: CoreState, wanted: str) -> str:
+    """Says that no namespace begins so, and which there are, those first that are most like it."""
+    known = {place.namespace.hex(): place.about.model if place.about else "" for place, _ in _places(core)}
     if not known:
         return "no engine has attached since the daemon started, and nothing is stored: no namespace is known"
+
+    def likeness(digest: str) -> float:
+        names = (digest[: len(wanted)], known[digest].lower())
+        return max(SequenceMatcher(None, name, wanted[:COMPARED_MAX]).ratio() for name in names)
+
+    nearest = sorted(list(known)[:COMPARED_MAX], key=likeness, reverse=True)[:NAMED_MAX]
+    named = ", ".join(f"{digest} ({known[digest] or 'of an earlier daemon'})" for digest in nearest)
     return (
-        "no engine has attached with such a namespace, and nothing is stored in one; "
-        f"`kvtierctl namespaces` lists what is known ({known:,})"
+        f"no engine has attached with such a namespace, and nothing is stored in one. The nearest of the "
+        f"{len(known):,} that are known: {named}; `kvtierctl namespaces` lists all"
     )
 
 

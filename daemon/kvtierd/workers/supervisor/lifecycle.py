@@ -235,7 +235,7 @@ class Lifecycle:
         self._on_packet(handle, packet)
 
     def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
-        if handle.state is WorkerProcessState.ENDING:
+        if handle.state is WorkerProcessState.ENDING or self._stopping:
             return  # as it was told to; the process may take a while to end
         if reason == PEER_CLOSED:
             # Most likely its process is about to end, and its exit status says better why.
@@ -302,14 +302,7 @@ class Lifecycle:
         process = self.processes[handle.worker]
         process.kill()
         process.channel.close()
-        for request in handle.requests.values():
-            if not request.answer.done():
-                request.answer.set_exception(unavailable(handle))
-        handle.requests.clear()
-        for told in handle.persisting.values():
-            if not told.done():
-                told.set_result(f"its worker was lost: {why}")
-        handle.persisting.clear()
+        self._forsake(handle, f"its worker was lost: {why}")
         handle.settled.set()
         self.watch.forget(handle)
         say = _log.info if self._stopping else _log.error if is_new else _log.debug
@@ -317,17 +310,28 @@ class Lifecycle:
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
 
+    def _forsake(self, handle: WorkerHandle, why: str) -> None:
+        """Answers what still waits for the worker, which will not."""
+        for request in handle.requests.values():
+            if not request.answer.done():
+                request.answer.set_exception(unavailable(handle))
+        handle.requests.clear()
+        for told in handle.persisting.values():
+            if not told.done():
+                told.set_result(why)
+        handle.persisting.clear()
+
     def _exited(self, handle: WorkerHandle) -> None:
         process = self.processes[handle.worker]
         # Packets that it sent before it ended still count.
         process.channel.drain()
         how = process.ended() or "its process is gone"
-        as_told = handle.state is WorkerProcessState.ENDING and how == EXITED_WELL
+        stopped = self._stopping and handle.state is WorkerProcessState.LIVE
+        as_told = (stopped or handle.state is WorkerProcessState.ENDING) and how == EXITED_WELL
         if as_told:
             process.channel.close()
-            for told in handle.persisting.values():
-                if not told.done():
-                    told.set_result("its worker has ended")
+            handle.why = handle.why or "the daemon stops"
+            self._forsake(handle, "its worker has ended")
             _log.info(
                 f"{handle.kind.title} ended", worker_pid=handle.pid, device=handle.device, why=handle.why
             )
