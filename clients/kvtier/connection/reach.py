@@ -94,7 +94,10 @@ def explain(path: Path, error: OSError) -> Found:
 
 def _not_a_socket(path: Path, mode: int) -> Found:
     kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
-    name = f"socket in it, {path}/{SOCKET_NAME}" if stat.S_ISDIR(mode) else "socket that kvtierd tells"
+    name = "socket that kvtierd tells"
+    if stat.S_ISDIR(mode):
+        sockets = (each for each in sorted(path.glob("*.sock")) if not each.name.endswith(".side.sock"))
+        name = f"socket in it, {next(sockets, path / SOCKET_NAME)}"
     return Found(path, Reach.NOT_A_SOCKET, f"{path} is {kind}, not a socket: name the {name}")
 
 

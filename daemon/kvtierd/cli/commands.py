@@ -157,7 +157,7 @@ def check(context: click.Context, /, config_file: Path | None, **flags: str | No
     settings_given = "1 setting" if len(loaded.given) == 1 else f"{len(loaded.given)} settings"
     click.echo(
         f"nothing is wrong with the configuration ({loaded.file or 'no file'}, {settings_given} given); "
-        "whether this host can run it, says `kvtierctl doctor` with the same flags"
+        "`kvtierctl doctor` with the same flags says whether this host can run it"
     )
 
 

@@ -23,7 +23,7 @@ from kvtierd.cli.socket_option import SOCKET_HELP, socket_options
 from kvtierd.config import daemon as configuration
 from kvtierd.config import settings
 from kvtierd.core.ids import HASH_BYTES_MAX
-from kvtierd.ctl.bench import BenchError, bench
+from kvtierd.ctl.bench import WAIT_S, BenchError, bench
 from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
@@ -354,7 +354,7 @@ def measure(socket: Path | None, size: str | None, block: str, as_json: bool) ->
     size_bytes = None if size is None else _size("--size", size)
     block_bytes = _size("--block", block)
     path = _path(socket)
-    with _admin(path) as admin:
+    with _admin(path, 2 * WAIT_S) as admin:
         stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=1)
         try:
             figures = bench(path, admin, size_bytes, block_bytes, stop.check)

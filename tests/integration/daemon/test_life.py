@@ -1,5 +1,6 @@
 """How the daemon and its clients begin and end, with and without warning."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -186,11 +187,18 @@ class TestRestart:
         assert again.lookup(done).answers[0].hits == 1
         assert again.lookup(open_).answers[0].hits == 0
 
-    def test_a_stopped_daemon_comes_back_warm(self, start: Start, connect: Connect) -> None:
-        first = start()
+    def test_a_stopped_daemon_comes_back_warm(self, start: Start, connect: Connect, tmp_path: Path) -> None:
+        first = start(disk__paths=tmp_path, disk__size="8MiB")
         session = connect().ready()
         session.store(hashes(3), [0, 1, 2])
         assert first.stop() == 0
+        told = [json.loads(line) for line in first.log().splitlines()]
+        ends = {
+            (each["message"], each["why"])
+            for each in told
+            if each["message"].endswith(("worker ended", "worker lost"))
+        }
+        assert ends == {(f"{kind} worker ended", "the daemon stops") for kind in ("copy", "disk")}
         session.close()
         assert start().status().pool.recovered_blocks == 3
 
