@@ -2,6 +2,8 @@
 PYTHON ?=
 PY := .venv/bin/python
 export PYTHON
+# With it, each process would compile our modules, and each pytest rewrite all assertions, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
