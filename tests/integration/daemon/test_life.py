@@ -198,7 +198,7 @@ class TestRestart:
             for each in told
             if each["message"].endswith(("worker ended", "worker lost"))
         }
-        assert ends == {(f"{kind} worker ended", "the daemon stops") for kind in ("copy", "disk")}
+        assert ends == {(f"{kind} worker ended", "exited with status 0") for kind in ("copy", "disk")}
         session.close()
         assert start().status().pool.recovered_blocks == 3
 

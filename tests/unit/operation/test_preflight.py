@@ -128,9 +128,9 @@ class TestPool:
         found = findings(with_pool(config, path=disk_dir / "pool"))["pool file system"]
         assert found.verdict is Verdict.WARNING
         assert "tmpfs or hugetlbfs" in found.remedy
-        found = findings(with_pool(config, path=disk_dir / "pool", size=PLENTY))
-        assert "huge pages" not in found, "a disk has none"
-        assert found["pool room"].remedy == "lower pool.size, or set pool.path to a larger one"
+        larger = findings(with_pool(config, path=disk_dir / "pool", size=PLENTY))
+        assert "huge pages" not in larger, "a disk has none"
+        assert larger["pool room"].remedy == "lower pool.size, or set pool.path to a larger one"
 
     def test_one_larger_than_its_tmpfs_is_told_how_to_remount_it(
         self, config: Config, monkeypatch: pytest.MonkeyPatch

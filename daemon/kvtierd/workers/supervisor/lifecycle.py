@@ -330,7 +330,7 @@ class Lifecycle:
         as_told = (stopped or handle.state is WorkerProcessState.ENDING) and how == EXITED_WELL
         if as_told:
             process.channel.close()
-            handle.why = handle.why or "the daemon stops"
+            handle.why = handle.why or how
             self._forsake(handle, "its worker has ended")
             _log.info(
                 f"{handle.kind.title} ended", worker_pid=handle.pid, device=handle.device, why=handle.why
