@@ -18,24 +18,11 @@ from typing import Any
 
 import grpc
 
+from kvtier.connection import steps
 from kvtier.connection.address import Address
 from kvtier.connection.reports import ConnectionReports
 from kvtier.connection.rpc_errors import explain_rpc_error
 from kvtier.connection.side_socket import SideSocket, call_blocking
-from kvtier.connection.steps import (
-    Backoff,
-    NotRegisteredError,
-    OpenStream,
-    SideCall,
-    SideReply,
-    Step,
-    Steps,
-    Work,
-    attach,
-    open_index,
-    register,
-    unregister,
-)
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError
 from kvtier.memory import StreamDoorbells
 from kvtier.session.state import ProtocolState
@@ -167,13 +154,13 @@ class ConnectionThreads:
     # --- the session thread ---
 
     def _run(self) -> None:
-        backoff = Backoff()
+        backoff = steps.Backoff()
         while not self._closing.is_set():
             streams: list[_Stream] = []
             attached_s: float | None = None
             try:
                 self._side = SideSocket(self._address.side_socket, self._address.socket)
-                self._perform(attach(self.session), streams)
+                self._perform(steps.attach(self.session), streams)
                 attached_s = time.monotonic()
                 self._serve(streams)
             except NotExportableError as error:
@@ -213,15 +200,15 @@ class ConnectionThreads:
         while True:
             wait_s = IDLE_WAIT_S
             if memory.wants_release:
-                self._perform(unregister(self.session), streams)
+                self._perform(steps.unregister(self.session), streams)
             if memory.wants_registration and time.monotonic() >= retry_s:
                 try:
-                    self._perform(register(self.session, self.doorbells), streams)
-                except NotRegisteredError as error:
+                    self._perform(steps.register(self.session, self.doorbells), streams)
+                except steps.NotRegisteredError as error:
                     retry_s = time.monotonic() + error.retry_s
                     self._reports.not_registered(error)
             if self.session.wants_index:
-                self._perform(open_index(self.session), streams)
+                self._perform(steps.open_index(self.session), streams)
             if memory.wants_registration:
                 wait_s = max(0.0, retry_s - time.monotonic())
             with self.lock:
@@ -240,19 +227,19 @@ class ConnectionThreads:
                         self.session.tick()
                     raise ConnectionLostError("the daemon closed the side socket")
 
-    def _perform(self, steps: Steps, streams: list[_Stream]) -> None:
+    def _perform(self, wanted: steps.Steps, streams: list[_Stream]) -> None:
         """Performs all steps. Raises what they raise."""
         result: Any = None
         error: Exception | None = None
         while True:
             with self.lock:
                 if self._closing.is_set() and error is None:
-                    if isinstance(result, SideReply):
+                    if isinstance(result, steps.SideReply):
                         for fd in result.fds:
                             os.close(fd)
                     error = ConnectionLostError("the client is closing")
                 try:
-                    step = steps.send(result) if error is None else steps.throw(error)
+                    step = wanted.send(result) if error is None else wanted.throw(error)
                 except StopIteration:
                     return
             result = error = None
@@ -261,14 +248,14 @@ class ConnectionThreads:
             except Exception as caught:  # the steps may handle it
                 error = caught
 
-    def _perform_one(self, step: Step, streams: list[_Stream]) -> Any:
+    def _perform_one(self, step: steps.Step, streams: list[_Stream]) -> Any:
         match step:
-            case SideCall():
+            case steps.SideCall():
                 assert self._side is not None
                 return call_blocking(self._side, step, self._interrupt, self._keep_alive)
-            case Work():
+            case steps.Work():
                 return self._work(step.call)
-            case OpenStream():
+            case steps.OpenStream():
                 streams.append(self._open_stream())
                 step.record.event.wait(step.timeout_s)
                 return None

@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING, Any
 from kvtier import Client
 from kvtier.status import ClientState
 
+from kvtier_vllm import meta
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.hooks import block_table
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import (
-    AS_STARTED,
-    KvtierMetadata,
-    LoadOrder,
-    Orders,
-    Weights,
-    WeightsChange,
-    WorkerReport,
-)
 from kvtier_vllm.model.adapter_loads import AdapterLoad, adapter_of
 from kvtier_vllm.model.adapters import Adapters
 from kvtier_vllm.model.namespace import UnsupportedConfiguration
@@ -61,7 +53,7 @@ Their copies take milliseconds."""
 PREFILL_TOKENS_PER_S_MAX = 1e9
 """The highest rate that is reported."""
 
-Connect = Callable[[Weights], Link]
+Connect = Callable[[meta.Weights], Link]
 """Makes the client's link, for blocks of these weights."""
 
 
@@ -80,7 +72,7 @@ class SchedulerSide:
         *,
         audits: Audits | None = None,
         in_parts: bool = True,
-        weights: Weights = AS_STARTED,
+        weights: meta.Weights = meta.AS_STARTED,
         world_size: int = 1,
         adapters_by_name: bool = False,
     ) -> None:
@@ -154,7 +146,7 @@ class SchedulerSide:
         self._step = 1
         self._work = 0
         """The number of steps so far that compute or load anything."""
-        self._out = Orders()
+        self._out = meta.Orders()
         """What the workers are told in the next step."""
         self._stopped = False
         self._told = False
@@ -290,7 +282,9 @@ class SchedulerSide:
         submitted."""
         if not any(order.request == request_id for order in self._out.loads):
             ids = tuple(tuple(block for block in table if block) for table in tables)
-            self._out.loads.append(LoadOrder(request_id, (None,) * len(ids), ids, blocks_tell=len(ids) == 1))
+            self._out.loads.append(
+                meta.LoadOrder(request_id, (None,) * len(ids), ids, blocks_tell=len(ids) == 1)
+            )
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
@@ -358,12 +352,12 @@ class SchedulerSide:
         if not self._told:
             self._tell_why_nothing_hits(client)
 
-    def take_metadata(self) -> KvtierMetadata:
+    def take_metadata(self) -> meta.KvtierMetadata:
         """Returns what the workers are to know in this step, and begins the next one. Never fails."""
         orders = self._out
-        out = KvtierMetadata(self._step, self._work, self._generations.weights, stopped=self._stopped)
+        out = meta.KvtierMetadata(self._step, self._work, self._generations.weights, stopped=self._stopped)
         if orders.any:
-            out.orders, self._out = orders, Orders()
+            out.orders, self._out = orders, meta.Orders()
         self._step += 1
         self._least = None
         self._matcher.next_step()
@@ -380,7 +374,7 @@ class SchedulerSide:
             if (failed := self._loading.get(request_id)) is not None:
                 failed.failed = True
         report = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(report, WorkerReport):
+        if isinstance(report, meta.WorkerReport):
             self._heed(report)
         for request_id in output.finished_recving or ():
             self._aborted.pop(request_id, None)
@@ -479,7 +473,7 @@ class SchedulerSide:
         if self._generations.was_dropped(self._work):
             self._begin()
 
-    def weights_changed(self, changes: Sequence[WeightsChange]) -> None:
+    def weights_changed(self, changes: Sequence[meta.WeightsChange]) -> None:
         """Takes what workers have told about their weights."""
         if self._generations.have_changed(self._work, changes):
             self._begin()
@@ -584,7 +578,7 @@ class SchedulerSide:
         if self._audits is not None:
             self._audits.over(tracked.request.request_id)
 
-    def _heed(self, report: WorkerReport) -> None:
+    def _heed(self, report: meta.WorkerReport) -> None:
         verdict = None if self._audits is None else self._audits.results(self.link.client, report.audits)
         if report.adapters:
             self.adapters_loaded(report.adapters)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
+from kvtierd.workers.supervisor.handles import CPU
 from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
-from kvtierd.workers.supervisor.supervisor import CPU, Supervisor
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 CHUNKS_MAX = 65_536
 """Chunks of one session: more than a terabyte in chunks of 20 MiB."""

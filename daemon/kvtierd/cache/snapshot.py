@@ -9,8 +9,10 @@ from kvtierd.cache.disks import DiskFile
 from kvtierd.core.ids import SessionId
 from kvtierd.core.status import CoreStatus, DiskStatus
 from kvtierd.memory import HostPool
+from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor.devices import SupervisedDevice
-from kvtierd.workers.supervisor.supervisor import CopyTotals, Supervisor, WorkerHandle
+from kvtierd.workers.supervisor.handles import CopyTotals, WorkerHandle
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ class WorkerSnapshot:
             handle.respawns,
             handle.parts_active,
             mapped_bytes=mapped_bytes,
-            registered_bytes=workers.registered_bytes(handle.worker),
-            remote_bytes=workers.remote_bytes(handle.worker),
+            registered_bytes=workers.status_word(handle.worker, StatusWord.REGISTERED_BYTES),
+            remote_bytes=workers.status_word(handle.worker, StatusWord.REMOTE_BYTES),
         )
 
 

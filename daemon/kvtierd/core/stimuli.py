@@ -27,6 +27,12 @@ from kvtierd.core.ids import (
 )
 
 
+class Stimulus:
+    """One thing that can happen to the core."""
+
+    __slots__ = ()
+
+
 class SessionRole(IntFlag):
     SCHEDULER = 1
     RANK = 2
@@ -50,7 +56,7 @@ class GroupGeometry:
 
 
 @dataclass(frozen=True, slots=True)
-class AttachSession:
+class AttachSession(Stimulus):
     """A process says hello. The reply is `Attached`."""
 
     session: SessionId
@@ -70,7 +76,7 @@ class AttachSession:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterWords:
+class RegisterWords(Stimulus):
     """`worker` has mapped the session's shared words. The numbers of words bound every index that comes
     later."""
 
@@ -81,7 +87,7 @@ class RegisterWords:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterMemory:
+class RegisterMemory(Stimulus):
     """`worker` has mapped the rank's KV cache. The instance is ready when its last rank has registered."""
 
     session: SessionId
@@ -93,7 +99,7 @@ class RegisterMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class UnregisterMemory:
+class UnregisterMemory(Stimulus):
     """The rank takes its memory back. The transfers of its epoch are cancelled, and `ReleaseSession`
     follows."""
 
@@ -101,7 +107,7 @@ class UnregisterMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class EndSession:
+class EndSession(Stimulus):
     """The session's process died or closed the session. Its instance's epoch ends."""
 
     session: SessionId
@@ -123,7 +129,7 @@ class AuditReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RenewSession:
+class RenewSession(Stimulus):
     """A heartbeat: the session lives, and the leases of its instance are renewed."""
 
     session: SessionId
@@ -166,7 +172,7 @@ class BlockQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupBlocks:
+class LookupBlocks(Stimulus):
     """Asks for the longest prefix that all these groups can serve, or, with a single exact query, for each of
     its blocks. The reply is `LookupReply`."""
 
@@ -180,7 +186,7 @@ class LookupBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class TouchBlocks:
+class TouchBlocks(Stimulus):
     """Makes READY blocks the most recent, the first of each query most of all: the leading run of a prefix,
     and every block of a window or an exact query by itself. Groups do not depend on each other."""
 
@@ -195,7 +201,7 @@ class TouchBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchBlocks:
+class PrefetchBlocks(Stimulus):
     """Promotes what a lookup of the same queries would miss on the host and a disk has. The reply is
     `LookupReply`, without leases: what the lookup would say now, if it did not compare loading with
     computing. Hits are not counted, and become recent only where blocks beyond them are brought up."""
@@ -217,7 +223,7 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitStore:
+class SubmitStore(Stimulus):
     """Stores blocks of one group from every rank. The reply is `SubmitReply`."""
 
     session: SessionId
@@ -230,7 +236,7 @@ class SubmitStore:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitLoad:
+class SubmitLoad(Stimulus):
     """Loads blocks of a lease, from its block `first` on, into every rank. The reply is `SubmitReply`."""
 
     session: SessionId
@@ -244,21 +250,21 @@ class SubmitLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseLeases:
+class ReleaseLeases(Stimulus):
     session: SessionId
     epoch: Epoch
     leases: tuple[LeaseId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CancelTransfers:
+class CancelTransfers(Stimulus):
     session: SessionId
     epoch: Epoch
     tickets: tuple[Ticket, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PublishPage:
+class PublishPage(Stimulus):
     """Hands in an empty index page for one group of the instance for which a session schedules, as
     `Machine.page_wanted` asked for it."""
 
@@ -278,7 +284,7 @@ class PartOutcome(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PartFinished:
+class PartFinished(Stimulus):
     """A copy worker has ended a part."""
 
     worker: WorkerId
@@ -294,7 +300,7 @@ class PartFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsChecked:
+class SlotsChecked(Stimulus):
     """A copy worker has compared slots with their checksums, in the order in which it was asked to."""
 
     worker: WorkerId
@@ -306,7 +312,7 @@ class SlotsChecked:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionReleased:
+class SessionReleased(Stimulus):
     """A copy worker has fenced and unmapped everything of a session."""
 
     worker: WorkerId
@@ -314,7 +320,7 @@ class SessionReleased:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskJobFinished:
+class DiskJobFinished(Stimulus):
     """A disk's worker has ended a job, and nothing of it can still land. Positions that are neither in
     `failed` nor in `corrupt` went well: after a WRITE the record on the disk is READY; after a READ the bytes
     are checked, and their checksum is in the host's record."""
@@ -337,14 +343,14 @@ class DiskJobFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class StartScrub:
+class StartScrub(Stimulus):
     """Compare every block of a disk with its checksum, once, while the disk has nothing else to do."""
 
     disk: DiskId
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLive:
+class WorkerLive(Stimulus):
     """A worker is ready for work."""
 
     worker: WorkerId
@@ -353,7 +359,7 @@ class WorkerLive:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(Stimulus):
     """The worker is being killed, or has hung up. It takes no more parts, but may still be writing."""
 
     worker: WorkerId
@@ -361,7 +367,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(Stimulus):
     """The worker's process is gone, which is the fence of all its parts."""
 
     worker: WorkerId
@@ -374,7 +380,7 @@ class RecoveredExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(Stimulus):
     """What a scan of the pool found. It is handed in once, before any session, and has whole blocks only, the
     oldest first."""
 
@@ -395,7 +401,7 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskRecovered:
+class DiskRecovered(Stimulus):
     """What a scan of a disk's records found. It is handed in once per disk, right after the `WorkerLive` of
     its first worker; sessions may have come before. The slots are the disk's, and none are quarantined."""
 
@@ -404,24 +410,24 @@ class DiskRecovered:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsProven:
+class SlotsProven(Stimulus):
     """The writers of these quarantined slots are proved to be gone."""
 
     slots: Slots
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Stimulus):
     """Until `Resume`, new stores, loads and sessions are refused, and lookups return misses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(Stimulus):
     """Ends what `Drain` began."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClearBlocks:
+class ClearBlocks(Stimulus):
     """Drops those of these blocks that nothing holds, from every tier that has them. A block that is leased,
     or being loaded, stored, promoted or written to a disk, stays in all tiers. Hashes that are not there are
     ignored.
@@ -434,7 +440,7 @@ class ClearBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconfigure:
+class Reconfigure(Stimulus):
     """Goes on with another policy. Limits that clients were told, and everything that memory was reserved
     for, stay as they were at the start: from `disks`, the queue sizes and the size of a job are not taken
     over."""
@@ -444,42 +450,8 @@ class Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Stimulus):
     """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms."""
-
-
-Stimulus = (
-    AttachSession
-    | RegisterWords
-    | RegisterMemory
-    | UnregisterMemory
-    | EndSession
-    | RenewSession
-    | LookupBlocks
-    | TouchBlocks
-    | PrefetchBlocks
-    | SubmitStore
-    | SubmitLoad
-    | ReleaseLeases
-    | CancelTransfers
-    | PublishPage
-    | PartFinished
-    | SlotsChecked
-    | DiskJobFinished
-    | StartScrub
-    | ClearBlocks
-    | SessionReleased
-    | WorkerLive
-    | WorkerLost
-    | WorkerExited
-    | Recovered
-    | DiskRecovered
-    | SlotsProven
-    | Drain
-    | Resume
-    | Reconfigure
-    | Tick
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ RANGES_MAX = 4_096
 IPC_HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 
+Groups = Sequence[side_pb2.GroupMemory]
+"""Where the planes of each group lie in the mapping."""
+
 _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
@@ -47,32 +50,6 @@ class Descriptor:
     seals: int | None
     """None if the file has no seals."""
     writable: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PlanePlace:
-    base_offset: int
-    block_stride_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """Where one group's planes lie in the mapping."""
-
-    group: int
-    num_blocks: int
-    planes: tuple[PlanePlace, ...]
-
-
-def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
-    return tuple(
-        GroupPlace(
-            group=group.group,
-            num_blocks=group.num_blocks,
-            planes=tuple(PlanePlace(plane.base_offset, plane.block_stride_bytes) for plane in group.planes),
-        )
-        for group in request.groups
-    )
 
 
 def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
@@ -168,7 +145,7 @@ def check_words(found: Descriptor, doorbells: int, parts: int) -> None:
 
 
 def check_memory(
-    found: Descriptor, mapping_bytes: int, groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
+    found: Descriptor, mapping_bytes: int, groups: Groups, geometry: Sequence[GroupGeometry]
 ) -> None:
     """Raises Refusal unless every byte of every block of every group of Hello lies inside the mapping.
 
@@ -208,7 +185,7 @@ def check_ranges(
     ranges: Sequence[DeviceRange],
     chunks: Sequence[int],
     mapping_bytes: int,
-    groups: Sequence[GroupPlace],
+    groups: Groups,
     geometry: Sequence[GroupGeometry],
 ) -> None:
     """Raises Refusal unless the ranges make up the mapping, use up all chunks, and hold every byte of every
@@ -275,9 +252,7 @@ def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
         )
 
 
-def _check_groups(
-    ends: Sequence[int], groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
-) -> None:
+def _check_groups(ends: Sequence[int], groups: Groups, geometry: Sequence[GroupGeometry]) -> None:
     """`ends`: where each piece of the mapping ends, which no plane may cross; the last one is the mapping's
     size."""
     if [place.group for place in groups] != list(range(len(geometry))):
@@ -291,7 +266,7 @@ def _check_groups(
         _check_group(f"groups[{index}]", ends, place, shape)
 
 
-def _check_group(field: str, ends: Sequence[int], place: GroupPlace, shape: GroupGeometry) -> None:
+def _check_group(field: str, ends: Sequence[int], place: side_pb2.GroupMemory, shape: GroupGeometry) -> None:
     if not 0 < place.num_blocks <= BLOCKS_MAX:
         raise Refusal(
             Reason.LAYOUT_INVALID,
@@ -311,7 +286,7 @@ def _check_group(field: str, ends: Sequence[int], place: GroupPlace, shape: Grou
 
 
 def _check_plane(
-    field: str, ends: Sequence[int], num_blocks: int, plane: PlanePlace, fragment_bytes: int
+    field: str, ends: Sequence[int], num_blocks: int, plane: side_pb2.Plane, fragment_bytes: int
 ) -> None:
     stride = plane.block_stride_bytes
     if num_blocks > 1 and stride < fragment_bytes:

@@ -93,7 +93,9 @@ class RpcServer:
         self._add_services()
 
     def _add_services(self) -> None:
-        cache = {name: self._unary(name, call) for name, call in self._calls.by_method.items()}
+        calls = {body.title(): call for body, (_, call) in self._calls.by_body.items()}
+        calls["Wait"] = self._calls.wait
+        cache = {name: self._unary(name, call) for name, call in calls.items()}
         cache["Attach"] = self._attach
         self._server.add_generic_rpc_handlers(
             (

@@ -16,8 +16,8 @@ import pytest_asyncio
 import uvloop
 from kvtier_kernels.cuda import Driver, load
 from kvtierd.memory import HostPool
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 from kvtierd.workers.supervisor.orders import DeviceRange
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits, WorkerOptions
 
 from tests.gpu.parts.device import find_device
 from tests.integration.worker.conftest import StartRig

@@ -14,8 +14,8 @@ from kvtier_kernels import PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import SessionId
 from kvtierd.memory import HostPool
+from kvtierd.workers.supervisor.handles import CPU
 from kvtierd.workers.supervisor.orders import DeviceRange
-from kvtierd.workers.supervisor.supervisor import CPU
 
 from tests.integration.worker.devices import Foreign, Memfd, RankMemory
 from tests.integration.worker.rig import Client, Layout, Rig, until

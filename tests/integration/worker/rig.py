@@ -19,16 +19,15 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.orders import GroupMapping
-from kvtierd.workers.supervisor.supervisor import (
+from kvtierd.workers.supervisor.handles import (
     CPU,
-    Supervisor,
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
     WorkerProcessState,
-    WorkerStimulus,
 )
+from kvtierd.workers.supervisor.orders import GroupMapping
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.integration.worker.devices import Gpu, Memfd, RankMemory, memfd
 

@@ -8,7 +8,7 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, Ticket
 from kvtierd.core.stimuli import PartOutcome, WorkerExited, WorkerLive, WorkerLost
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits
+from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, Mode, on
@@ -39,7 +39,7 @@ async def replaced(rig: Rig) -> None:
     kinds = (WorkerLive, WorkerLost, WorkerExited)
     told = [type(event) for event in rig.events if isinstance(event, kinds)]
     assert told == [WorkerLive, WorkerLost, WorkerExited, WorkerLive]
-    assert rig.supervisor.respawns[rig.device] == 1
+    assert rig.supervisor.devices.respawns[rig.device] == 1
     await rig.store(await rig.client(), [0])
 
 
@@ -240,5 +240,5 @@ async def test_a_worker_that_no_session_uses_ends_and_frees_its_context(
     assert gpu.fake.hbm_used(contexts=True) == ours
     rig.clients.clear()
     await rig.supervisor.worker_for(rig.device)
-    assert rig.supervisor.respawns[rig.device] == 0
+    assert rig.supervisor.devices.respawns[rig.device] == 0
     await rig.store(await rig.client(), [0])

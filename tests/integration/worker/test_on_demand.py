@@ -11,7 +11,8 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
+from kvtierd.workers.supervisor.handles import SupervisorLimits
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.integration.worker.rig import SLACK_S, live_worker, until
 from tests.support.fake_cuda import FakeCuda

@@ -99,7 +99,8 @@ class Lifecycle:
                 )
 
     async def settle_disks(self, timeout_s: float) -> None:
-        """As `Supervisor.settle_disks`."""
+        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, but
+        after `timeout_s` at the latest."""
         workers = map(self.devices.worker, self._disks)
         try:
             async with asyncio.timeout(timeout_s):
@@ -254,7 +255,8 @@ class Lifecycle:
         _log.info(f"{handle.kind.title} live", worker_pid=handle.pid, device=handle.device)
 
     def reject(self, device: str, why: str) -> None:
-        """As `Supervisor.reject`."""
+        """What a disk's first worker filled the image with cannot be used: the worker is lost, and the next
+        one fills the image anew."""
         self.devices[device].workers = 0
         handle = self.devices.worker(device)
         if handle is not None:
@@ -366,7 +368,11 @@ class Lifecycle:
             self._schedule_respawn(device, self.devices.next_delay_s(device))
 
     def unattended(self) -> list[str]:
-        """As `Supervisor.unattended`."""
+        """Workers that nobody looks after, one sentence for each. There should never be any, and no worker
+        can cause it.
+
+        Call it again and again, seconds apart. A worker that is late, lost or being replaced is looked after.
+        """
         found = []
         silent_s = self._loop.time() - self.watch.looked_at_s
         if silent_s > WATCH_SILENCE_MAX_S:
@@ -386,7 +392,7 @@ class Lifecycle:
         return [] if self._stopping else found
 
     def set_log_level(self, level: str) -> None:
-        """As `Supervisor.set_log_level`."""
+        """Sets the log level of workers that are started from now on."""
         self._options = replace(self._options, log_level=level)
 
     def _watch_round(self) -> None:
