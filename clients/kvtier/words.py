@@ -40,7 +40,8 @@ from kvtier_kernels import (
 
 from kvtier.errors import KvtierError, Reason
 from kvtier.memory import SharedBuffer
-from kvtier.stream_words import WORD_BYTES, StreamPage, StreamWords
+from kvtier.stream_words import WORD_BYTES as WORD_BYTES
+from kvtier.stream_words import StreamPage, StreamWords
 
 DOORBELLS_DEFAULT = 64
 PARTS_DEFAULT = 1_024
@@ -118,15 +119,6 @@ class WordsPage:
         self._part_indexes = np.arange(self._doorbells, self._doorbells + parts, dtype=np.uint32)
         self._worker: int | None = None
         self._final: npt.NDArray[np.uint64] | None = None
-
-    def fileno(self) -> int:
-        """Returns the memfd to register."""
-        return self.buffer.fileno()
-
-    @property
-    def doorbells_bytes(self) -> int:
-        """The size of the doorbells."""
-        return self._doorbells * WORD_BYTES
 
     def adopt_worker(self, pidfd: int) -> None:
         """Takes over the pidfd of the worker that writes the part words."""
@@ -272,7 +264,8 @@ class RankWords:
                 raise KvtierError(Reason.WORD_INDEX_RANGE, message, field=field, value=value)
         self._parts = parts
         self._doorbells = [0] * doorbells  # values reached, as far as is known here
-        self._streams = StreamWords(doorbells)
+        self.streams = StreamWords(doorbells)
+        """What the streams of a GPU write."""
         self._pages: list[WordsPage] = []  # oldest first
         self._epoch: int | None = None
         self._withdrawn: dict[int, int] = {}  # word -> ticket revoked in this epoch
@@ -321,9 +314,9 @@ class RankWords:
         """Prepares a stream to raise a doorbell. Returns whether the stream has to be asked at all, and the
         address on the GPU to write, or None if there is none. Raises KvtierError as `ring`."""
         self._check_ring(doorbell, value)
-        if value <= max(self._doorbells[doorbell], self._streams.asked(doorbell)):
+        if value <= max(self._doorbells[doorbell], self.streams.asked(doorbell)):
             return False, None
-        return True, self._streams.ask(doorbell, value)
+        return True, self.streams.ask(doorbell, value)
 
     def expose(self, buffer: SharedBuffer, device_address: int | None) -> None:
         """From now on streams write the doorbells at the start of this buffer; with None they cannot write
@@ -331,27 +324,17 @@ class RankWords:
         page = None
         if device_address is not None:
             page = StreamPage(buffer, len(self._doorbells), device_address)
-        self._streams.use(page)
-
-    @property
-    def exposed(self) -> bool:
-        """Whether streams have a page to write."""
-        return self._streams.writable
-
-    @property
-    def behind(self) -> bool:
-        """Whether `carry_over` may soon have something to do."""
-        return self._streams.behind
+        self.streams.use(page)
 
     def carry_over(self) -> None:
         """Copies what streams have written, on whichever page it landed, to the page in use; and raises a
         word again that a later stream has set to less than was reached."""
-        for doorbell, value in enumerate(self._streams.landed()):
+        for doorbell, value in enumerate(self.streams.landed()):
             if value != self._doorbells[doorbell]:
                 self._doorbells[doorbell] = reached = max(value, self._doorbells[doorbell])
                 if self._pages:
                     self._pages[-1].ring(doorbell, reached)
-        self._streams.forget(self._doorbells)
+        self.streams.forget(self._doorbells)
 
     def state(self, ref: PartRef) -> PartState:
         """Returns the state of a part. Changes nothing. Raises KvtierError for a word that does not exist."""
@@ -392,7 +375,7 @@ class RankWords:
         for page in self._pages:
             page.close()
         self._pages.clear()
-        self._streams.clear()
+        self.streams.clear()
 
     def _check_ring(self, doorbell: int, value: int) -> None:
         if not 0 <= doorbell < len(self._doorbells):

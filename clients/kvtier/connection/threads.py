@@ -93,25 +93,17 @@ class ConnectionThreads:
         self._address = address
         self._reports = reports
         self._writable = threading.Condition(self.lock)
-        self._closing = threading.Event()
+        self.closing = threading.Event()
+        """Set once `end` was called."""
         self._working = threading.Event()
         """Set to end the wait for a call that may take a while."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._side: SideSocket | None = None
-        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+        """The session's thread, which cannot wait for its own end. It ends after it has set `ended`."""
         _all.add(self)
-        self._thread.start()
-
-    @property
-    def closing(self) -> bool:
-        """Whether `end` was called."""
-        return self._closing.is_set()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the session's own thread calls this, which cannot wait for its own end."""
-        return threading.current_thread() is self._thread
+        self.thread.start()
 
     def status(self) -> ClientStatus:
         """Returns a snapshot of the client's state. Called without the lock."""
@@ -140,22 +132,18 @@ class ConnectionThreads:
     def end(self) -> None:
         """Ends the session now; the threads end soon. Safe to call twice."""
         with self.lock:
-            if not self._closing.is_set():
-                self._closing.set()
+            if not self.closing.is_set():
+                self.closing.set()
                 self._working.set()
                 self.session.close("the client is closed")
                 os.eventfd_write(self._interrupt, 1)
                 os.eventfd_write(self._wake, 1)
 
-    def join(self, timeout_s: float) -> None:
-        """Waits until the thread, which has set `ended`, is gone."""
-        self._thread.join(timeout_s)
-
     # --- the session thread ---
 
     def _run(self) -> None:
         backoff = steps.Backoff()
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             streams: list[_Stream] = []
             attached_s: float | None = None
             try:
@@ -175,7 +163,7 @@ class ConnectionThreads:
             with self.lock:  # first, so that nobody waits any more, and nothing can start
                 for stream in streams:
                     stream.over = True
-                closing, told_before = self._closing.is_set(), self.session.last_error
+                closing, told_before = self.closing.is_set(), self.session.last_error
                 if not closing:
                     self.session.lost(why)
             self._tear_down(streams)
@@ -183,7 +171,7 @@ class ConnectionThreads:
                 self._reports.lost(why, told_before)
             if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
                 backoff.reset()
-            self._closing.wait(backoff.next_s())
+            self.closing.wait(backoff.next_s())
         with self.lock:
             os.close(self._wake)
             os.close(self._interrupt)
@@ -233,7 +221,7 @@ class ConnectionThreads:
         error: Exception | None = None
         while True:
             with self.lock:
-                if self._closing.is_set() and error is None:
+                if self.closing.is_set() and error is None:
                     if isinstance(result, steps.SideReply):
                         for fd in result.fds:
                             os.close(fd)
@@ -278,7 +266,7 @@ class ConnectionThreads:
             self._working = over
         threading.Thread(target=run, name="kvtier-work", daemon=True).start()
         while not outcome:
-            if self._closing.is_set():
+            if self.closing.is_set():
                 raise ConnectionLostError("the client is closing")
             over.wait(self._keep_alive())
         [(result, error)] = outcome
@@ -354,9 +342,9 @@ class ConnectionThreads:
         """Makes this copy in a forked child harmless: no threads, and a lock that nobody releases."""
         self.lock = threading.Lock()
         self._writable = threading.Condition(self.lock)
-        self.changed, self.ended, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self.changed, self.ended, self.closing = threading.Event(), threading.Event(), threading.Event()
         self.ended.set()
-        self._closing.set()
+        self.closing.set()
         self.doorbells = None  # CUDA does not survive a fork, nor do threads
         self.session.words.close()  # the pages are the parent's, so they are not sealed
         self.session.close("the process was forked: make a client of its own")

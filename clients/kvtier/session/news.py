@@ -17,7 +17,8 @@ class News:
         """`prefill_tokens_per_s` is the rate that is known so far; 0 means that it is not known."""
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._prefill_is_news = False
-        self._audits: deque[cache_pb2.Audit] = deque(maxlen=AUDITS_KEPT_MAX)
+        self.audits: deque[cache_pb2.Audit] = deque(maxlen=AUDITS_KEPT_MAX)
+        """Audits to tell: a block was computed, and compared with what is stored."""
         self._lookups = self._hashes = 0
         """Lookups that the index has answered, of which the daemon has not heard."""
 
@@ -37,10 +38,6 @@ class News:
         self._lookups += 1
         self._hashes += hashes
 
-    def audited(self, audit: cache_pb2.Audit) -> None:
-        """Notes an audit: a block was computed, and compared with what is stored."""
-        self._audits.append(audit)
-
     def take(self) -> cache_pb2.Heartbeat:
         """Returns a heartbeat with all that is new since the last one."""
         news, self._prefill_is_news = self._prefill_is_news, False
@@ -50,5 +47,5 @@ class News:
             prefill_tokens_per_s=self.prefill_tokens_per_s if news else 0,
             index_lookups=min(lookups, TOLD_MAX),
             index_hashes=min(hashes, TOLD_MAX),
-            audits=[self._audits.popleft() for _ in range(min(len(self._audits), AUDITS_TOLD_MAX))],
+            audits=[self.audits.popleft() for _ in range(min(len(self.audits), AUDITS_TOLD_MAX))],
         )

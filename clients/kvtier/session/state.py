@@ -126,7 +126,7 @@ class ProtocolState:
         """Returns the index that the pages are put into, or None without a session."""
         if self._attachment is None:
             return None
-        self._attachment.index_asked()
+        self._attachment.index_wanted = False
         return self._attachment.index
 
     @property
@@ -206,8 +206,8 @@ class ProtocolState:
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
             self._send(HeartbeatSent(), heartbeat=self.news.take())
-        next_s = attachment.next_heartbeat_in_s(self._clock())
-        return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
+        next_s = max(0.0, attachment.next_heartbeat_s - self._clock())
+        return min(next_s, CARRY_OVER_S) if self.words.streams.behind else next_s
 
     def lost(self, why: str) -> None:
         """Ends all that is in flight, as a miss or as lost: the connection is over, or could not be made."""

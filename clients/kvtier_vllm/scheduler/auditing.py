@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvtier import Client, Doorbell, GroupKind, KvtierError, Lookup, LookupCall, PartRef, Transfer
@@ -395,11 +395,4 @@ class Audits:
         else:
             self.counters.worst_mismatch = max(self.counters.worst_mismatch, verdict.error)
         if client is not None:
-            client.report_audit(
-                matched=verdict.matched,
-                error=verdict.error,
-                threshold=verdict.threshold,
-                group=verdict.group,
-                block_hash=verdict.block_hash,
-                detail=verdict.detail,
-            )
+            client.report_audit(**asdict(verdict))

@@ -29,7 +29,7 @@ from kvtier_vllm.scheduler.generations import Generations
 from kvtier_vllm.scheduler.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.scheduler.leaving import Leaving
 from kvtier_vllm.scheduler.loading import Loader, PromisedLoad
-from kvtier_vllm.scheduler.matching import Grant, Matcher
+from kvtier_vllm.scheduler.matching import Matcher
 from kvtier_vllm.scheduler.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.scheduler.question import Question
 from kvtier_vllm.scheduler.room import LoadRoom
@@ -247,7 +247,8 @@ class SchedulerSide:
         tracked = self._track(request)
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
-            self._give_back(grant)
+            if grant is not None:
+                grant.lookup.release()
             if tracked.audited_unit is not None:  # it loads nothing; otherwise it has loaded, and runs
                 self._compute_unaudited(tracked)
             if self._storer.watches:  # another connector may load there, which no step tells
@@ -343,9 +344,9 @@ class SchedulerSide:
                 self._store_full_blocks(storing, tracked_or_none, scheduled, output)
         if storing is not None and len(self._filled) < len(self._groups.shapes):
             self._store_states(output)
-        if storing is not None and storer.has_plans:
+        if storing is not None and storer.planned:
             self._out.stores += storer.submit(storing, self._step)
-        if client is not None and storer.has_unsent:
+        if client is not None and storer.unsent_blocks:
             storer.send(client, self._step)
         if self._audits is not None and self._audits.has_orders:
             self._audits.plan(client, output, self._requests, self._step, self._out)
@@ -567,10 +568,6 @@ class SchedulerSide:
         for tracked in self._requests.values():
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
-
-    def _give_back(self, grant: Grant | None) -> None:
-        if grant is not None:
-            grant.lookup.release()
 
     def _compute_unaudited(self, tracked: TrackedRequest) -> None:
         """Ends the request's audit: what it computes for one is not compared."""

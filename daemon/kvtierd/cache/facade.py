@@ -65,6 +65,9 @@ class Cache:
         self._pool_path = pool_path
         self._clock = clock
         self._started_at_s = clock()
+        self.boot_nonce = pool.boot_nonce
+        self.pool_bytes = pool.geometry.capacity_bytes
+        """Bytes that the host tier can hold."""
         self._writers: dict[WorkerId, int] = {}
         """The pool's writer id of every worker that was ever live."""
         self.disks = DiskFiles(disks, workers, pool.boot_nonce, self.post)
@@ -75,7 +78,8 @@ class Cache:
         self._waiters = Waiters()
         self._busy = False
         self._posted: deque[stimuli.Stimulus] = deque()
-        self._draining = False
+        self.draining = False
+        """Whether nothing new is taken."""
         self.mappings = Mappings(self.handle, workers)
         self.poisoned = asyncio.Event()
         """Set after an internal error: nothing is handled any more, and the daemon has to be started
@@ -190,7 +194,7 @@ class Cache:
         self._records(action.disk).open(
             action.slots,
             self._writers[action.worker] if action.disk is None else WRITER,
-            self._pool.boot_nonce,
+            self.boot_nonce,
             action.store,
             action.namespace,
             action.group,
@@ -266,20 +270,15 @@ class Cache:
     def drain(self) -> None:
         """From now on new sessions, stores and loads are refused, and lookups return misses. Running
         transfers go on."""
-        if not self._draining:
-            self._draining = True
+        if not self.draining:
+            self.draining = True
             self.post(stimuli.Drain())
 
     def resume(self) -> None:
         """Ends what `drain` began."""
-        if self._draining:
-            self._draining = False
+        if self.draining:
+            self.draining = False
             self.post(stimuli.Resume())
-
-    @property
-    def draining(self) -> bool:
-        """Whether nothing new is taken."""
-        return self._draining
 
     @property
     def transfers_active(self) -> int:
@@ -331,24 +330,15 @@ class Cache:
     def uptime_s(self) -> float:
         return self._clock() - self._started_at_s
 
-    @property
-    def boot_nonce(self) -> int:
-        return self._pool.boot_nonce
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes that the host tier can hold."""
-        return self._pool.geometry.capacity_bytes
-
     def snapshot(self) -> snapshot.Snapshot:
         """A picture of everything, for people and metrics. It costs about as much as a few lookups."""
         core, workers = self._machine.status(), self._workers
         mapped = {worker.worker: worker.mapped_bytes for worker in core.workers}
         return snapshot.Snapshot(
-            state="draining" if self._draining or self.poisoned.is_set() else "serving",
+            state="draining" if self.draining or self.poisoned.is_set() else "serving",
             now_s=self._clock(),
             uptime_s=self.uptime_s,
-            boot_nonce=self._pool.boot_nonce,
+            boot_nonce=self.boot_nonce,
             pool=snapshot.PoolSnapshot.of(self._pool, self._pool_path),
             core=core,
             sessions={session: known.about for session, known in self._sessions.items()},

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
+from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.supervisor.handles import CPU
-from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
 from kvtierd.workers.supervisor.supervisor import Supervisor
 
 CHUNKS_MAX = 65_536
@@ -126,8 +126,8 @@ class Mappings:
         session: SessionId,
         fd: int | None,
         mapping_bytes: int,
-        groups: Sequence[GroupMapping],
-        ranges: Sequence[DeviceRange] = (),
+        groups: Sequence[wire.MappedGroup],
+        ranges: Sequence[wire.DeviceRange] = (),
     ) -> RegistrationId:
         """Has the worker that holds the words map the memory of `fd`, or a GPU's `ranges`. `fd` stays the
         caller's. Raises Refusal, and then the chunks that were added are still there."""

@@ -8,7 +8,7 @@ from typing import Self
 from kvtierd.cache.disks import DiskFile
 from kvtierd.core.ids import SessionId
 from kvtierd.core.status import CoreStatus, DiskStatus
-from kvtierd.memory import HostPool
+from kvtierd.memory import HostPool, PoolStart
 from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor.devices import SupervisedDevice
 from kvtierd.workers.supervisor.handles import CopyTotals, WorkerHandle
@@ -38,29 +38,18 @@ class PoolSnapshot:
     file_bytes: int
     """The header and `capacity_bytes`: what fits `size_bytes` in whole extents."""
     capacity_bytes: int
-    warm: bool
-    cold_reason: str
-    recovered_blocks: int
-    recovered_bytes: int
     quarantined_slots: int
-    discarded_slots: int
-    recovery_s: float
+    start: PoolStart
 
     @classmethod
     def of(cls, pool: HostPool, path: Path | None) -> Self:
-        start = pool.start
         return cls(
             path=str(path or ""),
             size_bytes=pool.size_bytes,
             file_bytes=len(pool.array),
             capacity_bytes=pool.geometry.capacity_bytes,
-            warm=start.warm,
-            cold_reason=start.cold_reason,
-            recovered_blocks=start.recovered_blocks,
-            recovered_bytes=start.recovered_bytes,
             quarantined_slots=pool.quarantined_slots,
-            discarded_slots=start.discarded_slots,
-            recovery_s=start.seconds,
+            start=pool.start,
         )
 
 

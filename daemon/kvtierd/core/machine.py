@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,20 +173,14 @@ class Machine:
         self.core.pages.publish(space, stimulus.page)
 
     def _indexed(self, session: SessionId, group: int) -> GroupPlan:
+        refusal = partial(Refusal, field="session", value=session)
         found = self.core.session(session)
         if not found.schedules:
-            raise Refusal(
-                Reason.ROLE,
-                "only the instance's scheduler session reads index pages",
-                field="session",
-                value=session,
-            )
+            raise refusal(Reason.ROLE, "only the instance's scheduler session reads index pages")
         if not found.instance.plans:
-            raise Refusal(
+            raise refusal(
                 Reason.INSTANCE_INCOMPLETE,
                 "the namespace is known once all ranks have attached: wait until the instance is ready",
-                field="session",
-                value=session,
             )
         return self.core.plan(found.instance, group)
 

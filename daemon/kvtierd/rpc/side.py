@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 from kvtier.v1 import side_pb2
 
-from kvtierd.cache import CPU, Cache, GroupMapping, PacketChannel
+from kvtierd.cache import CPU, Cache, MappedGroup, PacketChannel
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
@@ -314,8 +314,8 @@ def _check_descriptors(request: side_pb2.SideRequest, count: int) -> None:
         )
 
 
-def _mapping(place: side_pb2.GroupMemory, fragment_bytes: list[int]) -> GroupMapping:
-    return GroupMapping(
+def _mapping(place: side_pb2.GroupMemory, fragment_bytes: list[int]) -> MappedGroup:
+    return MappedGroup(
         group=place.group,
         num_blocks=place.num_blocks,
         base_offsets=[plane.base_offset for plane in place.planes],

@@ -19,6 +19,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
 from kvtierd.memory import HostPool
+from kvtierd.wire.worker_pb2 import MappedGroup
 from kvtierd.workers.supervisor.handles import (
     CPU,
     SupervisorLimits,
@@ -26,7 +27,6 @@ from kvtierd.workers.supervisor.handles import (
     WorkerOptions,
     WorkerProcessState,
 )
-from kvtierd.workers.supervisor.orders import GroupMapping
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.integration.worker.devices import Gpu, Memfd, RankMemory, memfd
@@ -72,8 +72,14 @@ class Layout:
     def mapping_bytes(self) -> int:
         return self.bases[-1] + self.strides[-1] * self.num_blocks
 
-    def mapping(self) -> GroupMapping:
-        return GroupMapping(GROUP, self.num_blocks, self.bases, self.strides, self.fragments)
+    def mapping(self) -> MappedGroup:
+        return MappedGroup(
+            group=GROUP,
+            num_blocks=self.num_blocks,
+            base_offsets=self.bases,
+            block_strides=self.strides,
+            fragment_bytes=self.fragments,
+        )
 
     def block(self, memory: npt.NDArray[np.uint8], block: int) -> bytes:
         """What one block's slot has to hold, said without any code of ours."""

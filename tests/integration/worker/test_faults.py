@@ -240,7 +240,7 @@ class Place:
         if isinstance(self.cache, Memfd):
             return ["memfd", str(self.cache.fd)]
         [range_] = self.cache.ranges()
-        return [self.device, str(range_.size_bytes), range_.ipc_handle.hex(), str(range_.buffer_id)]
+        return [self.device, str(range_.bytes), range_.ipc_handle.hex(), str(range_.buffer_id)]
 
     def message(self) -> tuple[dict[str, object], list[int]]:
         """The fields of MapMemory that are about it, and its descriptors."""

@@ -161,11 +161,11 @@ class TestChunks:
 
 
 def ipc(size_bytes: int, offset: int = 0, handle: bytes = bytes(64)) -> DeviceRange:
-    return DeviceRange(size_bytes, offset, handle, 7)
+    return DeviceRange(bytes=size_bytes, offset=offset, ipc_handle=handle, buffer_id=7)
 
 
 def of_chunks(size_bytes: int, count: int, offset: int = 0) -> DeviceRange:
-    return DeviceRange(size_bytes, offset, chunks=count)
+    return DeviceRange(bytes=size_bytes, offset=offset, chunks=count)
 
 
 class TestRanges:
@@ -179,7 +179,7 @@ class TestRanges:
         where: GroupMemory | None = None,
     ) -> None:
         if mapping_bytes is None:
-            mapping_bytes = sum(part.size_bytes for part in ranges)
+            mapping_bytes = sum(part.bytes for part in ranges)
         where = where or place(10, (0, 100))
         fragments = [100] * len(where.planes)
         memory_check.check_ranges(ranges, chunks or [], mapping_bytes, [where], [geometry(*fragments)])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 from kvtierd.core import stimuli
 from kvtierd.core.actions import Attached, InstanceView, ReleaseSession, SessionEnded
@@ -132,20 +133,14 @@ class Instances:
 
     def register_words(self, stimulus: stimuli.RegisterWords) -> InstanceView:
         """A worker has mapped the session's words."""
+        refusal = partial(Refusal, field="session", value=stimulus.session)
         session, worker = self._registering(stimulus)
         if session.mapping is not None:
-            raise Refusal(
-                Reason.ALREADY_REGISTERED,
-                "words are registered once: unregister the memory first",
-                field="session",
-                value=stimulus.session,
-            )
+            raise refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
         if stimulus.session in worker.mappings:
-            raise Refusal(
+            raise refusal(
                 Reason.ALREADY_REGISTERED,
                 "the copy worker is still releasing what this session had registered: try again",
-                field="session",
-                value=stimulus.session,
             )
         if stimulus.doorbells < 0 or stimulus.parts < 1:
             raise Refusal(
