@@ -25,18 +25,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+import kvtier_kernels as native
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import (
-    PART_ARMED,
-    PART_DONE,
-    PART_FAILED,
-    PART_REVOKED,
-    PART_STARTED,
-    PART_SUPERSEDED,
-    TICKET_MAX,
-    SharedWords,
-)
 
 from kvtier.errors import KvtierError, Reason
 from kvtier.memory import SharedBuffer
@@ -46,7 +37,7 @@ from kvtier.stream_words import StreamPage, StreamWords
 DOORBELLS_DEFAULT = 64
 PARTS_DEFAULT = 1_024
 WORDS_MAX = 65_536
-SEALED = TICKET_MAX << 8 | PART_REVOKED
+SEALED = native.TICKET_MAX << 8 | native.PART_REVOKED
 PAGES_KEPT = 8
 """How many replaced, fenced pages are remembered, so that late questions get the true answer."""
 
@@ -74,18 +65,18 @@ class PartRef:
 class PartState(Enum):
     """The state of a part, as this rank sees it."""
 
-    ARMED = PART_ARMED
+    ARMED = native.PART_ARMED
     """It has not started, and may be revoked."""
-    STARTED = PART_STARTED
+    STARTED = native.PART_STARTED
     """It is being copied: only its end, or its worker's death, ends it."""
-    REVOKED = PART_REVOKED
+    REVOKED = native.PART_REVOKED
     """It never started and never will. Or it is a store that was withdrawn while it ran, of which nothing is
     kept."""
-    DONE = PART_DONE
+    DONE = native.PART_DONE
     """Every block is copied: a load has landed, or the source of a store may be reused."""
-    FAILED = PART_FAILED
+    FAILED = native.PART_FAILED
     """It ended without all blocks copied; nothing of it can still land."""
-    LOST = PART_SUPERSEDED
+    LOST = native.PART_SUPERSEDED
     """It had not started when its epoch or page ended, or its word was given to a later transfer. Nothing of
     it can still land; treat it as failed."""
 
@@ -113,7 +104,9 @@ class WordsPage:
         self._doorbells = len(doorbells)
         self.buffer = SharedBuffer.create((self._doorbells + parts) * WORD_BYTES, "kvtier-words")
         """The page's memory, which begins with the doorbells."""
-        self._words: SharedWords | None = SharedWords(self.buffer.array, self._doorbells + parts)
+        self._words: native.SharedWords | None = native.SharedWords(
+            self.buffer.array, self._doorbells + parts
+        )
         for index, value in enumerate(doorbells):
             self._words.store(index, value)
         self._part_indexes = np.arange(self._doorbells, self._doorbells + parts, dtype=np.uint32)
@@ -143,7 +136,7 @@ class WordsPage:
     def withdraw(self, word: int, ticket: int) -> None:
         """Marks a part as revoked on a page that is not registered yet."""
         assert self._words is not None
-        self._words.store(self._doorbells + word, ticket << 8 | PART_REVOKED)
+        self._words.store(self._doorbells + word, ticket << 8 | native.PART_REVOKED)
 
     def state(self, word: int, ticket: int) -> PartState | None:
         """Returns the part's state on this page, or None if it has not started here and never can."""
@@ -162,7 +155,9 @@ class WordsPage:
         if self._words is not None and self._final is None:
             self._words.try_revoke(index, ticket)
         if self._words is not None and started:
-            self._words.compare_exchange(index, ticket << 8 | PART_STARTED, ticket << 8 | PART_REVOKED)
+            self._words.compare_exchange(
+                index, ticket << 8 | native.PART_STARTED, ticket << 8 | native.PART_REVOKED
+            )
         return self.state(word, ticket)
 
     def seal(self) -> None:
@@ -187,7 +182,7 @@ class WordsPage:
         if self.sealed:
             self.seal()
         words = self._words.load_many(self._part_indexes)
-        return int(np.count_nonzero(words & np.uint64(0xFF) == PART_STARTED))
+        return int(np.count_nonzero(words & np.uint64(0xFF) == native.PART_STARTED))
 
     def retire(self) -> None:
         """Unmaps a sealed page whose `started` is 0. The states of its parts stay known."""
@@ -197,7 +192,7 @@ class WordsPage:
         for part in range(self.parts):
             value = self._words.load(self._doorbells + part)
             if value != SEALED:  # its worker died while it copied
-                state = PART_FAILED if value & 0xFF == PART_STARTED else value & 0xFF
+                state = native.PART_FAILED if value & 0xFF == native.PART_STARTED else value & 0xFF
                 self._final[part] = value & ~0xFF | state
         self.close()
 
@@ -212,7 +207,7 @@ class WordsPage:
         assert self._words is not None
         assert self._final is not None
         index = self._doorbells + part
-        while (value := self._words.load(index)) != SEALED and value & 0xFF != PART_STARTED:
+        while (value := self._words.load(index)) != SEALED and value & 0xFF != native.PART_STARTED:
             self._final[part] = value
             if self._words.compare_exchange(index, value, SEALED):
                 return SEALED
@@ -232,7 +227,7 @@ class WordsPage:
         if value >> 8 > ticket:
             return PartState.LOST
         state = value & 0xFF
-        if not PART_STARTED <= state <= PART_FAILED:
+        if not native.PART_STARTED <= state <= native.PART_FAILED:
             return PartState.STARTED  # no worker writes such a word, so assume that the copy goes on
         return PartState(state)
 
@@ -388,7 +383,7 @@ class RankWords:
         if not 0 <= ref.word < self._parts:
             message = f"this client has {self._parts} part words; submitter and ranks must agree on it"
             raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="word", value=ref.word)
-        if not 0 < ref.ticket < TICKET_MAX:
+        if not 0 < ref.ticket < native.TICKET_MAX:
             raise KvtierError(Reason.MALFORMED, "must be below 2^56 - 1", field="ticket", value=ref.ticket)
 
     def _judge(self, ref: PartRef, states: list[PartState | None]) -> PartState:

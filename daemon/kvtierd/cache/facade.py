@@ -152,13 +152,17 @@ class Cache:
             case actions.OpenSlots():
                 self._open(action)
             case actions.CommitSlots():
-                self._commit(action)
+                blocks, world = action.slots.shape
+                clocks = np.uint64(action.first_clock) - np.arange(blocks, dtype=np.uint64)
+                self._pool.records.commit(action.slots.reshape(-1), np.repeat(clocks, world))
             case actions.FreeSlots():
                 self._records(action.disk).free(np.ascontiguousarray(action.slots).reshape(-1))
             case actions.QuarantineSlots():
                 self._set_aside(action)
             case actions.PostDiskJob():
-                self._post_disk_job(action)
+                on_disk = self._records(action.disk).generations(action.disk_slots)
+                on_host = self._pool.records.generations(action.host_slots)
+                self._workers.orders.post_disk_job(action, on_disk, on_host)
             case actions.CheckSlots():
                 self._workers.orders.check_slots(action, self._pool.records.generations(action.slots))
             case actions.Notify():
@@ -185,11 +189,6 @@ class Cache:
         disk.image.set_aside(action.slots)
         self._workers.orders.persist_records(disk.device, action.slots)
 
-    def _post_disk_job(self, action: actions.PostDiskJob) -> None:
-        on_disk = self._records(action.disk).generations(action.disk_slots)
-        on_host = self._pool.records.generations(action.host_slots)
-        self._workers.orders.post_disk_job(action, on_disk, on_host)
-
     def _open(self, action: actions.OpenSlots) -> None:
         self._records(action.disk).open(
             action.slots,
@@ -203,11 +202,6 @@ class Cache:
             action.hashes,
             action.data_bytes,
         )
-
-    def _commit(self, action: actions.CommitSlots) -> None:
-        blocks, world = action.slots.shape
-        clocks = np.uint64(action.first_clock) - np.arange(blocks, dtype=np.uint64)
-        self._pool.records.commit(action.slots.reshape(-1), np.repeat(clocks, world))
 
     def _notify(self, action: actions.Notify) -> None:
         session = self._sessions.get(action.session)
@@ -339,11 +333,20 @@ class Cache:
             now_s=self._clock(),
             uptime_s=self.uptime_s,
             boot_nonce=self.boot_nonce,
-            pool=snapshot.PoolSnapshot.of(self._pool, self._pool_path),
+            pool=snapshot.PoolSnapshot(
+                path=str(self._pool_path or ""),
+                size_bytes=self._pool.size_bytes,
+                file_bytes=len(self._pool.array),
+                capacity_bytes=self.pool_bytes,
+                quarantined_slots=self._pool.quarantined_slots,
+                start=self._pool.start,
+            ),
             core=core,
             sessions={session: known.about for session, known in self._sessions.items()},
             devices=tuple(
-                snapshot.DeviceSnapshot.of(device) for device in workers.devices if device.is_known
+                snapshot.DeviceSnapshot(device.name, device.idle, device.respawns)
+                for device in workers.devices
+                if device.is_known
             ),
             disks=tuple(
                 snapshot.DiskSnapshot.of(disk, status, workers.devices[disk.device])
@@ -354,7 +357,9 @@ class Cache:
                 for handle in workers.workers.values()
             ),
             copies={
-                direction.name.lower(): snapshot.CopySnapshot.of(total)
+                direction.name.lower(): snapshot.CopySnapshot(
+                    total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes)
+                )
                 for direction, total in workers.totals.items()
             },
         )

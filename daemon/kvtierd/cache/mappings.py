@@ -60,7 +60,7 @@ class Mappings:
         """
         if session in self._mapped:
             raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
-        worker = await self._workers.worker_for(device)
+        worker = await self._workers.lives.worker_for(device)
         pid = self._workers.workers[worker].pid
         await self._workers.orders.map_words(worker, session, fd, doorbells, parts)
         try:

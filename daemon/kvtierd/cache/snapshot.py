@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from kvtierd.cache.disks import DiskFile
 from kvtierd.core.ids import SessionId
 from kvtierd.core.status import CoreStatus, DiskStatus
-from kvtierd.memory import HostPool, PoolStart
+from kvtierd.memory import PoolStart
 from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor.devices import SupervisedDevice
-from kvtierd.workers.supervisor.handles import CopyTotals, WorkerHandle
+from kvtierd.workers.supervisor.handles import WorkerHandle
 from kvtierd.workers.supervisor.supervisor import Supervisor
 
 
@@ -40,17 +39,6 @@ class PoolSnapshot:
     capacity_bytes: int
     quarantined_slots: int
     start: PoolStart
-
-    @classmethod
-    def of(cls, pool: HostPool, path: Path | None) -> Self:
-        return cls(
-            path=str(path or ""),
-            size_bytes=pool.size_bytes,
-            file_bytes=len(pool.array),
-            capacity_bytes=pool.geometry.capacity_bytes,
-            quarantined_slots=pool.quarantined_slots,
-            start=pool.start,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +79,6 @@ class DeviceSnapshot:
     """It has no worker because no session needs one."""
     respawns: int
     """Workers started in place of lost ones."""
-
-    @classmethod
-    def of(cls, device: SupervisedDevice) -> Self:
-        return cls(device.name, device.idle, device.respawns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +125,6 @@ class CopySnapshot:
     copy_s: float
     outcomes: Mapping[str, int]
     """Parts by how they ended."""
-
-    @classmethod
-    def of(cls, total: CopyTotals) -> Self:
-        return cls(total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes))
 
 
 @dataclass(frozen=True, slots=True)

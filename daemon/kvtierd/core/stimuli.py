@@ -7,24 +7,8 @@ from enum import Enum, IntEnum, IntFlag
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core import ids
 from kvtierd.core.blocks.table import IndexPage
-from kvtierd.core.ids import (
-    CheckId,
-    DiskId,
-    DiskJobId,
-    Epoch,
-    Hashes,
-    LeaseId,
-    NamespaceDigest,
-    PartId,
-    Rank,
-    RegistrationId,
-    SessionId,
-    Slots,
-    SpaceId,
-    Ticket,
-    WorkerId,
-)
 
 
 class Stimulus:
@@ -59,10 +43,10 @@ class GroupGeometry:
 class AttachSession(Stimulus):
     """A process says hello. The reply is `Attached`."""
 
-    session: SessionId
+    session: ids.SessionId
     instance: str
     role: SessionRole
-    rank: Rank
+    rank: ids.Rank
     world_size: int
     namespace_fields: bytes
     """The namespace's fields in a canonical serialisation: namespaces are equal if these bytes are."""
@@ -80,8 +64,8 @@ class RegisterWords(Stimulus):
     """`worker` has mapped the session's shared words. The numbers of words bound every index that comes
     later."""
 
-    session: SessionId
-    worker: WorkerId
+    session: ids.SessionId
+    worker: ids.WorkerId
     doorbells: int
     parts: int
 
@@ -90,9 +74,9 @@ class RegisterWords(Stimulus):
 class RegisterMemory(Stimulus):
     """`worker` has mapped the rank's KV cache. The instance is ready when its last rank has registered."""
 
-    session: SessionId
-    worker: WorkerId
-    registration: RegistrationId
+    session: ids.SessionId
+    worker: ids.WorkerId
+    registration: ids.RegistrationId
     num_blocks: tuple[int, ...]
     """Blocks of each group."""
     mapped_bytes: int
@@ -103,14 +87,14 @@ class UnregisterMemory(Stimulus):
     """The rank takes its memory back. The transfers of its epoch are cancelled, and `ReleaseSession`
     follows."""
 
-    session: SessionId
+    session: ids.SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class EndSession(Stimulus):
     """The session's process died or closed the session. Its instance's epoch ends."""
 
-    session: SessionId
+    session: ids.SessionId
     why: str
 
 
@@ -132,7 +116,7 @@ class AuditReport:
 class RenewSession(Stimulus):
     """A heartbeat: the session lives, and the leases of its instance are renewed."""
 
-    session: SessionId
+    session: ids.SessionId
     prefill_tokens_per_s: float = 0.0
     """How fast the engine measured that it computes a prompt; 0 if there is nothing new."""
     index_lookups: int = 0
@@ -164,7 +148,7 @@ class BlockQuery:
     """What is asked about one group."""
 
     group: int
-    hashes: Hashes
+    hashes: ids.Hashes
     window_blocks: int = 0
     """Only this many last blocks of a prefix are needed; 0 if all of them are."""
     exact: bool = False
@@ -176,8 +160,8 @@ class LookupBlocks(Stimulus):
     """Asks for the longest prefix that all these groups can serve, or, with a single exact query, for each of
     its blocks. The reply is `LookupReply`."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     queries: tuple[BlockQuery, ...]
     """At most one for each group; all of them begin at the same token."""
     lease: bool
@@ -190,8 +174,8 @@ class TouchBlocks(Stimulus):
     """Makes READY blocks the most recent, the first of each query most of all: the leading run of a prefix,
     and every block of a window or an exact query by itself. Groups do not depend on each other."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     queries: tuple[BlockQuery, ...]
     hold_ms: int = 0
     """They are also held for so long."""
@@ -206,8 +190,8 @@ class PrefetchBlocks(Stimulus):
     `LookupReply`, without leases: what the lookup would say now, if it did not compare loading with
     computing. Hits are not counted, and become recent only where blocks beyond them are brought up."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     queries: tuple[BlockQuery, ...]
 
 
@@ -215,7 +199,7 @@ class PrefetchBlocks(Stimulus):
 class Signals:
     """The shared words by which an engine and the copy workers settle one transfer."""
 
-    ticket: Ticket
+    ticket: ids.Ticket
     part_word: int
     gated: bool
     doorbell: int = 0
@@ -226,11 +210,11 @@ class Signals:
 class SubmitStore(Stimulus):
     """Stores blocks of one group from every rank. The reply is `SubmitReply`."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     signals: Signals
     group: int
-    hashes: Hashes
+    hashes: ids.Hashes
     block_ids: npt.NDArray[np.uint32]
     retention: RetentionRequest = NO_RETENTION
 
@@ -239,11 +223,11 @@ class SubmitStore(Stimulus):
 class SubmitLoad(Stimulus):
     """Loads blocks of a lease, from its block `first` on, into every rank. The reply is `SubmitReply`."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     signals: Signals
     group: int
-    lease: LeaseId
+    lease: ids.LeaseId
     first: int
     block_ids: npt.NDArray[np.uint32]
     keep_lease: bool
@@ -251,16 +235,16 @@ class SubmitLoad(Stimulus):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLeases(Stimulus):
-    session: SessionId
-    epoch: Epoch
-    leases: tuple[LeaseId, ...]
+    session: ids.SessionId
+    epoch: ids.Epoch
+    leases: tuple[ids.LeaseId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfers(Stimulus):
-    session: SessionId
-    epoch: Epoch
-    tickets: tuple[Ticket, ...]
+    session: ids.SessionId
+    epoch: ids.Epoch
+    tickets: tuple[ids.Ticket, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +252,7 @@ class PublishPage(Stimulus):
     """Hands in an empty index page for one group of the instance for which a session schedules, as
     `Machine.page_wanted` asked for it."""
 
-    session: SessionId
+    session: ids.SessionId
     group: int
     page: IndexPage
 
@@ -287,8 +271,8 @@ class PartOutcome(IntEnum):
 class PartFinished(Stimulus):
     """A copy worker has ended a part."""
 
-    worker: WorkerId
-    part: PartId
+    worker: ids.WorkerId
+    part: ids.PartId
     outcome: PartOutcome
     failed: npt.NDArray[np.uint32]
     """Positions in the part that failed. FAILED without any means all of them."""
@@ -303,8 +287,8 @@ class PartFinished(Stimulus):
 class SlotsChecked(Stimulus):
     """A copy worker has compared slots with their checksums, in the order in which it was asked to."""
 
-    worker: WorkerId
-    check: CheckId
+    worker: ids.WorkerId
+    check: ids.CheckId
     looked_at: int
     """How many of them it has compared. It leaves the rest out when its lanes have work."""
     corrupt: npt.NDArray[np.uint32]
@@ -315,8 +299,8 @@ class SlotsChecked(Stimulus):
 class SessionReleased(Stimulus):
     """A copy worker has fenced and unmapped everything of a session."""
 
-    worker: WorkerId
-    session: SessionId
+    worker: ids.WorkerId
+    session: ids.SessionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +309,8 @@ class DiskJobFinished(Stimulus):
     `failed` nor in `corrupt` went well: after a WRITE the record on the disk is READY; after a READ the bytes
     are checked, and their checksum is in the host's record."""
 
-    worker: WorkerId
-    job: DiskJobId
+    worker: ids.WorkerId
+    job: ids.DiskJobId
     failed: npt.NDArray[np.uint32]
     """Positions in the job's slots that were not copied, because the block had gone, or because reading or
     writing failed."""
@@ -346,14 +330,14 @@ class DiskJobFinished(Stimulus):
 class StartScrub(Stimulus):
     """Compare every block of a disk with its checksum, once, while the disk has nothing else to do."""
 
-    disk: DiskId
+    disk: ids.DiskId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLive(Stimulus):
     """A worker is ready for work."""
 
-    worker: WorkerId
+    worker: ids.WorkerId
     device: str
     """"cpu", "GPU-" and a UUID, or "disk-" and a DiskId."""
 
@@ -362,7 +346,7 @@ class WorkerLive(Stimulus):
 class WorkerLost(Stimulus):
     """The worker is being killed, or has hung up. It takes no more parts, but may still be writing."""
 
-    worker: WorkerId
+    worker: ids.WorkerId
     why: str
 
 
@@ -370,7 +354,7 @@ class WorkerLost(Stimulus):
 class WorkerExited(Stimulus):
     """The worker's process is gone, which is the fence of all its parts."""
 
-    worker: WorkerId
+    worker: ids.WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,18 +369,18 @@ class Recovered(Stimulus):
     oldest first."""
 
     extents: tuple[RecoveredExtent, ...]
-    namespaces: tuple[tuple[NamespaceDigest, int, int], ...]
+    namespaces: tuple[tuple[ids.NamespaceDigest, int, int], ...]
     """(digest, group, world size) of each space; `spaces` are indexes into it."""
     spaces: npt.NDArray[np.uint32]
-    hashes: Hashes
+    hashes: ids.Hashes
     slots: npt.NDArray[np.uint32]
     """Slots of all shards, block after block, each in rank order: as many for a block as its namespace's
     world size."""
     clock: int
     """The highest recency clock that was found."""
-    quarantined: Slots
+    quarantined: ids.Slots
     """Slots whose writer may still live; they stay out of use until `SlotsProven`."""
-    corrupt: Slots = field(default_factory=lambda: np.empty(0, np.uint32))
+    corrupt: ids.Slots = field(default_factory=lambda: np.empty(0, np.uint32))
     """Slots that an earlier daemon set aside by `QuarantineSlots`."""
 
 
@@ -405,7 +389,7 @@ class DiskRecovered(Stimulus):
     """What a scan of a disk's records found. It is handed in once per disk, right after the `WorkerLive` of
     its first worker; sessions may have come before. The slots are the disk's, and none are quarantined."""
 
-    disk: DiskId
+    disk: ids.DiskId
     found: Recovered
 
 
@@ -413,7 +397,7 @@ class DiskRecovered(Stimulus):
 class SlotsProven(Stimulus):
     """The writers of these quarantined slots are proved to be gone."""
 
-    slots: Slots
+    slots: ids.Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,8 +419,8 @@ class ClearBlocks(Stimulus):
     The records in a disk's file follow later than the host's; to know when, ask the disk's worker.
     """
 
-    space: SpaceId
-    hashes: Hashes
+    space: ids.SpaceId
+    hashes: ids.Hashes
 
 
 @dataclass(frozen=True, slots=True)

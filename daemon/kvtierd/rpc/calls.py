@@ -15,7 +15,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.logs import logger
 from kvtierd.rpc import replies
-from kvtierd.rpc.queries import Caller, hashes_of, queries_of, touched_of
+from kvtierd.rpc.queries import Caller, hashes_of, queries_of
 
 TELL_EVERY_S = 60.0
 """Time between two lines of the log about leases that are too small."""
@@ -97,7 +97,7 @@ class Calls:
         return cache_pb2.CancelResponse()
 
     async def wait(self, request: cache_pb2.WaitRequest, caller: Caller) -> cache_pb2.WaitResponse:
-        tickets = waited_for(request)
+        tickets = tuple(map(Ticket, _bounded(request.tickets, WAIT_TICKETS_MAX, "tickets")))
         timeout_s = wait_timeout_s(request)
         ended = await self._cache.wait(caller.session, caller.epoch, tickets, timeout_s)
         events = [
@@ -126,7 +126,7 @@ def touch_of(
         raise Refusal(
             Reason.MALFORMED, "blocks that are to go first are not held: send one of the two", field="cold"
         )
-    queries = touched_of(request.queries, request.hashes, caller, limits)
+    queries = queries_of(request.queries, request.hashes, caller, limits, touched=True)
     return stimuli.TouchBlocks(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
 
 
@@ -194,10 +194,6 @@ def cancel_of(
 ) -> stimuli.CancelTransfers:
     tickets = _bounded(request.tickets, limits.terminal_kept + limits.transfers_max, "tickets")
     return stimuli.CancelTransfers(caller.session, caller.epoch, tuple(Ticket(ticket) for ticket in tickets))
-
-
-def waited_for(request: cache_pb2.WaitRequest) -> tuple[Ticket, ...]:
-    return tuple(Ticket(ticket) for ticket in _bounded(request.tickets, WAIT_TICKETS_MAX, "tickets"))
 
 
 def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:

@@ -428,7 +428,7 @@ class _Daemon:
         self, cache: Cache, connections: Connections, rpc: RpcServer, side: SideServer
     ) -> None:
         """Refuses anything new, lets transfers finish, and ends the sessions."""
-        await rpc.stopping()
+        await rpc.draining.stopping()
         if cache.poisoned.is_set():
             why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
         else:

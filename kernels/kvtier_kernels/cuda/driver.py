@@ -27,16 +27,10 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
 
     def __init__(self, library: Library) -> None:
         self._library = library
-
-    @property
-    def path(self) -> str:
+        self.path = library.path
         """The library as it was asked for."""
-        return self._library.path
-
-    @property
-    def version(self) -> int:
+        self.version = library.version
         """The CUDA version that the driver supports, as 13000 for 13.0."""
-        return self._library.version
 
     @property
     def version_text(self) -> str:

@@ -193,7 +193,7 @@ class Rig:
         if not worker:
             return
         if self.device != CPU:
-            await self.supervisor.worker_for(self.device)
+            await self.supervisor.lives.worker_for(self.device)
         await until(lambda: self.seen(WorkerLive))
 
     async def close(self) -> None:
@@ -233,7 +233,7 @@ class Rig:
             assert asyncio.get_running_loop().time() < deadline_s, "waited in vain for a new worker"
             if self.device != CPU:
                 try:
-                    await self.supervisor.worker_for(self.device)
+                    await self.supervisor.lives.worker_for(self.device)
                 except Refusal as refusal:  # the old one is not gone yet, or was a moment ago
                     if refusal.reason is not Reason.WORKER_UNAVAILABLE:
                         raise

@@ -99,7 +99,7 @@ async def test_two_workers_register_one_after_the_other(
     rig = await start_rig(limits=limits, environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1"})
     await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the first to begin")
     del rig.environment["FAKE_CUDA_HANG"]
-    await rig.supervisor.worker_for(other_gpu.name)
+    await rig.supervisor.lives.worker_for(other_gpu.name)
     second = rig.beside(other_gpu)
     await asyncio.sleep(0.5)
     assert gpu.fake.calls(REGISTERS, second.pid) == 0
@@ -116,14 +116,14 @@ async def test_a_worker_that_hangs_in_registering_is_killed_and_the_others_go_on
     rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=8.0), worker=False)
     # The other one first, so that it is asked at once: its background cannot register the pool.
     rig.environment["FAKE_CUDA_FAIL"] = f"{REGISTERS}:1:2"
-    await rig.supervisor.worker_for(other_gpu.name)
+    await rig.supervisor.lives.worker_for(other_gpu.name)
     healthy = rig.beside(other_gpu)
     await until(lambda: gpu.fake.calls(REGISTERS, healthy.pid) == 1, "the other to have tried")
     client = await healthy.client(LAYOUT)
     slots = healthy.open(1, LAYOUT.slot_bytes)
     del rig.environment["FAKE_CUDA_FAIL"]
     rig.environment["FAKE_CUDA_HANG"] = f"{REGISTERS}:1"
-    await rig.supervisor.worker_for(rig.device)
+    await rig.supervisor.lives.worker_for(rig.device)
     await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the one to begin")
     part, _ = healthy.post(client, Direction.STORE, [0], slots)
     # It waits for less time than would make it look stuck itself.
@@ -142,7 +142,7 @@ async def test_the_background_goes_on_however_long_others_have_been_registering(
     """With eight GPUs that is no rarity; the pool is to be ready before it is needed all the same."""
     rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=3.0), worker=False)
     fcntl.lockf(rig.pool.fd, fcntl.LOCK_EX)
-    await rig.supervisor.worker_for(rig.device)
+    await rig.supervisor.lives.worker_for(rig.device)
     await asyncio.sleep(5)  # several times what a lane would wait
     assert registered_bytes(rig) == 0
     fcntl.lockf(rig.pool.fd, fcntl.LOCK_UN)

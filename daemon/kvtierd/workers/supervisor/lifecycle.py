@@ -11,16 +11,8 @@ from kvtierd.core.stimuli import WorkerExited, WorkerLost
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
+from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.devices import SupervisedDevices
-from kvtierd.workers.supervisor.handles import (
-    CPU,
-    SupervisorLimits,
-    WorkerHandle,
-    WorkerOptions,
-    WorkerProcessState,
-    WorkerStartError,
-    unavailable,
-)
 from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker
 from kvtierd.workers.supervisor.process import EXITED_WELL, WorkerProcess
 from kvtierd.workers.supervisor.watch import Watch
@@ -48,13 +40,13 @@ class Lifecycle:
         pool_bytes: int,
         devices: Sequence[str],
         disks: Sequence[DiskOptions],
-        limits: SupervisorLimits,
+        limits: handles.SupervisorLimits,
         environment: Mapping[str, str] | None,
-        options: WorkerOptions,
-        on_packet: Callable[[WorkerHandle, bytes], None],
+        options: handles.WorkerOptions,
+        on_packet: Callable[[handles.WorkerHandle, bytes], None],
         emit: Callable[[WorkerLost | WorkerExited], None],
     ) -> None:
-        self.workers: dict[WorkerId, WorkerHandle] = {}
+        self.workers: dict[WorkerId, handles.WorkerHandle] = {}
         self.processes: dict[WorkerId, WorkerProcess] = {}
         self._required = tuple(devices)
         self._disks = {disk.device: disk for disk in disks}
@@ -86,14 +78,14 @@ class Lifecycle:
             first = [self._spawn(device) for device in self._required]
         except (OSError, ValueError) as error:
             await self.stop(0)
-            raise WorkerStartError(f"a copy worker cannot be started: {error}") from error
+            raise handles.WorkerStartError(f"a copy worker cannot be started: {error}") from error
         for device in self._disks:
             self._start_again(device)
         for handle in first:
             await handle.settled.wait()
-            if handle.state is not WorkerProcessState.LIVE:
+            if handle.state is not handles.WorkerProcessState.LIVE:
                 await self.stop(0)
-                raise WorkerStartError(
+                raise handles.WorkerStartError(
                     f"the copy worker for {handle.device!r} did not come up: {handle.why}; "
                     "its own messages are on the daemon's stderr"
                 )
@@ -117,7 +109,7 @@ class Lifecycle:
             timer.cancel()
         self._respawn_timers.clear()
         for handle in list(self.workers.values()):
-            if handle.state is WorkerProcessState.STARTING:
+            if handle.state is handles.WorkerProcessState.STARTING:
                 self.lose(handle, "the daemon stops")
             self._tell_to_stop(handle)
         if grace_s > 0:
@@ -140,19 +132,24 @@ class Lifecycle:
             return False
         return True
 
-    async def worker_for(self, device: str) -> WorkerHandle:
-        """As `Supervisor.worker_for`."""
+    async def worker_for(self, device: str) -> WorkerId:
+        """The live worker of a device, which is started if there is none. All who wait for one share it.
+
+        Returns or raises after the handshake deadline at the latest. Raises Refusal: what the worker said if
+        it cannot serve the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor
+        a moment ago; QUEUE_FULL if there are too many workers.
+        """
         if self._stopping:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
         handle = self.devices.worker(device) or self._start_for(device)
         # This wait ends with the handshake deadline, whatever happens.
         await handle.settled.wait()
-        if handle.state is not WorkerProcessState.LIVE:
-            raise handle.refusal or unavailable(handle)
+        if handle.state is not handles.WorkerProcessState.LIVE:
+            raise handle.refusal or handles.unavailable(handle)
         handle.idle_since_s = None
-        return handle
+        return handle.worker
 
-    def _start_for(self, device: str) -> WorkerHandle:
+    def _start_for(self, device: str) -> handles.WorkerHandle:
         self.devices.check_start(device, self._loop.time(), list(self.workers.values()))
         try:
             return self._spawn(device)
@@ -165,10 +162,10 @@ class Lifecycle:
                 value=device,
             ) from error
 
-    def serving(self, worker: WorkerId) -> WorkerHandle:
+    def serving(self, worker: WorkerId) -> handles.WorkerHandle:
         """A live worker. Refusal if it is lost, or ends."""
         handle = self.workers.get(worker)
-        if handle is None or handle.state is not WorkerProcessState.LIVE:
+        if handle is None or handle.state is not handles.WorkerProcessState.LIVE:
             raise Refusal(
                 Reason.WORKER_UNAVAILABLE,
                 "the copy worker is gone; a new one is being started, try again in a second",
@@ -177,18 +174,18 @@ class Lifecycle:
             )
         return handle
 
-    def _tell_to_stop(self, handle: WorkerHandle) -> bool:
+    def _tell_to_stop(self, handle: handles.WorkerHandle) -> bool:
         """False if it is not live, or its queue is full, which loses it."""
-        if handle.state is not WorkerProcessState.LIVE:
+        if handle.state is not handles.WorkerProcessState.LIVE:
             return False
         return self.processes[handle.worker].channel.send(_STOP)
 
-    def _spawn(self, device: str) -> WorkerHandle:
+    def _spawn(self, device: str) -> handles.WorkerHandle:
         """Starts a worker. Raises OSError or ValueError if no process can be started, and then nothing has
         changed."""
         respawns = self.devices.respawns_of_next(device)
         kind = self._kind(device)
-        handle = WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
+        handle = handles.WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
         process = WorkerProcess(
             pool_fd=self._pool_fd,
             pool_bytes=self._pool_bytes,
@@ -218,7 +215,7 @@ class Lifecycle:
                 first=not self.devices[device].workers,
                 handshake_deadline_s=limits.disk_handshake_deadline_s,
             )
-        on_gpu = device != CPU
+        on_gpu = device != handles.CPU
         arguments: dict[str, object] = {"--device": device, "--copy-deadline-s": limits.copy_deadline_s}
         if on_gpu:
             arguments |= {"--copy-method": options.gpu_copy_method, "--seal-threads": options.seal_threads}
@@ -231,12 +228,12 @@ class Lifecycle:
             map_deadline_s=limits.gpu_map_deadline_s if on_gpu else limits.map_deadline_s,
         )
 
-    def _packet(self, handle: WorkerHandle, packet: bytes, fds: list[int]) -> None:
+    def _packet(self, handle: handles.WorkerHandle, packet: bytes, fds: list[int]) -> None:
         close_fds(fds)
         self._on_packet(handle, packet)
 
-    def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
-        if handle.state is WorkerProcessState.ENDING:
+    def _channel_closed(self, handle: handles.WorkerHandle, reason: str) -> None:
+        if handle.state is handles.WorkerProcessState.ENDING:
             return  # as it was told to; the process may take a while to end
         if reason == PEER_CLOSED:
             # Most likely its process is about to end, and its exit status says better why.
@@ -246,9 +243,9 @@ class Lifecycle:
 
     # --- from one state to the next ---
 
-    def live(self, handle: WorkerHandle) -> None:
+    def live(self, handle: handles.WorkerHandle) -> None:
         """A worker is ready. The caller announces it, and then sets `settled`."""
-        handle.state = WorkerProcessState.LIVE
+        handle.state = handles.WorkerProcessState.LIVE
         handle.announced = True
         self.devices.live(handle)
         self._told = {told: None for told in self._told if told[0] != handle.device}
@@ -262,7 +259,7 @@ class Lifecycle:
         if handle is not None:
             self.lose(handle, why)
 
-    def unusable(self, handle: WorkerHandle, refusal: Refusal) -> None:
+    def unusable(self, handle: handles.WorkerHandle, refusal: Refusal) -> None:
         """A worker cannot serve its device, and exits."""
         handle.refusal = refusal
         self.devices.unusable(handle)
@@ -275,7 +272,7 @@ class Lifecycle:
         )
         self._end(handle, refusal.message)
 
-    def _is_new(self, handle: WorkerHandle, why: str) -> bool:
+    def _is_new(self, handle: handles.WorkerHandle, why: str) -> bool:
         """Whether the log has not said this about the device yet. From now on it has."""
         told = (handle.device, why)
         is_new = told not in self._told
@@ -284,21 +281,21 @@ class Lifecycle:
             del self._told[next(iter(self._told))]
         return is_new
 
-    def _end(self, handle: WorkerHandle, why: str) -> None:
+    def _end(self, handle: handles.WorkerHandle, why: str) -> None:
         """The worker gets nothing more to do, and is to exit by itself."""
-        handle.state = WorkerProcessState.ENDING
+        handle.state = handles.WorkerProcessState.ENDING
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.end_deadline_s
         handle.settled.set()
         self.watch.forget(handle)
 
-    def lose(self, handle: WorkerHandle, why: str) -> None:
+    def lose(self, handle: handles.WorkerHandle, why: str) -> None:
         """Kills a worker. From now on, only its end is waited for. Does nothing if it is lost already."""
-        if handle.state in (WorkerProcessState.LOST, WorkerProcessState.EXITED):
+        if handle.state in (handles.WorkerProcessState.LOST, handles.WorkerProcessState.EXITED):
             return
         # A worker that does not start is tried again and again, so the log says so only once.
-        is_new = handle.state is not WorkerProcessState.STARTING or self._is_new(handle, why)
-        handle.state = WorkerProcessState.LOST
+        is_new = handle.state is not handles.WorkerProcessState.STARTING or self._is_new(handle, why)
+        handle.state = handles.WorkerProcessState.LOST
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.kill_deadline_s
         process = self.processes[handle.worker]
@@ -306,7 +303,7 @@ class Lifecycle:
         process.channel.close()
         for request in handle.requests.values():
             if not request.answer.done():
-                request.answer.set_exception(unavailable(handle))
+                request.answer.set_exception(handles.unavailable(handle))
         handle.requests.clear()
         for told in handle.persisting.values():
             if not told.done():
@@ -319,12 +316,12 @@ class Lifecycle:
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
 
-    def _exited(self, handle: WorkerHandle) -> None:
+    def _exited(self, handle: handles.WorkerHandle) -> None:
         process = self.processes[handle.worker]
         # Packets that it sent before it ended still count.
         process.channel.drain()
         how = process.ended() or "its process is gone"
-        as_told = handle.state is WorkerProcessState.ENDING and how == EXITED_WELL
+        as_told = handle.state is handles.WorkerProcessState.ENDING and how == EXITED_WELL
         if as_told:
             process.channel.close()
             for told in handle.persisting.values():
@@ -337,7 +334,7 @@ class Lifecycle:
                 self._emit(WorkerLost(handle.worker, handle.why))
         else:
             self.lose(handle, how)
-        handle.state = WorkerProcessState.EXITED
+        handle.state = handles.WorkerProcessState.EXITED
         del self.processes[handle.worker]
         process.close()
         if handle.announced:
@@ -345,7 +342,7 @@ class Lifecycle:
         # Only now, so that whoever gets one of its stimuli still finds the worker in `workers`.
         self._loop.call_soon(self._forget, handle, not as_told)
 
-    def _forget(self, handle: WorkerHandle, was_lost: bool) -> None:
+    def _forget(self, handle: handles.WorkerHandle, was_lost: bool) -> None:
         del self.workers[handle.worker]
         self._changed.set()
         delay_s = self.devices.gone(handle, self._loop.time(), lost=was_lost)
@@ -383,7 +380,8 @@ class Lifecycle:
         dead = {
             worker
             for worker, process in self.processes.items()
-            if self.workers[worker].state is not WorkerProcessState.EXITED and process.ended() is not None
+            if self.workers[worker].state is not handles.WorkerProcessState.EXITED
+            and process.ended() is not None
         }
         # A process that has just ended will be noticed in a moment.
         for worker in sorted(dead & self._seen_dead):
@@ -399,7 +397,7 @@ class Lifecycle:
         self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)
         self.watch.advance(self._loop.time())
         for handle in list(self.workers.values()):
-            if handle.state is not WorkerProcessState.EXITED:
+            if handle.state is not handles.WorkerProcessState.EXITED:
                 why = self.watch.overdue(handle, self.processes[handle.worker].status.read())
                 if why is not None:
                     self.lose(handle, why)

@@ -16,14 +16,7 @@ from kvtierd.core.ids import CheckId, DiskJobId, PartId, SessionId, WorkerId
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusWord
-from kvtierd.workers.supervisor.handles import (
-    CPU,
-    CopyTotals,
-    SupervisorLimits,
-    WorkerHandle,
-    WorkerOptions,
-    WorkerProcessState,
-)
+from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.kinds import DiskOptions
 from kvtierd.workers.supervisor.lifecycle import Lifecycle
 from kvtierd.workers.supervisor.orders import WorkerOrders
@@ -45,8 +38,8 @@ class Supervisor:
     """All copy workers, and those of disks. Everything happens on one event loop.
 
     `devices` have a worker from `start` on, and get a new one when it is lost. So do `disks`, but the daemon
-    goes on without one. Any other device gets a worker when `worker_for` asks for it, which is ended when no
-    session has used it for `limits.gpu_idle_s`.
+    goes on without one. Any other device gets a worker when `lives.worker_for` asks for it, which is ended
+    when no session has used it for `limits.gpu_idle_s`.
 
     `events` gets each stimulus in a callback of the loop, never inside a method called here. Those of one
     worker come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
@@ -64,19 +57,19 @@ class Supervisor:
         pool_bytes: int,
         register_writer: Callable[[int], int],
         events: Callable[[WorkerStimulus], object],
-        devices: Sequence[str] = (CPU,),
+        devices: Sequence[str] = (handles.CPU,),
         disks: Sequence[DiskOptions] = (),
-        limits: SupervisorLimits | None = None,
+        limits: handles.SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
-        options: WorkerOptions | None = None,
+        options: handles.WorkerOptions | None = None,
     ) -> None:
         """`pool_fd` stays the caller's. Workers inherit its open file description, which holds the pool's
         lock.
 
         `environment` is added to the workers' environment.
         """
-        self.limits = limits or SupervisorLimits()
-        self.totals = {direction: CopyTotals() for direction in Direction}
+        self.limits = limits or handles.SupervisorLimits()
+        self.totals = {direction: handles.CopyTotals() for direction in Direction}
         self._register_writer = register_writer
         self._events = events
         self.lives = Lifecycle(
@@ -86,12 +79,12 @@ class Supervisor:
             disks=disks,
             limits=self.limits,
             environment=environment,
-            options=options or WorkerOptions(),
+            options=options or handles.WorkerOptions(),
             on_packet=self._packet,
             emit=self._emit,
         )
         """The workers' processes: how they start, and how they end."""
-        self.workers: Mapping[WorkerId, WorkerHandle] = self.lives.workers
+        self.workers: Mapping[WorkerId, handles.WorkerHandle] = self.lives.workers
         """Workers from the start of their process until their WorkerExited is delivered."""
         self.devices = self.lives.devices
         self.orders = WorkerOrders(self.lives, self.limits.release_deadline_s)
@@ -114,15 +107,6 @@ class Supervisor:
         """
         return await self.lives.stop(grace_s)
 
-    async def worker_for(self, device: str) -> WorkerId:
-        """The live worker of a device, which is started if there is none. All who wait for one share it.
-
-        Returns or raises after the handshake deadline at the latest. Raises Refusal: what the worker said if
-        it cannot serve the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor
-        a moment ago; QUEUE_FULL if there are too many workers.
-        """
-        return (await self.lives.worker_for(device)).worker
-
     def status_word(self, worker: WorkerId, word: StatusWord) -> int:
         """The value of a word of a worker's status page; 0 if its process is gone."""
         process = self.lives.processes.get(worker)
@@ -134,7 +118,7 @@ class Supervisor:
         self.lives.serving(worker)
         return os.dup(self.lives.processes[worker].pidfd)
 
-    def _packet(self, handle: WorkerHandle, packet: bytes) -> None:
+    def _packet(self, handle: handles.WorkerHandle, packet: bytes) -> None:
         try:
             message = wire.ToFront.FromString(packet)
             kind = message.WhichOneof("body")
@@ -148,11 +132,11 @@ class Supervisor:
             handle.settled.set()  # only now, so that the core knows the worker before those who wait do
 
     def _message(
-        self, handle: WorkerHandle, message: wire.ToFront, kind: str | None
+        self, handle: handles.WorkerHandle, message: wire.ToFront, kind: str | None
     ) -> WorkerStimulus | None:
         """Takes one message, and returns the stimulus if it is one. Raises ValueError or KeyError if the
         message makes no sense now."""
-        if (handle.state is WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
+        if (handle.state is handles.WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
             raise ValueError(f"a {kind} message in state {handle.state.value}")
         if kind == "ready":
             return self._ready(handle, message.ready)
@@ -203,7 +187,7 @@ class Supervisor:
             return None
         raise ValueError(f"a message of kind {kind}")
 
-    def _ready(self, handle: WorkerHandle, ready: wire.Ready) -> WorkerStimulus | None:
+    def _ready(self, handle: handles.WorkerHandle, ready: wire.Ready) -> WorkerStimulus | None:
         if ready.pid != handle.pid:
             raise ValueError(f"pid {handle.pid} calls itself {ready.pid}")
         try:
