@@ -2,6 +2,8 @@
 PYTHON ?=
 PY := .venv/bin/python
 export PYTHON
+# With it, each process would compile our modules, and each pytest rewrite all assertions, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
@@ -33,7 +35,7 @@ lint: ## ruff, mypy --strict, import contracts; needs no built module
 check: setup-light ## lint, unit tests, a short simulation: two minutes, for every change while it grows
 	@$(PY) -m tools.check check
 
-test: setup ## everything that must hold before a change is merged: 20 minutes on two cores
+test: setup ## everything that must hold before a change is merged: 15 minutes on two cores
 	@$(PY) -m tools.check test
 
 test-full: setup ## all of that, and the long form of what has one: before a release (an hour and a half, 12 GB)

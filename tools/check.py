@@ -43,8 +43,8 @@ EACH = Form()
 """The form of targets of single stages."""
 FULL = Form(length="full")
 """The form of `make test-full`."""
-# Daemons and their clients mostly wait. Engines compute, so more of them than cores gain nothing.
-WORKERS, ENGINE_WORKERS = 4, 2
+# Daemons and their clients mostly wait. Engines mostly compute, on one core each.
+WORKERS, ENGINE_WORKERS = 4, 3
 SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Variables for engines side by side: the OpenMP threads of one would wait for those of the other."""
 
@@ -138,27 +138,18 @@ def parallel_engines(form: Form) -> Stage:
 def fake_gpu(form: Form) -> list[Stage]:
     """Returns the stages with a GPU behind a double of the CUDA driver."""
     usual = {"KVTIER_LENGTH": form.length}
+    kills = {} if form is MERGE else {"KVTIER_GPU_KILLS": str(fault_counts.GPU_KILLS_PER_CASE)}
     return [
         pytest_stage(
             "tests-fake-gpu",
-            "fake_gpu and not faults and not vllm and not gpu" + form.marks,
-            "Copies from and to a GPU keep the contract of those of the CPU (driver: a double of our own).",
-            deadline_s=1_200,
-            folders=(*FAKE_GPU_FOLDERS, *FAKE_GPU_UNITS),
-            workers=WORKERS,
-            environment=usual,
-        ),
-        pytest_stage(
-            "tests-fake-gpu-faults",
-            "fake_gpu and faults and not vllm and not gpu" + form.marks,
-            "Driver calls that fail or hang, and processes killed, cost no more than one GPU's worker.",
-            deadline_s=1_200 if form is MERGE else 1_800,
-            folders=(*FAKE_GPU_FOLDERS, f"{CAMPAIGNS}/gpu"),
+            "fake_gpu and not vllm and not gpu" + form.marks,
+            "Copies from and to a GPU keep the contract of those of the CPU, and what hangs, fails or is "
+            "killed costs one GPU's worker (driver: a double of our own).",
+            deadline_s=1_200 if form is MERGE else 2_400,
+            folders=(*FAKE_GPU_FOLDERS, *FAKE_GPU_UNITS, f"{CAMPAIGNS}/gpu"),
             workers=WORKERS,
             least={} if form is MERGE else fault_counts.FAKE_GPU,
-            environment=usual
-            if form is MERGE
-            else usual | {"KVTIER_GPU_KILLS": str(fault_counts.GPU_KILLS_PER_CASE)},
+            environment=usual | kills,
         ),
         pytest_stage(
             "tests-vllm-fake-gpu",

@@ -41,7 +41,7 @@ IN_MAKE_TEST = {
 }
 """The counts of the campaigns in `make test` (tests/faults), which need neither an engine nor a double of a
 GPU."""
-SHORT = IN_MAKE_TEST | {"client_kills": 32, "engine_kills": 4, "daemon_stops": 2, "engine_rounds": 120}
+SHORT = IN_MAKE_TEST | {"client_kills": 32, "engine_kills": 4, "daemon_stops": 2, "engine_rounds": 60}
 GPU_KILLS_PER_CASE = 22
 FAKE_GPU = {"gpu_kills": 200, "blocks_compared": 2_000}
 """The counts of `make test-fake-gpu`: eight cases of random kills, at more than their short length."""

@@ -71,7 +71,8 @@ class Fork:
             )
             with begun:
                 self._process.start()
-            ready.poll(START_S)  # then it is what it says to be; or it has ended already
+            # Readable as soon as it is what it says to be, or has ended.
+            assert ready.poll(START_S), f"a fork has not become what it is to be within {START_S} s"
             self.stdin: IO[str] | None = os.fdopen(os.dup(write_in.fileno()), "w") if stdin else None
             self.stdout: IO[str] | None = os.fdopen(os.dup(read_out.fileno()))
 

@@ -101,6 +101,7 @@ def test_blocks_of_a_killed_engine_are_whole(rig: Rig) -> None:
         assert with_rest.tokens == restored.tokens
 
 
+@pytest.mark.long  # those of test_parallel.py are as well
 def test_scheduler_and_worker_in_processes_of_their_own(
     options: EngineOptions, session_host: DaemonHost, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_reset_does_not_wait_for_a_copy_that_takes_long(
     rig: Rig, with_fault: Callable[[str], None]
 ) -> None:
     """The store is withdrawn before anything is written to its blocks."""
-    with_fault("slow-copy:500")
+    with_fault("slow-copy:200")
     rig.forget()
     tokens, others = prompt(6 * BLOCK + 1, seed=602), [prompt(900, seed=603 + index) for index in range(8)]
     first = rig.generate(tokens, max_tokens=1)

@@ -20,7 +20,7 @@ from tests.vllm.rig import BLOCK, Rig, kv_transfer_config, prompt, start_rig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = rounds(120, 400)
+ROUNDS = rounds(60, 480)
 SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
 BLOCKS = 40
 OUTPUT_TOKENS = 48

@@ -48,10 +48,11 @@ def start(session_host: DaemonHost, model: Path, tmp_path: Path) -> Start:
     return engine
 
 
-def right_answer(model: Path, factor: float, log: Path) -> list[int]:
-    """Of an engine with such weights that has nothing to do with others."""
-    with Engine.start(EngineOptions(model), log) as engine:
-        engine.call("scale_weights", factor=factor)
+@pytest.fixture(scope="module")
+def new(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The answer of an engine with the new weights that has nothing to do with others."""
+    with Engine.start(EngineOptions(model), tmp_path_factory.mktemp("new") / "log") as engine:
+        engine.call("scale_weights", factor=FACTOR)
         return engine.generate([TOKENS], max_tokens=16)[0].tokens
 
 
@@ -73,9 +74,8 @@ def settled(rig: Rig) -> None:
 
 
 def test_after_a_reset_nothing_of_the_old_weights_is_used_and_nothing_is_stored_as_theirs(
-    start: Start, model: Path, tmp_path: Path, proved: Callable[[str], None]
+    start: Start, new: list[int], proved: Callable[[str], None]
 ) -> None:
-    new = right_answer(model, FACTOR, tmp_path / "plain")
     with start() as rig:
         old = rig.generate(TOKENS)
         rig.wait_stored()
@@ -96,8 +96,7 @@ def test_after_a_reset_nothing_of_the_old_weights_is_used_and_nothing_is_stored_
     proved("Weights that were changed in place before a reset neither loaded nor left a block as another's.")
 
 
-def test_weights_that_have_a_name_are_shared_under_it(start: Start, model: Path, tmp_path: Path) -> None:
-    new = right_answer(model, FACTOR, tmp_path / "plain")
+def test_weights_that_have_a_name_are_shared_under_it(start: Start, new: list[int]) -> None:
     with start() as rig:
         old = rig.generate(TOKENS)
         rig.wait_stored()
@@ -122,11 +121,8 @@ def test_weights_that_have_a_name_are_shared_under_it(start: Start, model: Path,
         assert (again.num_cached_tokens, again.tokens) == (0, old.tokens)
 
 
-def test_weights_that_vllm_transfers_are_nobodys_before_they_are_named(
-    start: Start, model: Path, tmp_path: Path
-) -> None:
+def test_weights_that_vllm_transfers_are_nobodys_before_they_are_named(start: Start, new: list[int]) -> None:
     """By vLLM's own calls: start_weight_update, update_weights, finish_weight_update."""
-    new = right_answer(model, FACTOR, tmp_path / "plain")
     with start() as plain:
         old = plain.generate(TOKENS)
         plain.wait_stored()
@@ -157,6 +153,7 @@ def test_weights_that_vllm_transfers_are_nobodys_before_they_are_named(
         assert (found.num_cached_tokens, found.tokens) == (HIT, old.tokens)
 
 
+@pytest.mark.long  # `make test` has it with an engine that computes nothing (test_weights_in_disorder.py)
 def test_without_a_reset_it_is_enough_to_say_that_they_have_changed(start: Start) -> None:
     with start() as rig:
         rig.generate(TOKENS)
@@ -172,11 +169,11 @@ def test_without_a_reset_it_is_enough_to_say_that_they_have_changed(start: Start
         assert fresh.generate(TOKENS).num_cached_tokens == HIT
 
 
+@pytest.mark.long  # as the one before
 def test_a_name_without_a_reset_shares_nothing_that_stands_on_the_old_weights(
-    start: Start, model: Path, tmp_path: Path
+    start: Start, new: list[int]
 ) -> None:
     """The engine's own cache still has what the old ones made, and vLLM goes on from there."""
-    new = right_answer(model, FACTOR, tmp_path / "plain")
     with start() as rig:
         rig.generate(TOKENS)
         rig.wait_stored()
@@ -232,12 +229,12 @@ def change(rig: Rig, way: str, folder: Path | str = "", factor: float = 1.0) -> 
 
 
 def test_a_call_that_changes_weights_is_noticed_whatever_follows(
-    start: Start, model: Path, scaled: Path, tmp_path: Path
+    start: Start, new: list[int], model: Path, scaled: Path
 ) -> None:
     """Without a reset at first, and then with one that means nothing."""
     others = [prompt(6 * BLOCK + 3, seed=22 + number) for number in range(len(WAYS))]
     with start(on_reset="keep") as rig:
-        right = [rig.generate(TOKENS).tokens, right_answer(model, FACTOR, tmp_path / "plain")]
+        right = [rig.generate(TOKENS).tokens, new]
         assert right[0] != right[1], "or this test would prove nothing"
         rig.wait_stored()
         for number, (way, more) in enumerate(zip(WAYS, others, strict=True), 1):

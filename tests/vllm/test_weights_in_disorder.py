@@ -163,18 +163,21 @@ def test_a_name_is_shared_under_in_whatever_order_it_comes(
     assert two.say("shared") == HIT
 
 
+@pytest.mark.parametrize("name", ["step 1", None], ids=["named", "nameless"])
 @pytest.mark.parametrize("heard", [True, False], ids=["one process", "processes"])
-def test_a_name_without_a_reset_publishes_nothing_of_the_old_weights(
-    make: Callable[..., Weighted], heard: bool
+def test_what_is_told_without_a_reset_publishes_nothing_of_the_old_weights(
+    make: Callable[..., Weighted], heard: bool, name: str | None
 ) -> None:
     """vLLM's own cache still has it."""
-    one, two = make(), make()
+    one, two, old = make(), make(), make()
     one.say("old")
-    acts("update tell", one, 1, "step 1", heard=heard)
+    acts("update tell", one, 1, name, heard=heard)
     one.say("mixed")
-    one.say("mixed too", STORY + prompt(2 * TOKENS, seed=33))
+    more = STORY + prompt(2 * TOKENS, seed=33)
+    one.say("mixed too", more)
     acts("update reset tell", two, 1, "step 1", heard=heard)
     assert two.say("new") == 0
+    assert old.say("old", more) == HIT
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["one process", "processes"])

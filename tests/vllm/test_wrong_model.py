@@ -77,6 +77,7 @@ def test_engines_of_other_long_rope_factors_share_nothing(
     proved("A LongRoPE engine of 1,024 tokens took nothing of one of 512, and both hit their own.")
 
 
+@pytest.mark.long  # `make test` has one of another model (test_audits.py)
 def test_an_audit_finds_what_the_namespace_would_not_say(
     start: Callable[..., Any], phi: Path, tmp_path: Path, proved: Callable[[str], None]
 ) -> None:
