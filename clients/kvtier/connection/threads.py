@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -57,14 +58,14 @@ IDLE_WAIT_S = 60.0
 STREAM_JOIN_S = 2.0
 
 
+@dataclass(slots=True)
 class _Stream:
     """One gRPC stream and its thread."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
-        self.over = False
-        self.call: Any = None
-        self.reader: threading.Thread | None = None
+    channel: grpc.Channel
+    over: bool = False
+    call: Any = None
+    reader: threading.Thread | None = None
 
 
 class ConnectionThreads:

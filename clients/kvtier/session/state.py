@@ -94,7 +94,7 @@ class ProtocolState:
         self._clear_outgoing()
         record = HelloRecord(self._make_event())
         self._send(record, hello=self.spec.hello(token, self.news.prefill_tokens_per_s))
-        self.news.prefill_told()
+        self.news.prefill_is_news = False
         return record
 
     @property

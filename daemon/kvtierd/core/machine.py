@@ -256,7 +256,7 @@ class Machine:
             quarantined_slots=len(slots.quarantined),
             corrupt_slots=len(slots.corrupt),
             integrity=integrity,
-            held_blocks=core.retention.held_blocks,
+            held_blocks=core.retention.held.total(),
             held_bytes=core.retention.held_bytes,
             expected_detection_s=expected_detection_s(
                 used_bytes, slots_drawn_from, integrity.sample_bytes_per_s

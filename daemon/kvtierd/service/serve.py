@@ -200,7 +200,7 @@ class _Daemon:
             async with AsyncExitStack() as stack:
                 serving = await self._or_stopped(self._start(stack))
                 await self._serve(serving)
-                await serving.workers.stop(WORKERS_GRACE_S)
+                await serving.workers.lives.stop(WORKERS_GRACE_S)
                 return EXIT_INTERNAL if serving.cache.poisoned.is_set() else 0
 
     async def _serve(self, serving: "_Serving") -> None:
@@ -266,7 +266,7 @@ class _Daemon:
             clock=clock,
         )
         cache.handle(self._pool.recovered)
-        stack.push_async_callback(workers.stop, 0)
+        stack.push_async_callback(workers.lives.stop, 0)
         self._notifier.starting("Starting the copy workers", EXTENSION_S)
         await workers.start()
         if self._disks:

@@ -77,7 +77,7 @@ class Host:
         return [type(stimulus).__name__ for stimulus in self.heard]
 
     async def close(self) -> None:
-        assert await self.supervisor.stop(SLACK_S)
+        assert await self.supervisor.lives.stop(SLACK_S)
         self.image.close()
         self.pool.close()
 

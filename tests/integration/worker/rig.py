@@ -197,7 +197,7 @@ class Rig:
         await until(lambda: self.seen(WorkerLive))
 
     async def close(self) -> None:
-        assert await self.supervisor.stop(SLACK_S)
+        assert await self.supervisor.lives.stop(SLACK_S)
         for client in self.clients:
             client.close()
         self.pool.close()

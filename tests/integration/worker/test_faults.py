@@ -202,7 +202,7 @@ async def test_stop_finishes_what_runs_and_revokes_the_rest(start_rig: StartRig)
     queued, _ = rig.post(client, Direction.STORE, [2], slots[2:3])
     gated, _ = rig.post(client, Direction.STORE, [3], slots[3:], gate=(0, 1))
     await until(lambda: client.part_state(running) == PART_STARTED)
-    assert await rig.supervisor.stop(SLACK_S)
+    assert await rig.supervisor.lives.stop(SLACK_S)
     outcomes = {event.part: event.outcome for event in rig.seen(PartFinished)}
     assert outcomes[runs] == PartOutcome.DONE
     assert outcomes[queued] == outcomes[gated] == PartOutcome.REVOKED
@@ -215,7 +215,7 @@ async def test_stop_kills_what_does_not_stop(start_rig: StartRig) -> None:
     client = await rig.client()
     _, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    assert await rig.supervisor.stop(0.3)
+    assert await rig.supervisor.lives.stop(0.3)
     assert rig.supervisor.workers == {}
 
 

@@ -66,7 +66,7 @@ async def start_host(fake_cuda: FakeCuda) -> AsyncIterator[StartHost]:
 
     yield start
     for host in hosts:
-        assert await host.supervisor.stop(SLACK_S)
+        assert await host.supervisor.lives.stop(SLACK_S)
         host.pool.close()
 
 
@@ -171,6 +171,6 @@ async def test_who_waits_when_the_daemon_stops_is_told(start_host: StartHost) ->
     host = await start_host(FAKE_CUDA_HANG="cuInit:1:5000")
     waiting = asyncio.create_task(host.refused())
     await until(host.pids)
-    assert await host.supervisor.stop(0)
+    assert await host.supervisor.lives.stop(0)
     assert (await waiting).reason is Reason.WORKER_UNAVAILABLE
     assert (await host.refused()).reason is Reason.DRAINING

@@ -51,7 +51,7 @@ async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     await rig.supervisor.start()
     yield rig
-    await rig.supervisor.stop(5)
+    await rig.supervisor.lives.stop(5)
     rig.pool.close()
 
 

@@ -103,7 +103,12 @@ class Lifecycle:
             pass  # the others join later
 
     async def stop(self, grace_s: float) -> bool:
-        """As `Supervisor.stop`."""
+        """Ends all workers: parts that have not started are revoked, and those that have are finished, for at
+        most `grace_s`; then workers get SIGKILL.
+
+        Events go on until the last process is gone. Returns False if one could not be killed within
+        `kill_deadline_s`.
+        """
         self._stopping = True
         for timer in self._respawn_timers.values():
             timer.cancel()

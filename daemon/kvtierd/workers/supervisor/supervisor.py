@@ -98,15 +98,6 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         await self.lives.start()
 
-    async def stop(self, grace_s: float) -> bool:
-        """Ends all workers: parts that have not started are revoked, and those that have are finished, for at
-        most `grace_s`; then workers get SIGKILL.
-
-        Events go on until the last process is gone. Returns False if one could not be killed within
-        `kill_deadline_s`.
-        """
-        return await self.lives.stop(grace_s)
-
     def status_word(self, worker: WorkerId, word: StatusWord) -> int:
         """The value of a word of a worker's status page; 0 if its process is gone."""
         process = self.lives.processes.get(worker)
