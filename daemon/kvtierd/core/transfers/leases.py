@@ -80,10 +80,10 @@ class Leases:
 
     def held(self, instance: Instance, lease: LeaseId) -> LeaseGrant:
         """A lease of this instance. Raises Refusal UNKNOWN_LEASE, LEASE_EXPIRED or FOREIGN."""
-        refusal = partial(Refusal, field="lease_id", value=lease)
         found = self._core.leases.get(lease)
         if found is not None and found.instance is instance:
             return found
+        refusal = partial(Refusal, field="lease_id", value=lease)
         if found is not None:
             raise refusal(Reason.FOREIGN, "this lease belongs to another instance")
         if lease in instance.expired:
