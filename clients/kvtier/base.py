@@ -383,7 +383,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             raise KvtierError(Reason.HASH_LENGTH, message, field="block_hash", value=len(block_hash))
         text = "".join(each if each.isprintable() else "?" for each in detail)
         with self._threads.lock:
-            self._session.news.audited(
+            self._session.news.audits.append(
                 cache_pb2.Audit(
                     matched=matched,
                     error=error,
@@ -637,14 +637,14 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         size_bytes = self._session.spec.doorbells * WORD_BYTES
         with self._landing_lock:
             with self._threads.lock:
-                self._landing_made |= self._session.words.exposed
+                self._landing_made |= self._session.words.streams.writable
             if self._landing_made:
                 return
             try:
                 with SharedBuffer.create(size_bytes, "kvtier-landing") as buffer:
                     address = doorbells.expose(buffer, size_bytes)
                     with self._threads.lock:
-                        if not self._session.words.exposed:
+                        if not self._session.words.streams.writable:
                             self._session.words.expose(buffer, address)
             except OSError:
                 pass  # without a descriptor or memory for it, events ring until there is a page
@@ -691,7 +691,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             if self.ready:
                 return True
             remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0 or self._threads.closing:
+            if remaining_s <= 0 or self._threads.closing.is_set():
                 return False
             yield self._threads.changed, min(remaining_s, EVENT_POLL_S)
 
@@ -720,11 +720,11 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
                 fenced = self._session.words.started() == 0
             ended = threads.ended.is_set()
             remaining_s = deadline_s - time.monotonic()
-            if (fenced and (ended or threads.is_current)) or remaining_s <= 0:
+            if (fenced and (ended or threads.thread is threading.current_thread())) or remaining_s <= 0:
                 break
             yield None if ended else threads.ended, min(remaining_s, EVENT_POLL_S if fenced else WORD_POLL_S)
         if ended:
-            threads.join(max(0.0, remaining_s))
+            threads.thread.join(max(0.0, remaining_s))
         if threads.doorbells is not None:
             threads.doorbells.close()
         return fenced and ended

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from kvtier.errors import KvtierError, Reason
 from kvtier.v1 import side_pb2, types_pb2
@@ -233,43 +234,33 @@ def _check_ranges(groups: Sequence[Group], ends: Sequence[int]) -> None:
 
 
 def _check_group(name: str, group: Group, mapping_bytes: int) -> None:
+    invalid = partial(_refuse, Reason.LAYOUT_INVALID)
     if group.block_tokens <= 0:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"{name}.block_tokens",
-            group.block_tokens,
-            "a block has at least one token",
-        )
+        raise invalid(f"{name}.block_tokens", group.block_tokens, "a block has at least one token")
     if (group.kind == GroupKind.SLIDING_WINDOW) != (group.window_tokens > 0):
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
+        raise invalid(
             f"{name}.window_tokens",
             group.window_tokens,
             "must be more than 0 for a sliding window, and 0 for other kinds",
         )
     if not 0 < group.num_blocks <= BLOCKS_MAX:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"{name}.num_blocks",
-            group.num_blocks,
-            f"must be between 1 and {BLOCKS_MAX}",
-        )
+        raise invalid(f"{name}.num_blocks", group.num_blocks, f"must be between 1 and {BLOCKS_MAX}")
     if not group.planes:
-        raise _refuse(Reason.LAYOUT_INVALID, f"{name}.planes", 0, "a group has at least one plane")
+        raise invalid(f"{name}.planes", 0, "a group has at least one plane")
     for index, plane in enumerate(group.planes):
         _check_plane(f"{name}.planes[{index}]", plane, group.num_blocks, mapping_bytes)
 
 
 def _check_plane(name: str, plane: Plane, num_blocks: int, mapping_bytes: int) -> None:
     check_text(f"{name}.description", plane.description, Reason.LAYOUT_INVALID)
+    invalid = partial(_refuse, Reason.LAYOUT_INVALID)
     fragment, stride, base = plane.fragment_bytes, plane.block_stride_bytes, plane.base_offset
     if fragment <= 0:
-        raise _refuse(Reason.LAYOUT_INVALID, f"{name}.fragment_bytes", fragment, "must be more than 0")
+        raise invalid(f"{name}.fragment_bytes", fragment, "must be more than 0")
     if base < 0:
-        raise _refuse(Reason.LAYOUT_INVALID, f"{name}.base_offset", base, "must not be negative")
+        raise invalid(f"{name}.base_offset", base, "must not be negative")
     if stride < (fragment if num_blocks > 1 else 0):
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
+        raise invalid(
             f"{name}.block_stride_bytes",
             stride,
             f"blocks would overlap: a block has {fragment} bytes in this plane",

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Required, Self, TypedDict
 
+from kvtier import layout
 from kvtier.errors import KvtierError, Reason
-from kvtier.layout import (
-    Group,
-    Namespace,
-    Settings,
-    check_layout,
-    check_settings,
-    check_text,
-    settings_to_proto,
-)
 from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
 from kvtier.status import ClientStatus
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
@@ -57,11 +49,11 @@ class AttachSpec:
 
     instance: str
     """The name of the engine instance: the same for all its processes, unique in the daemon."""
-    namespace: Namespace
+    namespace: layout.Namespace
     role: Role = Role.BOTH
     rank: int = 0
     world_size: int = 1
-    groups: tuple[Group, ...] = ()
+    groups: tuple[layout.Group, ...] = ()
     """What the rank holds; empty for a scheduler."""
     memory: Memory | None = None
     """The rank's KV cache; None for a scheduler, and for a rank that has taken it back (`with_memory`)."""
@@ -72,14 +64,14 @@ class AttachSpec:
     """The program and its version, for people."""
     prefill_tokens_per_s: float = 0.0
     """Tokens of a prompt that the engine computes in a second; 0: not known."""
-    configuration: Settings = ()
+    configuration: layout.Settings = ()
     """The engine's settings that are neither in the namespace nor the default, for people."""
 
     def __post_init__(self) -> None:
-        check_text("instance", self.instance, Reason.MALFORMED, required=True)
-        check_text("program", self.program, Reason.MALFORMED)
+        layout.check_text("instance", self.instance, Reason.MALFORMED, required=True)
+        layout.check_text("program", self.program, Reason.MALFORMED)
         check_prefill_rate(self.prefill_tokens_per_s)
-        check_settings("configuration", self.configuration, Reason.MALFORMED)
+        layout.check_settings("configuration", self.configuration, Reason.MALFORMED)
         if not 1 <= self.world_size <= WORLD_SIZE_MAX:
             message = f"must be between 1 and {WORLD_SIZE_MAX}"
             raise KvtierError(Reason.MALFORMED, message, field="world_size", value=self.world_size)
@@ -138,7 +130,7 @@ class AttachSpec:
             groups=[group.to_proto(index) for index, group in enumerate(self.groups)],
             client=self.program,
             prefill_tokens_per_s=prefill_tokens_per_s,
-            configuration=settings_to_proto(self.configuration),
+            configuration=layout.settings_to_proto(self.configuration),
         )
 
     def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:
@@ -157,18 +149,18 @@ class ClientOptions(TypedDict, total=False):
     `help(kvtier.Client)` says what each means, and its default."""
 
     instance: Required[str]
-    namespace: Required[Namespace]
+    namespace: Required[layout.Namespace]
     role: Role
     rank: int
     world_size: int
-    groups: Sequence[Group]
+    groups: Sequence[layout.Group]
     memory: Memory | None
     socket: str | os.PathLike[str] | None
     doorbells: int
     parts: int
     program: str
     prefill_tokens_per_s: float
-    configuration: Settings
+    configuration: layout.Settings
     on_ready: Callable[[ClientStatus], None] | None
 
 
@@ -181,7 +173,7 @@ def check_prefill_rate(tokens_per_s: float) -> None:
         raise KvtierError(Reason.MALFORMED, message, field="prefill_tokens_per_s", value=tokens_per_s)
 
 
-def check_memory(memory: Memory, groups: Sequence[Group]) -> None:
+def check_memory(memory: Memory, groups: Sequence[layout.Group]) -> None:
     """Raises KvtierError unless the memory is there and every block lies inside it."""
     ranges = range_bytes_of(memory)
     if not 1 <= len(ranges) <= RANGES_MAX:
@@ -194,4 +186,4 @@ def check_memory(memory: Memory, groups: Sequence[Group]) -> None:
             raise KvtierError(
                 Reason.MAPPING_INVALID, message, field="memory.size_bytes", value=memory.size_bytes
             )
-    check_layout(groups, memory.size_bytes, ranges)
+    layout.check_layout(groups, memory.size_bytes, ranges)

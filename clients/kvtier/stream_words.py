@@ -81,7 +81,7 @@ class StreamWords:
 
     @property
     def behind(self) -> bool:
-        """Whether something may still land on a page that was replaced."""
+        """Whether something may still land on a page that was replaced, to be carried over."""
         return bool(self._past)
 
     def clear(self) -> None:

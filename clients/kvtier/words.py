@@ -25,27 +25,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+import kvtier_kernels as native
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import (
-    PART_ARMED,
-    PART_DONE,
-    PART_FAILED,
-    PART_REVOKED,
-    PART_STARTED,
-    PART_SUPERSEDED,
-    TICKET_MAX,
-    SharedWords,
-)
 
 from kvtier.errors import KvtierError, Reason
 from kvtier.memory import SharedBuffer
-from kvtier.stream_words import WORD_BYTES, StreamPage, StreamWords
+from kvtier.stream_words import WORD_BYTES as WORD_BYTES
+from kvtier.stream_words import StreamPage, StreamWords
 
 DOORBELLS_DEFAULT = 64
 PARTS_DEFAULT = 1_024
 WORDS_MAX = 65_536
-SEALED = TICKET_MAX << 8 | PART_REVOKED
+SEALED = native.TICKET_MAX << 8 | native.PART_REVOKED
 PAGES_KEPT = 8
 """How many replaced, fenced pages are remembered, so that late questions get the true answer."""
 
@@ -73,18 +65,18 @@ class PartRef:
 class PartState(Enum):
     """The state of a part, as this rank sees it."""
 
-    ARMED = PART_ARMED
+    ARMED = native.PART_ARMED
     """It has not started, and may be revoked."""
-    STARTED = PART_STARTED
+    STARTED = native.PART_STARTED
     """It is being copied: only its end, or its worker's death, ends it."""
-    REVOKED = PART_REVOKED
+    REVOKED = native.PART_REVOKED
     """It never started and never will. Or it is a store that was withdrawn while it ran, of which nothing is
     kept."""
-    DONE = PART_DONE
+    DONE = native.PART_DONE
     """Every block is copied: a load has landed, or the source of a store may be reused."""
-    FAILED = PART_FAILED
+    FAILED = native.PART_FAILED
     """It ended without all blocks copied; nothing of it can still land."""
-    LOST = PART_SUPERSEDED
+    LOST = native.PART_SUPERSEDED
     """It had not started when its epoch or page ended, or its word was given to a later transfer. Nothing of
     it can still land; treat it as failed."""
 
@@ -112,21 +104,14 @@ class WordsPage:
         self._doorbells = len(doorbells)
         self.buffer = SharedBuffer.create((self._doorbells + parts) * WORD_BYTES, "kvtier-words")
         """The page's memory, which begins with the doorbells."""
-        self._words: SharedWords | None = SharedWords(self.buffer.array, self._doorbells + parts)
+        self._words: native.SharedWords | None = native.SharedWords(
+            self.buffer.array, self._doorbells + parts
+        )
         for index, value in enumerate(doorbells):
             self._words.store(index, value)
         self._part_indexes = np.arange(self._doorbells, self._doorbells + parts, dtype=np.uint32)
         self._worker: int | None = None
         self._final: npt.NDArray[np.uint64] | None = None
-
-    def fileno(self) -> int:
-        """Returns the memfd to register."""
-        return self.buffer.fileno()
-
-    @property
-    def doorbells_bytes(self) -> int:
-        """The size of the doorbells."""
-        return self._doorbells * WORD_BYTES
 
     def adopt_worker(self, pidfd: int) -> None:
         """Takes over the pidfd of the worker that writes the part words."""
@@ -151,7 +136,7 @@ class WordsPage:
     def withdraw(self, word: int, ticket: int) -> None:
         """Marks a part as revoked on a page that is not registered yet."""
         assert self._words is not None
-        self._words.store(self._doorbells + word, ticket << 8 | PART_REVOKED)
+        self._words.store(self._doorbells + word, ticket << 8 | native.PART_REVOKED)
 
     def state(self, word: int, ticket: int) -> PartState | None:
         """Returns the part's state on this page, or None if it has not started here and never can."""
@@ -170,7 +155,9 @@ class WordsPage:
         if self._words is not None and self._final is None:
             self._words.try_revoke(index, ticket)
         if self._words is not None and started:
-            self._words.compare_exchange(index, ticket << 8 | PART_STARTED, ticket << 8 | PART_REVOKED)
+            self._words.compare_exchange(
+                index, ticket << 8 | native.PART_STARTED, ticket << 8 | native.PART_REVOKED
+            )
         return self.state(word, ticket)
 
     def seal(self) -> None:
@@ -195,7 +182,7 @@ class WordsPage:
         if self.sealed:
             self.seal()
         words = self._words.load_many(self._part_indexes)
-        return int(np.count_nonzero(words & np.uint64(0xFF) == PART_STARTED))
+        return int(np.count_nonzero(words & np.uint64(0xFF) == native.PART_STARTED))
 
     def retire(self) -> None:
         """Unmaps a sealed page whose `started` is 0. The states of its parts stay known."""
@@ -205,7 +192,7 @@ class WordsPage:
         for part in range(self.parts):
             value = self._words.load(self._doorbells + part)
             if value != SEALED:  # its worker died while it copied
-                state = PART_FAILED if value & 0xFF == PART_STARTED else value & 0xFF
+                state = native.PART_FAILED if value & 0xFF == native.PART_STARTED else value & 0xFF
                 self._final[part] = value & ~0xFF | state
         self.close()
 
@@ -220,7 +207,7 @@ class WordsPage:
         assert self._words is not None
         assert self._final is not None
         index = self._doorbells + part
-        while (value := self._words.load(index)) != SEALED and value & 0xFF != PART_STARTED:
+        while (value := self._words.load(index)) != SEALED and value & 0xFF != native.PART_STARTED:
             self._final[part] = value
             if self._words.compare_exchange(index, value, SEALED):
                 return SEALED
@@ -240,7 +227,7 @@ class WordsPage:
         if value >> 8 > ticket:
             return PartState.LOST
         state = value & 0xFF
-        if not PART_STARTED <= state <= PART_FAILED:
+        if not native.PART_STARTED <= state <= native.PART_FAILED:
             return PartState.STARTED  # no worker writes such a word, so assume that the copy goes on
         return PartState(state)
 
@@ -272,7 +259,8 @@ class RankWords:
                 raise KvtierError(Reason.WORD_INDEX_RANGE, message, field=field, value=value)
         self._parts = parts
         self._doorbells = [0] * doorbells  # values reached, as far as is known here
-        self._streams = StreamWords(doorbells)
+        self.streams = StreamWords(doorbells)
+        """What the streams of a GPU write."""
         self._pages: list[WordsPage] = []  # oldest first
         self._epoch: int | None = None
         self._withdrawn: dict[int, int] = {}  # word -> ticket revoked in this epoch
@@ -321,9 +309,9 @@ class RankWords:
         """Prepares a stream to raise a doorbell. Returns whether the stream has to be asked at all, and the
         address on the GPU to write, or None if there is none. Raises KvtierError as `ring`."""
         self._check_ring(doorbell, value)
-        if value <= max(self._doorbells[doorbell], self._streams.asked(doorbell)):
+        if value <= max(self._doorbells[doorbell], self.streams.asked(doorbell)):
             return False, None
-        return True, self._streams.ask(doorbell, value)
+        return True, self.streams.ask(doorbell, value)
 
     def expose(self, buffer: SharedBuffer, device_address: int | None) -> None:
         """From now on streams write the doorbells at the start of this buffer; with None they cannot write
@@ -331,27 +319,17 @@ class RankWords:
         page = None
         if device_address is not None:
             page = StreamPage(buffer, len(self._doorbells), device_address)
-        self._streams.use(page)
-
-    @property
-    def exposed(self) -> bool:
-        """Whether streams have a page to write."""
-        return self._streams.writable
-
-    @property
-    def behind(self) -> bool:
-        """Whether `carry_over` may soon have something to do."""
-        return self._streams.behind
+        self.streams.use(page)
 
     def carry_over(self) -> None:
         """Copies what streams have written, on whichever page it landed, to the page in use; and raises a
         word again that a later stream has set to less than was reached."""
-        for doorbell, value in enumerate(self._streams.landed()):
+        for doorbell, value in enumerate(self.streams.landed()):
             if value != self._doorbells[doorbell]:
                 self._doorbells[doorbell] = reached = max(value, self._doorbells[doorbell])
                 if self._pages:
                     self._pages[-1].ring(doorbell, reached)
-        self._streams.forget(self._doorbells)
+        self.streams.forget(self._doorbells)
 
     def state(self, ref: PartRef) -> PartState:
         """Returns the state of a part. Changes nothing. Raises KvtierError for a word that does not exist."""
@@ -392,7 +370,7 @@ class RankWords:
         for page in self._pages:
             page.close()
         self._pages.clear()
-        self._streams.clear()
+        self.streams.clear()
 
     def _check_ring(self, doorbell: int, value: int) -> None:
         if not 0 <= doorbell < len(self._doorbells):
@@ -405,7 +383,7 @@ class RankWords:
         if not 0 <= ref.word < self._parts:
             message = f"this client has {self._parts} part words; submitter and ranks must agree on it"
             raise KvtierError(Reason.WORD_INDEX_RANGE, message, field="word", value=ref.word)
-        if not 0 < ref.ticket < TICKET_MAX:
+        if not 0 < ref.ticket < native.TICKET_MAX:
             raise KvtierError(Reason.MALFORMED, "must be below 2^56 - 1", field="ticket", value=ref.ticket)
 
     def _judge(self, ref: PartRef, states: list[PartState | None]) -> PartState:

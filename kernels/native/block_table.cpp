@@ -188,31 +188,24 @@ void BlockTable::stage(Entries entries, Check check) {
 
 // --- states --------------------------------------------------------------------------------------------------------------
 
-void BlockTable::link_newest(std::uint32_t id) {
+// Puts an entry at one end of its domain's list: `outward` links lead towards that end, `inward` ones away from it.
+template <auto end, auto other_end, auto outward, auto inward>
+void BlockTable::link(std::uint32_t id) {
     Entry& entry = entries_[id];
     Domain& domain = domains_[entry.domain];
-    entry.next = kNoEntry;
-    entry.prev = domain.newest - 1;  // an empty list's 0 becomes kNoEntry
-    if (domain.newest != 0)
-        entries_[domain.newest - 1].next = id;
+    entry.*outward = kNoEntry;
+    entry.*inward = domain.*end - 1;  // an empty list's 0 becomes kNoEntry
+    if (domain.*end != 0)
+        entries_[domain.*end - 1].*outward = id;
     else
-        domain.oldest = id + 1;
-    domain.newest = id + 1;
+        domain.*other_end = id + 1;
+    domain.*end = id + 1;
     ++domain.linked;
 }
 
-void BlockTable::link_oldest(std::uint32_t id) {
-    Entry& entry = entries_[id];
-    Domain& domain = domains_[entry.domain];
-    entry.prev = kNoEntry;
-    entry.next = domain.oldest - 1;  // an empty list's 0 becomes kNoEntry
-    if (domain.oldest != 0)
-        entries_[domain.oldest - 1].prev = id;
-    else
-        domain.newest = id + 1;
-    domain.oldest = id + 1;
-    ++domain.linked;
-}
+void BlockTable::link_newest(std::uint32_t id) { link<&Domain::newest, &Domain::oldest, &Entry::next, &Entry::prev>(id); }
+
+void BlockTable::link_oldest(std::uint32_t id) { link<&Domain::oldest, &Domain::newest, &Entry::prev, &Entry::next>(id); }
 
 void BlockTable::unlink(std::uint32_t id) {
     Entry& entry = entries_[id];

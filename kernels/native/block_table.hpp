@@ -148,6 +148,8 @@ class BlockTable {
         ++states_[state];
     }
     static bool evictable(const Entry& entry) { return entry.state == kReady && entry.pins == 0; }
+    template <auto end, auto other_end, auto outward, auto inward>
+    void link(std::uint32_t id);
     void link_newest(std::uint32_t id);
     void link_oldest(std::uint32_t id);
     void unlink(std::uint32_t id);

@@ -29,6 +29,7 @@ from kvtierd.core.stimuli import Verify
 from kvtierd.core.transfers.leases import EXPIRED_KEPT
 
 from tests.oracles.disk_invariants import check_disk, check_host_flags, check_promotions, jobs_of
+from tests.oracles.free_slots import free_slots
 
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.int64)
@@ -185,13 +186,13 @@ def _check_slots(blocks: Blocks, dump: Dump) -> None:
         assert (slots.extent_slots[own] == per_extent).all(), "an extent's slots are miscounted"
         found = np.concatenate(
             (
-                slots.free_slots(slot_bytes),
+                free_slots(slots, slot_bytes),
                 owned[lie_in == slot_bytes],
                 quarantined[quarantined_sizes == slot_bytes],
                 corrupt[corrupt_sizes == slot_bytes],
             )
         )
-        assert len(slots.free_slots(slot_bytes)) == free
+        assert len(free_slots(slots, slot_bytes)) == free
         assert np.array_equal(np.sort(found), np.sort(everything)), (
             f"slots of {slot_bytes} bytes: {len(found)} accounted for, of these {len(np.unique(found))} "
             f"different ones; {len(everything)} in all"

@@ -62,6 +62,7 @@ from kvtierd.core.stimuli import (
 )
 
 from tests.oracles.block_table import BlockTable as OracleTable
+from tests.oracles.free_slots import free_slots
 from tests.oracles.invariants import validate
 from tests.simulation.disk import FakeDiskWorker, FakeSlab
 from tests.simulation.engine import (
@@ -586,7 +587,7 @@ def snapshot(machine: Machine, *, counters: bool = True) -> tuple[Any, ...]:
     slots = core.blocks.slots
     return (
         {name: array.tobytes() for name, array in core.blocks.table.dump().items()},
-        [slots.free_slots(size).tobytes() for size, *_ in slots.sizes()],
+        [free_slots(slots, size).tobytes() for size, *_ in slots.sizes()],
         slots.extent_size.tobytes(),
         {
             name: (i.state, i.last_ticket, i.alive_at_s, list(i.leases), list(i.transfers),
@@ -602,7 +603,7 @@ def _disk_snapshot(disk: Disk) -> tuple[Any, ...]:
     slots = disk.blocks.slots
     return (
         {name: array.tobytes() for name, array in disk.blocks.table.dump().items()},
-        [slots.free_slots(size).tobytes() for size, *_ in slots.sizes()],
+        [free_slots(slots, size).tobytes() for size, *_ in slots.sizes()],
         slots.extent_size.tobytes(),
         (disk.state, list(disk.jobs), disk.errors_in_row, disk.probe, repr(disk.tally)),
     )

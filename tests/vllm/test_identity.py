@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 from kvtier_vllm.model.identity import positions
-from kvtier_vllm.model.identity.completeness import classed, unclassed
+from kvtier_vllm.model.identity.completeness import classed
 from kvtier_vllm.model.identity.fields import CLASSES
 from kvtier_vllm.model.identity.reasons import IDENTITY, SettingKind
 from kvtier_vllm.model.identity.rendering import TEXT_BYTES_MAX, Unnameable, text_of
 from kvtier_vllm.model.identity.variables import VARIABLES
+
+from tests.oracles.unclassed import unclassed
 
 pytestmark = pytest.mark.vllm
 

@@ -20,7 +20,7 @@ from kvtier.session.pending import HelloRecord
 from kvtier.session.state import ProtocolState
 from kvtier.spec import PROTOCOL_VERSION, AttachSpec
 from kvtier.v1 import side_pb2
-from kvtier.words import WordsPage
+from kvtier.words import WORD_BYTES, WordsPage
 
 OPEN_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 5.0
@@ -139,7 +139,7 @@ def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps
         registration = yield from _register_memory(session, page, request, fds)
         # last, because what is exposed stays mapped for good, and there may be many attempts
         if doorbells is not None:
-            buffer, size_bytes = page.buffer, page.doorbells_bytes
+            buffer, size_bytes = page.buffer, spec.doorbells * WORD_BYTES
             session.words.expose(buffer, (yield Work(lambda: doorbells.expose(buffer, size_bytes))))
         session.memory.registered(registration)
         session.counters.registrations += 1
@@ -159,7 +159,9 @@ def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps
 def _register_words(page: WordsPage, spec: AttachSpec) -> Steps:
     words = side_pb2.RegisterWords(doorbells=spec.doorbells, parts=spec.parts, device=spec.device)
     request = side_pb2.SideRequest(register_words=words)
-    reply = _take((yield SideCall(request, (page.fileno(),), REGISTER_TIMEOUT_S)), "words_registered", fds=1)
+    reply = _take(
+        (yield SideCall(request, (page.buffer.fileno(),), REGISTER_TIMEOUT_S)), "words_registered", fds=1
+    )
     page.adopt_worker(reply.fds[0])
 
 

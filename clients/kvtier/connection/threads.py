@@ -14,28 +14,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from kvtier.connection import steps
 from kvtier.connection.address import Address
 from kvtier.connection.reports import ConnectionReports
 from kvtier.connection.rpc_errors import explain_rpc_error
 from kvtier.connection.side_socket import SideSocket, call_blocking
-from kvtier.connection.steps import (
-    Backoff,
-    NotRegisteredError,
-    OpenStream,
-    SideCall,
-    SideReply,
-    Step,
-    Steps,
-    Work,
-    attach,
-    open_index,
-    register,
-    unregister,
-)
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError
 from kvtier.memory import StreamDoorbells
 from kvtier.session.state import ProtocolState
@@ -70,14 +58,14 @@ IDLE_WAIT_S = 60.0
 STREAM_JOIN_S = 2.0
 
 
+@dataclass(slots=True)
 class _Stream:
     """One gRPC stream and its thread."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
-        self.over = False
-        self.call: Any = None
-        self.reader: threading.Thread | None = None
+    channel: grpc.Channel
+    over: bool = False
+    call: Any = None
+    reader: threading.Thread | None = None
 
 
 class ConnectionThreads:
@@ -106,25 +94,17 @@ class ConnectionThreads:
         self._address = address
         self._reports = reports
         self._writable = threading.Condition(self.lock)
-        self._closing = threading.Event()
+        self.closing = threading.Event()
+        """Set once `end` was called."""
         self._working = threading.Event()
         """Set to end the wait for a call that may take a while."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._side: SideSocket | None = None
-        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
+        """The session's thread, which cannot wait for its own end. It ends after it has set `ended`."""
         _all.add(self)
-        self._thread.start()
-
-    @property
-    def closing(self) -> bool:
-        """Whether `end` was called."""
-        return self._closing.is_set()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the session's own thread calls this, which cannot wait for its own end."""
-        return threading.current_thread() is self._thread
+        self.thread.start()
 
     def status(self) -> ClientStatus:
         """Returns a snapshot of the client's state. Called without the lock."""
@@ -153,27 +133,23 @@ class ConnectionThreads:
     def end(self) -> None:
         """Ends the session now; the threads end soon. Safe to call twice."""
         with self.lock:
-            if not self._closing.is_set():
-                self._closing.set()
+            if not self.closing.is_set():
+                self.closing.set()
                 self._working.set()
                 self.session.close("the client is closed")
                 os.eventfd_write(self._interrupt, 1)
                 os.eventfd_write(self._wake, 1)
 
-    def join(self, timeout_s: float) -> None:
-        """Waits until the thread, which has set `ended`, is gone."""
-        self._thread.join(timeout_s)
-
     # --- the session thread ---
 
     def _run(self) -> None:
-        backoff = Backoff()
-        while not self._closing.is_set():
+        backoff = steps.Backoff()
+        while not self.closing.is_set():
             streams: list[_Stream] = []
             attached_s: float | None = None
             try:
                 self._side = SideSocket(self._address.side_socket, self._address.socket)
-                self._perform(attach(self.session), streams)
+                self._perform(steps.attach(self.session), streams)
                 attached_s = time.monotonic()
                 self._serve(streams)
             except NotExportableError as error:
@@ -188,7 +164,7 @@ class ConnectionThreads:
             with self.lock:  # first, so that nobody waits any more, and nothing can start
                 for stream in streams:
                     stream.over = True
-                closing, told_before = self._closing.is_set(), self.session.last_error
+                closing, told_before = self.closing.is_set(), self.session.last_error
                 if not closing:
                     self.session.lost(why)
             self._tear_down(streams)
@@ -196,7 +172,7 @@ class ConnectionThreads:
                 self._reports.lost(why, told_before)
             if attached_s is not None and time.monotonic() - attached_s > LASTED_S:
                 backoff.reset()
-            self._closing.wait(backoff.next_s())
+            self.closing.wait(backoff.next_s())
         with self.lock:
             os.close(self._wake)
             os.close(self._interrupt)
@@ -213,15 +189,15 @@ class ConnectionThreads:
         while True:
             wait_s = IDLE_WAIT_S
             if memory.wants_release:
-                self._perform(unregister(self.session), streams)
+                self._perform(steps.unregister(self.session), streams)
             if memory.wants_registration and time.monotonic() >= retry_s:
                 try:
-                    self._perform(register(self.session, self.doorbells), streams)
-                except NotRegisteredError as error:
+                    self._perform(steps.register(self.session, self.doorbells), streams)
+                except steps.NotRegisteredError as error:
                     retry_s = time.monotonic() + error.retry_s
                     self._reports.not_registered(error)
             if self.session.wants_index:
-                self._perform(open_index(self.session), streams)
+                self._perform(steps.open_index(self.session), streams)
             if memory.wants_registration:
                 wait_s = max(0.0, retry_s - time.monotonic())
             with self.lock:
@@ -240,19 +216,19 @@ class ConnectionThreads:
                         self.session.tick()
                     raise ConnectionLostError("the daemon closed the side socket")
 
-    def _perform(self, steps: Steps, streams: list[_Stream]) -> None:
+    def _perform(self, wanted: steps.Steps, streams: list[_Stream]) -> None:
         """Performs all steps. Raises what they raise."""
         result: Any = None
         error: Exception | None = None
         while True:
             with self.lock:
-                if self._closing.is_set() and error is None:
-                    if isinstance(result, SideReply):
+                if self.closing.is_set() and error is None:
+                    if isinstance(result, steps.SideReply):
                         for fd in result.fds:
                             os.close(fd)
                     error = ConnectionLostError("the client is closing")
                 try:
-                    step = steps.send(result) if error is None else steps.throw(error)
+                    step = wanted.send(result) if error is None else wanted.throw(error)
                 except StopIteration:
                     return
             result = error = None
@@ -261,14 +237,14 @@ class ConnectionThreads:
             except Exception as caught:  # the steps may handle it
                 error = caught
 
-    def _perform_one(self, step: Step, streams: list[_Stream]) -> Any:
+    def _perform_one(self, step: steps.Step, streams: list[_Stream]) -> Any:
         match step:
-            case SideCall():
+            case steps.SideCall():
                 assert self._side is not None
                 return call_blocking(self._side, step, self._interrupt, self._keep_alive)
-            case Work():
+            case steps.Work():
                 return self._work(step.call)
-            case OpenStream():
+            case steps.OpenStream():
                 streams.append(self._open_stream())
                 step.record.event.wait(step.timeout_s)
                 return None
@@ -291,7 +267,7 @@ class ConnectionThreads:
             self._working = over
         threading.Thread(target=run, name="kvtier-work", daemon=True).start()
         while not outcome:
-            if self._closing.is_set():
+            if self.closing.is_set():
                 raise ConnectionLostError("the client is closing")
             over.wait(self._keep_alive())
         [(result, error)] = outcome
@@ -367,9 +343,9 @@ class ConnectionThreads:
         """Makes this copy in a forked child harmless: no threads, and a lock that nobody releases."""
         self.lock = threading.Lock()
         self._writable = threading.Condition(self.lock)
-        self.changed, self.ended, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self.changed, self.ended, self.closing = threading.Event(), threading.Event(), threading.Event()
         self.ended.set()
-        self._closing.set()
+        self.closing.set()
         self.doorbells = None  # CUDA does not survive a fork, nor do threads
         self.session.words.close()  # the pages are the parent's, so they are not sealed
         self.session.close("the process was forked: make a client of its own")

@@ -7,15 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from kvtier_kernels.cuda import (
-    Context,
-    CudaError,
-    CudaUnavailableError,
-    DeviceInfo,
-    Driver,
-    PointerInfo,
-    load,
-)
+from kvtier_kernels import cuda
 
 from kvtier.errors import KvtierError, Reason
 
@@ -25,15 +17,12 @@ _Made = TypeVar("_Made")
 class Gpu:
     """One GPU. Its context is retained until the process ends, because queued writes need it."""
 
-    def __init__(self, driver: Driver, ordinal: int) -> None:
+    def __init__(self, driver: cuda.Driver, ordinal: int) -> None:
         self.driver = driver
-        self.info: DeviceInfo = next(info for info in driver.devices() if info.ordinal == ordinal)
-        self.context: Context = driver.retain_primary(ordinal)
-
-    @property
-    def name(self) -> str:
+        self.info: cuda.DeviceInfo = next(info for info in driver.devices() if info.ordinal == ordinal)
+        self.context: cuda.Context = driver.retain_primary(ordinal)
+        self.name = self.info.name
         """`GPU-` and its UUID."""
-        return self.info.name
 
 
 class OnePerGpu(Generic[_Made]):
@@ -69,7 +58,7 @@ def driver_errors(field: str, value: object) -> Iterator[None]:
     """Turns a failed call of the driver into KvtierError DEVICE_UNAVAILABLE."""
     try:
         yield
-    except (CudaError, CudaUnavailableError) as error:
+    except (cuda.CudaError, cuda.CudaUnavailableError) as error:
         raise KvtierError(Reason.DEVICE_UNAVAILABLE, str(error), field=field, value=value) from error
 
 
@@ -80,7 +69,7 @@ def gpu_of(address: int, ordinal: int | None) -> Gpu:
     KvtierError.
     """
     with driver_errors("address", hex(address)):
-        driver = load()
+        driver = cuda.load()
         if driver.current_context():
             info = driver.pointer_info(address)
         elif ordinal is None:
@@ -94,13 +83,13 @@ def gpu_of(address: int, ordinal: int | None) -> Gpu:
         return _gpu(driver, info.ordinal)
 
 
-def pointer_info(gpu: Gpu, address: int) -> PointerInfo:
+def pointer_info(gpu: Gpu, address: int) -> cuda.PointerInfo:
     """Returns what the driver knows about an address. Raises CudaError."""
     with gpu.context:
         return gpu.driver.pointer_info(address)
 
 
-def _gpu(driver: Driver, ordinal: int) -> Gpu:
+def _gpu(driver: cuda.Driver, ordinal: int) -> Gpu:
     with _lock:
         key = (driver.path, ordinal)
         if key not in _gpus:

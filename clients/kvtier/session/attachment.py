@@ -30,9 +30,11 @@ class Attachment:
         self.transfers: dict[int, TransferRecord] = {}
         """The transfers in flight, by ticket."""
         self.heartbeat_pending = False
-        self._next_heartbeat_s = now_s + self.heartbeat_interval_s
+        self.next_heartbeat_s = now_s + self.heartbeat_interval_s
+        """When `heartbeat_due` must be asked again."""
         self.index = Index(welcome.boot_nonce, spec.namespace.hash_bytes)
-        self._index_wanted = spec.role.submits
+        self.index_wanted = spec.role.submits
+        """Whether the index pages were not asked for yet, whatever the answer is."""
         self.registration: int | None = None
         """The daemon's number of the memory that is registered, as far as this client was told."""
         self.registered = not spec.role.holds_rank
@@ -52,16 +54,12 @@ class Attachment:
 
     def heartbeat_due(self, now_s: float) -> bool:
         """Returns whether to send a heartbeat now, and schedules the next. False while one is unanswered."""
-        if now_s < self._next_heartbeat_s:
+        if now_s < self.next_heartbeat_s:
             return False
-        self._next_heartbeat_s = now_s + self.heartbeat_interval_s
+        self.next_heartbeat_s = now_s + self.heartbeat_interval_s
         due = not self.heartbeat_pending
         self.heartbeat_pending = True
         return due
-
-    def next_heartbeat_in_s(self, now_s: float) -> float:
-        """Returns the seconds until `heartbeat_due` must be asked again."""
-        return max(0.0, self._next_heartbeat_s - now_s)
 
     # --- index pages ---
 
@@ -69,11 +67,7 @@ class Attachment:
     def wants_index(self) -> bool:
         """Whether to ask for the index pages now: once, when the instance is ready, and so its namespace is
         known."""
-        return self._index_wanted and self.ready
-
-    def index_asked(self) -> None:
-        """Notes that the index pages were asked for, whatever the answer is."""
-        self._index_wanted = False
+        return self.index_wanted and self.ready
 
     # --- registration ---
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Event
 
+from kvtier import transfers
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.lookups import Lease, Lookup, LookupRecord, answer_of
 from kvtier.queries import GroupQuery, LookupMode, Touch, hashes_max
@@ -22,14 +23,6 @@ from kvtier.session.pending import HeartbeatSent, HelloRecord, Ignored, Pending,
 from kvtier.session.rank_memory import RankMemory
 from kvtier.spec import FEATURES, AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
-from kvtier.transfers import (
-    ACTIVE,
-    Outcome,
-    TransferRecord,
-    TransferState,
-    outcome_of,
-    refused,
-)
 from kvtier.v1 import cache_pb2
 from kvtier.v1.types_pb2 import GATE_DOORBELL, GATE_NONE
 from kvtier.words import Direction, Doorbell, PartRef, PartState, RankWords
@@ -101,7 +94,7 @@ class ProtocolState:
         self._clear_outgoing()
         record = HelloRecord(self._make_event())
         self._send(record, hello=self.spec.hello(token, self.news.prefill_tokens_per_s))
-        self.news.prefill_told()
+        self.news.prefill_is_news = False
         return record
 
     @property
@@ -126,7 +119,7 @@ class ProtocolState:
         """Returns the index that the pages are put into, or None without a session."""
         if self._attachment is None:
             return None
-        self._attachment.index_asked()
+        self._attachment.index_wanted = False
         return self._attachment.index
 
     @property
@@ -206,8 +199,8 @@ class ProtocolState:
         self.words.carry_over()
         if attachment.heartbeat_due(self._clock()):
             self._send(HeartbeatSent(), heartbeat=self.news.take())
-        next_s = attachment.next_heartbeat_in_s(self._clock())
-        return min(next_s, CARRY_OVER_S) if self.words.behind else next_s
+        next_s = max(0.0, attachment.next_heartbeat_s - self._clock())
+        return min(next_s, CARRY_OVER_S) if self.words.streams.behind else next_s
 
     def lost(self, why: str) -> None:
         """Ends all that is in flight, as a miss or as lost: the connection is over, or could not be made."""
@@ -234,7 +227,7 @@ class ProtocolState:
                 record.event.set()
             else:
                 error = KvtierError(Reason.EPOCH_ENDED, why)
-                record.end(Outcome(TransferState.FAILED, fenced=False, error=error))
+                record.end(transfers.Outcome(transfers.TransferState.FAILED, fenced=False, error=error))
 
     def close(self, why: str) -> None:
         """Ends the session for good; see `lost`."""
@@ -396,7 +389,7 @@ class ProtocolState:
         retention: Retention | None = None,
         *,
         lazily: bool = False,
-    ) -> TransferRecord:
+    ) -> transfers.TransferRecord:
         """Submits a store of as many hashes as block ids, which are checked already. If `lazily`, its message
         may be sent with the next one, and its end be reported a little later, with that of others."""
         self.counters.stores += 1
@@ -423,7 +416,7 @@ class ProtocolState:
         doorbell: Doorbell | None,
         *,
         keep_lease: bool,
-    ) -> TransferRecord:
+    ) -> transfers.TransferRecord:
         """Submits a load of blocks of a lease. The arguments are checked already."""
         self.counters.loads += 1
         attachment, error = self._attachment, None
@@ -454,7 +447,7 @@ class ProtocolState:
         if self._attachment is not None and lease.epoch == self._attachment.epoch:
             self._attachment.leases.release(lease.lease_id)
 
-    def cancel(self, record: TransferRecord) -> None:
+    def cancel(self, record: transfers.TransferRecord) -> None:
         """Asks the daemon to end a transfer early. Its outcome still comes."""
         attachment, part = self._attachment, record.part
         if attachment is None or part is None or attachment.transfers.get(part.ticket) is not record:
@@ -462,23 +455,25 @@ class ProtocolState:
         if len(self._outgoing) < OUTGOING_MAX:
             self._send(Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
 
-    def outcome(self, record: TransferRecord) -> Outcome:
+    def outcome(self, record: transfers.TransferRecord) -> transfers.Outcome:
         """Returns how a transfer stands: what the daemon reported or, for a client with a rank, what its part
         word says."""
         part = record.part
-        if record.outcome is not ACTIVE or part is None or not self.spec.role.holds_rank:
+        if record.outcome is not transfers.ACTIVE or part is None or not self.spec.role.holds_rank:
             return record.outcome
         state = self.words.state(part)
         if not state.over:
-            return ACTIVE
+            return transfers.ACTIVE
         if state is PartState.DONE and part.direction == "load":
-            record.outcome = Outcome(TransferState.DONE, fenced=True, succeeded=b"\1" * record.count)
+            record.outcome = transfers.Outcome(
+                transfers.TransferState.DONE, fenced=True, succeeded=b"\1" * record.count
+            )
         elif record.lost:
             message = f"the daemon went away before it reported the end: {self.last_error}"
             error = KvtierError(Reason.EPOCH_ENDED, message)
-            record.outcome = Outcome(TransferState.FAILED, fenced=True, error=error)
+            record.outcome = transfers.Outcome(transfers.TransferState.FAILED, fenced=True, error=error)
         else:  # the daemon will report how it ended; the blocks may be reused already
-            return Outcome(TransferState.ACTIVE, fenced=True)
+            return transfers.Outcome(transfers.TransferState.ACTIVE, fenced=True)
         return record.outcome
 
     # --- inside ---
@@ -517,12 +512,12 @@ class ProtocolState:
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
-    ) -> tuple[TransferRecord, cache_pb2.Signals | None]:
+    ) -> tuple[transfers.TransferRecord, cache_pb2.Signals | None]:
         """Returns a record, and the signals to submit it with. Without signals it has ended already."""
-        record = TransferRecord(direction, count, self._make_event())
+        record = transfers.TransferRecord(direction, count, self._make_event())
         attachment = self._attachment
         if count == 0:
-            record.end(Outcome(TransferState.DONE, fenced=True))
+            record.end(transfers.Outcome(transfers.TransferState.DONE, fenced=True))
             return record, None
         problem = self._why_not_now() or problem
         if problem is None and attachment is not None:
@@ -544,7 +539,7 @@ class ProtocolState:
                 return record, signals
         assert problem is not None
         self.counters.submits_refused += 1
-        record.end(refused(problem))
+        record.end(transfers.refused(problem))
         return record, None
 
     def _on_welcome(self, hello: HelloRecord, welcome: cache_pb2.Welcome) -> None:
@@ -609,7 +604,7 @@ class ProtocolState:
                 self._attachment.leases.refused(pending.lease_id)
                 if (record := self._end_transfer(pending.ticket)) is not None:
                     self.counters.submits_refused += 1
-                    record.end(refused(error))
+                    record.end(transfers.refused(error))
             case _:
                 pass
 
@@ -617,7 +612,7 @@ class ProtocolState:
         record = self._end_transfer(event.ticket)
         if record is None:
             return
-        outcome = outcome_of(event)
+        outcome = transfers.outcome_of(event)
         if outcome.done:
             self.counters.transfers_done += 1
         else:
@@ -625,7 +620,7 @@ class ProtocolState:
             self.last_error = str(outcome.error)
         record.end(outcome)
 
-    def _end_transfer(self, ticket: int) -> TransferRecord | None:
+    def _end_transfer(self, ticket: int) -> transfers.TransferRecord | None:
         """Takes out a transfer that is over: its parts are fenced on every rank, so its word is free."""
         attachment = self._attachment
         record = attachment.transfers.pop(ticket, None) if attachment is not None else None

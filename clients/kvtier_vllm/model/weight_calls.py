@@ -46,8 +46,8 @@ def notice(tell: Tell) -> None:
     for worker in _classes(WorkerBase):
         for name in CHANGING:
             _wrap(worker, name, functools.partial(_told_before, tell))
-        _wrap(worker, "sleep", functools.partial(_told_of_sleep, tell))
-        _wrap(worker, "discard", functools.partial(_told_of_discarding, tell))
+        _wrap(worker, "sleep", functools.partial(_told_after, tell, _sleep_loses))
+        _wrap(worker, "discard", functools.partial(_told_after, tell, _discard_loses))
         _wrap(worker, "apply_model", functools.partial(_told_of_differences, tell))
         _wrap(worker, "compile_or_warm_up_model", functools.partial(_knowing_the_model, tell))
 
@@ -79,26 +79,25 @@ def _told_before(tell: Tell, method: Any) -> Any:
     return telling
 
 
-def _told_of_sleep(tell: Tell, method: Any) -> Any:
-    def telling(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+def _told_after(tell: Tell, loses: Callable[..., bool], method: Any) -> Any:
+    """Tells after a call whose arguments, as `loses` finds, say that the weights are lost."""
+
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, level, *args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
-            if level >= DISCARDING_LEVEL:
+            if loses(*args, **kwargs):
                 tell(self.vllm_config)
 
     return telling
 
 
-def _told_of_discarding(tell: Tell, method: Any) -> Any:
-    def telling(self: Any, tags: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, tags, *args, **kwargs)
-        finally:
-            if "weights" in tags:
-                tell(self.vllm_config)
+def _sleep_loses(level: int = 1, *_: Any, **__: Any) -> bool:
+    return level >= DISCARDING_LEVEL
 
-    return telling
+
+def _discard_loses(tags: Any, *_: Any, **__: Any) -> bool:
+    return "weights" in tags
 
 
 def _told_of_differences(tell: Tell, method: Any) -> Any:

@@ -16,20 +16,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvtier import Client, Doorbell, GroupKind, KvtierError, Lookup, LookupCall, PartRef, Transfer
 
+from kvtier_vllm import meta
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.hooks import block_table
-from kvtier_vllm.meta import (
-    LOAD_DOORBELL,
-    AuditCompare,
-    AuditLoad,
-    AuditResult,
-    Orders,
-)
 from kvtier_vllm.scheduler.holding import WholeBlockPool
 from kvtier_vllm.scheduler.tables import hashes_of
 from kvtier_vllm.scheduler.tracking import TrackedRequest
@@ -114,7 +108,7 @@ class _Audit:
     submitted: bool = False
     ordered: bool = False
     cancelled: bool = False
-    results: list[AuditResult] = field(default_factory=list)
+    results: list[meta.AuditResult] = field(default_factory=list)
 
 
 class Audits:
@@ -216,7 +210,7 @@ class Audits:
         output: Any,
         requests: Mapping[str, TrackedRequest],
         step: int,
-        out: Orders,
+        out: meta.Orders,
     ) -> None:
         """Moves audits on, and adds to `out` what the workers have to do. Called once per step, when vLLM has
         scheduled it. `requests` are all that vLLM has not finished."""
@@ -243,7 +237,7 @@ class Audits:
             if audit.submitted and not audit.ordered and self._is_computed(audit):
                 audit.ordered = True
                 out.compares.append(
-                    AuditCompare(
+                    meta.AuditCompare(
                         ticket,
                         tuple((one.group, one.spare.block_id, one.computed.block_id) for one in audit.places),
                     )
@@ -251,7 +245,7 @@ class Audits:
         out.audits_dropped += self._dropped
         self._dropped = []
 
-    def results(self, client: Client | None, results: Sequence[AuditResult]) -> AuditVerdict | None:
+    def results(self, client: Client | None, results: Sequence[meta.AuditResult]) -> AuditVerdict | None:
         """Takes what workers have found. Returns a verdict that is a mismatch, or None."""
         bad = None
         for result in results:
@@ -286,7 +280,7 @@ class Audits:
     def _is_computed(self, audit: _Audit) -> bool:
         return audit.places[0].computed is not None
 
-    def _submit(self, client: Client, ticket: int, audit: _Audit, step: int, out: Orders) -> bool:
+    def _submit(self, client: Client, ticket: int, audit: _Audit, step: int, out: meta.Orders) -> bool:
         """Has the stored blocks loaded, once they are leased. Returns False if they cannot be."""
         pool = self._pool
         assert pool is not None
@@ -313,7 +307,7 @@ class Audits:
             place.transfer = self._load(client, place, step)
             parts.append(None if place.transfer is None else place.transfer.part)
         spares = tuple(place.spare.block_id for place in audit.places)
-        out.audits.append(AuditLoad(ticket, tuple(parts), spares))
+        out.audits.append(meta.AuditLoad(ticket, tuple(parts), spares))
         return True
 
     def _load(self, client: Client, place: _Place, step: int) -> Transfer | None:
@@ -323,7 +317,7 @@ class Audits:
                 place.answer,
                 [place.spare.block_id],
                 group=place.group,
-                doorbell=Doorbell(LOAD_DOORBELL, step),
+                doorbell=Doorbell(meta.LOAD_DOORBELL, step),
             )
         except KvtierError as error:
             self._log.debug("kvtier: the load of an audit was refused: %s", error)
@@ -401,11 +395,4 @@ class Audits:
         else:
             self.counters.worst_mismatch = max(self.counters.worst_mismatch, verdict.error)
         if client is not None:
-            client.report_audit(
-                matched=verdict.matched,
-                error=verdict.error,
-                threshold=verdict.threshold,
-                group=verdict.group,
-                block_hash=verdict.block_hash,
-                detail=verdict.detail,
-            )
+            client.report_audit(**asdict(verdict))

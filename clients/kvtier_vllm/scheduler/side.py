@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING, Any
 from kvtier import Client
 from kvtier.status import ClientState
 
+from kvtier_vllm import meta
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.hooks import block_table
 from kvtier_vllm.link import Link
-from kvtier_vllm.meta import (
-    AS_STARTED,
-    KvtierMetadata,
-    LoadOrder,
-    Orders,
-    Weights,
-    WeightsChange,
-    WorkerReport,
-)
 from kvtier_vllm.model.adapter_loads import AdapterLoad, adapter_of
 from kvtier_vllm.model.adapters import Adapters
 from kvtier_vllm.model.namespace import UnsupportedConfiguration
@@ -37,7 +29,7 @@ from kvtier_vllm.scheduler.generations import Generations
 from kvtier_vllm.scheduler.holding import BlockHolds, WholeBlockPool
 from kvtier_vllm.scheduler.leaving import Leaving
 from kvtier_vllm.scheduler.loading import Loader, PromisedLoad
-from kvtier_vllm.scheduler.matching import Grant, Matcher
+from kvtier_vllm.scheduler.matching import Matcher
 from kvtier_vllm.scheduler.prefill import PrefillMeter, tokens_of_step
 from kvtier_vllm.scheduler.question import Question
 from kvtier_vllm.scheduler.room import LoadRoom
@@ -61,7 +53,7 @@ Their copies take milliseconds."""
 PREFILL_TOKENS_PER_S_MAX = 1e9
 """The highest rate that is reported."""
 
-Connect = Callable[[Weights], Link]
+Connect = Callable[[meta.Weights], Link]
 """Makes the client's link, for blocks of these weights."""
 
 
@@ -80,7 +72,7 @@ class SchedulerSide:
         *,
         audits: Audits | None = None,
         in_parts: bool = True,
-        weights: Weights = AS_STARTED,
+        weights: meta.Weights = meta.AS_STARTED,
         world_size: int = 1,
         adapters_by_name: bool = False,
     ) -> None:
@@ -154,7 +146,7 @@ class SchedulerSide:
         self._step = 1
         self._work = 0
         """The number of steps so far that compute or load anything."""
-        self._out = Orders()
+        self._out = meta.Orders()
         """What the workers are told in the next step."""
         self._stopped = False
         self._told = False
@@ -255,7 +247,8 @@ class SchedulerSide:
         tracked = self._track(request)
         grant = self._matcher.take(request.request_id)
         if num_external_tokens == 0:
-            self._give_back(grant)
+            if grant is not None:
+                grant.lookup.release()
             if tracked.audited_unit is not None:  # it loads nothing; otherwise it has loaded, and runs
                 self._compute_unaudited(tracked)
             if self._storer.watches:  # another connector may load there, which no step tells
@@ -290,7 +283,9 @@ class SchedulerSide:
         submitted."""
         if not any(order.request == request_id for order in self._out.loads):
             ids = tuple(tuple(block for block in table if block) for table in tables)
-            self._out.loads.append(LoadOrder(request_id, (None,) * len(ids), ids, blocks_tell=len(ids) == 1))
+            self._out.loads.append(
+                meta.LoadOrder(request_id, (None,) * len(ids), ids, blocks_tell=len(ids) == 1)
+            )
 
     def plan_step(self, output: Any) -> None:
         """Submits the stores of the blocks that are full after this step, and takes in what has ended."""
@@ -349,21 +344,21 @@ class SchedulerSide:
                 self._store_full_blocks(storing, tracked_or_none, scheduled, output)
         if storing is not None and len(self._filled) < len(self._groups.shapes):
             self._store_states(output)
-        if storing is not None and storer.has_plans:
+        if storing is not None and storer.planned:
             self._out.stores += storer.submit(storing, self._step)
-        if client is not None and storer.has_unsent:
+        if client is not None and storer.unsent_blocks:
             storer.send(client, self._step)
         if self._audits is not None and self._audits.has_orders:
             self._audits.plan(client, output, self._requests, self._step, self._out)
         if not self._told:
             self._tell_why_nothing_hits(client)
 
-    def take_metadata(self) -> KvtierMetadata:
+    def take_metadata(self) -> meta.KvtierMetadata:
         """Returns what the workers are to know in this step, and begins the next one. Never fails."""
         orders = self._out
-        out = KvtierMetadata(self._step, self._work, self._generations.weights, stopped=self._stopped)
+        out = meta.KvtierMetadata(self._step, self._work, self._generations.weights, stopped=self._stopped)
         if orders.any:
-            out.orders, self._out = orders, Orders()
+            out.orders, self._out = orders, meta.Orders()
         self._step += 1
         self._least = None
         self._matcher.next_step()
@@ -380,7 +375,7 @@ class SchedulerSide:
             if (failed := self._loading.get(request_id)) is not None:
                 failed.failed = True
         report = getattr(output, "kv_connector_worker_meta", None)
-        if isinstance(report, WorkerReport):
+        if isinstance(report, meta.WorkerReport):
             self._heed(report)
         for request_id in output.finished_recving or ():
             self._aborted.pop(request_id, None)
@@ -479,7 +474,7 @@ class SchedulerSide:
         if self._generations.was_dropped(self._work):
             self._begin()
 
-    def weights_changed(self, changes: Sequence[WeightsChange]) -> None:
+    def weights_changed(self, changes: Sequence[meta.WeightsChange]) -> None:
         """Takes what workers have told about their weights."""
         if self._generations.have_changed(self._work, changes):
             self._begin()
@@ -574,17 +569,13 @@ class SchedulerSide:
             tracked.stores.next_block = [0] * len(self._groups.shapes)
             tracked.stores.failures = 0
 
-    def _give_back(self, grant: Grant | None) -> None:
-        if grant is not None:
-            grant.lookup.release()
-
     def _compute_unaudited(self, tracked: TrackedRequest) -> None:
         """Ends the request's audit: what it computes for one is not compared."""
         tracked.audited_unit = None
         if self._audits is not None:
             self._audits.over(tracked.request.request_id)
 
-    def _heed(self, report: WorkerReport) -> None:
+    def _heed(self, report: meta.WorkerReport) -> None:
         verdict = None if self._audits is None else self._audits.results(self.link.client, report.audits)
         if report.adapters:
             self.adapters_loaded(report.adapters)

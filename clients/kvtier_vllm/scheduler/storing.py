@@ -156,13 +156,13 @@ class Storer:
         self._numbers = itertools.count(1)
         self._stores: dict[int, _Store] = {}
         """Stores by numbers of our own, because tickets begin anew with each client."""
-        self._planned: dict[tuple[int, Kept, AdapterId | None], list[_Share]] = {}
+        self.planned: dict[tuple[int, Kept, AdapterId | None], list[_Share]] = {}
         """What the next `submit` is to store, by group, how it is kept, and its adapter."""
         self._planned_hashes: set[tuple[int, bytes]] = set()
         self._planned_blocks = 0
         self._readers: dict[int, list[int]] = {}
         """The stores that read a block which may leave its request; several if requests share it."""
-        self._unsent_blocks = self._unsent_since = 0
+        self.unsent_blocks = self._unsent_since = 0
         """How many blocks may still wait to be sent, and since which step."""
         self._paused_until_s = 0.0
 
@@ -176,11 +176,6 @@ class Storer:
         """Whether there are stores whose end is not known. Without any, `poll` finds nothing, and no request
         can have lost blocks that are read."""
         return bool(self._stores)
-
-    @property
-    def has_plans(self) -> bool:
-        """Whether something was planned."""
-        return bool(self._planned)
 
     @property
     def watches(self) -> bool:
@@ -272,12 +267,12 @@ class Storer:
         self._planned_blocks += len(hashes)
         share = _Share(name, request, request, hashes, indexes, sources)
         adapter = adapter_of(request.request)
-        self._planned.setdefault((group, request.kept, adapter), []).append(share)
+        self.planned.setdefault((group, request.kept, adapter), []).append(share)
 
     def submit(self, client: Client, step: int) -> list[StoreOrder]:
         """Submits what was planned: blocks that are full, and computed when the store doorbell says `step`.
         Returns what the workers are to follow."""
-        planned, self._planned = self._planned, {}
+        planned, self.planned = self.planned, {}
         self._planned_hashes.clear()
         self._planned_blocks = 0
         orders = []
@@ -311,8 +306,8 @@ class Storer:
             return None
         number = next(self._numbers)
         self._stores[number] = store
-        self._unsent_since = self._unsent_since if self._unsent_blocks else step
-        self._unsent_blocks += len(sources)
+        self._unsent_since = self._unsent_since if self.unsent_blocks else step
+        self.unsent_blocks += len(sources)
         for share in shares:
             share.request.open[number] = part
             share.request.under_way += 1
@@ -327,17 +322,12 @@ class Storer:
         """Returns the most blocks of one store."""
         return min(BLOCKS_MAX, client.transfer_blocks_max or BLOCKS_MAX)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether stores may still wait to be sent."""
-        return self._unsent_blocks > 0
-
     def send(self, client: Client, step: int) -> None:
         """Sends stores that have waited long enough for others, or are enough by themselves. Called once per
         step, after its stores."""
-        if self._unsent_blocks >= SEND_BLOCKS or step - self._unsent_since >= SEND_STEPS:
+        if self.unsent_blocks >= SEND_BLOCKS or step - self._unsent_since >= SEND_STEPS:
             client.flush()
-            self._unsent_blocks = 0
+            self.unsent_blocks = 0
 
     def poll(self) -> list[PartRef]:
         """Takes in what the daemon reported. Returns the parts of stores that did not end well: a worker that

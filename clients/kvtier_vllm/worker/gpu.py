@@ -48,10 +48,7 @@ class CudaGpu:
 
         event = torch.cuda.Event(blocking=True)
         event.record()
-
-        def wait() -> None:
-            event.synchronize()
-
+        wait: Callable[[], None] = event.synchronize
         return wait
 
 

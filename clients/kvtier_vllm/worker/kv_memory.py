@@ -55,29 +55,25 @@ class SharedKVMemory:
             raise NotShareable(f"the KV cache has {size_bytes} bytes")
         self._kv_bytes = size_bytes
         page = mmap.PAGESIZE
-        self._size_bytes = -(-size_bytes // page) * page
+        self.size_bytes = -(-size_bytes // page) * page
+        """The size of the mapping: whole pages, at least the KV cache."""
         try:
             self._fd = os.memfd_create("kvtier-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise NotShareable(f"memfd_create failed: {error.strerror}") from error
         try:
-            os.ftruncate(self._fd, self._size_bytes)
+            os.ftruncate(self._fd, self.size_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-            self._mapping = mmap.mmap(self._fd, self._size_bytes, mmap.MAP_SHARED)
+            self._mapping = mmap.mmap(self._fd, self.size_bytes, mmap.MAP_SHARED)
         except OSError as error:
             os.close(self._fd)
-            what = f"sharing {self._size_bytes} bytes of memory failed: {error.strerror}"
+            what = f"sharing {self.size_bytes} bytes of memory failed: {error.strerror}"
             raise NotShareable(what) from error
         with contextlib.suppress(OSError):
             # This may have no effect: many kernels give shared memory no transparent huge pages.
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._address: int | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the mapping: whole pages, at least the KV cache."""
-        return self._size_bytes
 
     def fileno(self) -> int:
         """Returns the memfd, to be passed to the daemon. It stays open until `close`."""
@@ -142,7 +138,7 @@ class SharedKVMemory:
             raise NotShareable("the engine did not allocate its KV cache through the connector's memory")
         storage = tensor.untyped_storage()
         start = storage.data_ptr() - self._address
-        if start < 0 or start + storage.nbytes() > self._size_bytes:
+        if start < 0 or start + storage.nbytes() > self.size_bytes:
             raise NotShareable(f"{name} lies outside the connector's memory")
         return int(tensor.data_ptr()) - self._address
 

@@ -9,9 +9,9 @@ from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.ticks import run_ticks
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
+from kvtierd.wire.worker_pb2 import DeviceRange, MappedGroup
 from kvtierd.workers.channel.packets import PacketChannel
 from kvtierd.workers.supervisor.handles import CPU
-from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
 
 __all__ = [
     "CPU",
@@ -22,8 +22,8 @@ __all__ = [
     "DiskFile",
     "DiskSnapshot",
     "Event",
-    "GroupMapping",
     "Listener",
+    "MappedGroup",
     "PacketChannel",
     "SessionAbout",
     "Snapshot",

@@ -2,8 +2,9 @@
 then the disks' files follow."""
 
 import asyncio
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from kvtierd.cache.disks import DiskFile, DiskFiles
@@ -62,7 +63,7 @@ class Clearing:
             for first in range(0, len(keys), BATCH):
                 reply = self._handle(ClearBlocks(space, keys[first : first + BATCH]))
                 assert isinstance(reply, ClearReply)
-                blocks = _sum(blocks, reply)
+                blocks = ClearReply(*map(operator.add, astuple(blocks), astuple(reply)))
                 await asyncio.sleep(0)
         log.info(
             "cleared",
@@ -129,13 +130,3 @@ class _Disk:
             self._done = asked
             async with self._changed:
                 self._changed.notify_all()
-
-
-def _sum(one: ClearReply, other: ClearReply) -> ClearReply:
-    return ClearReply(
-        one.cleared_blocks + other.cleared_blocks,
-        one.host_bytes + other.host_bytes,
-        one.disk_bytes + other.disk_bytes,
-        one.held_blocks + other.held_blocks,
-        one.under_way_blocks + other.under_way_blocks,
-    )

@@ -10,7 +10,8 @@ from kvtierd.core.ids import DiskId, WorkerId
 from kvtierd.core.stimuli import DiskRecovered, Stimulus, WorkerExited, WorkerLive
 from kvtierd.logs import logger
 from kvtierd.tiers.disk.image import DiskImage
-from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus, disk_device
+from kvtierd.workers.supervisor.kinds import disk_device
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 log = logger(__name__)
 
@@ -115,7 +116,7 @@ class DiskFiles:
                 "a disk's records cannot be read", path=str(disk.path), error=repr(error), exc_info=error
             )
             disk.held = None
-            self._workers.reject(disk.device, f"its records cannot be read: {error}")
+            self._workers.lives.reject(disk.device, f"its records cannot be read: {error}")
             return
         disk.start = DiskStart(
             cold_reason, direct_io, found.blocks, found.data_bytes, time.monotonic() - began_s

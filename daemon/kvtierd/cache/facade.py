@@ -11,63 +11,23 @@ from typing import assert_never
 import numpy as np
 from kvtier_kernels import PoolRecords
 
+from kvtierd.cache import snapshot
 from kvtierd.cache.clearing import Cleared, Clearing
 from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.pages import SharedPages
-from kvtierd.cache.snapshot import (
-    CopySnapshot,
-    DeviceSnapshot,
-    DiskSnapshot,
-    PoolSnapshot,
-    SessionAbout,
-    Snapshot,
-    WorkerSnapshot,
-)
 from kvtierd.cache.waiters import Waiters
-from kvtierd.core.actions import (
-    Action,
-    AssignExtent,
-    Attached,
-    CheckSlots,
-    CommitSlots,
-    FreeSlots,
-    InstanceView,
-    Notify,
-    OpenSlots,
-    PostDiskJob,
-    PostPart,
-    QuarantineSlots,
-    ReleaseSession,
-    Reply,
-    RevokePart,
-    SessionEnded,
-    TransferEnded,
-    WithdrawPage,
-)
+from kvtierd.core import actions, stimuli
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import DiskId, Epoch, SessionId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus
-from kvtierd.core.stimuli import (
-    AttachSession,
-    CoreLimits,
-    Drain,
-    EndSession,
-    Resume,
-    SessionReleased,
-    StartScrub,
-    Stimulus,
-    WorkerExited,
-    WorkerLive,
-    WorkerLost,
-)
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.tiers.disk.image import WRITER
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
-Event = TransferEnded | InstanceView | SessionEnded
+Event = actions.TransferEnded | actions.InstanceView | actions.SessionEnded
 Listener = Callable[[Event], None]
 """Gets a session's events, in order and inside `handle`. It queues them, and calls nothing here except
 `post`."""
@@ -78,7 +38,7 @@ log = logger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Session:
     listener: Listener
-    about: SessionAbout
+    about: snapshot.SessionAbout
     epoch: Epoch
 
 
@@ -93,7 +53,7 @@ class Cache:
         machine: Machine,
         pool: HostPool,
         workers: Supervisor,
-        limits: CoreLimits,
+        limits: stimuli.CoreLimits,
         *,
         disks: Sequence[DiskFile] = (),
         pool_path: Path | None,
@@ -105,6 +65,9 @@ class Cache:
         self._pool_path = pool_path
         self._clock = clock
         self._started_at_s = clock()
+        self.boot_nonce = pool.boot_nonce
+        self.pool_bytes = pool.geometry.capacity_bytes
+        """Bytes that the host tier can hold."""
         self._writers: dict[WorkerId, int] = {}
         """The pool's writer id of every worker that was ever live."""
         self.disks = DiskFiles(disks, workers, pool.boot_nonce, self.post)
@@ -114,8 +77,9 @@ class Cache:
         self._sessions: dict[SessionId, _Session] = {}
         self._waiters = Waiters()
         self._busy = False
-        self._posted: deque[Stimulus] = deque()
-        self._draining = False
+        self._posted: deque[stimuli.Stimulus] = deque()
+        self.draining = False
+        """Whether nothing new is taken."""
         self.mappings = Mappings(self.handle, workers)
         self.poisoned = asyncio.Event()
         """Set after an internal error: nothing is handled any more, and the daemon has to be started
@@ -123,7 +87,7 @@ class Cache:
 
     # --- deciding ---
 
-    def handle(self, stimulus: Stimulus) -> Reply:
+    def handle(self, stimulus: stimuli.Stimulus) -> actions.Reply:
         """Decides and performs, completely, before it returns. Raises Refusal, and then nothing has changed.
 
         Any other exception is a bug or a broken pool, and poisons the daemon.
@@ -133,9 +97,9 @@ class Cache:
         assert not self._busy, "a stimulus was handled inside another one: use post"
         self._busy = True
         try:
-            reply, actions = self._machine.handle(stimulus)
+            reply, decided = self._machine.handle(stimulus)
             try:
-                for action in actions:
+                for action in decided:
                     self._perform(action)
             except Refusal as refusal:
                 raise RuntimeError(f"an action was refused: {refusal}") from refusal
@@ -149,7 +113,7 @@ class Cache:
         self._run_posted()
         return reply
 
-    def post(self, stimulus: Stimulus) -> None:
+    def post(self, stimulus: stimuli.Stimulus) -> None:
         """Handles an event, which nobody can refuse, now or right after the stimulus that is being
         handled."""
         self._posted.append(stimulus)
@@ -178,34 +142,38 @@ class Cache:
 
     # --- doing ---
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: actions.Action) -> None:
         """At once: slot records in the pool and in disks' images, and packets to workers. Any exception means
         a bug or a broken pool."""
         match action:
-            case PostPart():
+            case actions.PostPart():
                 generations = self._pool.records.generations(action.slots)
                 self._workers.orders.post(action, generations, self._gate_deadline_ms)
-            case OpenSlots():
+            case actions.OpenSlots():
                 self._open(action)
-            case CommitSlots():
-                self._commit(action)
-            case FreeSlots():
+            case actions.CommitSlots():
+                blocks, world = action.slots.shape
+                clocks = np.uint64(action.first_clock) - np.arange(blocks, dtype=np.uint64)
+                self._pool.records.commit(action.slots.reshape(-1), np.repeat(clocks, world))
+            case actions.FreeSlots():
                 self._records(action.disk).free(np.ascontiguousarray(action.slots).reshape(-1))
-            case QuarantineSlots():
+            case actions.QuarantineSlots():
                 self._set_aside(action)
-            case PostDiskJob():
-                self._post_disk_job(action)
-            case CheckSlots():
+            case actions.PostDiskJob():
+                on_disk = self._records(action.disk).generations(action.disk_slots)
+                on_host = self._pool.records.generations(action.host_slots)
+                self._workers.orders.post_disk_job(action, on_disk, on_host)
+            case actions.CheckSlots():
                 self._workers.orders.check_slots(action, self._pool.records.generations(action.slots))
-            case Notify():
+            case actions.Notify():
                 self._notify(action)
-            case RevokePart():
+            case actions.RevokePart():
                 self._workers.orders.revoke(action.worker, action.part)
-            case ReleaseSession():
+            case actions.ReleaseSession():
                 self._workers.orders.release_session(action.worker, action.session)
-            case WithdrawPage():
+            case actions.WithdrawPage():
                 self.pages.withdraw(action.space)
-            case AssignExtent():
+            case actions.AssignExtent():
                 self._records(action.disk).format_extent(action.extent, action.slot_bytes)
             case _:
                 assert_never(action)
@@ -213,7 +181,7 @@ class Cache:
     def _records(self, disk: DiskId | None) -> PoolRecords:
         return self._pool.records if disk is None else self.disks[disk].image.records
 
-    def _set_aside(self, action: QuarantineSlots) -> None:
+    def _set_aside(self, action: actions.QuarantineSlots) -> None:
         if action.disk is None:
             self._pool.set_aside(action.slots)
             return
@@ -221,16 +189,11 @@ class Cache:
         disk.image.set_aside(action.slots)
         self._workers.orders.persist_records(disk.device, action.slots)
 
-    def _post_disk_job(self, action: PostDiskJob) -> None:
-        on_disk = self._records(action.disk).generations(action.disk_slots)
-        on_host = self._pool.records.generations(action.host_slots)
-        self._workers.orders.post_disk_job(action, on_disk, on_host)
-
-    def _open(self, action: OpenSlots) -> None:
+    def _open(self, action: actions.OpenSlots) -> None:
         self._records(action.disk).open(
             action.slots,
             self._writers[action.worker] if action.disk is None else WRITER,
-            self._pool.boot_nonce,
+            self.boot_nonce,
             action.store,
             action.namespace,
             action.group,
@@ -240,27 +203,24 @@ class Cache:
             action.data_bytes,
         )
 
-    def _commit(self, action: CommitSlots) -> None:
-        blocks, world = action.slots.shape
-        clocks = np.uint64(action.first_clock) - np.arange(blocks, dtype=np.uint64)
-        self._pool.records.commit(action.slots.reshape(-1), np.repeat(clocks, world))
-
-    def _notify(self, action: Notify) -> None:
+    def _notify(self, action: actions.Notify) -> None:
         session = self._sessions.get(action.session)
         if session is None:
             return
-        if isinstance(action.event, TransferEnded):
+        if isinstance(action.event, actions.TransferEnded):
             self._waiters.transfer_ended(session.epoch, action.event.ticket)
-        elif isinstance(action.event, SessionEnded):
+        elif isinstance(action.event, actions.SessionEnded):
             self._waiters.epoch_ended(session.epoch, action.event.why)
         session.listener(action.event)
 
     # --- sessions ---
 
-    def attach(self, stimulus: AttachSession, about: SessionAbout, listener: Listener) -> Attached:
+    def attach(
+        self, stimulus: stimuli.AttachSession, about: snapshot.SessionAbout, listener: Listener
+    ) -> actions.Attached:
         """Attaches a session. From then on `listener` gets its events. Raises Refusal."""
         reply = self.handle(stimulus)
-        assert isinstance(reply, Attached)
+        assert isinstance(reply, actions.Attached)
         self._sessions[stimulus.session] = _Session(listener, about, reply.epoch)
         return reply
 
@@ -271,11 +231,11 @@ class Cache:
             return
         self.mappings.session_ended(session)
         self._waiters.epoch_ended(known.epoch, Refusal(Reason.EPOCH_ENDED, f"a session has ended: {why}"))
-        self.post(EndSession(session, why))
+        self.post(stimuli.EndSession(session, why))
 
     async def wait(
         self, session: SessionId, epoch: Epoch, tickets: Sequence[Ticket], timeout_s: float
-    ) -> list[TransferEnded | None]:
+    ) -> list[actions.TransferEnded | None]:
         """Waits until all these transfers have ended, at most `timeout_s`. None for those that have not.
         Raises Refusal."""
         return await self._waiters.wait(
@@ -287,13 +247,13 @@ class Cache:
     def worker_event(self, stimulus: WorkerStimulus) -> None:
         """Takes what the supervisor reports about a worker."""
         match stimulus:
-            case WorkerLive(worker):
+            case stimuli.WorkerLive(worker):
                 self._writers[worker] = self._workers.workers[worker].writer
-            case WorkerLost(worker):
+            case stimuli.WorkerLost(worker):
                 self.mappings.worker_lost(worker)
-            case WorkerExited(worker):
+            case stimuli.WorkerExited(worker):
                 self.mappings.worker_exited(worker)
-            case SessionReleased(worker, session):
+            case stimuli.SessionReleased(worker, session):
                 if not self.mappings.session_released(worker, session):
                     return
         if not self.disks.take(stimulus):
@@ -304,20 +264,15 @@ class Cache:
     def drain(self) -> None:
         """From now on new sessions, stores and loads are refused, and lookups return misses. Running
         transfers go on."""
-        if not self._draining:
-            self._draining = True
-            self.post(Drain())
+        if not self.draining:
+            self.draining = True
+            self.post(stimuli.Drain())
 
     def resume(self) -> None:
         """Ends what `drain` began."""
-        if self._draining:
-            self._draining = False
-            self.post(Resume())
-
-    @property
-    def draining(self) -> bool:
-        """Whether nothing new is taken."""
-        return self._draining
+        if self.draining:
+            self.draining = False
+            self.post(stimuli.Resume())
 
     @property
     def transfers_active(self) -> int:
@@ -342,7 +297,7 @@ class Cache:
         begun = []
         for disk, status in zip(self.disks, self._machine.status().disks, strict=True):
             if status.state == "live" and not status.scrubbing:
-                self.handle(StartScrub(disk.number))
+                self.handle(stimuli.StartScrub(disk.number))
                 begun.append(str(disk.path))
         return begun
 
@@ -369,38 +324,43 @@ class Cache:
     def uptime_s(self) -> float:
         return self._clock() - self._started_at_s
 
-    @property
-    def boot_nonce(self) -> int:
-        return self._pool.boot_nonce
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes that the host tier can hold."""
-        return self._pool.geometry.capacity_bytes
-
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> snapshot.Snapshot:
         """A picture of everything, for people and metrics. It costs about as much as a few lookups."""
         core, workers = self._machine.status(), self._workers
         mapped = {worker.worker: worker.mapped_bytes for worker in core.workers}
-        return Snapshot(
-            state="draining" if self._draining or self.poisoned.is_set() else "serving",
+        return snapshot.Snapshot(
+            state="draining" if self.draining or self.poisoned.is_set() else "serving",
             now_s=self._clock(),
             uptime_s=self.uptime_s,
-            boot_nonce=self._pool.boot_nonce,
-            pool=PoolSnapshot.of(self._pool, self._pool_path),
+            boot_nonce=self.boot_nonce,
+            pool=snapshot.PoolSnapshot(
+                path=str(self._pool_path or ""),
+                size_bytes=self._pool.size_bytes,
+                file_bytes=len(self._pool.array),
+                capacity_bytes=self.pool_bytes,
+                quarantined_slots=self._pool.quarantined_slots,
+                start=self._pool.start,
+            ),
             core=core,
             sessions={session: known.about for session, known in self._sessions.items()},
-            devices=tuple(DeviceSnapshot.of(device) for device in workers.devices if device.is_known),
+            devices=tuple(
+                snapshot.DeviceSnapshot(device.name, device.idle, device.respawns)
+                for device in workers.devices
+                if device.is_known
+            ),
             disks=tuple(
-                DiskSnapshot.of(disk, status, workers.devices[disk.device])
+                snapshot.DiskSnapshot.of(disk, status, workers.devices[disk.device])
                 for disk, status in zip(self.disks, core.disks, strict=True)
             ),
             workers=tuple(
-                WorkerSnapshot.of(handle, workers, mapped.get(handle.worker, 0))
+                snapshot.WorkerSnapshot.of(handle, workers, mapped.get(handle.worker, 0))
                 for handle in workers.workers.values()
             ),
             copies={
-                direction.name.lower(): CopySnapshot.of(total) for direction, total in workers.totals.items()
+                direction.name.lower(): snapshot.CopySnapshot(
+                    total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes)
+                )
+                for direction, total in workers.totals.items()
             },
         )
 

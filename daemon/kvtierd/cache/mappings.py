@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
-from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
-from kvtierd.workers.supervisor.supervisor import CPU, Supervisor
+from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.supervisor.handles import CPU
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 CHUNKS_MAX = 65_536
 """Chunks of one session: more than a terabyte in chunks of 20 MiB."""
@@ -59,7 +60,7 @@ class Mappings:
         """
         if session in self._mapped:
             raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
-        worker = await self._workers.worker_for(device)
+        worker = await self._workers.lives.worker_for(device)
         pid = self._workers.workers[worker].pid
         await self._workers.orders.map_words(worker, session, fd, doorbells, parts)
         try:
@@ -125,8 +126,8 @@ class Mappings:
         session: SessionId,
         fd: int | None,
         mapping_bytes: int,
-        groups: Sequence[GroupMapping],
-        ranges: Sequence[DeviceRange] = (),
+        groups: Sequence[wire.MappedGroup],
+        ranges: Sequence[wire.DeviceRange] = (),
     ) -> RegistrationId:
         """Has the worker that holds the words map the memory of `fd`, or a GPU's `ranges`. `fd` stays the
         caller's. Raises Refusal, and then the chunks that were added are still there."""

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from kvtierd.cache.disks import DiskFile
 from kvtierd.core.ids import SessionId
 from kvtierd.core.status import CoreStatus, DiskStatus
-from kvtierd.memory import HostPool
+from kvtierd.memory import PoolStart
+from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor.devices import SupervisedDevice
-from kvtierd.workers.supervisor.supervisor import CopyTotals, Supervisor, WorkerHandle
+from kvtierd.workers.supervisor.handles import WorkerHandle
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +37,8 @@ class PoolSnapshot:
     file_bytes: int
     """The header and `capacity_bytes`: what fits `size_bytes` in whole extents."""
     capacity_bytes: int
-    warm: bool
-    cold_reason: str
-    recovered_blocks: int
-    recovered_bytes: int
     quarantined_slots: int
-    discarded_slots: int
-    recovery_s: float
-
-    @classmethod
-    def of(cls, pool: HostPool, path: Path | None) -> Self:
-        start = pool.start
-        return cls(
-            path=str(path or ""),
-            size_bytes=pool.size_bytes,
-            file_bytes=len(pool.array),
-            capacity_bytes=pool.geometry.capacity_bytes,
-            warm=start.warm,
-            cold_reason=start.cold_reason,
-            recovered_blocks=start.recovered_blocks,
-            recovered_bytes=start.recovered_bytes,
-            quarantined_slots=pool.quarantined_slots,
-            discarded_slots=start.discarded_slots,
-            recovery_s=start.seconds,
-        )
+    start: PoolStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +65,8 @@ class WorkerSnapshot:
             handle.respawns,
             handle.parts_active,
             mapped_bytes=mapped_bytes,
-            registered_bytes=workers.registered_bytes(handle.worker),
-            remote_bytes=workers.remote_bytes(handle.worker),
+            registered_bytes=workers.status_word(handle.worker, StatusWord.REGISTERED_BYTES),
+            remote_bytes=workers.status_word(handle.worker, StatusWord.REMOTE_BYTES),
         )
 
 
@@ -100,10 +79,6 @@ class DeviceSnapshot:
     """It has no worker because no session needs one."""
     respawns: int
     """Workers started in place of lost ones."""
-
-    @classmethod
-    def of(cls, device: SupervisedDevice) -> Self:
-        return cls(device.name, device.idle, device.respawns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +125,6 @@ class CopySnapshot:
     copy_s: float
     outcomes: Mapping[str, int]
     """Parts by how they ended."""
-
-    @classmethod
-    def of(cls, total: CopyTotals) -> Self:
-        return cls(total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def serve(context: click.Context, /, config_file: Path | None, **flags: str | No
     from kvtierd.preflight import NotReadyError
     from kvtierd.rpc.sockets import SocketError
     from kvtierd.service import serve as root
-    from kvtierd.workers.supervisor.supervisor import WorkerStartError
+    from kvtierd.workers.supervisor.handles import WorkerStartError
 
     logs.configure(loaded.config.log.level, loaded.config.log.format)
     try:

@@ -6,26 +6,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core import ids
 from kvtierd.core.errors import Refusal
-from kvtierd.core.ids import (
-    CheckId,
-    DiskId,
-    DiskJobId,
-    Epoch,
-    Fingerprint,
-    Hashes,
-    LeaseId,
-    NamespaceDigest,
-    PartId,
-    Rank,
-    RegistrationId,
-    SessionId,
-    Slots,
-    SpaceId,
-    Ticket,
-    TransferNumber,
-    WorkerId,
-)
 from kvtierd.core.stimuli import Signals
 
 
@@ -40,7 +22,7 @@ class AssignExtent:
 
     extent: int
     slot_bytes: int
-    disk: DiskId | None = None
+    disk: ids.DiskId | None = None
     """The disk whose extent it is; None for the host pool. It means the same in the actions below."""
 
 
@@ -49,16 +31,16 @@ class OpenSlots:
     """Mark free slots as WRITING for one shard of a batch of blocks. This happens before any part or job that
     writes them is posted."""
 
-    slots: Slots
-    worker: WorkerId
-    store: TransferNumber
-    namespace: NamespaceDigest
+    slots: ids.Slots
+    worker: ids.WorkerId
+    store: ids.TransferNumber
+    namespace: ids.NamespaceDigest
     group: int
-    shard: Rank
+    shard: ids.Rank
     world_size: int
-    hashes: Hashes
+    hashes: ids.Hashes
     data_bytes: int
-    disk: DiskId | None = None
+    disk: ids.DiskId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +48,7 @@ class CommitSlots:
     """Make WRITING slots of the host pool READY and give them their recency: block i of `slots` (n, world)
     gets clock first_clock - i. The slots of a disk are made READY by its worker, before it reports."""
 
-    slots: Slots
+    slots: ids.Slots
     first_clock: int
 
 
@@ -74,16 +56,16 @@ class CommitSlots:
 class FreeSlots:
     """Raise the generation of slots and mark them free, before any of their bytes change."""
 
-    slots: Slots
-    disk: DiskId | None = None
+    slots: ids.Slots
+    disk: ids.DiskId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineSlots:
     """Set slots aside that have failed a check. Nothing is stored in them again while this file exists."""
 
-    slots: Slots
-    disk: DiskId | None = None
+    slots: ids.Slots
+    disk: ids.DiskId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +73,24 @@ class CheckSlots:
     """Have a worker compare slots with their records and checksums when its lanes are idle. The front adds
     the slots' generations. The answer is `SlotsChecked`, or the end of the worker."""
 
-    worker: WorkerId
-    check: CheckId
-    slots: Slots
+    worker: ids.WorkerId
+    check: ids.CheckId
+    slots: ids.Slots
 
 
 @dataclass(frozen=True, slots=True)
 class PostPart:
     """Hand one part to its copy worker. The front adds the slots' generations."""
 
-    worker: WorkerId
-    part: PartId
+    worker: ids.WorkerId
+    part: ids.PartId
     direction: Direction
-    session: SessionId
-    registration: RegistrationId
+    session: ids.SessionId
+    registration: ids.RegistrationId
     group: int
     signals: Signals
     block_ids: npt.NDArray[np.uint32]
-    slots: Slots
+    slots: ids.Slots
     verify: npt.NDArray[np.uint8] | None
     """For a LOAD, 1 for each block whose checksum is to be checked first; None if there is none."""
 
@@ -131,13 +113,13 @@ class PostDiskJob:
     a CHECK. The front adds the slots' generations. The answer is `DiskJobFinished`, or the end of the worker.
     `OpenSlots` comes first: for the disk's slots before a WRITE, for the host's before a READ."""
 
-    worker: WorkerId
-    disk: DiskId
-    job: DiskJobId
+    worker: ids.WorkerId
+    disk: ids.DiskId
+    job: ids.DiskJobId
     kind: DiskJobKind
-    disk_slots: Slots
+    disk_slots: ids.Slots
     """Shape (n,): shards of whole blocks, block after block in rank order."""
-    host_slots: Slots
+    host_slots: ids.Slots
     """The host's slots, parallel to `disk_slots`; empty for CHECK."""
     clocks: npt.NDArray[np.uint64]
     """For a WRITE, the recency that each record gets, parallel to `disk_slots`; else empty."""
@@ -148,8 +130,8 @@ class RevokePart:
     """End a part that has not started. A part that has started runs on. In both cases `PartFinished`
     follows."""
 
-    worker: WorkerId
-    part: PartId
+    worker: ids.WorkerId
+    part: ids.PartId
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +139,8 @@ class ReleaseSession:
     """Have the worker revoke, fence and unmap everything that it holds of a session. `SessionReleased`
     follows."""
 
-    worker: WorkerId
-    session: SessionId
+    worker: ids.WorkerId
+    session: ids.SessionId
 
 
 class TransferEnd(Enum):
@@ -174,8 +156,8 @@ class TransferEnd(Enum):
 class TransferEnded:
     """What the submitter is told when the last part of a transfer is fenced."""
 
-    transfer: TransferNumber
-    ticket: Ticket
+    transfer: ids.TransferNumber
+    ticket: ids.Ticket
     end: TransferEnd
     succeeded: npt.NDArray[np.uint8]
     """For each submitted key 1 or 0. Store: 1 if the block is committed, by this transfer or before it and
@@ -188,9 +170,9 @@ class InstanceView:
     """How an instance is, for its sessions: whether it is ready, and which ranks it waits for."""
 
     ready: bool
-    missing_ranks: tuple[Rank, ...]
-    namespace: NamespaceDigest | None
-    reregister_ranks: tuple[Rank, ...]
+    missing_ranks: tuple[ids.Rank, ...]
+    namespace: ids.NamespaceDigest | None
+    reregister_ranks: tuple[ids.Rank, ...]
     prefix_tokens_max: int = 0
     """Tokens of the longest prefix whose blocks of all groups fit into the pool at once. 0 if that is not
     known yet, or if disks keep what the pool cannot."""
@@ -207,7 +189,7 @@ class SessionEnded:
 class Notify:
     """Tell a session something. It is dropped if the session is gone."""
 
-    session: SessionId
+    session: ids.SessionId
     event: TransferEnded | InstanceView | SessionEnded
 
 
@@ -215,7 +197,7 @@ class Notify:
 class WithdrawPage:
     """Nobody uses the space any more, so its index page may go."""
 
-    space: SpaceId
+    space: ids.SpaceId
 
 
 Action = (
@@ -238,8 +220,8 @@ Action = (
 class Attached:
     """The reply to `AttachSession`. `fingerprint` is None for a session that holds no rank."""
 
-    epoch: Epoch
-    fingerprint: Fingerprint | None
+    epoch: ids.Epoch
+    fingerprint: ids.Fingerprint | None
     instance: InstanceView
 
 
@@ -256,7 +238,7 @@ class GroupHits:
     neither there nor needed is a miss."""
     readable: int = 0
     """Readable blocks: the hits, and those behind them that the lease does not cover."""
-    lease: LeaseId | None = None
+    lease: ids.LeaseId | None = None
     """The lease that holds the hits from block `lease_first` on, in the order of the query. A load's `first`
     counts from there."""
     lease_first: int = 0
@@ -282,7 +264,7 @@ class LookupReply:
 class SubmitReply:
     """The reply to `SubmitStore` and `SubmitLoad`."""
 
-    transfer: TransferNumber
+    transfer: ids.TransferNumber
     results: npt.NDArray[np.uint8]
     """For a store, the kvtier.v1.StoreResult of each key (0 accepted, 1 exists, 2 pending, 3 throttled). For
     a load, empty."""

@@ -4,10 +4,12 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvtierd.core import stimuli
 from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
 from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.blocks.recovery import recover
@@ -24,42 +26,6 @@ from kvtierd.core.state.core_state import Clock, CoreState, wrong_epoch
 from kvtierd.core.state.entities import GroupPlan, Instance
 from kvtierd.core.state.transitions import WorkerState
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerStatus
-from kvtierd.core.stimuli import (
-    AttachSession,
-    CancelTransfers,
-    ClearBlocks,
-    CoreDisks,
-    CoreIntegrity,
-    CoreLimits,
-    DiskJobFinished,
-    DiskRecovered,
-    Drain,
-    EndSession,
-    LookupBlocks,
-    PartFinished,
-    PrefetchBlocks,
-    PublishPage,
-    Reconfigure,
-    Recovered,
-    RegisterMemory,
-    RegisterWords,
-    ReleaseLeases,
-    RenewSession,
-    Resume,
-    SessionReleased,
-    SlotsChecked,
-    SlotsProven,
-    StartScrub,
-    Stimulus,
-    SubmitLoad,
-    SubmitStore,
-    Tick,
-    TouchBlocks,
-    UnregisterMemory,
-    WorkerExited,
-    WorkerLive,
-    WorkerLost,
-)
 from kvtierd.core.tier import NoTier, Tier
 from kvtierd.core.transfers.fencing import Fencing
 from kvtierd.core.transfers.leases import Leases
@@ -78,13 +44,13 @@ class Machine:
         self,
         table: BlockTable,
         clock: Clock,
-        limits: CoreLimits,
+        limits: stimuli.CoreLimits,
         geometry: PoolGeometry,
         *,
         first_epoch: int = 1,
-        integrity: CoreIntegrity | None = None,
+        integrity: stimuli.CoreIntegrity | None = None,
         disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
-        disk_policy: CoreDisks | None = None,
+        disk_policy: stimuli.CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
     ) -> None:
         """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
@@ -101,7 +67,7 @@ class Machine:
         self.core = CoreState(
             blocks,
             limits,
-            disk_policy=disk_policy or CoreDisks(),
+            disk_policy=disk_policy or stimuli.CoreDisks(),
             disk_shelves=disks,
             epoch_ids=itertools.count(first_epoch),
         )
@@ -121,39 +87,39 @@ class Machine:
             self.core, self._leases, self._transfers, self._fencing, self._sampler, self.tier
         )
         self._handlers: dict[type[Any], Callable[[Any], Reply]] = {
-            AttachSession: self._instances.attach,
-            RegisterWords: self._instances.register_words,
-            RegisterMemory: self._instances.register_memory,
-            UnregisterMemory: self._instances.unregister_memory,
-            EndSession: self._instances.end_session,
-            RenewSession: self._instances.renew,
-            LookupBlocks: self._lookups.lookup,
-            TouchBlocks: self._lookups.touch,
-            PrefetchBlocks: self._lookups.prefetch,
-            SubmitStore: self._transfers.submit_store,
-            SubmitLoad: self._transfers.submit_load,
-            ReleaseLeases: self._leases.release,
-            CancelTransfers: self._transfers.cancel_tickets,
-            PublishPage: self._publish_page,
-            PartFinished: self._fencing.part_finished,
-            SlotsChecked: self._sampler.checked,
-            DiskJobFinished: of_disks.job_finished,
-            StartScrub: of_disks.start_scrub,
-            ClearBlocks: self._clearing.clear,
-            SessionReleased: self._instances.session_released,
-            WorkerLive: self._instances.worker_live,
-            WorkerLost: self._instances.worker_lost,
-            WorkerExited: self._instances.worker_exited,
-            Recovered: self._recovered,
-            DiskRecovered: of_disks.recovered,
-            SlotsProven: self._slots_proven,
-            Drain: self._drain,
-            Resume: self._resume,
-            Reconfigure: self._reconfigure,
-            Tick: self._tick,
+            stimuli.AttachSession: self._instances.attach,
+            stimuli.RegisterWords: self._instances.register_words,
+            stimuli.RegisterMemory: self._instances.register_memory,
+            stimuli.UnregisterMemory: self._instances.unregister_memory,
+            stimuli.EndSession: self._instances.end_session,
+            stimuli.RenewSession: self._instances.renew,
+            stimuli.LookupBlocks: self._lookups.lookup,
+            stimuli.TouchBlocks: self._lookups.touch,
+            stimuli.PrefetchBlocks: self._lookups.prefetch,
+            stimuli.SubmitStore: self._transfers.submit_store,
+            stimuli.SubmitLoad: self._transfers.submit_load,
+            stimuli.ReleaseLeases: self._leases.release,
+            stimuli.CancelTransfers: self._transfers.cancel_tickets,
+            stimuli.PublishPage: self._publish_page,
+            stimuli.PartFinished: self._fencing.part_finished,
+            stimuli.SlotsChecked: self._sampler.checked,
+            stimuli.DiskJobFinished: of_disks.job_finished,
+            stimuli.StartScrub: of_disks.start_scrub,
+            stimuli.ClearBlocks: self._clearing.clear,
+            stimuli.SessionReleased: self._instances.session_released,
+            stimuli.WorkerLive: self._instances.worker_live,
+            stimuli.WorkerLost: self._instances.worker_lost,
+            stimuli.WorkerExited: self._instances.worker_exited,
+            stimuli.Recovered: self._recovered,
+            stimuli.DiskRecovered: of_disks.recovered,
+            stimuli.SlotsProven: self._slots_proven,
+            stimuli.Drain: self._drain,
+            stimuli.Resume: self._resume,
+            stimuli.Reconfigure: self._reconfigure,
+            stimuli.Tick: self._tick,
         }
 
-    def handle(self, stimulus: Stimulus) -> tuple[Reply, list[Action]]:
+    def handle(self, stimulus: stimuli.Stimulus) -> tuple[Reply, list[Action]]:
         """Decides. Returns the reply, and the actions to perform, in order. Raises Refusal, and then nothing
         has changed."""
         self.core.begin(self._clock())
@@ -162,7 +128,7 @@ class Machine:
 
     # --- the pool ---
 
-    def _recovered(self, stimulus: Recovered) -> None:
+    def _recovered(self, stimulus: stimuli.Recovered) -> None:
         core = self.core
         assert not core.recovered, "recovery comes once"
         assert not core.instances, "recovery comes before any session"
@@ -170,7 +136,7 @@ class Machine:
         recover(core.blocks, stimulus)
         self.tier.host_recovered()
 
-    def _slots_proven(self, stimulus: SlotsProven) -> None:
+    def _slots_proven(self, stimulus: stimuli.SlotsProven) -> None:
         """Frees those of the slots that are quarantined."""
         freed = self.core.blocks.slots.release_quarantined(stimulus.slots)
         if len(freed):
@@ -178,20 +144,20 @@ class Machine:
 
     # --- time ---
 
-    def _drain(self, stimulus: Drain) -> None:
+    def _drain(self, stimulus: stimuli.Drain) -> None:
         self.core.draining = True
 
-    def _resume(self, stimulus: Resume) -> None:
+    def _resume(self, stimulus: stimuli.Resume) -> None:
         self.core.draining = False
 
-    def _reconfigure(self, stimulus: Reconfigure) -> None:
+    def _reconfigure(self, stimulus: stimuli.Reconfigure) -> None:
         rate = stimulus.sample_bytes_per_s
         self._sampler.bytes_per_s = rate
         blocks = self.core.blocks
         blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
         self.tier.reconfigure(stimulus.disks)
 
-    def _tick(self, stimulus: Tick) -> None:
+    def _tick(self, stimulus: stimuli.Tick) -> None:
         self._leases.expire()
         self.core.retention.tick()
         self._transfers.cancel_overdue()
@@ -201,26 +167,20 @@ class Machine:
 
     # --- index pages ---
 
-    def _publish_page(self, stimulus: PublishPage) -> None:
+    def _publish_page(self, stimulus: stimuli.PublishPage) -> None:
         space = self._indexed(stimulus.session, stimulus.group).space
         assert space not in self.core.pages, "a space has one page"
         self.core.pages.publish(space, stimulus.page)
 
     def _indexed(self, session: SessionId, group: int) -> GroupPlan:
+        refusal = partial(Refusal, field="session", value=session)
         found = self.core.session(session)
         if not found.schedules:
-            raise Refusal(
-                Reason.ROLE,
-                "only the instance's scheduler session reads index pages",
-                field="session",
-                value=session,
-            )
+            raise refusal(Reason.ROLE, "only the instance's scheduler session reads index pages")
         if not found.instance.plans:
-            raise Refusal(
+            raise refusal(
                 Reason.INSTANCE_INCOMPLETE,
                 "the namespace is known once all ranks have attached: wait until the instance is ready",
-                field="session",
-                value=session,
             )
         return self.core.plan(found.instance, group)
 
@@ -296,7 +256,7 @@ class Machine:
             quarantined_slots=len(slots.quarantined),
             corrupt_slots=len(slots.corrupt),
             integrity=integrity,
-            held_blocks=core.retention.held_blocks,
+            held_blocks=core.retention.held.total(),
             held_bytes=core.retention.held_bytes,
             expected_detection_s=expected_detection_s(
                 used_bytes, slots_drawn_from, integrity.sample_bytes_per_s

@@ -7,24 +7,14 @@ from enum import Enum, IntEnum, IntFlag
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core import ids
 from kvtierd.core.blocks.table import IndexPage
-from kvtierd.core.ids import (
-    CheckId,
-    DiskId,
-    DiskJobId,
-    Epoch,
-    Hashes,
-    LeaseId,
-    NamespaceDigest,
-    PartId,
-    Rank,
-    RegistrationId,
-    SessionId,
-    Slots,
-    SpaceId,
-    Ticket,
-    WorkerId,
-)
+
+
+class Stimulus:
+    """One thing that can happen to the core."""
+
+    __slots__ = ()
 
 
 class SessionRole(IntFlag):
@@ -50,13 +40,13 @@ class GroupGeometry:
 
 
 @dataclass(frozen=True, slots=True)
-class AttachSession:
+class AttachSession(Stimulus):
     """A process says hello. The reply is `Attached`."""
 
-    session: SessionId
+    session: ids.SessionId
     instance: str
     role: SessionRole
-    rank: Rank
+    rank: ids.Rank
     world_size: int
     namespace_fields: bytes
     """The namespace's fields in a canonical serialisation: namespaces are equal if these bytes are."""
@@ -70,41 +60,41 @@ class AttachSession:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterWords:
+class RegisterWords(Stimulus):
     """`worker` has mapped the session's shared words. The numbers of words bound every index that comes
     later."""
 
-    session: SessionId
-    worker: WorkerId
+    session: ids.SessionId
+    worker: ids.WorkerId
     doorbells: int
     parts: int
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterMemory:
+class RegisterMemory(Stimulus):
     """`worker` has mapped the rank's KV cache. The instance is ready when its last rank has registered."""
 
-    session: SessionId
-    worker: WorkerId
-    registration: RegistrationId
+    session: ids.SessionId
+    worker: ids.WorkerId
+    registration: ids.RegistrationId
     num_blocks: tuple[int, ...]
     """Blocks of each group."""
     mapped_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class UnregisterMemory:
+class UnregisterMemory(Stimulus):
     """The rank takes its memory back. The transfers of its epoch are cancelled, and `ReleaseSession`
     follows."""
 
-    session: SessionId
+    session: ids.SessionId
 
 
 @dataclass(frozen=True, slots=True)
-class EndSession:
+class EndSession(Stimulus):
     """The session's process died or closed the session. Its instance's epoch ends."""
 
-    session: SessionId
+    session: ids.SessionId
     why: str
 
 
@@ -123,10 +113,10 @@ class AuditReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RenewSession:
+class RenewSession(Stimulus):
     """A heartbeat: the session lives, and the leases of its instance are renewed."""
 
-    session: SessionId
+    session: ids.SessionId
     prefill_tokens_per_s: float = 0.0
     """How fast the engine measured that it computes a prompt; 0 if there is nothing new."""
     index_lookups: int = 0
@@ -158,7 +148,7 @@ class BlockQuery:
     """What is asked about one group."""
 
     group: int
-    hashes: Hashes
+    hashes: ids.Hashes
     window_blocks: int = 0
     """Only this many last blocks of a prefix are needed; 0 if all of them are."""
     exact: bool = False
@@ -166,12 +156,12 @@ class BlockQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupBlocks:
+class LookupBlocks(Stimulus):
     """Asks for the longest prefix that all these groups can serve, or, with a single exact query, for each of
     its blocks. The reply is `LookupReply`."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     queries: tuple[BlockQuery, ...]
     """At most one for each group; all of them begin at the same token."""
     lease: bool
@@ -180,12 +170,12 @@ class LookupBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class TouchBlocks:
+class TouchBlocks(Stimulus):
     """Makes READY blocks the most recent, the first of each query most of all: the leading run of a prefix,
     and every block of a window or an exact query by itself. Groups do not depend on each other."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     queries: tuple[BlockQuery, ...]
     hold_ms: int = 0
     """They are also held for so long."""
@@ -195,13 +185,13 @@ class TouchBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchBlocks:
+class PrefetchBlocks(Stimulus):
     """Promotes what a lookup of the same queries would miss on the host and a disk has. The reply is
     `LookupReply`, without leases: what the lookup would say now, if it did not compare loading with
     computing. Hits are not counted, and become recent only where blocks beyond them are brought up."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     queries: tuple[BlockQuery, ...]
 
 
@@ -209,7 +199,7 @@ class PrefetchBlocks:
 class Signals:
     """The shared words by which an engine and the copy workers settle one transfer."""
 
-    ticket: Ticket
+    ticket: ids.Ticket
     part_word: int
     gated: bool
     doorbell: int = 0
@@ -217,52 +207,52 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitStore:
+class SubmitStore(Stimulus):
     """Stores blocks of one group from every rank. The reply is `SubmitReply`."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     signals: Signals
     group: int
-    hashes: Hashes
+    hashes: ids.Hashes
     block_ids: npt.NDArray[np.uint32]
     retention: RetentionRequest = NO_RETENTION
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitLoad:
+class SubmitLoad(Stimulus):
     """Loads blocks of a lease, from its block `first` on, into every rank. The reply is `SubmitReply`."""
 
-    session: SessionId
-    epoch: Epoch
+    session: ids.SessionId
+    epoch: ids.Epoch
     signals: Signals
     group: int
-    lease: LeaseId
+    lease: ids.LeaseId
     first: int
     block_ids: npt.NDArray[np.uint32]
     keep_lease: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseLeases:
-    session: SessionId
-    epoch: Epoch
-    leases: tuple[LeaseId, ...]
+class ReleaseLeases(Stimulus):
+    session: ids.SessionId
+    epoch: ids.Epoch
+    leases: tuple[ids.LeaseId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CancelTransfers:
-    session: SessionId
-    epoch: Epoch
-    tickets: tuple[Ticket, ...]
+class CancelTransfers(Stimulus):
+    session: ids.SessionId
+    epoch: ids.Epoch
+    tickets: tuple[ids.Ticket, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PublishPage:
+class PublishPage(Stimulus):
     """Hands in an empty index page for one group of the instance for which a session schedules, as
     `Machine.page_wanted` asked for it."""
 
-    session: SessionId
+    session: ids.SessionId
     group: int
     page: IndexPage
 
@@ -278,11 +268,11 @@ class PartOutcome(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PartFinished:
+class PartFinished(Stimulus):
     """A copy worker has ended a part."""
 
-    worker: WorkerId
-    part: PartId
+    worker: ids.WorkerId
+    part: ids.PartId
     outcome: PartOutcome
     failed: npt.NDArray[np.uint32]
     """Positions in the part that failed. FAILED without any means all of them."""
@@ -294,11 +284,11 @@ class PartFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsChecked:
+class SlotsChecked(Stimulus):
     """A copy worker has compared slots with their checksums, in the order in which it was asked to."""
 
-    worker: WorkerId
-    check: CheckId
+    worker: ids.WorkerId
+    check: ids.CheckId
     looked_at: int
     """How many of them it has compared. It leaves the rest out when its lanes have work."""
     corrupt: npt.NDArray[np.uint32]
@@ -306,21 +296,21 @@ class SlotsChecked:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionReleased:
+class SessionReleased(Stimulus):
     """A copy worker has fenced and unmapped everything of a session."""
 
-    worker: WorkerId
-    session: SessionId
+    worker: ids.WorkerId
+    session: ids.SessionId
 
 
 @dataclass(frozen=True, slots=True)
-class DiskJobFinished:
+class DiskJobFinished(Stimulus):
     """A disk's worker has ended a job, and nothing of it can still land. Positions that are neither in
     `failed` nor in `corrupt` went well: after a WRITE the record on the disk is READY; after a READ the bytes
     are checked, and their checksum is in the host's record."""
 
-    worker: WorkerId
-    job: DiskJobId
+    worker: ids.WorkerId
+    job: ids.DiskJobId
     failed: npt.NDArray[np.uint32]
     """Positions in the job's slots that were not copied, because the block had gone, or because reading or
     writing failed."""
@@ -337,34 +327,34 @@ class DiskJobFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class StartScrub:
+class StartScrub(Stimulus):
     """Compare every block of a disk with its checksum, once, while the disk has nothing else to do."""
 
-    disk: DiskId
+    disk: ids.DiskId
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLive:
+class WorkerLive(Stimulus):
     """A worker is ready for work."""
 
-    worker: WorkerId
+    worker: ids.WorkerId
     device: str
     """"cpu", "GPU-" and a UUID, or "disk-" and a DiskId."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(Stimulus):
     """The worker is being killed, or has hung up. It takes no more parts, but may still be writing."""
 
-    worker: WorkerId
+    worker: ids.WorkerId
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(Stimulus):
     """The worker's process is gone, which is the fence of all its parts."""
 
-    worker: WorkerId
+    worker: ids.WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,54 +364,54 @@ class RecoveredExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(Stimulus):
     """What a scan of the pool found. It is handed in once, before any session, and has whole blocks only, the
     oldest first."""
 
     extents: tuple[RecoveredExtent, ...]
-    namespaces: tuple[tuple[NamespaceDigest, int, int], ...]
+    namespaces: tuple[tuple[ids.NamespaceDigest, int, int], ...]
     """(digest, group, world size) of each space; `spaces` are indexes into it."""
     spaces: npt.NDArray[np.uint32]
-    hashes: Hashes
+    hashes: ids.Hashes
     slots: npt.NDArray[np.uint32]
     """Slots of all shards, block after block, each in rank order: as many for a block as its namespace's
     world size."""
     clock: int
     """The highest recency clock that was found."""
-    quarantined: Slots
+    quarantined: ids.Slots
     """Slots whose writer may still live; they stay out of use until `SlotsProven`."""
-    corrupt: Slots = field(default_factory=lambda: np.empty(0, np.uint32))
+    corrupt: ids.Slots = field(default_factory=lambda: np.empty(0, np.uint32))
     """Slots that an earlier daemon set aside by `QuarantineSlots`."""
 
 
 @dataclass(frozen=True, slots=True)
-class DiskRecovered:
+class DiskRecovered(Stimulus):
     """What a scan of a disk's records found. It is handed in once per disk, right after the `WorkerLive` of
     its first worker; sessions may have come before. The slots are the disk's, and none are quarantined."""
 
-    disk: DiskId
+    disk: ids.DiskId
     found: Recovered
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsProven:
+class SlotsProven(Stimulus):
     """The writers of these quarantined slots are proved to be gone."""
 
-    slots: Slots
+    slots: ids.Slots
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Stimulus):
     """Until `Resume`, new stores, loads and sessions are refused, and lookups return misses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(Stimulus):
     """Ends what `Drain` began."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClearBlocks:
+class ClearBlocks(Stimulus):
     """Drops those of these blocks that nothing holds, from every tier that has them. A block that is leased,
     or being loaded, stored, promoted or written to a disk, stays in all tiers. Hashes that are not there are
     ignored.
@@ -429,12 +419,12 @@ class ClearBlocks:
     The records in a disk's file follow later than the host's; to know when, ask the disk's worker.
     """
 
-    space: SpaceId
-    hashes: Hashes
+    space: ids.SpaceId
+    hashes: ids.Hashes
 
 
 @dataclass(frozen=True, slots=True)
-class Reconfigure:
+class Reconfigure(Stimulus):
     """Goes on with another policy. Limits that clients were told, and everything that memory was reserved
     for, stay as they were at the start: from `disks`, the queue sizes and the size of a job are not taken
     over."""
@@ -444,42 +434,8 @@ class Reconfigure:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Stimulus):
     """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms."""
-
-
-Stimulus = (
-    AttachSession
-    | RegisterWords
-    | RegisterMemory
-    | UnregisterMemory
-    | EndSession
-    | RenewSession
-    | LookupBlocks
-    | TouchBlocks
-    | PrefetchBlocks
-    | SubmitStore
-    | SubmitLoad
-    | ReleaseLeases
-    | CancelTransfers
-    | PublishPage
-    | PartFinished
-    | SlotsChecked
-    | DiskJobFinished
-    | StartScrub
-    | ClearBlocks
-    | SessionReleased
-    | WorkerLive
-    | WorkerLost
-    | WorkerExited
-    | Recovered
-    | DiskRecovered
-    | SlotsProven
-    | Drain
-    | Resume
-    | Reconfigure
-    | Tick
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,10 @@ class Tier(Protocol):
     @property
     def keeps_evicted(self) -> bool:
         """Whether blocks that the host evicts may come back from here. The answer never changes."""
-        ...
 
     @property
     def reads(self) -> bool:
         """Whether anything can be brought up now. While it is False, `find` finds nothing."""
-        ...
 
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         """For each block the name of a copy that this tier can bring up now, or NO_ENTRY.
@@ -48,17 +46,14 @@ class Tier(Protocol):
             - Naming only copies that are whole and believed to be sound, and whose device answers.
             - Keeping what it named until the stimulus ends, because `bring_up` may ask for it.
         """
-        ...
 
     def in_time(self, entries: Entries) -> Mask:
         """Which of these WRITING blocks are worth waiting for: those that stores or other tiers write always
         are."""
-        ...
 
     def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
         """Whether computing `tokens` is faster than loading the blocks that make it unnecessary: `wanted` has
         how many of each group, and all are on the host. What is not known counts as fast to load."""
-        ...
 
     def bringing_up_loses(
         self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
@@ -68,7 +63,6 @@ class Tier(Protocol):
         Preconditions (guaranteed by the caller):
             - `find` has found all of them in this stimulus, and there is one at least.
         """
-        ...
 
     # --- the one command of lookups ---
 
@@ -88,51 +82,50 @@ class Tier(Protocol):
             - With `in_order`, beginning no block before those in front of it.
             - Evicting no more from the host than it needs, and leaving room for stores.
         """
-        ...
 
-    # --- what the tier is told ---
+    # --- what the tier is told, and may ignore ---
 
     def stored(self, plan: GroupPlan, entries: Entries) -> None:
         """A store has made blocks READY."""
-        ...
+        return
 
     def found(self, domain: Domain, entries: Entries) -> None:
         """A lookup has hit these blocks, and may have leased them."""
-        ...
+        return
 
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """A copy worker has ended a part, which shows how fast loads are at present."""
-        ...
+        return
 
     def host_recovered(self) -> None:
         """The host has taken over what an earlier daemon left. Comes at most once, before any session."""
-        ...
+        return
 
     def worker_live(self, worker: WorkerRecord) -> None:
         """A worker has come up. This call and the next two come for all workers, and the tier ignores those
         that are not its own."""
-        ...
+        return
 
     def worker_lost(self, worker: WorkerRecord, why: str) -> None:
         """A worker is being killed or has hung up, and may still be writing. What it brings up is not in time
         any more, but its slots are not free either."""
-        ...
+        return
 
     def worker_exited(self, worker: WorkerRecord) -> None:
         """A worker's process is gone, whether it was lost before or not: none of its writes can land."""
-        ...
+        return
 
     def reconfigure(self, policy: CoreDisks) -> None:
         """Goes on with another policy, as `Reconfigure` says."""
-        ...
+        return
 
     def tick(self) -> None:
         """Time has passed."""
-        ...
+        return
 
 
-class NoTier:
-    """A tier for hosts that have nothing below: it finds nothing and keeps nothing."""
+class NoTier(Tier):
+    """A tier for hosts that have nothing below: it finds nothing, and ignores what it is told."""
 
     keeps_evicted = False
     reads = False
@@ -153,30 +146,3 @@ class NoTier:
 
     def bring_up(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
         return np.zeros(len(hashes), np.bool_)
-
-    def stored(self, plan: GroupPlan, entries: Entries) -> None:
-        pass
-
-    def found(self, domain: Domain, entries: Entries) -> None:
-        pass
-
-    def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
-        pass
-
-    def host_recovered(self) -> None:
-        pass
-
-    def worker_live(self, worker: WorkerRecord) -> None:
-        pass
-
-    def worker_lost(self, worker: WorkerRecord, why: str) -> None:
-        pass
-
-    def worker_exited(self, worker: WorkerRecord) -> None:
-        pass
-
-    def reconfigure(self, policy: CoreDisks) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass

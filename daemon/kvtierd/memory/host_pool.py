@@ -16,23 +16,7 @@ from kvtier_kernels import PoolRecords
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import Slots
 from kvtierd.core.stimuli import Recovered
-from kvtierd.memory.pool_file import (
-    Header,
-    Progress,
-    default_extent_bytes,
-    ensure_allocated,
-    geometry_for,
-    gib,
-    make_pool,
-    map_pool,
-    never_stop,
-    no_progress,
-    open_locked,
-    read_header,
-    reason_to_remake,
-    refuse_foreign,
-    remove_unmade,
-)
+from kvtierd.memory import pool_file
 from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, set_aside, writers_named
 from kvtierd.memory.replacing import replace_memory
 from kvtierd.memory.writers import WriterTable
@@ -112,8 +96,8 @@ class HostPool:
         extent_bytes: int | None = None,
         *,
         lock_timeout_s: float,
-        progress: Progress = no_progress,
-        check_stop: Callable[[], None] = never_stop,
+        progress: pool_file.Progress = pool_file.no_progress,
+        check_stop: Callable[[], None] = pool_file.never_stop,
     ) -> "HostPool":
         """Opens the pool at `path`: recovers what is there, or makes a new one. If `path` is None, makes one
         in a memfd.
@@ -129,11 +113,13 @@ class HostPool:
         of range; the pool that was found is then unchanged.
         """
         began_s = time.monotonic()
-        wanted = geometry_for(size_bytes, extent_bytes or default_extent_bytes(size_bytes))
+        wanted = pool_file.geometry_for(
+            size_bytes, extent_bytes or pool_file.default_extent_bytes(size_bytes)
+        )
         if path is None:
             fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC)
         else:
-            fd = open_locked(path, lock_timeout_s, check_stop=check_stop)
+            fd = pool_file.open_locked(path, lock_timeout_s, check_stop=check_stop)
 
         def populated(done: int, of: int) -> None:
             progress(done, of)
@@ -142,24 +128,24 @@ class HostPool:
         try:
             check_stop()
             if path is None:
-                header: Header | str = "the pool is not persistent"
+                header: pool_file.Header | str = "the pool is not persistent"
             else:
-                refuse_foreign(fd, path)
-                header = read_header(fd)
+                pool_file.refuse_foreign(fd, path)
+                header = pool_file.read_header(fd)
             length = os.fstat(fd).st_size
-            cold_reason = reason_to_remake(header, length, size_bytes, extent_bytes) or ""
+            cold_reason = pool_file.reason_to_remake(header, length, size_bytes, extent_bytes) or ""
             if isinstance(header, str) or cold_reason:
                 geometry = wanted
-                array = make_pool(fd, path, geometry, populated)
+                array = pool_file.make_pool(fd, path, geometry, populated)
             else:
                 geometry = header.geometry
-                ensure_allocated(fd, length)
-                array = map_pool(fd, length)
+                pool_file.ensure_allocated(fd, length)
+                array = pool_file.map_pool(fd, length)
             pool = cls(fd, geometry, array, cold_reason, began_s)
             pool.size_bytes = size_bytes
         except BaseException:
             if path is not None:
-                remove_unmade(fd, path)
+                pool_file.remove_unmade(fd, path)
             os.close(fd)
             raise
         pool._log(path)
@@ -249,7 +235,7 @@ class HostPool:
                 "pool %s: cold start, %s; %s with its header, made in %.1f s",
                 where,
                 start.cold_reason,
-                gib(len(self.array)),
+                pool_file.gib(len(self.array)),
                 start.seconds,
             )
             return
@@ -257,7 +243,7 @@ class HostPool:
             "pool %s: warm start, %d blocks (%s) recovered, %d slots discarded, in %.2f s",
             where,
             start.recovered_blocks,
-            gib(start.recovered_bytes),
+            pool_file.gib(start.recovered_bytes),
             start.discarded_slots,
             start.seconds,
         )

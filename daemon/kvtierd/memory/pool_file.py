@@ -181,8 +181,7 @@ def same_file(fd: int, path: Path) -> bool:
         named = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    opened = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+    return os.path.samestat(named, os.fstat(fd))
 
 
 def _lock(
@@ -235,7 +234,7 @@ def _openers(file: os.stat_result) -> list[int]:
                 opened = [os.stat(entry) for entry in (process / "fd").iterdir()]
             except OSError:  # the process has just ended, or belongs to another user
                 continue
-            if any((entry.st_dev, entry.st_ino) == (file.st_dev, file.st_ino) for entry in opened):
+            if any(os.path.samestat(entry, file) for entry in opened):
                 found.append(int(process.name))
     return sorted(found)
 

@@ -49,13 +49,13 @@ def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_blocks", core.blocks.ready, "ready")
     sheet.set("kvtier_blocks", core.blocks.evicting, "evicting")
     sheet.set("kvtier_blocks_max", core.blocks.capacity)
-    sheet.set("kvtier_start_warm", pool.warm)
-    sheet.set("kvtier_recovered_blocks", pool.recovered_blocks)
-    sheet.set("kvtier_recovered_bytes", pool.recovered_bytes)
-    sheet.set("kvtier_recovery_seconds", pool.recovery_s)
+    sheet.set("kvtier_start_warm", pool.start.warm)
+    sheet.set("kvtier_recovered_blocks", pool.start.recovered_blocks)
+    sheet.set("kvtier_recovered_bytes", pool.start.recovered_bytes)
+    sheet.set("kvtier_recovery_seconds", pool.start.seconds)
     sheet.set("kvtier_quarantined_slots", pool.quarantined_slots)
     sheet.set("kvtier_corrupt_slots", core.corrupt_slots)
-    sheet.set("kvtier_discarded_slots", pool.discarded_slots)
+    sheet.set("kvtier_discarded_slots", pool.start.discarded_slots)
 
 
 def _slots(sheet: Sheet, snapshot: Snapshot) -> None:

@@ -32,16 +32,13 @@ class Metrics:
         self.registry = registry
         rpc_seconds = _histogram("kvtier_rpc_seconds", RPC_BUCKETS_S, registry)
         self._by_rpc = {rpc: rpc_seconds.labels(rpc) for rpc in RPCS}
-        self._loop_lag = _histogram("kvtier_event_loop_lag_seconds", LAG_BUCKETS_S, registry)
+        self.observe_lag = _histogram("kvtier_event_loop_lag_seconds", LAG_BUCKETS_S, registry).observe
         ProcessCollector(registry=registry)
         self._version = version
 
     def observe_rpc(self, rpc: str, seconds: float) -> None:
         if (histogram := self._by_rpc.get(rpc)) is not None:
             histogram.observe(seconds)
-
-    def observe_lag(self, seconds: float) -> None:
-        self._loop_lag.observe(seconds)
 
     def watch(self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop) -> None:
         """From now on a scrape shows `snapshot()`, which is called on `loop`."""

@@ -5,12 +5,13 @@ that worked before and does not now is broken: the daemon starts without it, and
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from kvtierd.config.settings import human_size
+from kvtierd.config.settings import format_size, human_size
 from kvtierd.memory.pool_file import file_bytes
 from kvtierd.preflight.asking import DEADLINE_S, Facts, ask
-from kvtierd.preflight.findings import Finding, Situation, Verdict, size_value
+from kvtierd.preflight.findings import Finding, Situation, Verdict
 from kvtierd.preflight.places import OF_MEMORY, Trouble, existing, mount_of, not_mounted, not_private
 from kvtierd.tiers.disk.image import disk_geometry
 
@@ -26,7 +27,7 @@ def check_disks(situation: Situation) -> Iterator[Finding]:
         length = file_bytes(disk_geometry(disk.size, disk.extent_size))
     except ValueError as error:
         remedy = "write another size"
-        yield Finding("disk size", Verdict.FAILURE, str(error), remedy, "disk.size", size_value(disk.size))
+        yield Finding("disk size", Verdict.FAILURE, str(error), remedy, "disk.size", format_size(disk.size))
         return
     answers = ask([["disk", str(path)] for path in disk.paths])
     found = list(zip(disk.paths, answers, strict=True))
@@ -37,11 +38,7 @@ def check_disks(situation: Situation) -> Iterator[Finding]:
 
 
 def _check_one(path: Path, facts: Facts | None, size: int) -> Iterator[Finding]:
-    name = f"disk {path}"
-
-    def finding(verdict: Verdict, found: str, remedy: str) -> Finding:
-        return Finding(name, verdict, found, remedy, "disk.paths", path)
-
+    finding = partial(_about, path)
     if facts is None:
         found = f"the folder does not answer within {DEADLINE_S:g} s: {LATER}"
         yield finding(Verdict.WARNING, found, "check the disk, or take it out of disk.paths")
@@ -88,10 +85,14 @@ def _check_one(path: Path, facts: Facts | None, size: int) -> Iterator[Finding]:
         found = f"{kind} has no O_DIRECT: what is written goes through the kernel's cache, which takes memory"
         yield finding(Verdict.WARNING, found, "name a folder on a local file system, as ext4 or xfs")
     else:
-        yield Finding(name, Verdict.OK, f"{human_size(size)} wanted, on {kind}")
+        yield Finding(f"disk {path}", Verdict.OK, f"{human_size(size)} wanted, on {kind}")
     if facts["others_write"]:
         found = "the folder can be written by others, who may remove what the daemon keeps there"
         yield finding(Verdict.WARNING, found, f"chmod go-w {path}")
+
+
+def _about(path: Path, verdict: Verdict, found: str, remedy: str) -> Finding:
+    return Finding(f"disk {path}", verdict, found, remedy, "disk.paths", path)
 
 
 def _slab_trouble(facts: Facts) -> Trouble | None:
@@ -112,23 +113,16 @@ def _check_twice(found: Sequence[tuple[Path, Facts]]) -> Iterator[Finding]:
     for number, (path, facts) in enumerate(found):
         for other, others in found[:number]:
             if facts["identity"] == others["identity"]:
-                yield Finding(
-                    f"disk {path}",
-                    Verdict.FAILURE,
-                    f"it is the same folder as {other}",
-                    "name each folder once",
-                    "disk.paths",
-                    path,
+                yield _about(
+                    path, Verdict.FAILURE, f"it is the same folder as {other}", "name each folder once"
                 )
                 break
             if facts["identity"][0] == others["identity"][0]:
-                yield Finding(
-                    f"disk {path}",
+                yield _about(
+                    path,
                     Verdict.WARNING,
                     f"it is on the same file system as {other}, and no faster, nor safer, than one folder",
                     "name one folder for each disk, and enlarge disk.size",
-                    "disk.paths",
-                    path,
                 )
                 break
 
@@ -162,6 +156,6 @@ def _check_room_together(
             f"{said}{': blocks that find no room are not written' if worked else ''}",
             f"lower disk.size, make room in {places}, or name another folder in disk.paths",
             "disk.size",
-            size_value(size),
+            format_size(size),
             passing=True,
         )

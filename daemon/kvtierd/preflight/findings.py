@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from kvtierd.config.daemon import Config, Loaded
-from kvtierd.config.settings import Given, format_size
+from kvtierd.config.settings import Given
 
 EXIT_CONFIG = 78
 """The exit status if somebody has to change the configuration or the host (sysexits.h EX_CONFIG)."""
@@ -106,8 +105,3 @@ def in_use_by(pids: Sequence[int], names: Mapping[int, str]) -> str:
         return "in use by a process that cannot be seen from here (of another container or user?)"
     told = [f"pid {pid}{f' ({names[pid]})' if names.get(pid) else ''}" for pid in pids]
     return f"in use by {' and '.join(told)}"
-
-
-def size_value(size_bytes: int) -> Any:
-    """A size as somebody would write it in a setting."""
-    return format_size(size_bytes)

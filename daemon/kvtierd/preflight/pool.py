@@ -3,21 +3,14 @@
 import fcntl
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from kvtierd.config.settings import human_size
+from kvtierd.config.settings import format_size, human_size
 from kvtierd.memory.errors import PoolError
 from kvtierd.memory.pool_file import HEADER_AREA_BYTES, gib, holders, refuse_foreign
-from kvtierd.preflight.findings import Finding, Situation, Verdict, in_use_by, size_value
-from kvtierd.preflight.places import (
-    OF_MEMORY,
-    Mount,
-    existing,
-    mount_of,
-    not_private,
-    private_folder,
-    usable,
-)
+from kvtierd.preflight import places
+from kvtierd.preflight.findings import Finding, Situation, Verdict, in_use_by
 from kvtierd.preflight.processes import described
 
 PROC = Path("/proc")
@@ -36,19 +29,19 @@ def check_pool(situation: Situation) -> Iterator[Finding]:
         )
         yield from _check_memory(size, size)
         return
-    if (trouble := private_folder(path.parent)) is not None:
+    if (trouble := places.private_folder(path.parent)) is not None:
         yield Finding("pool folder", Verdict.FAILURE, trouble.found, trouble.remedy, "pool.path", path)
         return
-    yield Finding("pool folder", Verdict.OK, usable(path.parent))
+    yield Finding("pool folder", Verdict.OK, places.usable(path.parent))
     if os.path.lexists(path):
         unusable = list(_check_file(path, situation))
         yield from unusable
         if any(each.verdict is Verdict.FAILURE and not each.holder for each in unusable):
             return
-    folder = existing(path.parent)
-    mount = mount_of(folder)
+    folder = places.existing(path.parent)
+    mount = places.mount_of(folder)
     have = path.stat().st_blocks * 512 if path.exists() else 0
-    if mount.kind not in OF_MEMORY:
+    if mount.kind not in places.OF_MEMORY:
         yield Finding(
             "pool file system",
             Verdict.WARNING,
@@ -60,7 +53,7 @@ def check_pool(situation: Situation) -> Iterator[Finding]:
     else:
         yield Finding("pool file system", Verdict.OK, mount.kind)
     yield from _check_room(path, size, have, folder, mount)
-    if mount.kind in OF_MEMORY and mount.kind != "hugetlbfs" and size > have:
+    if mount.kind in places.OF_MEMORY and mount.kind != "hugetlbfs" and size > have:
         yield from _check_memory(size, size - have)
 
 
@@ -71,7 +64,7 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
         return Finding("pool file", Verdict.FAILURE, found, remedy, "pool.path", path, **more)
 
     found = path.lstat()
-    if (trouble := not_private(found.st_uid, found.st_mode, found.st_nlink)) is not None:
+    if (trouble := places.not_private(found.st_uid, found.st_mode, found.st_nlink)) is not None:
         yield failure(trouble.found, trouble.remedy)
         return
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -98,7 +91,8 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
     yield Finding("pool file", Verdict.OK, f"{path} is a pool, or empty, and nobody uses it")
 
 
-def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) -> Iterator[Finding]:
+def _check_room(path: Path, size: int, have: int, folder: Path, mount: places.Mount) -> Iterator[Finding]:
+    failure = partial(Finding, verdict=Verdict.FAILURE, field="pool.size", value=format_size(size))
     system = os.statvfs(folder)
     total, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     if mount.kind == "hugetlbfs":
@@ -110,9 +104,7 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
             remedy = (
                 f"sysctl vm.nr_hugepages={wanted} at boot, while memory is in one piece, or lower pool.size"
             )
-            yield Finding(
-                "huge pages", Verdict.FAILURE, found, remedy, "pool.size", size_value(size), passing=True
-            )
+            yield failure("huge pages", found=found, remedy=remedy, passing=True)
         else:
             yield Finding("huge pages", Verdict.OK, found)
     elif mount.kind == "tmpfs":
@@ -134,22 +126,16 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
             )
             if size - have > meminfo("MemAvailable") + meminfo("SwapFree"):
                 remedy = "lower pool.size: there is no memory for it, which no remount changes"
-        yield Finding(
+        yield failure(
             "pool room",
-            Verdict.FAILURE,
-            f"{human_size(size)} is larger than the file system of {path} ({human_size(total)})",
-            remedy,
-            "pool.size",
-            size_value(size),
+            found=f"{human_size(size)} is larger than the file system of {path} ({human_size(total)})",
+            remedy=remedy,
         )
     elif size > free + have:
-        yield Finding(
+        yield failure(
             "pool room",
-            Verdict.FAILURE,
-            f"{human_size(size)} does not fit {folder}: {to_be_had}",
-            f"lower pool.size, or remove what else is in {folder}",
-            "pool.size",
-            size_value(size),
+            found=f"{human_size(size)} does not fit {folder}: {to_be_had}",
+            remedy=f"lower pool.size, or remove what else is in {folder}",
             passing=True,
         )
     else:
@@ -158,24 +144,22 @@ def _check_room(path: Path, size: int, have: int, folder: Path, mount: Mount) ->
 
 def _check_memory(size: int, wanted: int) -> Iterator[Finding]:
     """Checks that there is memory for the part of the pool that has none yet."""
+    finding = partial(Finding, "memory", field="pool.size", value=format_size(size))
     free, swap = meminfo("MemAvailable"), meminfo("SwapFree")
     limit = _control_group_limit()
     found = f"{human_size(free)} available, the pool takes {human_size(wanted)} more"
     if limit is not None and wanted > limit:
-        yield Finding(
-            "memory",
+        yield finding(
             Verdict.FAILURE,
             f"this control group may use {human_size(limit)}, the pool takes {human_size(wanted)} more",
             "raise its limit (memory.max; Kubernetes: resources.limits.memory), or lower pool.size",
-            "pool.size",
-            size_value(size),
         )
     elif wanted > free + swap:
         remedy = "lower pool.size, or end what else uses memory"
-        yield Finding("memory", Verdict.FAILURE, found, remedy, "pool.size", size_value(size), passing=True)
+        yield finding(Verdict.FAILURE, found, remedy, passing=True)
     elif wanted > MEMORY_WARNING * free:
         remedy = "leave engines and the kernel more: lower pool.size"
-        yield Finding("memory", Verdict.WARNING, found, remedy, "pool.size", size_value(size))
+        yield finding(Verdict.WARNING, found, remedy)
     else:
         yield Finding("memory", Verdict.OK, found)
 

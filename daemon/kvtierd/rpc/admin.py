@@ -15,21 +15,17 @@ from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, re
 class AdminCalls:
     def __init__(self, cache: Cache, about: AboutDaemon, draining: Draining, reload: Reload) -> None:
         self._cache = cache
-        self._about = about
         self._reload = reload
         self.by_method: dict[str, Serve] = {
-            "Status": answering(self.status),
+            "Status": answering(lambda _: status_response(about, cache.snapshot())),
             "Drain": streaming(draining.drain),
             "Resume": answering(draining.resume),
             "Explain": answering(self.explain),
-            "Scrub": answering(self.scrub),
+            "Scrub": answering(lambda _: admin_pb2.ScrubResponse(paths=cache.scrub())),
             "Clear": answering(self.clear),
             "ListNamespaces": answering(self.namespaces),
             "Reload": answering(self.reload),
         }
-
-    def status(self, request: admin_pb2.StatusRequest) -> admin_pb2.StatusResponse:
-        return status_response(self._about, self._cache.snapshot())
 
     def namespaces(self, request: admin_pb2.ListNamespacesRequest) -> admin_pb2.ListNamespacesResponse:
         return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, self._cache.namespaces()))
@@ -38,9 +34,6 @@ class AdminCalls:
         group = request.group if request.HasField("group") else None
         explained = self._cache.explain(request.hash, request.namespace, group)
         return explain_response(explained, self._cache.uptime_s)
-
-    def scrub(self, request: admin_pb2.ScrubRequest) -> admin_pb2.ScrubResponse:
-        return admin_pb2.ScrubResponse(paths=self._cache.scrub())
 
     async def clear(self, request: admin_pb2.ClearRequest) -> admin_pb2.ClearResponse:
         return clear_response(await self._cache.clear(request.namespace, request.timeout_ms / 1000))

@@ -9,25 +9,13 @@ import numpy.typing as npt
 from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.cache import Cache
+from kvtierd.core import stimuli
 from kvtierd.core.actions import LookupReply, SubmitReply
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import LeaseId, Ticket
-from kvtierd.core.stimuli import (
-    NO_RETENTION,
-    CancelTransfers,
-    CoreLimits,
-    LookupBlocks,
-    PrefetchBlocks,
-    ReleaseLeases,
-    RetentionRequest,
-    Signals,
-    SubmitLoad,
-    SubmitStore,
-    TouchBlocks,
-)
 from kvtierd.logs import logger
 from kvtierd.rpc import replies
-from kvtierd.rpc.queries import Caller, hashes_of, queries_of, touched_of
+from kvtierd.rpc.queries import Caller, hashes_of, queries_of
 
 TELL_EVERY_S = 60.0
 """Time between two lines of the log about leases that are too small."""
@@ -43,33 +31,24 @@ class Calls:
     """The calls of `kvtier.v1.Cache`, except for Attach. All of them raise Refusal, and then nothing has
     changed."""
 
-    def __init__(self, cache: Cache, limits: CoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, cache: Cache, limits: stimuli.CoreLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cache = cache
         self._limits = limits
         self._clock = clock
         self._told_s = -TELL_EVERY_S
         """When the log last said that leases are too small."""
-        self.by_body: dict[str, Callable[[Any, Caller], tuple[str, Any]]] = {
-            "lookup": lambda request, caller: ("lookup", self.lookup(request, caller)),
-            "touch": lambda request, caller: ("touch", self.touch(request, caller)),
-            "prefetch": lambda request, caller: ("prefetch", self.prefetch(request, caller)),
-            "store": lambda request, caller: ("submit", self.store(request, caller)),
-            "load": lambda request, caller: ("submit", self.load(request, caller)),
-            "release": lambda request, caller: ("release", self.release(request, caller)),
-            "cancel": lambda request, caller: ("cancel", self.cancel(request, caller)),
+        self.by_body: dict[str, tuple[str, Callable[[Any, Caller], Any]]] = {
+            "lookup": ("lookup", self.lookup),
+            "touch": ("touch", self.touch),
+            "prefetch": ("prefetch", self.prefetch),
+            "store": ("submit", self.store),
+            "load": ("submit", self.load),
+            "release": ("release", self.release),
+            "cancel": ("cancel", self.cancel),
         }
-        """By a request's field in AttachRequest: returns the field in AttachResponse, and the reply."""
-        self.by_method: dict[str, Callable[[Any, Caller], Any]] = {
-            "Lookup": self.lookup,
-            "Touch": self.touch,
-            "Prefetch": self.prefetch,
-            "Store": self.store,
-            "Load": self.load,
-            "Release": self.release,
-            "Cancel": self.cancel,
-            "Wait": self.wait,
-        }
-        """By the name of a unary call."""
+        """By a request's field in AttachRequest: the reply's field in AttachResponse, and the call."""
 
     def lookup(self, request: cache_pb2.LookupRequest, caller: Caller) -> cache_pb2.LookupResponse:
         stimulus = lookup_of(request, caller, self._limits)
@@ -118,7 +97,7 @@ class Calls:
         return cache_pb2.CancelResponse()
 
     async def wait(self, request: cache_pb2.WaitRequest, caller: Caller) -> cache_pb2.WaitResponse:
-        tickets = waited_for(request)
+        tickets = tuple(map(Ticket, _bounded(request.tickets, WAIT_TICKETS_MAX, "tickets")))
         timeout_s = wait_timeout_s(request)
         ended = await self._cache.wait(caller.session, caller.epoch, tickets, timeout_s)
         events = [
@@ -133,26 +112,34 @@ class Calls:
 # --- stimuli from messages: pure, and each message is checked whole before the core sees one ---
 
 
-def lookup_of(request: cache_pb2.LookupRequest, caller: Caller, limits: CoreLimits) -> LookupBlocks:
+def lookup_of(
+    request: cache_pb2.LookupRequest, caller: Caller, limits: stimuli.CoreLimits
+) -> stimuli.LookupBlocks:
     queries = queries_of(request.queries, request.hashes, caller, limits)
-    return LookupBlocks(caller.session, caller.epoch, queries, request.lease, request.host_only)
+    return stimuli.LookupBlocks(caller.session, caller.epoch, queries, request.lease, request.host_only)
 
 
-def touch_of(request: cache_pb2.TouchRequest, caller: Caller, limits: CoreLimits) -> TouchBlocks:
+def touch_of(
+    request: cache_pb2.TouchRequest, caller: Caller, limits: stimuli.CoreLimits
+) -> stimuli.TouchBlocks:
     if request.cold and request.hold_ms:
         raise Refusal(
             Reason.MALFORMED, "blocks that are to go first are not held: send one of the two", field="cold"
         )
-    queries = touched_of(request.queries, request.hashes, caller, limits)
-    return TouchBlocks(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
+    queries = queries_of(request.queries, request.hashes, caller, limits, touched=True)
+    return stimuli.TouchBlocks(caller.session, caller.epoch, queries, request.hold_ms, request.cold)
 
 
-def prefetch_of(request: cache_pb2.PrefetchRequest, caller: Caller, limits: CoreLimits) -> PrefetchBlocks:
+def prefetch_of(
+    request: cache_pb2.PrefetchRequest, caller: Caller, limits: stimuli.CoreLimits
+) -> stimuli.PrefetchBlocks:
     queries = queries_of(request.queries, request.hashes, caller, limits)
-    return PrefetchBlocks(caller.session, caller.epoch, queries)
+    return stimuli.PrefetchBlocks(caller.session, caller.epoch, queries)
 
 
-def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits) -> SubmitStore:
+def store_of(
+    request: cache_pb2.StoreRequest, caller: Caller, limits: stimuli.CoreLimits
+) -> stimuli.SubmitStore:
     hashes = hashes_of(request.hashes, caller.hash_bytes, "hashes", limits.transfer_blocks_max)
     block_ids = _block_ids(request.block_ids, limits)
     if len(block_ids) != len(hashes):
@@ -163,11 +150,13 @@ def store_of(request: cache_pb2.StoreRequest, caller: Caller, limits: CoreLimits
             value=len(block_ids),
         )
     signals = _signals(request.signals)
-    retention = retention_of(request.retention) if request.HasField("retention") else NO_RETENTION
-    return SubmitStore(caller.session, caller.epoch, signals, request.group, hashes, block_ids, retention)
+    retention = retention_of(request.retention) if request.HasField("retention") else stimuli.NO_RETENTION
+    return stimuli.SubmitStore(
+        caller.session, caller.epoch, signals, request.group, hashes, block_ids, retention
+    )
 
 
-def retention_of(retention: cache_pb2.Retention) -> RetentionRequest:
+def retention_of(retention: cache_pb2.Retention) -> stimuli.RetentionRequest:
     """Raises Refusal MALFORMED if blocks are to be held longer than they live."""
     if 0 < retention.ttl_ms < retention.hold_ms:
         raise Refusal(
@@ -177,11 +166,11 @@ def retention_of(retention: cache_pb2.Retention) -> RetentionRequest:
             field="retention.hold_ms",
             value=retention.hold_ms,
         )
-    return RetentionRequest(retention.hold_ms, retention.ttl_ms, retention.host_only)
+    return stimuli.RetentionRequest(retention.hold_ms, retention.ttl_ms, retention.host_only)
 
 
-def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) -> SubmitLoad:
-    return SubmitLoad(
+def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: stimuli.CoreLimits) -> stimuli.SubmitLoad:
+    return stimuli.SubmitLoad(
         session=caller.session,
         epoch=caller.epoch,
         signals=_signals(request.signals),
@@ -193,18 +182,18 @@ def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: CoreLimits) 
     )
 
 
-def release_of(request: cache_pb2.ReleaseRequest, caller: Caller, limits: CoreLimits) -> ReleaseLeases:
+def release_of(
+    request: cache_pb2.ReleaseRequest, caller: Caller, limits: stimuli.CoreLimits
+) -> stimuli.ReleaseLeases:
     leases = _bounded(request.lease_ids, limits.leases_max, "lease_ids")
-    return ReleaseLeases(caller.session, caller.epoch, tuple(LeaseId(lease) for lease in leases))
+    return stimuli.ReleaseLeases(caller.session, caller.epoch, tuple(LeaseId(lease) for lease in leases))
 
 
-def cancel_of(request: cache_pb2.CancelRequest, caller: Caller, limits: CoreLimits) -> CancelTransfers:
+def cancel_of(
+    request: cache_pb2.CancelRequest, caller: Caller, limits: stimuli.CoreLimits
+) -> stimuli.CancelTransfers:
     tickets = _bounded(request.tickets, limits.terminal_kept + limits.transfers_max, "tickets")
-    return CancelTransfers(caller.session, caller.epoch, tuple(Ticket(ticket) for ticket in tickets))
-
-
-def waited_for(request: cache_pb2.WaitRequest) -> tuple[Ticket, ...]:
-    return tuple(Ticket(ticket) for ticket in _bounded(request.tickets, WAIT_TICKETS_MAX, "tickets"))
+    return stimuli.CancelTransfers(caller.session, caller.epoch, tuple(Ticket(ticket) for ticket in tickets))
 
 
 def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:
@@ -218,7 +207,7 @@ def wait_timeout_s(request: cache_pb2.WaitRequest) -> float:
     return request.timeout_ms / 1000
 
 
-def _signals(signals: cache_pb2.Signals) -> Signals:
+def _signals(signals: cache_pb2.Signals) -> stimuli.Signals:
     if not 0 < signals.ticket <= TICKET_MAX:
         raise Refusal(
             Reason.TICKET_ORDER,
@@ -233,7 +222,7 @@ def _signals(signals: cache_pb2.Signals) -> Signals:
             field="signals.gate",
             value=signals.gate,
         )
-    return Signals(
+    return stimuli.Signals(
         ticket=Ticket(signals.ticket),
         part_word=signals.part_word,
         gated=signals.gate == types_pb2.GATE_DOORBELL,
@@ -242,7 +231,7 @@ def _signals(signals: cache_pb2.Signals) -> Signals:
     )
 
 
-def _block_ids(ids: Sequence[int], limits: CoreLimits) -> npt.NDArray[np.uint32]:
+def _block_ids(ids: Sequence[int], limits: stimuli.CoreLimits) -> npt.NDArray[np.uint32]:
     bounded = _bounded(ids, limits.transfer_blocks_max, "block_ids")
     return np.fromiter(bounded, np.uint32, len(bounded))
 

@@ -80,6 +80,7 @@ class Connections:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
+        self.boot_nonce = cache.boot_nonce
         self._sessions_max = sessions_max
         self._hello_deadline_s = hello_deadline_s
         self.silence_s = silence_s
@@ -197,7 +198,3 @@ class Connections:
                 )
             elif now - connection.heard_at_s > self.silence_s:
                 self.end(connection, Refusal(Reason.DEADLINE, f"silent for {self.silence_s:g} s"))
-
-    @property
-    def boot_nonce(self) -> int:
-        return self._cache.boot_nonce

@@ -34,7 +34,8 @@ class Draining:
         self._stopping = False
 
     async def stopping(self) -> None:
-        """The daemon stops, and nobody can take that back any more."""
+        """The daemon stops, and nobody can take that back any more: health checks say that nothing new should
+        come here."""
         self._stopping = True
         await self._tell_health(False)
 

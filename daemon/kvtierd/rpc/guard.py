@@ -24,26 +24,18 @@ class Undecodable(NamedTuple):
 def decoder(message: type[Message], bytes_max: int) -> Callable[[bytes], Any]:
     """A gRPC deserialiser that returns the message, or `Undecodable`."""
 
+    def refused(data: bytes, why: str) -> Undecodable:
+        return Undecodable(Refusal(Reason.MALFORMED, why, field="message", value=f"{len(data)} bytes"))
+
     def decode(data: bytes) -> Message | Undecodable:
         if len(data) > bytes_max:
-            return Undecodable(
-                Refusal(
-                    Reason.MALFORMED,
-                    f"a message has at most {bytes_max} bytes (Limits.message_bytes_max): split the call",
-                    field="message",
-                    value=f"{len(data)} bytes",
-                )
+            return refused(
+                data,
+                f"a message has at most {bytes_max} bytes (Limits.message_bytes_max): split the call",
             )
         try:
             return message.FromString(data)
         except DecodeError:
-            return Undecodable(
-                Refusal(
-                    Reason.MALFORMED,
-                    f"not a {message.DESCRIPTOR.full_name}: are both ends of one version?",
-                    field="message",
-                    value=f"{len(data)} bytes",
-                )
-            )
+            return refused(data, f"not a {message.DESCRIPTOR.full_name}: are both ends of one version?")
 
     return decode

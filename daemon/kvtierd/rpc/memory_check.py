@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.v1 import side_pb2
 
@@ -35,6 +36,9 @@ RANGES_MAX = 4_096
 IPC_HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 
+Groups = Sequence[side_pb2.GroupMemory]
+"""Where the planes of each group lie in the mapping."""
+
 _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
@@ -49,32 +53,6 @@ class Descriptor:
     writable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PlanePlace:
-    base_offset: int
-    block_stride_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """Where one group's planes lie in the mapping."""
-
-    group: int
-    num_blocks: int
-    planes: tuple[PlanePlace, ...]
-
-
-def places_of(request: side_pb2.RegisterMemory) -> tuple[GroupPlace, ...]:
-    return tuple(
-        GroupPlace(
-            group=group.group,
-            num_blocks=group.num_blocks,
-            planes=tuple(PlanePlace(plane.base_offset, plane.block_stride_bytes) for plane in group.planes),
-        )
-        for group in request.groups
-    )
-
-
 def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
     """Raises Refusal for a range that belongs neither to an allocation nor to chunks."""
     return tuple(_range_of(f"ranges[{index}]", part) for index, part in enumerate(request.ranges))
@@ -82,9 +60,14 @@ def ranges_of(request: side_pb2.RegisterMemory) -> tuple[DeviceRange, ...]:
 
 def _range_of(field: str, part: side_pb2.DeviceRange) -> DeviceRange:
     if part.HasField("ipc"):
-        return DeviceRange(part.bytes, part.ipc.offset, part.ipc.handle, part.ipc.buffer_id)
+        return DeviceRange(
+            bytes=part.bytes,
+            offset=part.ipc.offset,
+            ipc_handle=part.ipc.handle,
+            buffer_id=part.ipc.buffer_id,
+        )
     if part.HasField("chunks") and part.chunks.count:
-        return DeviceRange(part.bytes, part.chunks.offset, chunks=part.chunks.count)
+        return DeviceRange(bytes=part.bytes, offset=part.chunks.offset, chunks=part.chunks.count)
     raise Refusal(
         Reason.DEVICE_MEMORY_INVALID,
         "a range has an IPC handle, or takes one chunk at least",
@@ -95,23 +78,19 @@ def _range_of(field: str, part: side_pb2.DeviceRange) -> DeviceRange:
 
 def device_name(text: str) -> str:
     """The device that a client means. Raises Refusal if no device can have this name."""
+    refusal = partial(Refusal, field="device", value=text)
     if text in ("", CPU):
         return CPU
     if _GPU.fullmatch(text):
         return text
     if text.startswith("MIG-"):
-        raise Refusal(
+        raise refusal(
             Reason.DEVICE_UNAVAILABLE,
             "memory of a MIG instance cannot be shared between processes, CUDA has no IPC there: turn MIG "
             "off for this GPU, or let the client copy through host memory",
-            field="device",
-            value=text,
         )
-    raise Refusal(
-        Reason.DEVICE_UNKNOWN,
-        'write "cpu", or "GPU-" and a UUID in lower case, as `nvidia-smi -L` prints it',
-        field="device",
-        value=text,
+    raise refusal(
+        Reason.DEVICE_UNKNOWN, 'write "cpu", or "GPU-" and a UUID in lower case, as `nvidia-smi -L` prints it'
     )
 
 
@@ -128,23 +107,20 @@ def inspect(fd: int) -> Descriptor:
 
 def check_descriptor(found: Descriptor) -> None:
     """Raises Refusal unless this is a memfd that can be mapped for writing and can never shrink."""
+    refusal = partial(Refusal, field="seals", value=found.seals)
     if not found.regular or found.seals is None:
         raise Refusal(
             Reason.MAPPING_INVALID, "send a memfd (memfd_create with MFD_ALLOW_SEALING)", field="descriptor"
         )
     if not found.seals & F_SEAL_SHRINK:
-        raise Refusal(
+        raise refusal(
             Reason.MAPPING_NOT_SEALED,
             "the descriptor could shrink under its readers: seal it with F_SEAL_SHRINK",
-            field="seals",
-            value=found.seals,
         )
     if found.seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE) or not found.writable:
-        raise Refusal(
+        raise refusal(
             Reason.MAPPING_INVALID,
             "the descriptor cannot be mapped for writing: open it read-write, without a write seal",
-            field="seals",
-            value=found.seals,
         )
 
 
@@ -168,7 +144,7 @@ def check_words(found: Descriptor, doorbells: int, parts: int) -> None:
 
 
 def check_memory(
-    found: Descriptor, mapping_bytes: int, groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
+    found: Descriptor, mapping_bytes: int, groups: Groups, geometry: Sequence[GroupGeometry]
 ) -> None:
     """Raises Refusal unless every byte of every block of every group of Hello lies inside the mapping.
 
@@ -208,7 +184,7 @@ def check_ranges(
     ranges: Sequence[DeviceRange],
     chunks: Sequence[int],
     mapping_bytes: int,
-    groups: Sequence[GroupPlace],
+    groups: Groups,
     geometry: Sequence[GroupGeometry],
 ) -> None:
     """Raises Refusal unless the ranges make up the mapping, use up all chunks, and hold every byte of every
@@ -234,7 +210,7 @@ def check_ranges(
             field="ranges",
             value=first,
         )
-    ends = list(itertools.accumulate(part.size_bytes for part in ranges))
+    ends = list(itertools.accumulate(part.bytes for part in ranges))
     if mapping_bytes != ends[-1] or mapping_bytes > OFFSET_MAX:
         raise Refusal(
             Reason.MAPPING_INVALID,
@@ -251,8 +227,8 @@ def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
     def refuse(name: str, value: object, message: str) -> Refusal:
         return Refusal(Reason.DEVICE_MEMORY_INVALID, message, field=f"{field}.{name}", value=value)
 
-    if not 0 < part.size_bytes <= OFFSET_MAX or part.offset + part.size_bytes > OFFSET_MAX:
-        raise refuse("bytes", part.size_bytes, "a range has more than 0 bytes, and ends below 2^63")
+    if not 0 < part.bytes <= OFFSET_MAX or part.offset + part.bytes > OFFSET_MAX:
+        raise refuse("bytes", part.bytes, "a range has more than 0 bytes, and ends below 2^63")
     if not part.chunks:
         if len(part.ipc_handle) != IPC_HANDLE_BYTES:
             raise refuse(
@@ -265,19 +241,17 @@ def _check_range(field: str, part: DeviceRange, chunks: Sequence[int]) -> None:
         raise refuse(
             "chunks.offset", part.offset, f"must lie in the first chunk, which has {chunks[0]} bytes"
         )
-    end, room = part.offset + part.size_bytes, sum(chunks)
+    end, room = part.offset + part.bytes, sum(chunks)
     if not room - chunks[-1] < end <= room:
         raise refuse(
             "bytes",
-            part.size_bytes,
+            part.bytes,
             f"with its offset it ends at byte {end} of {len(chunks)} chunks that have {room}: "
             "it must end in the last of them",
         )
 
 
-def _check_groups(
-    ends: Sequence[int], groups: Sequence[GroupPlace], geometry: Sequence[GroupGeometry]
-) -> None:
+def _check_groups(ends: Sequence[int], groups: Groups, geometry: Sequence[GroupGeometry]) -> None:
     """`ends`: where each piece of the mapping ends, which no plane may cross; the last one is the mapping's
     size."""
     if [place.group for place in groups] != list(range(len(geometry))):
@@ -291,7 +265,7 @@ def _check_groups(
         _check_group(f"groups[{index}]", ends, place, shape)
 
 
-def _check_group(field: str, ends: Sequence[int], place: GroupPlace, shape: GroupGeometry) -> None:
+def _check_group(field: str, ends: Sequence[int], place: side_pb2.GroupMemory, shape: GroupGeometry) -> None:
     if not 0 < place.num_blocks <= BLOCKS_MAX:
         raise Refusal(
             Reason.LAYOUT_INVALID,
@@ -311,37 +285,29 @@ def _check_group(field: str, ends: Sequence[int], place: GroupPlace, shape: Grou
 
 
 def _check_plane(
-    field: str, ends: Sequence[int], num_blocks: int, plane: PlanePlace, fragment_bytes: int
+    field: str, ends: Sequence[int], num_blocks: int, plane: side_pb2.Plane, fragment_bytes: int
 ) -> None:
     stride = plane.block_stride_bytes
+    of_stride = partial(Refusal, field=f"{field}.block_stride_bytes", value=stride)
+    of_offset = partial(Refusal, field=f"{field}.base_offset", value=plane.base_offset)
     if num_blocks > 1 and stride < fragment_bytes:
-        raise Refusal(
-            Reason.LAYOUT_INVALID,
-            f"blocks would overlap: a block has {fragment_bytes} bytes in this plane",
-            field=f"{field}.block_stride_bytes",
-            value=stride,
+        raise of_stride(
+            Reason.LAYOUT_INVALID, f"blocks would overlap: a block has {fragment_bytes} bytes in this plane"
         )
     end = plane.base_offset + (num_blocks - 1) * stride + fragment_bytes
     if end > OFFSET_MAX:
-        raise Refusal(
+        raise of_stride(
             Reason.STRIDE_OVERFLOW,
             f"offset and stride of {num_blocks} blocks pass the largest offset there is",
-            field=f"{field}.block_stride_bytes",
-            value=stride,
         )
     if end > ends[-1]:
-        raise Refusal(
-            Reason.PLANE_BEYOND_MAPPING,
-            f"its last block ends at byte {end}, the mapping at {ends[-1]}",
-            field=f"{field}.base_offset",
-            value=plane.base_offset,
+        raise of_offset(
+            Reason.PLANE_BEYOND_MAPPING, f"its last block ends at byte {end}, the mapping at {ends[-1]}"
         )
     piece = bisect.bisect_right(ends, plane.base_offset)
     if end > ends[piece]:
-        raise Refusal(
+        raise of_offset(
             Reason.PLANE_BEYOND_MAPPING,
             f"its last block ends at byte {end}, ranges[{piece}], where it begins, at {ends[piece]}: "
             "a plane lies in one range",
-            field=f"{field}.base_offset",
-            value=plane.base_offset,
         )

@@ -3,7 +3,7 @@
 Hashes stay one numpy array; where they have 32 bytes, it is a view of the message's own bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,28 +56,16 @@ def hashes_of(data: bytes, hash_bytes: int, field: str, count_max: int) -> Hashe
 
 
 def queries_of(
-    queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[BlockQuery, ...]:
-    """The queries of a lookup or a prefetch. Several groups are answered together, and then none may be in
-    exact mode."""
-    several = len(queries) > 1
-    return _queries_of(queries, shared, caller, limits, _TOGETHER if several else _BY_ITSELF)
-
-
-def touched_of(
-    queries: Sequence[cache_pb2.GroupQuery], shared: bytes, caller: Caller, limits: CoreLimits
-) -> tuple[BlockQuery, ...]:
-    """The queries of a touch, in which each group is answered by itself."""
-    return _queries_of(queries, shared, caller, limits, _TOUCHED)
-
-
-def _queries_of(
     queries: Sequence[cache_pb2.GroupQuery],
     shared: bytes,
     caller: Caller,
     limits: CoreLimits,
-    modes: Mapping[cache_pb2.LookupMode.ValueType, str],
+    *,
+    touched: bool = False,
 ) -> tuple[BlockQuery, ...]:
+    """The queries of a lookup or a prefetch, or of a touch. Several groups of a lookup are answered together,
+    and then none may be in exact mode; groups that are touched do not depend on each other."""
+    modes = _TOUCHED if touched else _TOGETHER if len(queries) > 1 else _BY_ITSELF
     if not 1 <= len(queries) <= QUERIES_MAX:
         raise Refusal(
             Reason.COUNT_MISMATCH,

@@ -61,8 +61,8 @@ class RpcServer:
         self._connections = connections
         self._observe = observe
         self._calls = Calls(cache, limits)
-        self._draining = Draining(cache, about, self._set_health, stop)
-        self._admin = AdminCalls(cache, about, self._draining, reload)
+        self.draining = Draining(cache, about, self._set_health, stop)
+        self._admin = AdminCalls(cache, about, self.draining, reload)
         self._bytes_max = settings.message_bytes_max
         self._health_listen = settings.health_listen
         self._health_server: HealthServer | None = None
@@ -93,7 +93,9 @@ class RpcServer:
         self._add_services()
 
     def _add_services(self) -> None:
-        cache = {name: self._unary(name, call) for name, call in self._calls.by_method.items()}
+        calls = {body.title(): call for body, (_, call) in self._calls.by_body.items()}
+        calls["Wait"] = self._calls.wait
+        cache = {name: self._unary(name, call) for name, call in calls.items()}
         cache["Attach"] = self._attach
         self._server.add_generic_rpc_handlers(
             (
@@ -121,11 +123,6 @@ class RpcServer:
         await self.set_live(True)
         if self._health_server is not None:
             await self._health_server.start()
-
-    async def stopping(self) -> None:
-        """Makes health checks say that nothing new should come here. From now on a drain cannot be taken
-        back."""
-        await self._draining.stopping()
 
     async def stop(self, grace_s: float) -> None:
         """Ends the server. Calls that are still running have `grace_s` to end. End the sessions first."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 from kvtier.v1 import side_pb2
 
-from kvtierd.cache import CPU, Cache, GroupMapping, PacketChannel
+from kvtierd.cache import CPU, Cache, MappedGroup, PacketChannel
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
@@ -20,7 +20,7 @@ from kvtierd.rpc import memory_check
 from kvtierd.rpc.connections import Connection, Connections, PeerProcess
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
-from kvtierd.rpc.memory_check import GroupPlace, places_of, ranges_of
+from kvtierd.rpc.memory_check import ranges_of
 
 SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
@@ -265,7 +265,7 @@ class _SideConnection:
     async def _register_memory(self, request: side_pb2.RegisterMemory, fds: Sequence[int]) -> RegistrationId:
         self._check_rank()
         device, chunks = self._cache.mappings.expected(self._connection.id)
-        ranges, places, geometry = ranges_of(request), places_of(request), self._connection.groups
+        ranges, places, geometry = ranges_of(request), request.groups, self._connection.groups
         if (device != CPU) != bool(ranges):
             raise Refusal(
                 Reason.DEVICE_MEMORY_INVALID,
@@ -314,8 +314,8 @@ def _check_descriptors(request: side_pb2.SideRequest, count: int) -> None:
         )
 
 
-def _mapping(place: GroupPlace, fragment_bytes: list[int]) -> GroupMapping:
-    return GroupMapping(
+def _mapping(place: side_pb2.GroupMemory, fragment_bytes: list[int]) -> MappedGroup:
+    return MappedGroup(
         group=place.group,
         num_blocks=place.num_blocks,
         base_offsets=[plane.base_offset for plane in place.planes],

@@ -1,7 +1,6 @@
 """One owner for each socket: its private directory, its lock file, and binding it. `release` undoes
 everything."""
 
-import errno
 import fcntl
 import os
 import socket
@@ -157,13 +156,9 @@ def _remove_stale(path: Path) -> None:
 
 def _is_still(path: Path, fd: int) -> bool:
     try:
-        named = os.stat(path, follow_symlinks=False)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return False
-        raise
-    held = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _pid_in(fd: int) -> int | None:

@@ -36,7 +36,14 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
         about,
         snapshot,
         core,
-        pool=_message(admin_pb2.PoolStatus, pool, core, start="warm" if pool.warm else "cold"),
+        pool=_message(
+            admin_pb2.PoolStatus,
+            pool,
+            core,
+            pool.start,
+            start="warm" if pool.start.warm else "cold",
+            recovery_s=pool.start.seconds,
+        ),
         blocks=_message(admin_pb2.BlockStatus, core.blocks),
         integrity=_message(
             admin_pb2.IntegrityStatus,

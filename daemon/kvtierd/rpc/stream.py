@@ -328,7 +328,8 @@ class AttachStream:
         if ticket:
             self._lazy.add(ticket)
         try:
-            field, reply = self._calls.by_body[body](message, caller)
+            field, call = self._calls.by_body[body]
+            reply = call(message, caller)
         except Refusal:
             self._lazy.discard(ticket)
             raise

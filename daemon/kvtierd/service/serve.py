@@ -41,13 +41,9 @@ from kvtierd.service.manager import EXTENSION_S, ServiceManager
 from kvtierd.service.notify import Notifier
 from kvtierd.service.steady import SteadyClock
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
-from kvtierd.workers.supervisor.supervisor import (
-    DiskOptions,
-    Supervisor,
-    SupervisorLimits,
-    WorkerOptions,
-    WorkerStimulus,
-)
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
+from kvtierd.workers.supervisor.kinds import DiskOptions
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 EXIT_INTERNAL = 70
 """The exit status after an internal error (sysexits.h EX_SOFTWARE). A new start will be warm."""
@@ -204,7 +200,7 @@ class _Daemon:
             async with AsyncExitStack() as stack:
                 serving = await self._or_stopped(self._start(stack))
                 await self._serve(serving)
-                await serving.workers.stop(WORKERS_GRACE_S)
+                await serving.workers.lives.stop(WORKERS_GRACE_S)
                 return EXIT_INTERNAL if serving.cache.poisoned.is_set() else 0
 
     async def _serve(self, serving: "_Serving") -> None:
@@ -270,7 +266,7 @@ class _Daemon:
             clock=clock,
         )
         cache.handle(self._pool.recovered)
-        stack.push_async_callback(workers.stop, 0)
+        stack.push_async_callback(workers.lives.stop, 0)
         self._notifier.starting("Starting the copy workers", EXTENSION_S)
         await workers.start()
         if self._disks:
@@ -296,7 +292,7 @@ class _Daemon:
             self._drained,
             lambda: self._reload(cache, workers, connections, manager),
         )
-        manager = ServiceManager(self._notifier, cache.snapshot, workers.unattended, rpc.set_live)
+        manager = ServiceManager(self._notifier, cache.snapshot, workers.lives.unattended, rpc.set_live)
         side = await self._listen(rpc, connections, cache, stack)
         greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
         manager.ready()
@@ -339,7 +335,7 @@ class _Daemon:
         joins later."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._config.disk.start_deadline_s
-        await workers.settle_disks(self._config.disk.start_deadline_s)
+        await workers.lives.settle_disks(self._config.disk.start_deadline_s)
         await cache.disks.recovered(max(0.0, deadline_s - loop.time()))
 
     def _serve_metrics(self, metrics: Metrics, cache: Cache, stack: AsyncExitStack) -> str:
@@ -383,7 +379,7 @@ class _Daemon:
                 cache.handle(Reconfigure(rate, config.disk.to_core()))
                 connections.silence_s = config.server.session_silence_s
                 logs.set_level(config.log.level)
-                workers.set_log_level(config.log.level)
+                workers.lives.set_log_level(config.log.level)
                 self._config = config
         finally:
             manager.ready()
@@ -432,7 +428,7 @@ class _Daemon:
         self, cache: Cache, connections: Connections, rpc: RpcServer, side: SideServer
     ) -> None:
         """Refuses anything new, lets transfers finish, and ends the sessions."""
-        await rpc.stopping()
+        await rpc.draining.stopping()
         if cache.poisoned.is_set():
             why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
         else:

@@ -24,13 +24,7 @@ from kvtierd.core.errors import Refusal
 from kvtierd.logs import Fields
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers import signals
-from kvtierd.workers.channel.packets import (
-    BlockingPacketChannel,
-    ChannelEndedError,
-    PacketError,
-    ProtocolError,
-    close_fds,
-)
+from kvtierd.workers.channel import packets
 from kvtierd.workers.channel.status import HEARTBEAT_PERIOD_S, StallDetector, StatusPage, StatusWord
 from kvtierd.workers.populate import Populator
 
@@ -46,7 +40,7 @@ class Inheritance:
 
     arguments: argparse.Namespace
     status: StatusPage
-    channel: BlockingPacketChannel
+    channel: packets.BlockingPacketChannel
     pool: mmap.mmap
     """The host pool. Its descriptor stays open as long as the process lives, because it holds the pool's
     lock."""
@@ -70,7 +64,7 @@ def inherit(parser: argparse.ArgumentParser) -> Inheritance:
     resource.setrlimit(resource.RLIMIT_NOFILE, (fds_max, fds_max))
     status = StatusPage(arguments.status_fd)
     os.close(arguments.status_fd)
-    channel = BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
+    channel = packets.BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     return Inheritance(arguments, status, channel, mmap.mmap(arguments.pool_fd, arguments.pool_bytes))
 
 
@@ -79,7 +73,7 @@ def give_up(inherited: Inheritance, refusal: Refusal) -> NoReturn:
     unusable = wire.Unusable(
         reason=int(refusal.reason), field=refusal.field, value=refusal.value, message=refusal.message[:4_000]
     )
-    with contextlib.suppress(ChannelEndedError):
+    with contextlib.suppress(packets.ChannelEndedError):
         inherited.channel.send(wire.ToFront(unusable=unusable).SerializeToString())
     leave(0)
 
@@ -105,7 +99,7 @@ def run(
         populator.start()
         _serve(inherited, handle, is_broken)
         exit_status = 1 if is_broken() else 0
-    except ChannelEndedError:
+    except packets.ChannelEndedError:
         is_orphan = True
     except Exception:
         log.critical("the worker ends: what has started is finished, nothing else is", exc_info=True)
@@ -126,17 +120,19 @@ def _serve(
             continue
         received = inherited.channel.receive()
         if received is None:
-            raise ChannelEndedError
+            raise packets.ChannelEndedError
         packet, fds = received
         try:
             message = wire.ToWorker.FromString(packet)
             if message.HasField("stop"):
                 return
             handle(message, fds)
-        except (DecodeError, PacketError) as error:
-            raise ProtocolError(f"a packet of {len(packet)} bytes that is no message: {error}") from error
+        except (DecodeError, packets.PacketError) as error:
+            raise packets.ProtocolError(
+                f"a packet of {len(packet)} bytes that is no message: {error}"
+            ) from error
         finally:
-            close_fds(fds)
+            packets.close_fds(fds)
 
 
 def finish(

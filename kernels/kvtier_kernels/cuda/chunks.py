@@ -13,31 +13,31 @@ class ChunkCalls:
     A chunk's memory lives as long as a handle of it or a mapping exists, in any process.
     """
 
-    _library: Library
+    library: Library
 
     def chunk_create(self, n: int, ordinal: int, exportable: bool = True) -> int:
         """A handle of n new bytes on a GPU; n is a multiple of `chunk_granularity`. The caller releases the
         handle."""
         handle = abi.CUhandle()
-        self._library.call("cuMemCreate", byref(handle), n, byref(_properties(ordinal, exportable)), 0)
+        self.library.call("cuMemCreate", byref(handle), n, byref(_properties(ordinal, exportable)), 0)
         return handle.value
 
     def chunk_of(self, ptr: int) -> int:
         """A new handle of the chunk that is mapped at an address. The caller releases it. Raises CudaError
         INVALID_VALUE for memory that is not made of chunks."""
         handle = abi.CUhandle()
-        self._library.call("cuMemRetainAllocationHandle", byref(handle), ptr)
+        self.library.call("cuMemRetainAllocationHandle", byref(handle), ptr)
         return handle.value
 
     def chunk_release(self, handle: int) -> None:
         """Releases a handle. Mappings of the chunk stay."""
-        self._library.call("cuMemRelease", handle)
+        self.library.call("cuMemRelease", handle)
 
     def chunk_export(self, handle: int) -> int:
         """A new descriptor of the chunk (close-on-exec). The caller closes it. Raises CudaError if the chunk
         was not made exportable."""
         fd = c_int(-1)
-        self._library.call("cuMemExportToShareableHandle", byref(fd), handle, abi.HANDLE_TYPE_POSIX_FD, 0)
+        self.library.call("cuMemExportToShareableHandle", byref(fd), handle, abi.HANDLE_TYPE_POSIX_FD, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 
@@ -45,13 +45,13 @@ class ChunkCalls:
         """A handle of the chunk behind a descriptor, which may be closed at once. The caller releases the
         handle."""
         handle = abi.CUhandle()
-        self._library.call("cuMemImportFromShareableHandle", byref(handle), fd, abi.HANDLE_TYPE_POSIX_FD)
+        self.library.call("cuMemImportFromShareableHandle", byref(handle), fd, abi.HANDLE_TYPE_POSIX_FD)
         return handle.value
 
     def chunk_granularity(self, ordinal: int) -> int:
         """Sizes and addresses of chunks on this GPU are multiples of this number of bytes."""
         granularity = c_size_t()
-        self._library.call(
+        self.library.call(
             "cuMemGetAllocationGranularity",
             byref(granularity),
             byref(_properties(ordinal, exportable=True)),
@@ -63,26 +63,26 @@ class ChunkCalls:
         """Reserves n bytes of addresses, without memory behind them. The caller releases them with
         `unreserve`."""
         ptr = abi.CUdeviceptr()
-        self._library.call("cuMemAddressReserve", byref(ptr), n, alignment, 0, 0)
+        self.library.call("cuMemAddressReserve", byref(ptr), n, alignment, 0, 0)
         return ptr.value
 
     def unreserve(self, ptr: int, n: int) -> None:
         """Releases a whole reservation, after everything in it was unmapped."""
-        self._library.call("cuMemAddressFree", ptr, n)
+        self.library.call("cuMemAddressFree", ptr, n)
 
     def map_chunk(self, ptr: int, n: int, handle: int, offset: int = 0) -> None:
         """Maps n bytes of a chunk at reserved addresses. They are not accessible before `allow_access`."""
-        self._library.call("cuMemMap", ptr, n, offset, handle, 0)
+        self.library.call("cuMemMap", ptr, n, offset, handle, 0)
 
     def unmap(self, ptr: int, n: int) -> None:
         """Unmaps whole mappings. No copy on them may be under way."""
-        self._library.call("cuMemUnmap", ptr, n)
+        self.library.call("cuMemUnmap", ptr, n)
 
     def allow_access(self, ptr: int, n: int, ordinal: int) -> None:
         """Lets a GPU read and write mapped addresses."""
         location = abi.CUmemLocation(abi.LOCATION_TYPE_DEVICE, ordinal)
         access = abi.CUmemAccessDesc(location, abi.ACCESS_READ_WRITE)
-        self._library.call("cuMemSetAccess", ptr, n, byref(access), 1)
+        self.library.call("cuMemSetAccess", ptr, n, byref(access), 1)
 
 
 def _properties(ordinal: int, exportable: bool) -> abi.CUmemAllocationProp:

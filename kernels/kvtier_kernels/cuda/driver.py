@@ -26,30 +26,20 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
     """
 
     def __init__(self, library: Library) -> None:
-        self._library = library
-
-    @property
-    def path(self) -> str:
+        self.library = library
+        """For the other modules of this package."""
+        self.path = library.path
         """The library as it was asked for."""
-        return self._library.path
-
-    @property
-    def version(self) -> int:
+        self.version = library.version
         """The CUDA version that the driver supports, as 13000 for 13.0."""
-        return self._library.version
 
     @property
     def version_text(self) -> str:
-        return version_text(self._library.version)
-
-    @property
-    def library(self) -> Library:
-        """For the other modules of this package."""
-        return self._library
+        return version_text(self.library.version)
 
     def devices(self) -> list[DeviceInfo]:
         """The visible GPUs. Makes no context."""
-        return visible_devices(self._library)
+        return visible_devices(self.library)
 
     def device(self, text: str) -> DeviceInfo:
         """The visible GPU with this name, or UUID as text. Raises LookupError, which names the visible
@@ -59,17 +49,17 @@ class Driver(MemoryCalls, ChunkCalls, StreamCalls):
     def retain_primary(self, ordinal: int) -> Context:
         """A reference to the GPU's primary context, which is made if this process has none. The caller
         releases it."""
-        return Context(self._library, ordinal)
+        return Context(self.library, ordinal)
 
     def current_context(self) -> int:
         """Handle of the context that is current in this thread; 0 if none is."""
         handle = c_void_p()
-        self._library.call("cuCtxGetCurrent", byref(handle))
+        self.library.call("cuCtxGetCurrent", byref(handle))
         return handle.value or 0
 
     def describe(self) -> str:
         """One line for the log."""
-        return f"CUDA driver {self.version_text} ({self._library.file})"
+        return f"CUDA driver {self.version_text} ({self.library.file})"
 
 
 _loaded: dict[str, Driver] = {}

@@ -6,16 +6,7 @@ from collections.abc import Callable
 from ctypes import CDLL, CFUNCTYPE, byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, Final
 
-from kvtier_kernels.cuda import abi
-from kvtier_kernels.cuda.errors import (
-    ANSWERS_UNKNOWN_TO_BAD_INPUT,
-    STICKY_CODES,
-    SUCCESS,
-    UNKNOWN,
-    CudaError,
-    CudaUnavailableError,
-    init_advice,
-)
+from kvtier_kernels.cuda import abi, errors
 
 PATH_VARIABLE: Final = "KVTIER_CUDA_LIBRARY"
 PATH_DEFAULT: Final = "libcuda.so.1"
@@ -44,7 +35,7 @@ class Library:
             self._functions[name] = self._symbol(name)
         self.version = self._read_version()
         if self.version < abi.VERSION_MIN:
-            raise CudaUnavailableError(
+            raise errors.CudaUnavailableError(
                 f"the NVIDIA driver behind {path} supports CUDA {version_text(self.version)}; kvtier needs a "
                 f"driver for CUDA {version_text(abi.VERSION_MIN)} or later (525 or later): update the driver"
             )
@@ -65,25 +56,31 @@ class Library:
     def call(self, name: str, *arguments: Any) -> None:
         """Calls `name`; raises CudaError unless it succeeds."""
         code = self._functions[name](*arguments)
-        if code != SUCCESS:
+        if code != errors.SUCCESS:
             raise self.error(name, code, arguments)
 
     def result(self, name: str, *arguments: Any) -> int:
         """Calls `name` and returns its code, for calls where more than one code is an answer."""
         return self._functions[name](*arguments)
 
-    def error(self, name: str, code: int, arguments: tuple[Any, ...] = (), more: str = "") -> CudaError:
+    def error(
+        self, name: str, code: int, arguments: tuple[Any, ...] = (), more: str = ""
+    ) -> errors.CudaError:
         text = ", ".join(_argument_text(argument) for argument in arguments) + more
-        sticky = self._is_context_lost() if code == UNKNOWN and name in ANSWERS_UNKNOWN_TO_BAD_INPUT else None
-        return CudaError(name, code, self.error_name(code), text, sticky)
+        sticky = (
+            self._is_context_lost()
+            if code == errors.UNKNOWN and name in errors.ANSWERS_UNKNOWN_TO_BAD_INPUT
+            else None
+        )
+        return errors.CudaError(name, code, self.error_name(code), text, sticky)
 
     def _is_context_lost(self) -> bool:
         # If the context is lost, every call that needs it fails like this one.
-        return self.result("cuMemGetInfo_v2", byref(c_size_t()), byref(c_size_t())) in STICKY_CODES
+        return self.result("cuMemGetInfo_v2", byref(c_size_t()), byref(c_size_t())) in errors.STICKY_CODES
 
     def error_name(self, code: int) -> str:
         name = c_char_p()
-        if self._functions["cuGetErrorName"](code, byref(name)) != SUCCESS or not name.value:
+        if self._functions["cuGetErrorName"](code, byref(name)) != errors.SUCCESS or not name.value:
             return "an error this driver has no name for"
         return name.value.decode("ascii", "replace")
 
@@ -108,10 +105,10 @@ class Library:
             abi.GET_PROC_ADDRESS_DEFAULT,
             byref(status),
         )
-        if code in STICKY_CODES:
+        if code in errors.STICKY_CODES:
             arguments = (c_char_p(name.encode("ascii")), byref(found), version)
             raise self.error("cuGetProcAddress_v2", code, arguments)
-        if code != SUCCESS or status.value != abi.PROC_ADDRESS_FOUND or not found.value:
+        if code != errors.SUCCESS or status.value != abi.PROC_ADDRESS_FOUND or not found.value:
             return None
         return CFUNCTYPE(c_int, *prototype)(found.value)
 
@@ -119,7 +116,7 @@ class Library:
         try:
             function = self._dll[name]
         except AttributeError:
-            raise CudaUnavailableError(
+            raise errors.CudaUnavailableError(
                 f"{self.path} has no function {name}: it is no NVIDIA driver for CUDA "
                 f"{version_text(abi.VERSION_MIN)} or later; set {PATH_VARIABLE} to the driver's libcuda.so.1"
             ) from None
@@ -130,18 +127,18 @@ class Library:
     def _read_version(self) -> int:
         version = c_int()
         code = self.result("cuDriverGetVersion", byref(version))
-        if code != SUCCESS:
+        if code != errors.SUCCESS:
             raise self._unusable("cuDriverGetVersion", code)
         return version.value
 
     def _init(self) -> None:
         code = self.result("cuInit", 0)
-        if code != SUCCESS:
+        if code != errors.SUCCESS:
             raise self._unusable("cuInit", code)
 
-    def _unusable(self, name: str, code: int) -> CudaUnavailableError:
-        return CudaUnavailableError(
-            f"{name} of {self.path} failed: {self.error_name(code)} ({code}); {init_advice(code)}"
+    def _unusable(self, name: str, code: int) -> errors.CudaUnavailableError:
+        return errors.CudaUnavailableError(
+            f"{name} of {self.path} failed: {self.error_name(code)} ({code}); {errors.init_advice(code)}"
         )
 
 
@@ -154,7 +151,7 @@ def _open(path: str) -> CDLL:
     try:
         return CDLL(path)
     except OSError as error:
-        raise CudaUnavailableError(
+        raise errors.CudaUnavailableError(
             f"cannot load the CUDA driver library {path!r} ({error}): install the NVIDIA driver (525 or "
             "later); in a container let the NVIDIA container toolkit mount it; "
             f"or set {PATH_VARIABLE} to where it is"

@@ -37,31 +37,31 @@ _ATTRIBUTES: Final = (
 class MemoryCalls:
     """Calls on memory. A context must be current in the calling thread. Every method raises CudaError."""
 
-    _library: Library
+    library: Library
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the current GPU."""
         free, total = c_size_t(), c_size_t()
-        self._library.call("cuMemGetInfo_v2", byref(free), byref(total))
+        self.library.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
     def alloc(self, n: int) -> int:
         """Allocates n bytes. The caller frees the returned address."""
         ptr = abi.CUdeviceptr()
-        self._library.call("cuMemAlloc_v2", byref(ptr), n)
+        self.library.call("cuMemAlloc_v2", byref(ptr), n)
         return ptr.value
 
     def free(self, ptr: int) -> None:
         """Frees what `alloc` returned, after all work on this GPU that is under way."""
-        self._library.call("cuMemFree_v2", ptr)
+        self.library.call("cuMemFree_v2", ptr)
 
     def pointer_info(self, ptr: int) -> PointerInfo:
         """What the driver knows about any address, host memory included."""
-        values = _attributes(self._library, ptr)
+        values = _attributes(self.library, ptr)
         if values[abi.POINTER_ATTRIBUTE_MEMORY_TYPE] != abi.MEMORYTYPE_DEVICE:
             return PointerInfo(is_device=False)
         base, size = abi.CUdeviceptr(), c_size_t()
-        self._library.call("cuMemGetAddressRange_v2", byref(base), byref(size), ptr)
+        self.library.call("cuMemGetAddressRange_v2", byref(base), byref(size), ptr)
         return PointerInfo(
             is_device=True,
             ordinal=values[abi.POINTER_ATTRIBUTE_DEVICE_ORDINAL],
@@ -79,7 +79,7 @@ class MemoryCalls:
         an address inside it, send the offset along. Handles of freed allocations can come again with equal
         bytes, so send the buffer id as well. Nothing has to be released."""
         handle = abi.CUipcMemHandle()
-        self._library.call("cuIpcGetMemHandle", byref(handle), ptr)
+        self.library.call("cuIpcGetMemHandle", byref(handle), ptr)
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
@@ -90,13 +90,13 @@ class MemoryCalls:
             raise ValueError(f"handle has {len(handle)} bytes, must have {abi.IPC_HANDLE_BYTES}")
         ptr = abi.CUdeviceptr()
         by_value = abi.CUipcMemHandle.from_buffer_copy(handle)
-        self._library.call("cuIpcOpenMemHandle_v2", byref(ptr), by_value, abi.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        self.library.call("cuIpcOpenMemHandle_v2", byref(ptr), by_value, abi.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         return ptr.value
 
     def ipc_close(self, ptr: int) -> None:
         """Undoes one `ipc_open`. No copy on the memory may be under way. It may wait long for a peer's
         work."""
-        self._library.call("cuIpcCloseMemHandle", ptr)
+        self.library.call("cuIpcCloseMemHandle", ptr)
 
     # ---- host memory
 
@@ -105,16 +105,16 @@ class MemoryCalls:
         memory must stay mapped until `host_unregister`. Copies must not span two registrations. Takes about
         0.1 s per GB."""
         flags = abi.MEMHOSTREGISTER_PORTABLE | abi.MEMHOSTREGISTER_DEVICEMAP
-        self._library.call("cuMemHostRegister_v2", address, n, flags)
+        self.library.call("cuMemHostRegister_v2", address, n, flags)
 
     def host_unregister(self, address: int) -> None:
         """Undoes the `host_register` of exactly this address. No copy may be under way."""
-        self._library.call("cuMemHostUnregister", address)
+        self.library.call("cuMemHostUnregister", address)
 
     def host_device_pointer(self, address: int) -> int:
         """The device address of registered host memory, for any address inside it."""
         ptr = abi.CUdeviceptr()
-        self._library.call("cuMemHostGetDevicePointer_v2", byref(ptr), address, 0)
+        self.library.call("cuMemHostGetDevicePointer_v2", byref(ptr), address, 0)
         return ptr.value
 
 

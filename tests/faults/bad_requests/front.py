@@ -94,7 +94,7 @@ class Front:
     async def close(self) -> None:
         self._ticks.cancel()
         await asyncio.gather(self._ticks, return_exceptions=True)
-        assert await self.workers.stop(DEADLINE_S)
+        assert await self.workers.lives.stop(DEADLINE_S)
         self.pool.close()
 
     # --- what clients do ---

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from kvtier.v1 import cache_pb2, types_pb2
 from kvtier_kernels import SharedWords
-from kvtierd.cache import CPU, Event, GroupMapping
+from kvtierd.cache import CPU, Event, MappedGroup
 from kvtierd.core.actions import SessionEnded, TransferEnd, TransferEnded
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc.connections import Connection
@@ -59,7 +59,7 @@ class RankMemory:
     kind: Kind
     planes: list[list[npt.NDArray[np.uint8]]] = field(default_factory=list)
     """By group and plane: (BLOCKS, bytes)."""
-    mappings: list[GroupMapping] = field(default_factory=list)
+    mappings: list[MappedGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.bytes = BLOCKS * sum(map(sum, self.kind.fragments))
@@ -73,7 +73,15 @@ class RankMemory:
                 planes.append(whole[offset : offset + BLOCKS * size].reshape(BLOCKS, size))
                 offset += BLOCKS * size
             self.planes.append(planes)
-            self.mappings.append(GroupMapping(group, BLOCKS, bases, list(sizes), list(sizes)))
+            self.mappings.append(
+                MappedGroup(
+                    group=group,
+                    num_blocks=BLOCKS,
+                    base_offsets=bases,
+                    block_strides=list(sizes),
+                    fragment_bytes=list(sizes),
+                )
+            )
         words_bytes = 8 * (DOORBELLS + PARTS)
         self.words_fd = memfd(words_bytes)
         self.words = SharedWords(mmap.mmap(self.words_fd, words_bytes), DOORBELLS + PARTS)

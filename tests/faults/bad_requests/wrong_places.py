@@ -9,7 +9,6 @@ from kvtier.v1 import side_pb2
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import GroupGeometry
 from kvtierd.rpc import memory_check
-from kvtierd.rpc.memory_check import places_of
 
 from tests.faults.bad_requests.guest import RankMemory
 
@@ -73,7 +72,7 @@ def is_refused(data: bytes, memory: RankMemory, geometry: Sequence[GroupGeometry
     request = side_pb2.RegisterMemory.FromString(data)
     try:
         found = memory_check.inspect(memory.fd)
-        memory_check.check_memory(found, request.mapping_bytes, places_of(request), geometry)
+        memory_check.check_memory(found, request.mapping_bytes, request.groups, geometry)
     except Refusal:
         return True
     assert 0 < request.mapping_bytes <= memory.bytes

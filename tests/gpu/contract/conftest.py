@@ -16,8 +16,8 @@ import pytest_asyncio
 import uvloop
 from kvtier_kernels.cuda import Driver, load
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.orders import DeviceRange
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits, WorkerOptions
+from kvtierd.wire.worker_pb2 import DeviceRange
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 
 from tests.gpu.parts.device import find_device
 from tests.integration.worker.conftest import StartRig
@@ -77,7 +77,14 @@ class ReadThrough(DeviceMemory):
 
     def ranges(self) -> list[DeviceRange]:
         buffer_id = self._driver.pointer_info(self._base).buffer_id
-        return [DeviceRange(self._size, INSIDE_BYTES, self._driver.ipc_export(self._base), buffer_id)]
+        return [
+            DeviceRange(
+                bytes=self._size,
+                offset=INSIDE_BYTES,
+                ipc_handle=self._driver.ipc_export(self._base),
+                buffer_id=buffer_id,
+            )
+        ]
 
     def close(self) -> None:
         self._driver.free(self._base)

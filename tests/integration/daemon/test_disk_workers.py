@@ -14,13 +14,9 @@ from kvtierd.core.stimuli import DiskRecovered, Stimulus
 from kvtierd.memory import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
-from kvtierd.workers.supervisor.handles import WorkerHandle
-from kvtierd.workers.supervisor.supervisor import (
-    DiskOptions,
-    Supervisor,
-    SupervisorLimits,
-    WorkerProcessState,
-)
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState
+from kvtierd.workers.supervisor.kinds import DiskOptions
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 from tests.integration.worker.rig import SLACK_S, until
 
@@ -60,7 +56,7 @@ class Host:
 
     async def start(self) -> None:
         await self.supervisor.start()
-        await self.supervisor.settle_disks(SLACK_S)
+        await self.supervisor.lives.settle_disks(SLACK_S)
         await self.disks.recovered(SLACK_S)
 
     @property
@@ -81,7 +77,7 @@ class Host:
         return [type(stimulus).__name__ for stimulus in self.heard]
 
     async def close(self) -> None:
-        assert await self.supervisor.stop(SLACK_S)
+        assert await self.supervisor.lives.stop(SLACK_S)
         self.image.close()
         self.pool.close()
 

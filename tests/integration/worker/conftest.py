@@ -9,7 +9,7 @@ import pytest_asyncio
 import uvloop
 from kvtierd.memory import HostPool
 from kvtierd.workers.supervisor import lifecycle
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits, WorkerOptions
+from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 
 from tests.integration.worker.devices import USUAL, Gpu, Mode, params
 from tests.integration.worker.rig import SLACK_S, Rig

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from kvtier_kernels import cuda
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
-from kvtierd.workers.supervisor.orders import DeviceRange, GroupMapping
+from kvtierd.wire.worker_pb2 import DeviceRange, MappedGroup
 from kvtierd.workers.supervisor.supervisor import Supervisor
 
 from tests.support.fake_cuda import FakeCuda
@@ -84,7 +84,7 @@ class RankMemory(Protocol):
         worker: WorkerId,
         session: SessionId,
         registration: RegistrationId,
-        groups: Sequence[GroupMapping],
+        groups: Sequence[MappedGroup],
     ) -> None:
         """Has a worker map it, all of it."""
 
@@ -108,7 +108,7 @@ class Memfd:
         worker: WorkerId,
         session: SessionId,
         registration: RegistrationId,
-        groups: Sequence[GroupMapping],
+        groups: Sequence[MappedGroup],
     ) -> None:
         size = self.array.nbytes
         await supervisor.orders.map_memory(worker, session, registration, self.fd, size, groups)
@@ -138,7 +138,7 @@ class DeviceMemory:
         worker: WorkerId,
         session: SessionId,
         registration: RegistrationId,
-        groups: Sequence[GroupMapping],
+        groups: Sequence[MappedGroup],
     ) -> None:
         fds, sizes = self.chunk_fds()
         try:
@@ -148,7 +148,7 @@ class DeviceMemory:
             for fd in fds:
                 os.close(fd)
         ranges = self.ranges()
-        size = sum(range_.size_bytes for range_ in ranges)
+        size = sum(range_.bytes for range_ in ranges)
         await supervisor.orders.map_memory(worker, session, registration, None, size, groups, ranges)
 
     def close(self) -> None:
@@ -169,7 +169,9 @@ class Allocation(DeviceMemory):
     def ranges(self) -> list[DeviceRange]:
         buffer_id = self._driver.pointer_info(self.address).buffer_id
         handle = self._driver.ipc_export(self.address)
-        return [DeviceRange(self.array.nbytes, self.offset, handle, buffer_id)]
+        return [
+            DeviceRange(bytes=self.array.nbytes, offset=self.offset, ipc_handle=handle, buffer_id=buffer_id)
+        ]
 
     def close(self) -> None:
         del self.array
@@ -199,7 +201,7 @@ class Chunked(DeviceMemory):
         return self.total_bytes // self.chunk_bytes
 
     def ranges(self) -> list[DeviceRange]:
-        return [DeviceRange(self.array.nbytes, self.offset, chunks=self.chunks)]
+        return [DeviceRange(bytes=self.array.nbytes, offset=self.offset, chunks=self.chunks)]
 
     def chunk_fds(self) -> tuple[list[int], list[int]]:
         fds = []

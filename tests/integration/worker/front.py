@@ -14,8 +14,8 @@ from kvtier_kernels import PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import SessionId
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.orders import DeviceRange
-from kvtierd.workers.supervisor.supervisor import CPU
+from kvtierd.wire.worker_pb2 import DeviceRange
+from kvtierd.workers.supervisor.handles import CPU
 
 from tests.integration.worker.devices import Foreign, Memfd, RankMemory
 from tests.integration.worker.rig import Client, Layout, Rig, until
@@ -40,7 +40,9 @@ def of_test(device: str, *arguments: str) -> tuple[str, RankMemory]:
         os.set_inheritable(int(arguments[0]), False)
         return CPU, Memfd(Layout().mapping_bytes, int(arguments[0]))
     size, handle, buffer_id = arguments
-    return device, Foreign(DeviceRange(int(size), 0, bytes.fromhex(handle), int(buffer_id)))
+    return device, Foreign(
+        DeviceRange(bytes=int(size), offset=0, ipc_handle=bytes.fromhex(handle), buffer_id=int(buffer_id))
+    )
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.orders import GroupMapping
-from kvtierd.workers.supervisor.supervisor import (
+from kvtierd.wire.worker_pb2 import MappedGroup
+from kvtierd.workers.supervisor.handles import (
     CPU,
-    Supervisor,
     SupervisorLimits,
     WorkerHandle,
     WorkerOptions,
     WorkerProcessState,
-    WorkerStimulus,
 )
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.integration.worker.devices import Gpu, Memfd, RankMemory, memfd
 
@@ -73,8 +72,14 @@ class Layout:
     def mapping_bytes(self) -> int:
         return self.bases[-1] + self.strides[-1] * self.num_blocks
 
-    def mapping(self) -> GroupMapping:
-        return GroupMapping(GROUP, self.num_blocks, self.bases, self.strides, self.fragments)
+    def mapping(self) -> MappedGroup:
+        return MappedGroup(
+            group=GROUP,
+            num_blocks=self.num_blocks,
+            base_offsets=self.bases,
+            block_strides=self.strides,
+            fragment_bytes=self.fragments,
+        )
 
     def block(self, memory: npt.NDArray[np.uint8], block: int) -> bytes:
         """What one block's slot has to hold, said without any code of ours."""
@@ -188,11 +193,11 @@ class Rig:
         if not worker:
             return
         if self.device != CPU:
-            await self.supervisor.worker_for(self.device)
+            await self.supervisor.lives.worker_for(self.device)
         await until(lambda: self.seen(WorkerLive))
 
     async def close(self) -> None:
-        assert await self.supervisor.stop(SLACK_S)
+        assert await self.supervisor.lives.stop(SLACK_S)
         for client in self.clients:
             client.close()
         self.pool.close()
@@ -228,7 +233,7 @@ class Rig:
             assert asyncio.get_running_loop().time() < deadline_s, "waited in vain for a new worker"
             if self.device != CPU:
                 try:
-                    await self.supervisor.worker_for(self.device)
+                    await self.supervisor.lives.worker_for(self.device)
                 except Refusal as refusal:  # the old one is not gone yet, or was a moment ago
                     if refusal.reason is not Reason.WORKER_UNAVAILABLE:
                         raise

@@ -24,7 +24,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel import packets
 from kvtierd.workers.channel.packets import BlockingPacketChannel, packet_socketpair
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
-from kvtierd.workers.supervisor.supervisor import CPU, SupervisorLimits, WorkerStartError
+from kvtierd.workers.supervisor.handles import CPU, SupervisorLimits, WorkerStartError
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, Allocation, Gpu, Memfd, Mode, on
@@ -49,7 +49,7 @@ async def replaced(rig: Rig) -> None:
     await rig.successor()
     assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited", "WorkerLive"]
     [handle] = rig.supervisor.workers.values()
-    assert handle.respawns == rig.supervisor.respawns[rig.device] == 1
+    assert handle.respawns == rig.supervisor.devices.respawns[rig.device] == 1
     await rig.store(await rig.client(), [0])
 
 
@@ -136,7 +136,7 @@ async def test_a_worker_whose_queue_overflows_is_lost_but_not_inside_post(start_
     worker = rig.worker
     while (
         live_worker(rig.supervisor, rig.device) is not None
-        and not rig.supervisor._lives.processes[worker].channel.closed
+        and not rig.supervisor.lives.processes[worker].channel.closed
     ):
         rig.post(client, Direction.STORE, blocks, many, worker=worker)
     assert rig.seen(WorkerLost) == []
@@ -175,7 +175,7 @@ async def test_replacements_back_off(start_rig: StartRig) -> None:
     rig = await start_rig(limits=limits)
     rig.environment["KVTIER_TEST_WORKER_FAULT"] = "no-such-fault"  # every new worker fails at once
     os.kill(rig.pid, signal.SIGKILL)
-    await until(lambda: rig.supervisor.respawns["cpu"] >= 3)
+    await until(lambda: rig.supervisor.devices.respawns["cpu"] >= 3)
     assert len(rig.supervisor.workers) <= 1
     assert life_and_death(rig) == ["WorkerLive", "WorkerLost", "WorkerExited"]
     with pytest.raises(Refusal, match="being started"):
@@ -202,7 +202,7 @@ async def test_stop_finishes_what_runs_and_revokes_the_rest(start_rig: StartRig)
     queued, _ = rig.post(client, Direction.STORE, [2], slots[2:3])
     gated, _ = rig.post(client, Direction.STORE, [3], slots[3:], gate=(0, 1))
     await until(lambda: client.part_state(running) == PART_STARTED)
-    assert await rig.supervisor.stop(SLACK_S)
+    assert await rig.supervisor.lives.stop(SLACK_S)
     outcomes = {event.part: event.outcome for event in rig.seen(PartFinished)}
     assert outcomes[runs] == PartOutcome.DONE
     assert outcomes[queued] == outcomes[gated] == PartOutcome.REVOKED
@@ -215,7 +215,7 @@ async def test_stop_kills_what_does_not_stop(start_rig: StartRig) -> None:
     client = await rig.client()
     _, ticket = rig.post(client, Direction.STORE, [0], rig.open(1, client.layout.slot_bytes))
     await until(lambda: client.part_state(ticket) == PART_STARTED)
-    assert await rig.supervisor.stop(0.3)
+    assert await rig.supervisor.lives.stop(0.3)
     assert rig.supervisor.workers == {}
 
 
@@ -240,7 +240,7 @@ class Place:
         if isinstance(self.cache, Memfd):
             return ["memfd", str(self.cache.fd)]
         [range_] = self.cache.ranges()
-        return [self.device, str(range_.size_bytes), range_.ipc_handle.hex(), str(range_.buffer_id)]
+        return [self.device, str(range_.bytes), range_.ipc_handle.hex(), str(range_.buffer_id)]
 
     def message(self) -> tuple[dict[str, object], list[int]]:
         """The fields of MapMemory that are about it, and its descriptors."""

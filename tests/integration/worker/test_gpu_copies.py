@@ -6,7 +6,7 @@ import numpy as np
 from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits
+from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, on

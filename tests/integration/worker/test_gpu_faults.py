@@ -8,7 +8,7 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, Ticket
 from kvtierd.core.stimuli import PartOutcome, WorkerExited, WorkerLive, WorkerLost
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits
+from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, Mode, on
@@ -39,7 +39,7 @@ async def replaced(rig: Rig) -> None:
     kinds = (WorkerLive, WorkerLost, WorkerExited)
     told = [type(event) for event in rig.events if isinstance(event, kinds)]
     assert told == [WorkerLive, WorkerLost, WorkerExited, WorkerLive]
-    assert rig.supervisor.respawns[rig.device] == 1
+    assert rig.supervisor.devices.respawns[rig.device] == 1
     await rig.store(await rig.client(), [0])
 
 
@@ -115,7 +115,7 @@ async def test_a_copy_that_the_driver_refuses_fails_its_part_and_nothing_else(
 
 async def test_other_gpus_do_not_notice(start_rig: StartRig, gpu: Gpu, other_gpu: Gpu) -> None:
     rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=60.0))
-    await rig.supervisor.worker_for(other_gpu.name)
+    await rig.supervisor.lives.worker_for(other_gpu.name)
     healthy = rig.beside(other_gpu)
     client = await healthy.client(Layout(num_blocks=40, fragments=(1 << 20,)))
     # Its copy takes as long as all that happens to the other.
@@ -136,7 +136,7 @@ async def test_memory_that_the_driver_does_not_let_go_of_kills_only_its_worker(
     start_rig: StartRig, gpu: Gpu, other_gpu: Gpu
 ) -> None:
     rig = await start_rig(limits=SupervisorLimits(release_deadline_s=6.0))
-    await rig.supervisor.worker_for(other_gpu.name)
+    await rig.supervisor.lives.worker_for(other_gpu.name)
     healthy = rig.beside(other_gpu)
     client, other = await rig.client(), await rig.client()
     gpu.fake.hang("cuIpcCloseMemHandle", 1, rig.pid)
@@ -198,21 +198,21 @@ async def test_a_gpu_that_cannot_be_served_is_refused_with_what_to_do_and_tried_
     rig.environment.update(environment)
     for _ in range(2):
         with pytest.raises(Refusal) as refusal:
-            await rig.supervisor.worker_for(rig.device)
+            await rig.supervisor.lives.worker_for(rig.device)
         assert refusal.value.reason == reason
         assert said in refusal.value.message
         await until(lambda: not rig.supervisor.workers)
     assert rig.events == []
     rig.environment.clear()
     rig.environment.update(sound)
-    await rig.supervisor.worker_for(rig.device)
+    await rig.supervisor.lives.worker_for(rig.device)
     await rig.store(await rig.client(), [0])
 
 
 async def test_a_slice_of_a_gpu_is_refused(start_rig: StartRig) -> None:
     rig = await start_rig(worker=False, environment={"FAKE_CUDA_MIG": "1"})
     with pytest.raises(Refusal, match="MIG") as refusal:
-        await rig.supervisor.worker_for(rig.device.replace("-8000-", "-8100-"))
+        await rig.supervisor.lives.worker_for(rig.device.replace("-8000-", "-8100-"))
     assert refusal.value.reason == Reason.DEVICE_UNAVAILABLE
 
 
@@ -220,7 +220,7 @@ async def test_a_slice_of_a_gpu_is_refused(start_rig: StartRig) -> None:
 async def test_a_method_that_the_driver_has_not_is_refused(start_rig: StartRig) -> None:
     rig = await start_rig(worker=False)
     with pytest.raises(Refusal, match="gpu_copy_method") as refusal:
-        await rig.supervisor.worker_for(rig.device)
+        await rig.supervisor.lives.worker_for(rig.device)
     assert refusal.value.reason == Reason.DEVICE_UNAVAILABLE
 
 
@@ -229,7 +229,7 @@ async def test_a_worker_that_no_session_uses_ends_and_frees_its_context(
 ) -> None:
     rig = await start_rig(limits=SupervisorLimits(gpu_idle_s=0.5), worker=False)
     ours = gpu.fake.hbm_used(contexts=True)
-    await rig.supervisor.worker_for(rig.device)
+    await rig.supervisor.lives.worker_for(rig.device)
     client = await rig.client()
     assert gpu.fake.hbm_used(contexts=True) > ours
     await asyncio.sleep(1.0)
@@ -239,6 +239,6 @@ async def test_a_worker_that_no_session_uses_ends_and_frees_its_context(
     client.cache.close()
     assert gpu.fake.hbm_used(contexts=True) == ours
     rig.clients.clear()
-    await rig.supervisor.worker_for(rig.device)
-    assert rig.supervisor.respawns[rig.device] == 0
+    await rig.supervisor.lives.worker_for(rig.device)
+    assert rig.supervisor.devices.respawns[rig.device] == 0
     await rig.store(await rig.client(), [0])

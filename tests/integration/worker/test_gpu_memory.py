@@ -12,7 +12,7 @@ import pytest
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import PartOutcome
-from kvtierd.workers.supervisor.orders import DeviceRange
+from kvtierd.wire.worker_pb2 import DeviceRange
 
 from tests.integration.worker.devices import (
     GPU_13,
@@ -127,7 +127,7 @@ async def test_a_range_beyond_its_allocation_is_refused(rig: Rig, gpu: Gpu) -> N
     memory = gpu.allocate(SIZE)
     [honest] = memory.ranges()
     for offset in (1, SIZE, 2**63):
-        lie = DeviceRange(SIZE, offset, honest.ipc_handle, honest.buffer_id)
+        lie = DeviceRange(bytes=SIZE, offset=offset, ipc_handle=honest.ipc_handle, buffer_id=honest.buffer_id)
         refusal = await refused(rig, Described([lie]))
         assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].offset")
 
@@ -136,7 +136,11 @@ async def test_a_handle_that_names_no_memory_is_refused(rig: Rig, gpu: Gpu) -> N
     gone = gpu.allocate(SIZE)
     [freed] = gone.ranges()
     gone.close()
-    for range_ in (freed, DeviceRange(SIZE, 0, bytes(64), 1), DeviceRange(SIZE, 0, b"\xff" * 64, 1)):
+    for range_ in (
+        freed,
+        DeviceRange(bytes=SIZE, offset=0, ipc_handle=bytes(64), buffer_id=1),
+        DeviceRange(bytes=SIZE, offset=0, ipc_handle=b"\xff" * 64, buffer_id=1),
+    ):
         refusal = await refused(rig, Described([range_]))
         assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].handle")
 
@@ -154,7 +158,7 @@ async def test_a_plane_that_lies_in_two_ranges_is_refused(rig: Rig, gpu: Gpu) ->
 
 async def test_what_is_no_chunk_is_refused(rig: Rig, gpu: Gpu) -> None:
     granularity = gpu.driver.chunk_granularity(0)
-    lie = DeviceRange(SIZE, 0, chunks=1)
+    lie = DeviceRange(bytes=SIZE, offset=0, chunks=1)
     refusal = await refused(rig, Described([lie], [memfd(granularity)], granularity))
     assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "chunks")
 
@@ -163,7 +167,7 @@ async def test_a_chunk_of_another_size_than_it_says_is_refused(rig: Rig, gpu: Gp
     memory = gpu.chunked(1)
     for factor in (0, 3):
         fds, _ = memory.chunk_fds()
-        lie = Described([DeviceRange(SIZE, 0, chunks=1)], fds, factor * memory.chunk_bytes)
+        lie = Described([DeviceRange(bytes=SIZE, offset=0, chunks=1)], fds, factor * memory.chunk_bytes)
         assert (await refused(rig, lie)).reason == Reason.DEVICE_MEMORY_INVALID
     memory.close()
 
@@ -177,7 +181,9 @@ async def test_ranges_beyond_their_chunks_are_refused(rig: Rig, gpu: Gpu, chunks
     memory = gpu.chunked(1)
     size = memory.chunk_bytes
     fds, _ = memory.chunk_fds()
-    refusal = await refused(rig, Described([DeviceRange(size, offset, chunks=chunks)], fds, size))
+    refusal = await refused(
+        rig, Described([DeviceRange(bytes=size, offset=offset, chunks=chunks)], fds, size)
+    )
     assert refusal.reason == Reason.DEVICE_MEMORY_INVALID
     memory.close()
 
@@ -243,7 +249,10 @@ def engine(gpu: Gpu, size: int, byte: int) -> Iterator[tuple[subprocess.Popen[st
     with process:
         assert process.stdout is not None
         handle, buffer_id = process.stdout.readline().split()
-        yield process, DeviceRange(size, 0, bytes.fromhex(handle), int(buffer_id))
+        yield (
+            process,
+            DeviceRange(bytes=size, offset=0, ipc_handle=bytes.fromhex(handle), buffer_id=int(buffer_id)),
+        )
         process.kill()
 
 

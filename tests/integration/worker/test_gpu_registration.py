@@ -5,7 +5,8 @@ import fcntl
 
 from kvtierd.core.actions import Direction
 from kvtierd.core.stimuli import PartOutcome, WorkerLost
-from kvtierd.workers.supervisor.supervisor import SupervisorLimits
+from kvtierd.workers.channel.status import StatusWord
+from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_13, GPU_ROWS, Gpu, on
@@ -26,8 +27,12 @@ def extents_bytes(rig: Rig) -> int:
     return rig.pool.geometry.extents * rig.pool.geometry.extent_bytes
 
 
+def registered_bytes(rig: Rig) -> int:
+    return rig.supervisor.status_word(rig.worker, StatusWord.REGISTERED_BYTES)
+
+
 async def registered(rig: Rig, size: int) -> None:
-    await until(lambda: rig.supervisor.registered_bytes(rig.worker) == size, f"{size} bytes to be registered")
+    await until(lambda: registered_bytes(rig) == size, f"{size} bytes to be registered")
 
 
 async def test_an_idle_worker_registers_the_whole_pool(start_rig: StartRig, gpu: Gpu) -> None:
@@ -43,7 +48,7 @@ async def test_a_copy_has_registered_what_it_needs(start_rig: StartRig, gpu: Gpu
     rig = await start_rig(pool_bytes=TWO_AREAS, environment={"FAKE_CUDA_FAIL": f"{REGISTERS}:1:2"})
     client = await rig.client(LAYOUT)
     await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 2)
-    assert rig.supervisor.registered_bytes(rig.worker) < extents_bytes(rig)
+    assert registered_bytes(rig) < extents_bytes(rig)
     slots = [rig.open(1, LAYOUT.slot_bytes) for _ in range(120)]  # in both areas
     for slot in (slots[0], slots[-1]):
         part, _ = rig.post(client, Direction.STORE, [1], slot)
@@ -94,7 +99,7 @@ async def test_two_workers_register_one_after_the_other(
     rig = await start_rig(limits=limits, environment={"FAKE_CUDA_HANG": f"{REGISTERS}:1"})
     await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the first to begin")
     del rig.environment["FAKE_CUDA_HANG"]
-    await rig.supervisor.worker_for(other_gpu.name)
+    await rig.supervisor.lives.worker_for(other_gpu.name)
     second = rig.beside(other_gpu)
     await asyncio.sleep(0.5)
     assert gpu.fake.calls(REGISTERS, second.pid) == 0
@@ -111,14 +116,14 @@ async def test_a_worker_that_hangs_in_registering_is_killed_and_the_others_go_on
     rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=8.0), worker=False)
     # The other one first, so that it is asked at once: its background cannot register the pool.
     rig.environment["FAKE_CUDA_FAIL"] = f"{REGISTERS}:1:2"
-    await rig.supervisor.worker_for(other_gpu.name)
+    await rig.supervisor.lives.worker_for(other_gpu.name)
     healthy = rig.beside(other_gpu)
     await until(lambda: gpu.fake.calls(REGISTERS, healthy.pid) == 1, "the other to have tried")
     client = await healthy.client(LAYOUT)
     slots = healthy.open(1, LAYOUT.slot_bytes)
     del rig.environment["FAKE_CUDA_FAIL"]
     rig.environment["FAKE_CUDA_HANG"] = f"{REGISTERS}:1"
-    await rig.supervisor.worker_for(rig.device)
+    await rig.supervisor.lives.worker_for(rig.device)
     await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1, "the one to begin")
     part, _ = healthy.post(client, Direction.STORE, [0], slots)
     # It waits for less time than would make it look stuck itself.
@@ -137,9 +142,9 @@ async def test_the_background_goes_on_however_long_others_have_been_registering(
     """With eight GPUs that is no rarity; the pool is to be ready before it is needed all the same."""
     rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=3.0), worker=False)
     fcntl.lockf(rig.pool.fd, fcntl.LOCK_EX)
-    await rig.supervisor.worker_for(rig.device)
+    await rig.supervisor.lives.worker_for(rig.device)
     await asyncio.sleep(5)  # several times what a lane would wait
-    assert rig.supervisor.registered_bytes(rig.worker) == 0
+    assert registered_bytes(rig) == 0
     fcntl.lockf(rig.pool.fd, fcntl.LOCK_UN)
     await registered(rig, extents_bytes(rig))
     assert rig.seen(WorkerLost) == []

@@ -11,7 +11,8 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.supervisor import Supervisor, SupervisorLimits, WorkerStimulus
+from kvtierd.workers.supervisor.handles import SupervisorLimits
+from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.integration.worker.rig import SLACK_S, live_worker, until
 from tests.support.fake_cuda import FakeCuda
@@ -44,7 +45,7 @@ class Host:
 
     async def refused(self, device: str = "") -> Refusal:
         with pytest.raises(Refusal) as refusal:
-            await self.supervisor.worker_for(device or self.device)
+            await self.supervisor.lives.worker_for(device or self.device)
         return refusal.value
 
     def told(self) -> list[str]:
@@ -65,7 +66,7 @@ async def start_host(fake_cuda: FakeCuda) -> AsyncIterator[StartHost]:
 
     yield start
     for host in hosts:
-        assert await host.supervisor.stop(SLACK_S)
+        assert await host.supervisor.lives.stop(SLACK_S)
         host.pool.close()
 
 
@@ -74,7 +75,7 @@ async def test_all_who_wait_share_one_and_the_core_hears_of_it_first(start_host:
     heard: list[list[str]] = []
 
     async def ask() -> int:
-        worker = await host.supervisor.worker_for(host.device)
+        worker = await host.supervisor.lives.worker_for(host.device)
         heard.append(host.told())
         return worker
 
@@ -82,12 +83,12 @@ async def test_all_who_wait_share_one_and_the_core_hears_of_it_first(start_host:
     assert len(set(found)) == 1
     assert heard == [["WorkerLive"]] * 8
     assert live_worker(host.supervisor, host.device) == found[0]
-    assert await host.supervisor.worker_for(host.device) == found[0]
+    assert await host.supervisor.lives.worker_for(host.device) == found[0]
 
 
 async def test_one_who_gives_up_takes_nothing_from_the_others(start_host: StartHost) -> None:
     host = await start_host()
-    waiting = [asyncio.create_task(host.supervisor.worker_for(host.device)) for _ in range(3)]
+    waiting = [asyncio.create_task(host.supervisor.lives.worker_for(host.device)) for _ in range(3)]
     await until(host.pids)
     waiting[0].cancel()
     waiting[2].cancel()
@@ -133,12 +134,14 @@ async def test_a_worker_killed_while_it_starts_is_told_to_who_waits(start_host: 
     assert "killed by SIGKILL" in (await waiting).message
     await until(lambda: not host.pids())
     await asyncio.sleep(0.1)
-    assert await host.supervisor.worker_for(host.device), "tried again when somebody asks, after a while"
+    assert await host.supervisor.lives.worker_for(host.device), (
+        "tried again when somebody asks, after a while"
+    )
 
 
 async def test_an_idle_worker_that_does_not_end_is_killed(start_host: StartHost) -> None:
     host = await start_host(SupervisorLimits(gpu_idle_s=0.1, end_deadline_s=1.0))
-    worker = await host.supervisor.worker_for(host.device)
+    worker = await host.supervisor.lives.worker_for(host.device)
     os.kill(host.supervisor.workers[worker].pid, signal.SIGSTOP)
     await until(lambda: live_worker(host.supervisor, host.device) is None)
     refusal = await host.refused()
@@ -150,7 +153,7 @@ async def test_an_idle_worker_that_does_not_end_is_killed(start_host: StartHost)
 
 async def test_a_refused_mapping_holds_nothing(start_host: StartHost) -> None:
     host = await start_host()
-    worker = await host.supervisor.worker_for(host.device)
+    worker = await host.supervisor.lives.worker_for(host.device)
     reading, writing = os.pipe()
     with pytest.raises(Refusal):
         await host.supervisor.orders.map_words(worker, SessionId(1), reading, 1, 1)
@@ -168,6 +171,6 @@ async def test_who_waits_when_the_daemon_stops_is_told(start_host: StartHost) ->
     host = await start_host(FAKE_CUDA_HANG="cuInit:1:5000")
     waiting = asyncio.create_task(host.refused())
     await until(host.pids)
-    assert await host.supervisor.stop(0)
+    assert await host.supervisor.lives.stop(0)
     assert (await waiting).reason is Reason.WORKER_UNAVAILABLE
     assert (await host.refused()).reason is Reason.DRAINING

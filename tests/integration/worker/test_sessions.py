@@ -11,7 +11,7 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
 from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased
-from kvtierd.workers.supervisor.orders import GroupMapping
+from kvtierd.wire.worker_pb2 import MappedGroup
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import ON_CPU, memfd, on
@@ -132,14 +132,30 @@ async def test_memory_that_cannot_be_written_is_refused(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "group",
     [
-        GroupMapping(GROUP, 65, Layout().bases, Layout().strides, Layout().fragments),
-        GroupMapping(GROUP, 1 << 62, [0], [1 << 40], [1 << 40]),
-        GroupMapping(GROUP, 2, [(1 << 64) - 8], [8], [8]),
-        GroupMapping(GROUP, 1, [0, 0], [4096], [4096]),
+        MappedGroup(
+            group=GROUP,
+            num_blocks=65,
+            base_offsets=Layout().bases,
+            block_strides=Layout().strides,
+            fragment_bytes=Layout().fragments,
+        ),
+        MappedGroup(
+            group=GROUP,
+            num_blocks=1 << 62,
+            base_offsets=[0],
+            block_strides=[1 << 40],
+            fragment_bytes=[1 << 40],
+        ),
+        MappedGroup(
+            group=GROUP, num_blocks=2, base_offsets=[(1 << 64) - 8], block_strides=[8], fragment_bytes=[8]
+        ),
+        MappedGroup(
+            group=GROUP, num_blocks=1, base_offsets=[0, 0], block_strides=[4096], fragment_bytes=[4096]
+        ),
     ],
     ids=["one block too many", "overflow", "base overflow", "not parallel"],
 )
-async def test_planes_beyond_the_mapping_are_refused(rig: Rig, group: GroupMapping) -> None:
+async def test_planes_beyond_the_mapping_are_refused(rig: Rig, group: MappedGroup) -> None:
     refusal = await _refused(rig, memfd(Layout().mapping_bytes), groups=[group])
     assert refusal.reason == Reason.PLANE_BEYOND_MAPPING
     assert refusal.field == f"groups[{GROUP}]"
@@ -148,7 +164,13 @@ async def test_planes_beyond_the_mapping_are_refused(rig: Rig, group: GroupMappi
 @on(ON_CPU)
 async def test_a_layout_too_large_to_describe_is_refused(rig: Rig) -> None:
     planes = 60_000
-    group = GroupMapping(GROUP, 1, [0] * planes, [1 << 30] * planes, [1 << 30] * planes)
+    group = MappedGroup(
+        group=GROUP,
+        num_blocks=1,
+        base_offsets=[0] * planes,
+        block_strides=[1 << 30] * planes,
+        fragment_bytes=[1 << 30] * planes,
+    )
     assert (await _refused(rig, memfd(4096), groups=[group])).reason == Reason.LAYOUT_INVALID
 
 

@@ -19,7 +19,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.workers = {WorkerId(1): SimpleNamespace(pid=os.getpid())}
-        self.orders = self
+        self.orders = self.lives = self
         self.refuse: Refusal | None = None
 
     async def worker_for(self, device: str) -> WorkerId:

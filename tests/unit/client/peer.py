@@ -34,7 +34,7 @@ def hashes(*numbers: int) -> bytes:
 
 def worker_words(page: WordsPage) -> SharedWords:
     """The page's words through a mapping of their own."""
-    mapping = mmap.mmap(page.fileno(), 0)
+    mapping = mmap.mmap(page.buffer.fileno(), 0)
     return SharedWords(mapping, len(mapping) // 8)
 
 

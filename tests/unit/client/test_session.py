@@ -340,7 +340,7 @@ def test_the_next_daemon_is_told_the_rate_at_once(peer: Peer) -> None:
 
 def test_audits_go_with_heartbeats_some_at_a_time(peer: Peer) -> None:
     for number in range(20):
-        peer.session.news.audited(cache_pb2.Audit(matched=True, group=number, block_hash=b"h"))
+        peer.session.news.audits.append(cache_pb2.Audit(matched=True, group=number, block_hash=b"h"))
     told: list[int] = []
     for expected in (16, 4, 0):
         peer.now_s += 2.0

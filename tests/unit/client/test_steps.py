@@ -253,7 +253,7 @@ def test_doorbells_are_exposed_when_all_else_has_worked(attached: Peer, daemon: 
     assert bells.exposed == []
     daemon.perform(register(attached.session, bells))
     assert bells.exposed == [attached.session.spec.doorbells * 8]
-    assert attached.session.words.exposed
+    assert attached.session.words.streams.writable
 
 
 def test_memory_that_is_taken_back_at_the_last_moment_is_not_registered(

@@ -104,13 +104,13 @@ def test_what_lands_on_a_page_of_the_past_is_carried_over(words: RankWords, stre
     stream.new_page()
     stream.ring(0, 5)
     worker = worker_words(stream.new_page())
-    assert words.behind
+    assert words.streams.behind
     words.carry_over()
     assert worker.load(0) == 0
     stream.land()
     words.carry_over()
     assert worker.load(0) == 5
-    assert not words.behind, "nothing more is waited for"
+    assert not words.streams.behind, "nothing more is waited for"
 
 
 def test_a_page_of_the_past_that_can_bring_nothing_more_is_not_waited_for(
@@ -121,11 +121,11 @@ def test_a_page_of_the_past_that_can_bring_nothing_more_is_not_waited_for(
     stream.ring(0, 5)
     worker = worker_words(stream.new_page())
     words.carry_over()
-    assert words.behind
+    assert words.streams.behind
     words.ring(0, 5)
     assert worker.load(0) == 5
     words.carry_over()
-    assert not words.behind
+    assert not words.streams.behind
 
 
 def test_what_lands_before_the_first_page_is_carried_over(words: RankWords, stream: Stream) -> None:
@@ -156,7 +156,7 @@ def test_a_page_that_is_closed_takes_what_is_queued(words: RankWords, stream: St
     stream.ring(0, 1)
     words.end_epoch()
     words.close()
-    assert page.fileno() == -1
+    assert page.buffer.fileno() == -1
     stream.land()  # into memory that is mapped, or this process is gone
 
 

@@ -132,12 +132,12 @@ for ticket in range(1, rounds + 1):
 
 def test_after_a_seal_a_worker_in_another_process_starts_nothing(words: RankWords) -> None:
     page = words.new_page()
-    arguments = [page.fileno(), DOORBELLS + PARTS, DOORBELLS, PARTS, 2_000_000]
+    arguments = [page.buffer.fileno(), DOORBELLS + PARTS, DOORBELLS, PARTS, 2_000_000]
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        pass_fds=[page.fileno()],
+        pass_fds=[page.buffer.fileno()],
         text=True,
     )
     try:

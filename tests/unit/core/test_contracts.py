@@ -24,6 +24,7 @@ from kvtierd.core.state.transitions import (
 )
 from kvtierd.core.stimuli import EndSession, PartOutcome, Tick, WorkerLive, WorkerLost
 
+from tests.oracles.free_slots import free_slots
 from tests.oracles.invariants import validate
 from tests.unit.core.disk import READ, WRITE, DiskHost
 from tests.unit.core.host import Host, keys
@@ -276,7 +277,7 @@ class TestValidator:
     @staticmethod
     def set_aside(host: Host) -> None:
         slots = host.machine.core.blocks.slots
-        slots.corrupt.add(int(slots.free_slots(4096)[0]))
+        slots.corrupt.add(int(free_slots(slots, 4096)[0]))
 
     @staticmethod
     def recovered(host: Host) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvtierd.core.blocks.slots import RECORD_BYTES, PoolGeometry, SlotAllocator, pages_up
 from kvtierd.core.ids import PAGE_BYTES
 
+from tests.oracles.free_slots import free_slots
 from tests.unit.core.host import GEOMETRY
 
 
@@ -87,14 +88,14 @@ class TestAllocator:
         slots.assign_free(4096, 56)
         slots.retire(2)
         assert slots.assign_free(8192, 1) == [2]
-        assert slots.free_slots(8192).tolist() == GEOMETRY.slots_of(2, 8192)[::-1].tolist()
-        assert 2 not in GEOMETRY.extent_of(slots.free_slots(4096))
+        assert free_slots(slots, 8192).tolist() == GEOMETRY.slots_of(2, 8192)[::-1].tolist()
+        assert 2 not in GEOMETRY.extent_of(free_slots(slots, 4096))
 
     def test_recovered_extents_have_their_taken_and_withheld_slots(self) -> None:
         slots = SlotAllocator(GEOMETRY)
         everything = GEOMETRY.slots_of(1, 4096)
         slots.recover(1, 4096, everything[:3], everything[3:5], everything[5:6])
-        assert set(slots.free_slots(4096).tolist()) == set(everything[6:].tolist())
+        assert set(free_slots(slots, 4096).tolist()) == set(everything[6:].tolist())
         assert slots.withheld_by_size() == {4096: 3}
         freed = slots.release_quarantined(everything[[0, 1, 2, 3, 5]])
         assert freed.tolist() == [everything[3]]

@@ -14,6 +14,7 @@ from kvtierd.core.status import (
     WorkerStatus,
 )
 from kvtierd.core.stimuli import CoreIntegrity
+from kvtierd.memory import PoolStart
 
 GPU = "GPU-00000000-1111-2222-3333-444444444444"
 IDLE_GPU = "GPU-00000000-1111-2222-3333-555555555555"
@@ -151,7 +152,12 @@ def busy_snapshot() -> Snapshot:
         uptime_s=3725.0,
         boot_nonce=2**64 - 1,
         pool=PoolSnapshot(
-            "/dev/shm/kvtier-0/pool", 20 << 20, 18 << 20, 16 << 20, True, "", 41, 42 << 10, 3, 44, 0.5
+            "/dev/shm/kvtier-0/pool",
+            20 << 20,
+            18 << 20,
+            16 << 20,
+            3,
+            PoolStart(True, "", 41, 42 << 10, 3, 44, 0.5),
         ),
         core=core,
         sessions={SessionId(1): SessionAbout("scheduler and rank 0", 4321, "test 1", 940.0)},

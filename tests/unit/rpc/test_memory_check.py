@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtier.v1 import side_pb2
+from kvtier.v1.side_pb2 import GroupMemory
 from kvtierd.cache import DeviceRange
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.stimuli import GroupGeometry
@@ -17,8 +19,6 @@ from kvtierd.rpc.memory_check import (
     F_SEAL_SHRINK,
     F_SEAL_WRITE,
     Descriptor,
-    GroupPlace,
-    PlanePlace,
 )
 
 F_ADD_SEALS = 1033
@@ -35,12 +35,13 @@ def geometry(*fragments: int) -> GroupGeometry:
     return GroupGeometry(1, 16, 0, tuple((size, "") for size in fragments))
 
 
-def place(num_blocks: int, *planes: tuple[int, int], group: int = 0) -> GroupPlace:
-    return GroupPlace(group, num_blocks, tuple(PlanePlace(*plane) for plane in planes))
+def place(num_blocks: int, *planes: tuple[int, int], group: int = 0) -> GroupMemory:
+    placed = [side_pb2.Plane(base_offset=base, block_stride_bytes=stride) for base, stride in planes]
+    return GroupMemory(group=group, num_blocks=num_blocks, planes=placed)
 
 
 def reason_of(
-    found: Descriptor, mapping_bytes: int, places: list[GroupPlace], shapes: list[GroupGeometry]
+    found: Descriptor, mapping_bytes: int, places: list[GroupMemory], shapes: list[GroupGeometry]
 ) -> tuple[Reason, str]:
     with pytest.raises(Refusal) as refusal:
         memory_check.check_memory(found, mapping_bytes, places, shapes)
@@ -160,11 +161,11 @@ class TestChunks:
 
 
 def ipc(size_bytes: int, offset: int = 0, handle: bytes = bytes(64)) -> DeviceRange:
-    return DeviceRange(size_bytes, offset, handle, 7)
+    return DeviceRange(bytes=size_bytes, offset=offset, ipc_handle=handle, buffer_id=7)
 
 
 def of_chunks(size_bytes: int, count: int, offset: int = 0) -> DeviceRange:
-    return DeviceRange(size_bytes, offset, chunks=count)
+    return DeviceRange(bytes=size_bytes, offset=offset, chunks=count)
 
 
 class TestRanges:
@@ -175,10 +176,10 @@ class TestRanges:
         ranges: list[DeviceRange],
         chunks: list[int] | None = None,
         mapping_bytes: int | None = None,
-        where: GroupPlace | None = None,
+        where: GroupMemory | None = None,
     ) -> None:
         if mapping_bytes is None:
-            mapping_bytes = sum(part.size_bytes for part in ranges)
+            mapping_bytes = sum(part.bytes for part in ranges)
         where = where or place(10, (0, 100))
         fragments = [100] * len(where.planes)
         memory_check.check_ranges(ranges, chunks or [], mapping_bytes, [where], [geometry(*fragments)])
@@ -241,7 +242,7 @@ class TestRanges:
             (place(2, (0, 2**63)), STRIDE),
         ],
     )
-    def test_no_plane_crosses_from_one_range_to_the_next(self, where: GroupPlace, field: str) -> None:
+    def test_no_plane_crosses_from_one_range_to_the_next(self, where: GroupMemory, field: str) -> None:
         with pytest.raises(Refusal) as refusal:
             self.check([ipc(1000), ipc(1000)], where=where)
         assert refusal.value.reason in (Reason.PLANE_BEYOND_MAPPING, Reason.STRIDE_OVERFLOW)
@@ -317,7 +318,7 @@ class TestPlanes:
         ],
     )  # fmt: skip
     def test_what_does_not_fit_is_refused_by_field(
-        self, mapping_bytes: int, where: GroupPlace, shape: GroupGeometry, reason: Reason, field: str
+        self, mapping_bytes: int, where: GroupMemory, shape: GroupGeometry, reason: Reason, field: str
     ) -> None:
         assert reason_of(sound(), mapping_bytes, [where], [shape]) == (reason, field)
 

@@ -87,10 +87,18 @@ def test_arrays_that_are_not_parallel_are_refused_by_both_ends() -> None:
 
 
 def test_memory_of_a_gpu_is_described_range_by_range() -> None:
-    groups = [orders.GroupMapping(0, 2**32 - 1, [0, 5], [7, 2**63], [6, 1])]
+    groups = [
+        wire.MappedGroup(
+            group=0,
+            num_blocks=2**32 - 1,
+            base_offsets=[0, 5],
+            block_strides=[7, 2**63],
+            fragment_bytes=[6, 1],
+        )
+    ]
     ranges = [
-        orders.DeviceRange(2**62, 2**61, bytes(range(64)), 2**64 - 1),
-        orders.DeviceRange(4096, 17, chunks=3),
+        wire.DeviceRange(bytes=2**62, offset=2**61, ipc_handle=bytes(range(64)), buffer_id=2**64 - 1),
+        wire.DeviceRange(bytes=4096, offset=17, chunks=3),
     ]
     packet = orders.map_memory_packet(9, SessionId(5), RegistrationId(6), 2**62 + 4096, groups, ranges)
     found = wire.ToWorker.FromString(packet).map_memory

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
 from kvtierd.memory import HostPool
-from kvtierd.workers.supervisor.supervisor import Supervisor, SupervisorLimits
+from kvtierd.workers.supervisor.handles import SupervisorLimits
+from kvtierd.workers.supervisor.supervisor import Supervisor
 
 DEADLINE_S = 60.0
 
@@ -50,12 +51,12 @@ async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     await rig.supervisor.start()
     yield rig
-    await rig.supervisor.stop(5)
+    await rig.supervisor.lives.stop(5)
     rig.pool.close()
 
 
 async def test_a_live_worker_is_looked_after(rig: Rig) -> None:
-    assert rig.supervisor.unattended() == []
+    assert rig.supervisor.lives.unattended() == []
 
 
 async def test_so_is_one_that_was_killed_until_another_is_live(rig: Rig) -> None:
@@ -63,7 +64,7 @@ async def test_so_is_one_that_was_killed_until_another_is_live(rig: Rig) -> None
     await until(lambda: rig.heard(WorkerExited))
 
     def replaced() -> bool:
-        assert rig.supervisor.unattended() == []
+        assert rig.supervisor.lives.unattended() == []
         return rig.heard(WorkerLive) == 2
 
     await until(replaced)
@@ -71,32 +72,32 @@ async def test_so_is_one_that_was_killed_until_another_is_live(rig: Rig) -> None
 
 
 async def test_a_worker_whose_end_went_unnoticed_is_not(rig: Rig) -> None:
-    [process] = rig.supervisor._lives.processes.values()
+    [process] = rig.supervisor.lives.processes.values()
     asyncio.get_running_loop().remove_reader(process.pidfd)  # as if the event had been lost
     process.channel.close()
     os.kill(process.pid, signal.SIGKILL)
     await until(process.ended)
-    assert rig.supervisor.unattended() == [], "the event may be on its way"
-    assert rig.supervisor.unattended() == ["the end of the worker of cpu was not noticed"]
+    assert rig.supervisor.lives.unattended() == [], "the event may be on its way"
+    assert rig.supervisor.lives.unattended() == ["the end of the worker of cpu was not noticed"]
     process._gone()
 
 
 async def test_nor_is_a_device_for_which_nothing_is_to_be_started(rig: Rig) -> None:
-    lives = rig.supervisor._lives
+    lives = rig.supervisor.lives
     # Or another is started before we have looked, if this process has to wait for the processor.
     lives.devices["cpu"].delay_s = DEADLINE_S
     os.kill(rig.pid, signal.SIGKILL)
     await until(lambda: "cpu" in lives._respawn_timers)
     lives._respawn_timers.pop("cpu").cancel()
-    assert rig.supervisor.unattended() == ["cpu has no worker, and none is to be started"]
+    assert rig.supervisor.lives.unattended() == ["cpu has no worker, and none is to be started"]
 
 
 async def test_nor_is_anyone_when_the_watch_has_stopped(rig: Rig) -> None:
-    lives = rig.supervisor._lives
+    lives = rig.supervisor.lives
     assert lives._watch_timer is not None
     lives._watch_timer.cancel()
     lives.watch.looked_at_s -= 60
-    [why] = rig.supervisor.unattended()
+    [why] = rig.supervisor.lives.unattended()
     said = re.fullmatch(r"no worker has been looked at for (\d+) s", why)
     assert said is not None, why
     # It counts from the last round, which is as long ago as this process had to wait for the processor.

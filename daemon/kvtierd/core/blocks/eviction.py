@@ -177,7 +177,7 @@ class Eviction:
         nothing holds it. With `held`, takes one in which only blocks that are held for a time are in the
         way."""
         slots, now, retention = self._slots, self._blocks.now, self._retention
-        if held and (retention is None or not retention.held_blocks):
+        if held and (retention is None or not retention.held.total()):
             return False
         old = slots.used_at <= now - age if age <= now else np.zeros(len(slots.used_at), np.bool_)
         not_before = self._held_not_before if held else self._not_before

@@ -92,10 +92,6 @@ class BlockRetention:
         """When the next search may begin, in the unit of `Blocks.now`."""
 
     @property
-    def held_blocks(self) -> int:
-        return self.held.total()
-
-    @property
     def _now(self) -> int:
         return self._blocks.now // STAMPS_PER_S
 

@@ -126,11 +126,6 @@ class SlotAllocator:
         size = self._sizes.get(slot_bytes)
         return 0 if size is None else size.free
 
-    def free_slots(self, slot_bytes: int) -> Slots:
-        """The free slots of a size."""
-        size = self._sizes.get(slot_bytes)
-        return np.empty(0, np.uint32) if size is None else size.stack[: size.free].copy()
-
     def take(self, slot_bytes: int, n: int) -> Slots:
         """Takes n free slots of a size. At least so many must be free."""
         size = self._sizes.get(slot_bytes)

@@ -23,19 +23,15 @@ class Admission:
         """How fast loads are, by the device whose worker copies; there are no more than the machine has
         devices."""
 
-    @property
-    def _on(self) -> bool:
-        return self._core.disks.policy.recompute_if_faster
-
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """Learns from a load how fast its worker copies."""
-        if self._on and part.transfer.direction is Direction.LOAD:
+        if self._core.disks.policy.recompute_if_faster and part.transfer.direction is Direction.LOAD:
             rate = self._loads.setdefault(part.mapping.worker.device, Rate())
             rate.measured(self._core.now_s, stimulus.copied_bytes, stimulus.copy_s)
 
     def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
         """As in `Tier.load_loses`."""
-        if not self._on or not instance.prefill_tokens_per_s:
+        if not self._core.disks.policy.recompute_if_faster or not instance.prefill_tokens_per_s:
             return False
         return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 
@@ -43,7 +39,7 @@ class Admission:
         self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
     ) -> bool:
         """As in `Tier.bringing_up_loses`: the blocks are read from disks first, and loaded afterwards."""
-        if not self._on or not instance.prefill_tokens_per_s:
+        if not self._core.disks.policy.recompute_if_faster or not instance.prefill_tokens_per_s:
             return False
         of_disk: Counter[Disk] = Counter()
         for plan, hashes in wanted:

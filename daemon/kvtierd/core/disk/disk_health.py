@@ -7,7 +7,7 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Disk
 from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.transitions import DiskJobState, DiskState, Event
-from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
+from kvtierd.core.stimuli import DiskJobFinished
 
 PROBE_HORIZON = 4_096
 """Among how many victims a block to probe with is looked for."""
@@ -17,10 +17,6 @@ class DiskHealth:
     def __init__(self, core: CoreState, jobs: DiskJobs) -> None:
         self._core = core
         self._jobs = jobs
-
-    @property
-    def _policy(self) -> CoreDisks:
-        return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
 
     # --- workers ---
 
@@ -54,7 +50,7 @@ class DiskHealth:
 
     def _return(self, disk: Disk) -> None:
         self._core.step(disk, Event.RETURN)
-        if disk.errors_in_row >= self._policy.errors_max:
+        if disk.errors_in_row >= self._core.disks.policy.errors_max:
             self._fail(disk)
         else:
             self._core.disks.readable(disk)
@@ -63,7 +59,7 @@ class DiskHealth:
 
     def ended(self, disk: Disk, job: DiskJob, stimulus: DiskJobFinished) -> None:
         """A job of a worker that lives has ended."""
-        slow = stimulus.busy_s > self._policy.slow_deadline_s
+        slow = stimulus.busy_s > self._core.disks.policy.slow_deadline_s
         bad = bool(stimulus.error) or slow
         if bad and not job.slow:
             self._error(disk, stimulus.error or f"a job took {stimulus.busy_s:.1f} s")
@@ -82,7 +78,7 @@ class DiskHealth:
         disk.tally.errors += 1
         disk.errors_in_row += 1
         disk.why = why
-        if disk.live and disk.errors_in_row >= self._policy.errors_max:
+        if disk.live and disk.errors_in_row >= self._core.disks.policy.errors_max:
             self._fail(disk)
 
     def _fail(self, disk: Disk) -> None:
@@ -98,7 +94,7 @@ class DiskHealth:
     # --- time ---
 
     def tick(self, disk: Disk) -> None:
-        now_s, slow_s = self._core.now_s, self._policy.slow_deadline_s
+        now_s, slow_s = self._core.now_s, self._core.disks.policy.slow_deadline_s
         for job in disk.jobs.values():
             if now_s - job.posted_s <= slow_s:
                 break
@@ -108,7 +104,7 @@ class DiskHealth:
             if stuck and not job.slow:
                 job.slow = True
                 self._error(disk, f"a job has not ended for {now_s - job.posted_s:.1f} s")
-        over = now_s - disk.failed_s >= self._policy.probe_after_s
+        over = now_s - disk.failed_s >= self._core.disks.policy.probe_after_s
         if disk.state is DiskState.FAILING and disk.probe is None and over:
             self._probe(disk)
 
@@ -116,7 +112,7 @@ class DiskHealth:
         """Has one block read, which decides. A disk that holds nothing gets one more try instead."""
         found = self._some_block(disk)
         if found is None:
-            self._heal(disk, errors_in_row=self._policy.errors_max - 1)
+            self._heal(disk, errors_in_row=self._core.disks.policy.errors_max - 1)
             return
         disk.probe = self._jobs.check(disk, *found).job
 

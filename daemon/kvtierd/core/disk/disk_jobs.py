@@ -13,7 +13,7 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import CLEAN, JOB_SLOTS_MAX, LATE, QUEUED, READS_MAX, WRITES_MAX, Disk, by_space
 from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.transitions import DiskJobState, Event
-from kvtierd.core.stimuli import CoreDisks, DiskJobFinished
+from kvtierd.core.stimuli import DiskJobFinished
 
 Mask = npt.NDArray[np.bool_]
 _NO_SLOTS = np.empty(0, np.uint32)
@@ -25,25 +25,23 @@ class DiskJobs:
         self._core = core
         self._host = core.blocks
 
-    @property
-    def _policy(self) -> CoreDisks:
-        return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
-
     def blocks_per_job(self, domain: Domain) -> int:
         """How many blocks of a domain go into one job, at least one."""
-        return max(1, min(self._policy.job_bytes // domain.block_bytes, JOB_SLOTS_MAX // domain.world))
+        return max(
+            1, min(self._core.disks.policy.job_bytes // domain.block_bytes, JOB_SLOTS_MAX // domain.world)
+        )
 
     def may_read(self, disk: Disk) -> int:
         """How many more bytes may be promoted from a disk, beside those that are under way."""
         if not disk.live or disk.counts[DiskJobKind.READ] >= READS_MAX:
             return 0
-        return max(0, self._policy.read_queue_bytes - disk.bytes[DiskJobKind.READ])
+        return max(0, self._core.disks.policy.read_queue_bytes - disk.bytes[DiskJobKind.READ])
 
     def may_write(self, disk: Disk) -> int:
         """How many more bytes may be written to a disk, beside those that are under way."""
         if not disk.live or disk.counts[DiskJobKind.WRITE] >= WRITES_MAX:
             return 0
-        return max(0, self._policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
+        return max(0, self._core.disks.policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
 
     # --- posting ---
 

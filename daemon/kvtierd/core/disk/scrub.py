@@ -1,6 +1,8 @@
 """Compares every block of a disk with its checksum when an operator asks for it: extent by extent and one job
 at a time, which the disk's worker does after everything else."""
 
+from functools import partial
+
 import numpy as np
 
 from kvtierd.core.blocks.blocks import READY, owned
@@ -23,29 +25,18 @@ class Scrubs:
     def start(self, stimulus: StartScrub) -> None:
         """Raises Refusal MODE_UNSUPPORTED if there is no such disk, WORKER_UNAVAILABLE if it is not live,
         QUEUE_FULL if a scrub of it is under way."""
-        disks = self._core.disks.all
+        disks, refusal = self._core.disks.all, partial(Refusal, field="disk", value=stimulus.disk)
         if not 0 <= stimulus.disk < len(disks):
-            raise Refusal(
+            raise refusal(
                 Reason.MODE_UNSUPPORTED,
                 f"there are {len(disks)} disks: name directories in disk.paths to have more",
-                field="disk",
-                value=stimulus.disk,
             )
         disk = disks[stimulus.disk]
         if not disk.live:
-            raise Refusal(
-                Reason.WORKER_UNAVAILABLE,
-                f"the disk is {disk.state.value}: try again when it is live",
-                field="disk",
-                value=stimulus.disk,
-            )
+            message = f"the disk is {disk.state.value}: try again when it is live"
+            raise refusal(Reason.WORKER_UNAVAILABLE, message)
         if disk.scrub is not None and not disk.scrub.over:
-            raise Refusal(
-                Reason.QUEUE_FULL,
-                "a scrub of this disk is on its way: wait for it",
-                field="disk",
-                value=stimulus.disk,
-            )
+            raise refusal(Reason.QUEUE_FULL, "a scrub of this disk is on its way: wait for it")
         disk.scrub = Scrub(blocks=disk.blocks.table.stats()["ready"])
         self.go_on(disk)
 

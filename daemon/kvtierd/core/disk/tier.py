@@ -1,11 +1,9 @@
 """The disks, as the tier below the host."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.prefix import Mask
 from kvtierd.core.disk.admission import Admission
 from kvtierd.core.disk.disk_health import DiskHealth
@@ -13,11 +11,11 @@ from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.disk.promotion import Promotion
 from kvtierd.core.disk.scrub import Scrubs
 from kvtierd.core.disk.writing import Writing
-from kvtierd.core.ids import Entries, Hashes, SpaceId
+from kvtierd.core.ids import Entries
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Disk
-from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, Instance, TransferPart, WorkerRecord
-from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PartFinished, StartScrub
+from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, WorkerRecord
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered
 
 
 class DiskTier:
@@ -32,8 +30,15 @@ class DiskTier:
         self._health = DiskHealth(core, self._jobs)
         self._scrubs = Scrubs(core, self._jobs)
         self._writing = Writing(core, self._jobs)
-        self._admission = Admission(core)
-        self._promotion = Promotion(core, self._jobs)
+        admission = Admission(core)
+        self.find = self._disks.find
+        self.bring_up = Promotion(core, self._jobs).begin
+        self.load_loses = admission.load_loses
+        self.bringing_up_loses = admission.promotion_loses
+        self.part_finished = admission.part_finished
+        self.found = self._writing.found
+        self.host_recovered = self._disks.host_recovered
+        self.start_scrub = self._scrubs.start
 
     # --- lookups ---
 
@@ -41,25 +46,11 @@ class DiskTier:
     def reads(self) -> bool:
         return self._disks.any_live
 
-    def find(self, space: SpaceId, hashes: Hashes) -> Entries:
-        return self._disks.find(space, hashes)
-
     def in_time(self, entries: Entries) -> Mask:
         if not self._disks.late_jobs:
             return np.ones(len(entries), np.bool_)
         in_time: Mask = self._core.blocks.table.flags(entries) & LATE == 0
         return in_time
-
-    def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
-        return self._admission.load_loses(instance, wanted, tokens)
-
-    def bringing_up_loses(
-        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
-    ) -> bool:
-        return self._admission.promotion_loses(instance, wanted, tokens)
-
-    def bring_up(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
-        return self._promotion.begin(plan, hashes, copies, in_order=in_order)
 
     # --- what becomes of blocks on the host ---
 
@@ -67,9 +58,6 @@ class DiskTier:
         if len(entries):
             self._disks.settle(plan.space, entries)
             self._writing.stored(plan.domain, entries)
-
-    def found(self, domain: Domain, entries: Entries) -> None:
-        self._writing.found(domain, entries)
 
     def reconfigure(self, policy: CoreDisks) -> None:
         now = self._disks.policy
@@ -80,9 +68,6 @@ class DiskTier:
             job_bytes=now.job_bytes,
         )
         self._writing.policy_changed()
-
-    def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
-        self._admission.part_finished(part, stimulus)
 
     # --- stimuli ---
 
@@ -96,18 +81,12 @@ class DiskTier:
         self._writing.job_ended(disk, job)
         self._scrubs.go_on(disk)
 
-    def start_scrub(self, stimulus: StartScrub) -> None:
-        self._scrubs.start(stimulus)
-
     def recovered(self, stimulus: DiskRecovered) -> None:
         """It is known now what a disk holds, so it may be used."""
         disk = self._disks.all[stimulus.disk]
         assert not disk.recovered, "a disk is recovered once"
         self._disks.recover(disk, stimulus.found)
         self._health.recovered(disk)
-
-    def host_recovered(self) -> None:
-        self._disks.host_recovered()
 
     def worker_live(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)

@@ -17,7 +17,7 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import CLEAN, QUEUED, Disk
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.state.rates import Pace
-from kvtierd.core.stimuli import CoreDisks, WriteMode
+from kvtierd.core.stimuli import WriteMode
 
 REUSED = int(BlockFlag.REUSED)
 NOT_TO_WRITE = CLEAN | QUEUED | int(BlockFlag.HOST_ONLY)
@@ -60,22 +60,18 @@ class Writing:
         self._opened_bytes = 0
         """`opened_bytes` of the host when the credit was last counted."""
 
-    @property
-    def _policy(self) -> CoreDisks:
-        return self._core.disks.policy  # asked anew each time: it can be changed while the daemon runs
-
     # --- at once ---
 
     def stored(self, domain: Domain, entries: Entries) -> None:
         """Blocks have been stored, of which the head of a sequence comes first."""
-        if self._policy.mode is WriteMode.THROUGH:
+        if self._core.disks.policy.mode is WriteMode.THROUGH:
             self._write_at_once(domain, entries)
-        elif self._policy.mode is WriteMode.BACK:
+        elif self._core.disks.policy.mode is WriteMode.BACK:
             self._follow(domain, len(entries))
 
     def found(self, domain: Domain, entries: Entries) -> None:
         """Lookups have hit blocks, of which the head of a sequence comes first."""
-        if self._policy.mode is WriteMode.ON_REUSE:
+        if self._core.disks.policy.mode is WriteMode.ON_REUSE:
             first_time = self._dirty(entries)
             first_time = first_time[np.sort(np.unique(first_time, return_index=True)[1])]
             self._host.table.set_flags(first_time, REUSED)
@@ -112,7 +108,11 @@ class Writing:
         """A job is over, so there may be room for more. Blocks that failed are left to the next tick, because
         writing them now would fail again, as fast as a worker can."""
         self.give_back(job)
-        if self._hungry and job.good and 2 * disk.bytes[DiskJobKind.WRITE] <= self._policy.write_queue_bytes:
+        if (
+            self._hungry
+            and job.good
+            and 2 * disk.bytes[DiskJobKind.WRITE] <= self._core.disks.policy.write_queue_bytes
+        ):
             self._write_ahead()
 
     def give_back(self, job: DiskJob) -> None:
@@ -148,16 +148,16 @@ class Writing:
             return False
         most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
         all_live = all(disk.live for disk in self._disks.all)
-        alone = len(self._disks.all) == 1 and self._policy.mode is not WriteMode.ON_REUSE
+        alone = len(self._disks.all) == 1 and self._core.disks.policy.mode is not WriteMode.ON_REUSE
         wanted = most + 1 if alone else min(horizon, 4 * most + 1_024) if all_live else horizon
         coldest = self._host.table.coldest(domain.domain, wanted, NOT_TO_WRITE, horizon)
-        if self._policy.mode is WriteMode.ON_REUSE:
+        if self._core.disks.policy.mode is WriteMode.ON_REUSE:
             coldest = coldest[self._host.table.flags(coldest) & REUSED != 0]
         return len(coldest) > 0 and not self._write(domain, coldest, head_first=False)
 
     def _horizon(self, domain: Domain) -> int:
         """How many victims of a domain, from the next one on, should be written by now."""
-        slots, ahead_s = self._host.slots, self._policy.clean_ahead_s
+        slots, ahead_s = self._host.slots, self._core.disks.policy.clean_ahead_s
         come_per_s, go_per_s = (pace.per_s for pace in self._paces.get(domain, _NO_PACES))
         kept_ready = max(domain.blocks * KEPT_READY_FRACTION, min(domain.blocks, KEPT_READY_MIN))
         free = min(
@@ -165,7 +165,7 @@ class Writing:
             for size, per_block in domain.per_size
         )
         horizon = max(max(come_per_s * ahead_s, kept_ready) - free, go_per_s * ahead_s)
-        if self._left and self._policy.mode is WriteMode.THROUGH:
+        if self._left and self._core.disks.policy.mode is WriteMode.THROUGH:
             horizon = HORIZON_MAX
         disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._disks.all if disk.live)
         most = max(1, int(disk_bytes * DISK_FRACTION_MAX) // domain.block_bytes)

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
+from kvtierd.core import stimuli
 from kvtierd.core.actions import Attached, InstanceView, ReleaseSession, SessionEnded
 from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest
 from kvtierd.core.engines.hello import check_hello, check_prefill, shards_of
@@ -13,20 +15,6 @@ from kvtierd.core.state.audits import Mismatch
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import GroupPlan, Instance, Session, WorkerMapping, WorkerRecord
 from kvtierd.core.state.transitions import Event, MappingState, WorkerState
-from kvtierd.core.stimuli import (
-    AttachSession,
-    AuditReport,
-    EndSession,
-    RegisterMemory,
-    RegisterWords,
-    RenewSession,
-    SessionReleased,
-    SessionRole,
-    UnregisterMemory,
-    WorkerExited,
-    WorkerLive,
-    WorkerLost,
-)
 from kvtierd.core.tier import Tier
 from kvtierd.core.transfers.fencing import Fencing
 from kvtierd.core.transfers.leases import Leases
@@ -53,7 +41,7 @@ class Instances:
 
     # --- attaching ---
 
-    def attach(self, stimulus: AttachSession) -> Attached:
+    def attach(self, stimulus: stimuli.AttachSession) -> Attached:
         """A process joins its instance. The first one of a name begins an epoch."""
         core = self._core
         if core.draining:
@@ -64,7 +52,9 @@ class Instances:
             )
         instance = core.names.get(stimulus.instance)
         check_hello(stimulus, instance, self._blocks.geometry)
-        fingerprint = layout_fingerprint(stimulus.groups) if SessionRole.RANK in stimulus.role else None
+        fingerprint = (
+            layout_fingerprint(stimulus.groups) if stimuli.SessionRole.RANK in stimulus.role else None
+        )
         if instance is not None:
             self._blocks.domains.require_room(_sizes(stimulus, instance.ranks))
         else:
@@ -87,8 +77,8 @@ class Instances:
         session = Session(
             session=stimulus.session,
             instance=instance,
-            schedules=SessionRole.SCHEDULER in stimulus.role,
-            holds_rank=SessionRole.RANK in stimulus.role,
+            schedules=stimuli.SessionRole.SCHEDULER in stimulus.role,
+            holds_rank=stimuli.SessionRole.RANK in stimulus.role,
             rank=stimulus.rank,
             fingerprint=fingerprint,
             groups=stimulus.groups,
@@ -141,22 +131,16 @@ class Instances:
 
     # --- registering ---
 
-    def register_words(self, stimulus: RegisterWords) -> InstanceView:
+    def register_words(self, stimulus: stimuli.RegisterWords) -> InstanceView:
         """A worker has mapped the session's words."""
+        refusal = partial(Refusal, field="session", value=stimulus.session)
         session, worker = self._registering(stimulus)
         if session.mapping is not None:
-            raise Refusal(
-                Reason.ALREADY_REGISTERED,
-                "words are registered once: unregister the memory first",
-                field="session",
-                value=stimulus.session,
-            )
+            raise refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
         if stimulus.session in worker.mappings:
-            raise Refusal(
+            raise refusal(
                 Reason.ALREADY_REGISTERED,
                 "the copy worker is still releasing what this session had registered: try again",
-                field="session",
-                value=stimulus.session,
             )
         if stimulus.doorbells < 0 or stimulus.parts < 1:
             raise Refusal(
@@ -173,7 +157,7 @@ class Instances:
         session.mapping = mapping
         return self.view(session.instance)
 
-    def register_memory(self, stimulus: RegisterMemory) -> InstanceView:
+    def register_memory(self, stimulus: stimuli.RegisterMemory) -> InstanceView:
         """The worker that has the session's words has mapped the rank's memory as well. The last rank makes
         the instance LIVE."""
         session, worker = self._registering(stimulus)
@@ -208,7 +192,9 @@ class Instances:
             self._complete(instance)
         return self._tell(instance)
 
-    def _registering(self, stimulus: RegisterWords | RegisterMemory) -> tuple[Session, WorkerRecord]:
+    def _registering(
+        self, stimulus: stimuli.RegisterWords | stimuli.RegisterMemory
+    ) -> tuple[Session, WorkerRecord]:
         session = self._core.session(stimulus.session)
         if not session.holds_rank:
             raise Refusal(
@@ -240,7 +226,7 @@ class Instances:
             plan.device_bytes = tuple(of_device.items())
         self._core.step(instance, Event.COMPLETE)
 
-    def unregister_memory(self, stimulus: UnregisterMemory) -> None:
+    def unregister_memory(self, stimulus: stimuli.UnregisterMemory) -> None:
         """The worker lets go of the session's memory and words, and the epoch's transfers are cancelled."""
         session = self._core.session(stimulus.session)
         if session.mapping is None:
@@ -268,7 +254,7 @@ class Instances:
 
     # --- ending ---
 
-    def renew(self, stimulus: RenewSession) -> None:
+    def renew(self, stimulus: stimuli.RenewSession) -> None:
         """The scheduler's heartbeat renews its instance's leases. Heartbeats of other sessions only prove
         that they are attached."""
         session = self._core.session(stimulus.session)
@@ -286,7 +272,7 @@ class Instances:
             tally.missed_absent += absent
             tally.missed_beyond += stimulus.index_hashes - absent
 
-    def _take_audits(self, instance: Instance, reports: Iterable[AuditReport]) -> None:
+    def _take_audits(self, instance: Instance, reports: Iterable[stimuli.AuditReport]) -> None:
         for report in reports:
             instance.audits += 1
             self._core.tally.audits += 1
@@ -297,7 +283,7 @@ class Instances:
                     found = Mismatch(self._blocks.now, instance.name, report)
                     self._core.mismatches.add(instance.digest, found)
 
-    def end_session(self, stimulus: EndSession) -> None:
+    def end_session(self, stimulus: stimuli.EndSession) -> None:
         """Ends the epoch. Does nothing for a session that is unknown or whose epoch has ended before."""
         session = self._core.sessions.get(stimulus.session)
         if session is None or session.instance.over:
@@ -324,7 +310,7 @@ class Instances:
                 core.notify(each.session, SessionEnded(why))
         core.may_be_over(instance)
 
-    def session_released(self, stimulus: SessionReleased) -> None:
+    def session_released(self, stimulus: stimuli.SessionReleased) -> None:
         """A worker holds nothing of a session any more. The message is only counted if nobody asked for the
         release, or if the worker is lost."""
         worker = self._core.workers.get(stimulus.worker)
@@ -344,13 +330,13 @@ class Instances:
 
     # --- workers ---
 
-    def worker_live(self, stimulus: WorkerLive) -> None:
+    def worker_live(self, stimulus: stimuli.WorkerLive) -> None:
         assert stimulus.worker not in self._core.workers, f"worker {stimulus.worker} came up twice"
         worker = WorkerRecord(worker=stimulus.worker, device=stimulus.device)
         self._core.workers[stimulus.worker] = worker
         self._tier.worker_live(worker)
 
-    def worker_lost(self, stimulus: WorkerLost) -> None:
+    def worker_lost(self, stimulus: stimuli.WorkerLost) -> None:
         """The worker's parts cannot succeed, and its ranks have to register again. Nothing is fenced before
         it has exited."""
         core = self._core
@@ -382,7 +368,7 @@ class Instances:
                 core.step(instance, Event.BREAK)
             self._tell(instance)
 
-    def worker_exited(self, stimulus: WorkerExited) -> None:
+    def worker_exited(self, stimulus: stimuli.WorkerExited) -> None:
         """The worker's process is gone, which is the fence of everything that it had."""
         core = self._core
         worker = core.workers.get(stimulus.worker)
@@ -390,7 +376,7 @@ class Instances:
             core.tally.late_messages += 1
             return
         if worker.state is WorkerState.LIVE:
-            self.worker_lost(WorkerLost(stimulus.worker, "its process is gone"))
+            self.worker_lost(stimuli.WorkerLost(stimulus.worker, "its process is gone"))
         core.step(worker, Event.EXIT)
         for mapping in list(worker.mappings.values()):
             self._fencing.parts_exited(mapping)
@@ -422,10 +408,10 @@ class Instances:
         return view
 
 
-def _sizes(stimulus: AttachSession, ranks: dict[Rank, Session]) -> list[tuple[int, ...]]:
+def _sizes(stimulus: stimuli.AttachSession, ranks: dict[Rank, Session]) -> list[tuple[int, ...]]:
     """The slot sizes of each group if this hello brings the last rank, else nothing; `ranks` have attached
     already."""
-    if SessionRole.RANK not in stimulus.role or len(ranks) + 1 < stimulus.world_size:
+    if stimuli.SessionRole.RANK not in stimulus.role or len(ranks) + 1 < stimulus.world_size:
         return []
     groups = {rank: session.groups for rank, session in ranks.items()} | {stimulus.rank: stimulus.groups}
     return shards_of(groups[Rank(rank)] for rank in range(stimulus.world_size))

@@ -13,18 +13,9 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.state import entities
 from kvtierd.core.state.audits import Mismatches
 from kvtierd.core.state.disks import Disks
-from kvtierd.core.state.entities import (
-    Check,
-    GroupPlan,
-    Instance,
-    LeaseGrant,
-    Session,
-    TransferJob,
-    TransferPart,
-    WorkerRecord,
-)
 from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.transitions import Entity, Event, Transitions
 from kvtierd.core.status import Tally
@@ -55,22 +46,22 @@ class CoreState:
     """The time of the stimulus that is being handled."""
     draining: bool = False
     recovered: bool = False
-    workers: dict[WorkerId, WorkerRecord] = field(default_factory=dict)
-    sessions: dict[SessionId, Session] = field(default_factory=dict)
+    workers: dict[WorkerId, entities.WorkerRecord] = field(default_factory=dict)
+    sessions: dict[SessionId, entities.Session] = field(default_factory=dict)
     """Sessions, kept until their instance is GONE."""
-    instances: dict[Epoch, Instance] = field(default_factory=dict)
+    instances: dict[Epoch, entities.Instance] = field(default_factory=dict)
     """All instances that are not GONE."""
-    names: dict[str, Instance] = field(default_factory=dict)
+    names: dict[str, entities.Instance] = field(default_factory=dict)
     """Instances that have not ended."""
-    leases: dict[LeaseId, LeaseGrant] = field(default_factory=dict)
-    transfers: dict[TransferNumber, TransferJob] = field(default_factory=dict)
+    leases: dict[LeaseId, entities.LeaseGrant] = field(default_factory=dict)
+    transfers: dict[TransferNumber, entities.TransferJob] = field(default_factory=dict)
     """Transfers that are ACTIVE or CLOSING."""
-    deadlines: dict[TransferNumber, TransferJob] = field(default_factory=dict)
+    deadlines: dict[TransferNumber, entities.TransferJob] = field(default_factory=dict)
     """Those of the transfers that have not been asked to end, oldest first."""
-    parts: dict[PartId, TransferPart] = field(default_factory=dict)
+    parts: dict[PartId, entities.TransferPart] = field(default_factory=dict)
     """Parts that are open."""
     mismatches: Mismatches = field(default_factory=Mismatches)
-    check: Check | None = None
+    check: entities.Check | None = None
     """The check that is under way, if any."""
     epoch_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     lease_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -101,7 +92,7 @@ class CoreState:
 
     # --- who may ask ---
 
-    def session(self, session: SessionId) -> Session:
+    def session(self, session: SessionId) -> entities.Session:
         """A session whose epoch has not ended. Raises Refusal NOT_ATTACHED or EPOCH_ENDED."""
         found = self.sessions.get(session)
         if found is None:
@@ -120,7 +111,7 @@ class CoreState:
             )
         return found
 
-    def submitter(self, session: SessionId, epoch: Epoch) -> Instance:
+    def submitter(self, session: SessionId, epoch: Epoch) -> entities.Instance:
         """The instance for which this session schedules. Raises Refusal NOT_ATTACHED, EPOCH_ENDED,
         WRONG_EPOCH or ROLE."""
         found = self.session(session)
@@ -136,7 +127,7 @@ class CoreState:
             )
         return instance
 
-    def plan(self, instance: Instance, group: int) -> GroupPlan:
+    def plan(self, instance: entities.Instance, group: int) -> entities.GroupPlan:
         """The plan of one group of a LIVE instance. Raises Refusal UNKNOWN_GROUP."""
         if not 0 <= group < len(instance.plans):
             raise Refusal(
@@ -156,7 +147,7 @@ class CoreState:
                 return instance.number
         return next(number for number in itertools.count(1) if number not in taken)
 
-    def may_be_over(self, instance: Instance) -> None:
+    def may_be_over(self, instance: entities.Instance) -> None:
         """Forgets an ended instance once no worker holds anything of it."""
         if not instance.over or instance.mappings:
             return
@@ -172,7 +163,7 @@ class CoreState:
             self.blocks.domains.forget_idle(plan.domain)
 
 
-def wrong_epoch(epoch: Epoch, instance: Instance) -> Refusal:
+def wrong_epoch(epoch: Epoch, instance: entities.Instance) -> Refusal:
     return Refusal(
         Reason.WRONG_EPOCH,
         f"the instance's epoch is {instance.epoch}: this belongs to one that is over",

@@ -218,15 +218,10 @@ class Disks:
             table = disk.blocks.table
             copies, states = table.lookup(space, np.ascontiguousarray(hashes[own]))
             there = np.flatnonzero(states == READY)
-            if self._is_any_late(disk, copies[there]):
-                late = table.flags(copies[there]) & LATE != 0
+            if disk.unreadable and (late := table.flags(copies[there]) & LATE != 0).any():
                 evict(disk, copies[there][late])
                 there = there[~late]
             self._host.table.set_flags(entries[own[there]], CLEAN)
-
-    @staticmethod
-    def _is_any_late(disk: Disk, copies: Entries) -> bool:
-        return bool(disk.unreadable) and bool((disk.blocks.table.flags(copies) & LATE).any())
 
     def written(self, disk: Disk, entries: Entries) -> None:
         """Blocks have become READY, or readable, on a disk: where the host has them, they become CLEAN."""

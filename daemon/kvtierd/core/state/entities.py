@@ -6,57 +6,28 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.core import ids
 from kvtierd.core.actions import Direction, DiskJobKind, TransferEnded
 from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.lease_budget import HeldBlocks
 from kvtierd.core.errors import Refusal
-from kvtierd.core.ids import (
-    CheckId,
-    DiskId,
-    DiskJobId,
-    Entries,
-    Epoch,
-    Fingerprint,
-    LeaseId,
-    NamespaceDigest,
-    PartId,
-    Rank,
-    RegistrationId,
-    SessionId,
-    Slots,
-    SpaceId,
-    Ticket,
-    TransferNumber,
-    WorkerId,
-)
-from kvtierd.core.state.transitions import (
-    CheckState,
-    DiskJobState,
-    Entity,
-    InstanceState,
-    LeaseState,
-    MappingState,
-    State,
-    TransferJobState,
-    TransferPartState,
-    WorkerState,
-)
+from kvtierd.core.state import transitions
 from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, RetentionRequest
 
 DISK_DEVICE_PREFIX = "disk-"
-_NO_TICKET = Ticket(0)
+_NO_TICKET = ids.Ticket(0)
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class WorkerRecord(Entity):
+class WorkerRecord(transitions.Entity):
     """One worker process, of a copy device or of a disk."""
 
-    state: State = WorkerState.LIVE
-    worker: WorkerId
+    state: transitions.State = transitions.WorkerState.LIVE
+    worker: ids.WorkerId
     device: str
-    mappings: "dict[SessionId, WorkerMapping]" = field(default_factory=dict)
+    mappings: "dict[ids.SessionId, WorkerMapping]" = field(default_factory=dict)
 
     @property
     def serves_disk(self) -> bool:
@@ -64,20 +35,20 @@ class WorkerRecord(Entity):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class WorkerMapping(Entity):
+class WorkerMapping(transitions.Entity):
     """What a worker holds of a session, from the registration of its words until the worker has let go of
     it."""
 
-    state: State = MappingState.MAPPED
+    state: transitions.State = transitions.MappingState.MAPPED
     worker: WorkerRecord
     session: "Session"
     doorbells: int
     part_words: int
-    registration: RegistrationId | None = None
+    registration: ids.RegistrationId | None = None
     """The rank's memory; None as long as only its words are registered."""
     num_blocks: tuple[int, ...] = ()
     mapped_bytes: int = 0
-    parts: "dict[PartId, TransferPart]" = field(default_factory=dict)
+    parts: "dict[ids.PartId, TransferPart]" = field(default_factory=dict)
     """Parts that are open."""
 
 
@@ -85,12 +56,12 @@ class WorkerMapping(Entity):
 class Session:
     """One process that is attached for an instance."""
 
-    session: SessionId
+    session: ids.SessionId
     instance: "Instance"
     schedules: bool
     holds_rank: bool
-    rank: Rank
-    fingerprint: Fingerprint | None
+    rank: ids.Rank
+    fingerprint: ids.Fingerprint | None
     groups: tuple[GroupGeometry, ...]
     mapping: WorkerMapping | None = None
     """The current mapping, which is MAPPED."""
@@ -106,7 +77,7 @@ class Session:
 class GroupPlan:
     """Where the blocks of one group of an instance live; known once all its ranks have attached."""
 
-    space: SpaceId
+    space: ids.SpaceId
     domain: Domain
     block_tokens: int
     replicated: bool = False
@@ -119,7 +90,7 @@ class GroupPlan:
     cut: "LeaseCut | None" = None
     """The latest lookup that found more than it could lease."""
 
-    def shard(self, rank: Rank) -> int:
+    def shard(self, rank: ids.Rank) -> int:
         """Which shard of a block this rank loads."""
         return 0 if self.replicated else rank
 
@@ -136,15 +107,15 @@ class LeaseCut:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Instance(Entity):
+class Instance(transitions.Entity):
     """One epoch of an engine instance."""
 
-    state: State = InstanceState.FORMING
+    state: transitions.State = transitions.InstanceState.FORMING
     name: str
     number: int
     """The lowest number, from 1, that no instance of another name had when it began. Engines get a new name
     at each start, but there are never more numbers than there were instances at once."""
-    epoch: Epoch
+    epoch: ids.Epoch
     world_size: int
     namespace_fields: bytes
     namespace_facts: dict[str, str]
@@ -154,12 +125,12 @@ class Instance(Entity):
     """When its scheduler last made itself heard."""
     held: HeldBlocks
     """Blocks that its leases and its running loads hold."""
-    sessions: dict[SessionId, Session] = field(default_factory=dict)
+    sessions: dict[ids.SessionId, Session] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
     """How fast it computes a prompt; 0 if that is not known."""
     scheduler: Session | None = None
-    ranks: dict[Rank, Session] = field(default_factory=dict)
-    digest: NamespaceDigest | None = None
+    ranks: dict[ids.Rank, Session] = field(default_factory=dict)
+    digest: ids.NamespaceDigest | None = None
     plans: tuple[GroupPlan, ...] = ()
     mappings: dict[WorkerMapping, None] = field(default_factory=dict)
     """All mappings that are not GONE, in the order in which they came."""
@@ -167,50 +138,50 @@ class Instance(Entity):
     """Part words that every rank has; valid while the instance is LIVE."""
     doorbells: int = 0
     """Doorbells that every rank has; valid while the instance is LIVE."""
-    leases: "dict[LeaseId, LeaseGrant]" = field(default_factory=dict)
-    expired: dict[LeaseId, None] = field(default_factory=dict)
+    leases: "dict[ids.LeaseId, LeaseGrant]" = field(default_factory=dict)
+    expired: dict[ids.LeaseId, None] = field(default_factory=dict)
     """The latest leases that expired, so that their holder can be told what happened to them."""
     leased_blocks: int = 0
     leased_bytes: int = 0
     audits: int = 0
     audit_mismatches: int = 0
     """After the first one, the engine has left the namespace to others."""
-    last_ticket: Ticket = _NO_TICKET
-    transfers: "dict[Ticket, TransferJob]" = field(default_factory=dict)
+    last_ticket: ids.Ticket = _NO_TICKET
+    transfers: "dict[ids.Ticket, TransferJob]" = field(default_factory=dict)
     words_in_use: set[int] = field(default_factory=set)
-    ended: dict[Ticket, TransferEnded] = field(default_factory=dict)
+    ended: dict[ids.Ticket, TransferEnded] = field(default_factory=dict)
     """The latest transfers that have ended; they have no more keys than could have been in flight at once."""
     ended_keys: int = 0
 
     @property
     def live(self) -> bool:
-        return self.state is InstanceState.LIVE
+        return self.state is transitions.InstanceState.LIVE
 
     @property
     def over(self) -> bool:
-        return self.state is InstanceState.FENCING or self.state is InstanceState.GONE
+        return self.state is transitions.InstanceState.FENCING or self.state is transitions.InstanceState.GONE
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LeaseGrant(Entity):
+class LeaseGrant(transitions.Entity):
     """Pins on blocks, granted to an instance."""
 
-    state: State = LeaseState.HELD
-    lease: LeaseId
+    state: transitions.State = transitions.LeaseState.HELD
+    lease: ids.LeaseId
     instance: Instance
     group: int
-    entries: Entries
+    entries: ids.Entries
     """Entries in the order of the lookup, each with one pin."""
     ends_at_s: float
     """When the lease ends, however often it is renewed."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TransferPart(Entity):
+class TransferPart(transitions.Entity):
     """What one worker does of a transfer for one rank."""
 
-    state: State = TransferPartState.POSTED
-    part: PartId
+    state: transitions.State = transitions.TransferPartState.POSTED
+    part: ids.PartId
     transfer: "TransferJob"
     mapping: WorkerMapping
     blocks: int
@@ -218,39 +189,39 @@ class TransferPart(Entity):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TransferJob(Entity):
+class TransferJob(transitions.Entity):
     """One store or load of an instance."""
 
-    state: State = TransferJobState.ACTIVE
-    transfer: TransferNumber
+    state: transitions.State = transitions.TransferJobState.ACTIVE
+    transfer: ids.TransferNumber
     direction: Direction
     instance: Instance
-    submitter: SessionId
-    ticket: Ticket
+    submitter: ids.SessionId
+    ticket: ids.Ticket
     part_word: int
     group: int
     deadline_s: float
     keys: int
     """Keys that were submitted."""
-    entries: Entries
+    entries: ids.Entries
     """Entries in order. STORE: what it writes. LOAD: what it reads and pins; an entry may come twice."""
-    slots: Slots
+    slots: ids.Slots
     """Slots of the entries, shape (world, n)."""
     positions: npt.NDArray[np.intp] | None = None
     """Which submitted key each entry is; None if the entries are all keys."""
-    existing: Entries
+    existing: ids.Entries
     """STORE: entries that were there already, pinned so that the prefix stays whole."""
     existing_positions: npt.NDArray[np.intp]
     """Which submitted key each of these is."""
-    batch: Entries | None = None
+    batch: ids.Entries | None = None
     """STORE with existing blocks: old and new entries, in the order of submission."""
-    verified: Entries | None = None
+    verified: ids.Entries | None = None
     """LOAD: entries whose checksums are checked on the way."""
     failed: Mask | None = None
     """Whether each entry failed in some part; None if none has so far."""
     retention: RetentionRequest = NO_RETENTION
     """STORE: how its blocks are to be kept."""
-    storing: Rank | None = None
+    storing: ids.Rank | None = None
     """STORE of a replicated group: the rank that stores."""
     parts: tuple[TransferPart, ...] = ()
     open_parts: int = 0
@@ -265,46 +236,46 @@ class TransferJob(Entity):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Check(Entity):
+class Check(transitions.Entity):
     """Slots of READY blocks that a worker compares with their checksums."""
 
-    state: State = CheckState.OPEN
-    check: CheckId
+    state: transitions.State = transitions.CheckState.OPEN
+    check: ids.CheckId
     worker: WorkerRecord
-    slots: Slots
+    slots: ids.Slots
     sizes: npt.NDArray[np.int64]
     """Bytes of each slot."""
-    entries: Entries
+    entries: ids.Entries
     """Entries whose slots they were when they were chosen; the blocks are not held."""
     generations: npt.NDArray[np.uint32]
     """Generations of the entries, which tell their blocks from later ones."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DiskJob(Entity):
+class DiskJob(transitions.Entity):
     """Slots that a disk's worker writes, reads or checks. They are the shards of whole blocks, with the head
     of a sequence first."""
 
-    state: State = DiskJobState.POSTED
-    job: DiskJobId
+    state: transitions.State = transitions.DiskJobState.POSTED
+    job: ids.DiskJobId
     kind: DiskJobKind
-    disk: DiskId
+    disk: ids.DiskId
     worker: WorkerRecord
     posted_s: float
     domain: Domain
     """The disk's domain."""
-    entries: Entries
+    entries: ids.Entries
     """Entries of the disk. WRITE: they are WRITING and this job's. READ: they are pinned. CHECK: they are as
     they were when the job was posted, and not held."""
-    slots: Slots
+    slots: ids.Slots
     """The disk's slots of the entries, shape (world, n)."""
     generations: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     """CHECK: generations of the entries."""
     host_domain: Domain | None = None
     """READ: the domain on the host."""
-    host_entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    host_entries: ids.Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     """READ: entries of the host, parallel to `entries`; they are WRITING and this job's."""
-    host_slots: Slots = field(default_factory=lambda: np.empty((0, 0), np.uint32))
+    host_slots: ids.Slots = field(default_factory=lambda: np.empty((0, 0), np.uint32))
     """READ: their slots, shape (world, n)."""
     host_seen: BlockSnapshot | None = None
     """WRITE: the blocks on the host, parallel to `entries`; they are not held."""

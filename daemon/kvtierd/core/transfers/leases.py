@@ -1,6 +1,7 @@
 """Leases: pins on blocks that a lookup has found, until they are loaded, released or expired."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries, LeaseId
@@ -82,22 +83,15 @@ class Leases:
         found = self._core.leases.get(lease)
         if found is not None and found.instance is instance:
             return found
+        refusal = partial(Refusal, field="lease_id", value=lease)
         if found is not None:
-            raise Refusal(
-                Reason.FOREIGN, "this lease belongs to another instance", field="lease_id", value=lease
-            )
+            raise refusal(Reason.FOREIGN, "this lease belongs to another instance")
         if lease in instance.expired:
-            raise Refusal(
-                Reason.LEASE_EXPIRED,
-                "the lease was not renewed in time, or was too old: look up again",
-                field="lease_id",
-                value=lease,
+            raise refusal(
+                Reason.LEASE_EXPIRED, "the lease was not renewed in time, or was too old: look up again"
             )
-        raise Refusal(
-            Reason.UNKNOWN_LEASE,
-            "no such lease is held: it was consumed, released or never granted",
-            field="lease_id",
-            value=lease,
+        raise refusal(
+            Reason.UNKNOWN_LEASE, "no such lease is held: it was consumed, released or never granted"
         )
 
     def _held_s(self, lease: LeaseGrant, now_s: float) -> float:

@@ -118,10 +118,6 @@ class Lookups:
             ask.found = ask.entries(table, tokens)
         return tokens
 
-    def _shorter(self, asks: Sequence[Ask], most_tokens: int) -> int:
-        """Tokens of the longest readable prefix of at most `most_tokens`, which is less than was found."""
-        return longest(asks, lambda query, end: end, self._there(asks), most_tokens=most_tokens)
-
     def _there(self, asks: Sequence[Ask]) -> There:
         def there(query: int, first: int, end: int) -> Mask:
             _, raw = self._table.lookup(asks[query].plan.space, asks[query].query.hashes[first:end])
@@ -178,7 +174,7 @@ class Lookups:
         most = step * int(np.searchsorted(costs, room_bytes, "right"))
         if alone and len(asks) == 1:
             most = max(most, step)
-        return self._shorter(asks, most) if most else 0
+        return longest(asks, lambda query, end: end, self._there(asks), most_tokens=most) if most else 0
 
     # --- what is told ---
 

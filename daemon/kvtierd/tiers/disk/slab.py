@@ -19,17 +19,8 @@ from kvtier_kernels import PoolRecords
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.memory import pool_file
 from kvtierd.memory.errors import Naming, PoolError
-from kvtierd.memory.pool_file import (
-    MAGIC_MAKING,
-    file_bytes,
-    geometry_for,
-    gib,
-    open_locked,
-    read_header,
-    reason_to_remake,
-    refuse_foreign,
-)
 
 SLAB_NAME = "kvtier.slab"
 
@@ -87,17 +78,17 @@ class Slab:
         longer than `lock_timeout_s`, or holds something other than a slab. Raises ValueError for sizes out of
         range.
         """
-        geometry = geometry_for(size_bytes, extent_bytes, NAMING)
+        geometry = pool_file.geometry_for(size_bytes, extent_bytes, NAMING)
         path = directory / SLAB_NAME
         _require_directory(directory)
         try:
-            fd = open_locked(path, lock_timeout_s, NAMING, create=create)
+            fd = pool_file.open_locked(path, lock_timeout_s, NAMING, create=create)
         except PoolError as error:
             raise refuse(NAMING.path, directory, str(error)) from error
         except OSError as error:
             raise io_refusal(path, "opening it", error) from error
         try:
-            refuse_foreign(fd, path, NAMING)
+            pool_file.refuse_foreign(fd, path, NAMING)
             return cls(fd, path, geometry, is_new=os.fstat(fd).st_size == 0)
         except PoolError as error:
             os.close(fd)
@@ -110,11 +101,11 @@ class Slab:
         """Why the contents of the file cannot be kept, in words for the log; empty if they can. Raises
         Refusal if the header cannot be read."""
         try:
-            found, length = read_header(self.fd, NAMING), os.fstat(self.fd).st_size
+            found, length = pool_file.read_header(self.fd, NAMING), os.fstat(self.fd).st_size
         except OSError as error:
             raise io_refusal(self.path, "reading its header", error) from error
-        size_bytes, extent_bytes = file_bytes(self.geometry), self.geometry.extent_bytes
-        return reason_to_remake(found, length, size_bytes, extent_bytes, NAMING) or ""
+        size_bytes, extent_bytes = pool_file.file_bytes(self.geometry), self.geometry.extent_bytes
+        return pool_file.reason_to_remake(found, length, size_bytes, extent_bytes, NAMING) or ""
 
     def header(self) -> bytes:
         """The part of the header that does not change from boot to boot. Raises OSError."""
@@ -131,10 +122,10 @@ class Slab:
         no room: nothing has changed if that could be known in advance; otherwise the file is empty, or gone
         if it was new.
         """
-        length = file_bytes(self.geometry)
+        length = pool_file.file_bytes(self.geometry)
         try:
             self._require_room(length)
-            self.write(memoryview(MAGIC_MAKING.ljust(PAGE_BYTES, b"\0")), 0)
+            self.write(memoryview(pool_file.MAGIC_MAKING.ljust(PAGE_BYTES, b"\0")), 0)
             step()
             os.ftruncate(self.fd, PAGE_BYTES)
             step()
@@ -157,7 +148,7 @@ class Slab:
     def allocate(self) -> bool:
         """Allocates the parts of a kept file that are not yet, as `make` does. Raises Refusal if there is no
         room."""
-        length = file_bytes(self.geometry)
+        length = pool_file.file_bytes(self.geometry)
         try:
             return os.fstat(self.fd).st_blocks * 512 >= length or _fallocate(self.fd, length)
         except OSError as error:
@@ -170,13 +161,13 @@ class Slab:
         free = system.f_bavail * system.f_frsize + have
         if length > free:
             total = system.f_blocks * system.f_frsize
-            raise self._no_room(length, f"{gib(free)} free of {gib(total)}")
+            raise self._no_room(length, f"{pool_file.gib(free)} free of {pool_file.gib(total)}")
 
     def _no_room(self, length: int, why: str) -> Refusal:
         return refuse(
             NAMING.size,
             length,
-            f"a slab of {gib(length)} does not fit {self.path.parent}: {why}. "
+            f"a slab of {pool_file.gib(length)} does not fit {self.path.parent}: {why}. "
             "Lower disk.size, make room there, or name another directory in disk.paths",
         )
 
@@ -225,7 +216,7 @@ class Slab:
     def write(self, pages: memoryview, offset: int) -> None:
         """Writes whole pages. Raises OSError, and then it is not known how much was written."""
         assert len(pages) % PAGE_BYTES == 0
-        assert offset + len(pages) <= file_bytes(self.geometry)
+        assert offset + len(pages) <= pool_file.file_bytes(self.geometry)
         while pages:
             count = os.pwritev(self.fd, [pages], offset)
             pages, offset = pages[count:], offset + count

@@ -30,6 +30,7 @@ class StatusWord(IntEnum):
     STORE_LANE = 1
     HEARTBEAT = 2
     REGISTERED_BYTES = 3
+    """Bytes of the pool that are registered with the driver of the worker's GPU."""
     REGISTERING = 4
     IO_0 = 5
     IO_1 = 6
@@ -40,6 +41,7 @@ class StatusWord(IntEnum):
     IO_6 = 11
     IO_7 = 12
     REMOTE_BYTES = 13
+    """Bytes of the pool that seem to lie on another memory node than the worker's GPU."""
 
 
 _CULPRITS = {
@@ -73,7 +75,6 @@ class StatusPage:
     def __init__(self, fd: int) -> None:
         """Maps the page. The descriptor stays the caller's."""
         self.words = SharedWords(mmap.mmap(fd, PAGE_BYTES), len(StatusWord))
-        """For native code, which reports its progress in one of them."""
 
     def enter(self, word: StatusWord) -> None:
         """A lane enters a native call, or the main thread comes round."""
@@ -81,20 +82,6 @@ class StatusPage:
 
     def leave(self, word: StatusWord) -> None:
         self.words.store(word, 0)
-
-    def set_registered_bytes(self, count: int) -> None:
-        self.words.store(StatusWord.REGISTERED_BYTES, count)
-
-    def registered_bytes(self) -> int:
-        """Bytes of the pool that are registered with the driver of the worker's GPU."""
-        return self.words.load(StatusWord.REGISTERED_BYTES)
-
-    def set_remote_bytes(self, count: int) -> None:
-        self.words.store(StatusWord.REMOTE_BYTES, count)
-
-    def remote_bytes(self) -> int:
-        """Bytes of the pool that seem to lie on another memory node than the worker's GPU."""
-        return self.words.load(StatusWord.REMOTE_BYTES)
 
     def read(self) -> tuple[int, ...]:
         """The words' values, in the order of StatusWord."""

@@ -3,7 +3,7 @@
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,8 @@ SESSIONS_MAX = 4_096
 FDS_SPARE = FDS_MAX + 16
 """Descriptors that stay free, because a packet whose descriptors do not fit would end the worker."""
 
+Mapping = wire.MapWords | wire.MapMemory | wire.AddChunks
+
 _OVERWRITTEN = "its part word was overwritten by somebody else"
 _WITHDRAWN = "its client withdrew it while it ran"
 
@@ -52,8 +54,11 @@ class CopyEngine:
         self._lanes = Lanes(device, status, PartCalls(self._start, self._landed, self._end_unstarted))
         self._lock = self._lanes.lock
         self._teardown = Teardown(device, self._unmapped)
-        self._checker = Checker(records, self.is_busy, self._checked)
-        self._lanes_ended = False
+        self._checker = Checker(
+            records, self.is_busy, lambda answer: self._send(wire.ToFront(slots_checked=answer))
+        )
+        self.has_landed = False
+        """Whether, after `stop`, nothing is left to copy, so that parts only have to be settled."""
 
     def start(self) -> None:
         self._device.start(self._lanes.wake)
@@ -72,11 +77,14 @@ class CopyEngine:
             raise ProtocolError(f"a {kind} message with {len(fds)} descriptors")
         match kind:
             case "map_words":
-                self._map_words(message.map_words, fds[0])
+                words = message.map_words
+                self._map(words, lambda session: session.map_words(fds[0], words.doorbells, words.parts))
             case "map_memory":
-                self._map_memory(message.map_memory, fds)
+                memory = message.map_memory
+                self._map(memory, lambda session: session.map_memory(self._device, fds, memory))
             case "add_chunks":
-                self._add_chunks(message.add_chunks, fds)
+                chunks = message.add_chunks
+                self._map(chunks, lambda session: session.add_chunks(self._device, fds, chunks.bytes))
             case "post_part":
                 self._post_part(message.post_part)
             case "revoke_part":
@@ -97,11 +105,6 @@ class CopyEngine:
         for part in unstarted:
             self._end_unstarted(part)
 
-    @property
-    def has_landed(self) -> bool:
-        """Whether, after `stop`, nothing is left to copy, so that parts only have to be settled."""
-        return self._lanes_ended
-
     def join(self, timeout_s: float) -> bool:
         """Waits, after `stop`, until every part that had started has been reported; False if some have not.
 
@@ -109,38 +112,19 @@ class CopyEngine:
         """
         if not self._lanes.join(timeout_s) or not self._checker.join(timeout_s):
             return False
-        if not self._lanes_ended:
-            self._lanes_ended = True
+        if not self.has_landed:
+            self.has_landed = True
             self._device.stop()
         return self._device.join(timeout_s)
 
-    def _map_words(self, message: wire.MapWords, fd: int) -> None:
-        self._map(
-            message.request,
-            message.session,
-            lambda session: session.map_words(fd, message.doorbells, message.parts),
-        )
-
-    def _map_memory(self, message: wire.MapMemory, fds: Sequence[int]) -> None:
-        self._map(
-            message.request, message.session, lambda session: session.map_memory(self._device, fds, message)
-        )
-
-    def _add_chunks(self, message: wire.AddChunks, fds: Sequence[int]) -> None:
-        self._map(
-            message.request,
-            message.session,
-            lambda session: session.add_chunks(self._device, fds, message.bytes),
-        )
-
-    def _map(self, request: int, number: int, mapper: Callable[[MappedSession], None]) -> None:
+    def _map(self, asked: Mapping, mapper: Callable[[MappedSession], None]) -> None:
         try:
-            session = self._session_to_map(number)
+            session = self._session_to_map(asked.session)
             # This may take a while, so the lock is not held. Only this thread maps and releases sessions.
             mapper(session)
         except Refusal as refusal:
             refused = wire.MapRefused(
-                request=request,
+                request=asked.request,
                 reason=int(refusal.reason),
                 field=refusal.field,
                 value=refusal.value,
@@ -149,37 +133,28 @@ class CopyEngine:
             answer = wire.ToFront(map_refused=refused)
         else:
             with self._lock:
-                self._sessions[number] = session
-            answer = wire.ToFront(mapped=wire.Mapped(request=request))
+                self._sessions[asked.session] = session
+            answer = wire.ToFront(mapped=wire.Mapped(request=asked.request))
         self._send(answer)
 
     def _session_to_map(self, number: int) -> MappedSession:
+        refusal = partial(Refusal, field="session", value=number)
         with self._lock:
             session = self._sessions.get(number)
             sessions = len(self._sessions)
         if session is not None and session.releases:
-            raise Refusal(
-                Reason.ALREADY_REGISTERED,
-                "this session is being released; map again when that is done",
-                field="session",
-                value=number,
+            raise refusal(
+                Reason.ALREADY_REGISTERED, "this session is being released; map again when that is done"
             )
         if session is None and sessions >= SESSIONS_MAX:
-            raise Refusal(
-                Reason.QUEUE_FULL,
-                f"a copy worker serves at most {SESSIONS_MAX} sessions",
-                field="session",
-                value=number,
-            )
+            raise refusal(Reason.QUEUE_FULL, f"a copy worker serves at most {SESSIONS_MAX} sessions")
         # Every mapping holds a descriptor.
         fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if len(os.listdir("/proc/self/fd")) > fds_max - FDS_SPARE:
-            raise Refusal(
+            raise refusal(
                 Reason.QUEUE_FULL,
                 f"the copy worker has mapped as much as {fds_max} descriptors allow: "
                 "raise the daemon's limit of open files",
-                field="session",
-                value=number,
             )
         return session or MappedSession(number)
 
@@ -220,9 +195,6 @@ class CopyEngine:
         if len(message.slots) % 4 or len(message.generations) != 2 * len(message.slots):
             raise ProtocolError("a check whose slots and generations are not parallel")
         self._checker.ask(message)
-
-    def _checked(self, answer: wire.SlotsChecked) -> None:
-        self._send(wire.ToFront(slots_checked=answer))
 
     def _release_session(self, number: int) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvtier_kernels import PART_REVOKED, TICKET_MAX, SharedWords
 
@@ -152,19 +153,12 @@ class MappedSession:
 
         Call it without the engine's lock, because much memory takes a while.
         """
+        refusal = partial(Refusal, field="registration", value=message.registration)
         if message.registration in self.memories:
-            raise Refusal(
-                Reason.ALREADY_REGISTERED,
-                "this registration is mapped already",
-                field="registration",
-                value=message.registration,
-            )
+            raise refusal(Reason.ALREADY_REGISTERED, "this registration is mapped already")
         if len(self.memories) >= REGISTRATIONS_MAX:
-            raise Refusal(
-                Reason.ALREADY_REGISTERED,
-                f"a session has at most {REGISTRATIONS_MAX} registrations",
-                field="registration",
-                value=message.registration,
+            raise refusal(
+                Reason.ALREADY_REGISTERED, f"a session has at most {REGISTRATIONS_MAX} registrations"
             )
         memory, chunks_used = mapper.map_memory(message, fds, self.chunks)
         plans: dict[tuple[int, int], FragmentPlan] = {}
@@ -205,6 +199,7 @@ class MappedSession:
 def map_memfd(fd: int, length: int) -> mmap.mmap:
     """Maps the first `length` bytes of a memfd that cannot shrink, because access to a truncated one would
     kill the worker. Raises Refusal if the descriptor is not such a memfd."""
+    refusal = partial(Refusal, field="mapping_bytes", value=length)
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         status = os.fstat(fd)
@@ -222,23 +217,13 @@ def map_memfd(fd: int, length: int) -> mmap.mmap:
             value=hex(seals),
         )
     if not 0 < length <= status.st_size:
-        raise Refusal(
-            Reason.MAPPING_INVALID,
-            f"the memfd has {status.st_size} bytes",
-            field="mapping_bytes",
-            value=length,
-        )
+        raise refusal(Reason.MAPPING_INVALID, f"the memfd has {status.st_size} bytes")
     # Whole pages of the file are mapped, because munmap takes no part of a huge page.
     whole = min(-(-length // status.st_blksize) * status.st_blksize, status.st_size)
     try:
         return mmap.mmap(fd, whole)
     except (OSError, ValueError, OverflowError) as error:
-        raise Refusal(
-            Reason.MAPPING_INVALID,
-            f"the memfd cannot be mapped: {error}",
-            field="mapping_bytes",
-            value=length,
-        ) from None
+        raise refusal(Reason.MAPPING_INVALID, f"the memfd cannot be mapped: {error}") from None
 
 
 def unmap(mapping: mmap.mmap) -> None:

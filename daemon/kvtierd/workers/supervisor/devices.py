@@ -3,6 +3,7 @@ decides."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState
@@ -88,35 +89,25 @@ class SupervisedDevices:
 
         `workers` are all that have a process.
         """
+        refusal = partial(Refusal, field="device", value=name)
         device = self._known.get(name)
         if device is not None and device.permanent:
-            raise Refusal(
-                Reason.WORKER_UNAVAILABLE,
-                "the device's copy worker is being started: try again",
-                field="device",
-                value=name,
-            )
+            raise refusal(Reason.WORKER_UNAVAILABLE, "the device's copy worker is being started: try again")
         if device is not None and now_s < device.not_before_s:
-            raise Refusal(
+            raise refusal(
                 Reason.WORKER_UNAVAILABLE,
                 "the device's copy worker was lost: try again in "
                 f"{device.not_before_s - now_s:.1f} s, when another may be started",
-                field="device",
-                value=name,
             )
         if len(workers) >= self._limits.devices_max:
-            raise Refusal(
+            raise refusal(
                 Reason.QUEUE_FULL,
                 f"the daemon runs {self._limits.devices_max} copy workers already, and no more",
-                field="device",
-                value=name,
             )
         if sum(worker.state is WorkerProcessState.STARTING for worker in workers) >= self._limits.starts_max:
-            raise Refusal(
+            raise refusal(
                 Reason.WORKER_UNAVAILABLE,
                 f"{self._limits.starts_max} copy workers are being started already: try again in a second",
-                field="device",
-                value=name,
             )
 
     def respawns_of_next(self, name: str) -> int:

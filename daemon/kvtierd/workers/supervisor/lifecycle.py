@@ -11,16 +11,8 @@ from kvtierd.core.stimuli import WorkerExited, WorkerLost
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
+from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.devices import SupervisedDevices
-from kvtierd.workers.supervisor.handles import (
-    CPU,
-    SupervisorLimits,
-    WorkerHandle,
-    WorkerOptions,
-    WorkerProcessState,
-    WorkerStartError,
-    unavailable,
-)
 from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker
 from kvtierd.workers.supervisor.process import EXITED_WELL, WorkerProcess
 from kvtierd.workers.supervisor.watch import Watch
@@ -48,13 +40,13 @@ class Lifecycle:
         pool_bytes: int,
         devices: Sequence[str],
         disks: Sequence[DiskOptions],
-        limits: SupervisorLimits,
+        limits: handles.SupervisorLimits,
         environment: Mapping[str, str] | None,
-        options: WorkerOptions,
-        on_packet: Callable[[WorkerHandle, bytes], None],
+        options: handles.WorkerOptions,
+        on_packet: Callable[[handles.WorkerHandle, bytes], None],
         emit: Callable[[WorkerLost | WorkerExited], None],
     ) -> None:
-        self.workers: dict[WorkerId, WorkerHandle] = {}
+        self.workers: dict[WorkerId, handles.WorkerHandle] = {}
         self.processes: dict[WorkerId, WorkerProcess] = {}
         self._required = tuple(devices)
         self._disks = {disk.device: disk for disk in disks}
@@ -86,20 +78,21 @@ class Lifecycle:
             first = [self._spawn(device) for device in self._required]
         except (OSError, ValueError) as error:
             await self.stop(0)
-            raise WorkerStartError(f"a copy worker cannot be started: {error}") from error
+            raise handles.WorkerStartError(f"a copy worker cannot be started: {error}") from error
         for device in self._disks:
             self._start_again(device)
         for handle in first:
             await handle.settled.wait()
-            if handle.state is not WorkerProcessState.LIVE:
+            if handle.state is not handles.WorkerProcessState.LIVE:
                 await self.stop(0)
-                raise WorkerStartError(
+                raise handles.WorkerStartError(
                     f"the copy worker for {handle.device!r} did not come up: {handle.why}; "
                     "its own messages are on the daemon's stderr"
                 )
 
     async def settle_disks(self, timeout_s: float) -> None:
-        """As `Supervisor.settle_disks`."""
+        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, but
+        after `timeout_s` at the latest."""
         workers = map(self.devices.worker, self._disks)
         try:
             async with asyncio.timeout(timeout_s):
@@ -110,13 +103,18 @@ class Lifecycle:
             pass  # the others join later
 
     async def stop(self, grace_s: float) -> bool:
-        """As `Supervisor.stop`."""
+        """Ends all workers: parts that have not started are revoked, and those that have are finished, for at
+        most `grace_s`; then workers get SIGKILL.
+
+        Events go on until the last process is gone. Returns False if one could not be killed within
+        `kill_deadline_s`.
+        """
         self._stopping = True
         for timer in self._respawn_timers.values():
             timer.cancel()
         self._respawn_timers.clear()
         for handle in list(self.workers.values()):
-            if handle.state is WorkerProcessState.STARTING:
+            if handle.state is handles.WorkerProcessState.STARTING:
                 self.lose(handle, "the daemon stops")
             self._tell_to_stop(handle)
         if grace_s > 0:
@@ -139,19 +137,24 @@ class Lifecycle:
             return False
         return True
 
-    async def worker_for(self, device: str) -> WorkerHandle:
-        """As `Supervisor.worker_for`."""
+    async def worker_for(self, device: str) -> WorkerId:
+        """The live worker of a device, which is started if there is none. All who wait for one share it.
+
+        Returns or raises after the handshake deadline at the latest. Raises Refusal: what the worker said if
+        it cannot serve the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor
+        a moment ago; QUEUE_FULL if there are too many workers.
+        """
         if self._stopping:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
         handle = self.devices.worker(device) or self._start_for(device)
         # This wait ends with the handshake deadline, whatever happens.
         await handle.settled.wait()
-        if handle.state is not WorkerProcessState.LIVE:
-            raise handle.refusal or unavailable(handle)
+        if handle.state is not handles.WorkerProcessState.LIVE:
+            raise handle.refusal or handles.unavailable(handle)
         handle.idle_since_s = None
-        return handle
+        return handle.worker
 
-    def _start_for(self, device: str) -> WorkerHandle:
+    def _start_for(self, device: str) -> handles.WorkerHandle:
         self.devices.check_start(device, self._loop.time(), list(self.workers.values()))
         try:
             return self._spawn(device)
@@ -164,10 +167,10 @@ class Lifecycle:
                 value=device,
             ) from error
 
-    def serving(self, worker: WorkerId) -> WorkerHandle:
+    def serving(self, worker: WorkerId) -> handles.WorkerHandle:
         """A live worker. Refusal if it is lost, or ends."""
         handle = self.workers.get(worker)
-        if handle is None or handle.state is not WorkerProcessState.LIVE:
+        if handle is None or handle.state is not handles.WorkerProcessState.LIVE:
             raise Refusal(
                 Reason.WORKER_UNAVAILABLE,
                 "the copy worker is gone; a new one is being started, try again in a second",
@@ -176,18 +179,18 @@ class Lifecycle:
             )
         return handle
 
-    def _tell_to_stop(self, handle: WorkerHandle) -> bool:
+    def _tell_to_stop(self, handle: handles.WorkerHandle) -> bool:
         """False if it is not live, or its queue is full, which loses it."""
-        if handle.state is not WorkerProcessState.LIVE:
+        if handle.state is not handles.WorkerProcessState.LIVE:
             return False
         return self.processes[handle.worker].channel.send(_STOP)
 
-    def _spawn(self, device: str) -> WorkerHandle:
+    def _spawn(self, device: str) -> handles.WorkerHandle:
         """Starts a worker. Raises OSError or ValueError if no process can be started, and then nothing has
         changed."""
         respawns = self.devices.respawns_of_next(device)
         kind = self._kind(device)
-        handle = WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
+        handle = handles.WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
         process = WorkerProcess(
             pool_fd=self._pool_fd,
             pool_bytes=self._pool_bytes,
@@ -217,7 +220,7 @@ class Lifecycle:
                 first=not self.devices[device].workers,
                 handshake_deadline_s=limits.disk_handshake_deadline_s,
             )
-        on_gpu = device != CPU
+        on_gpu = device != handles.CPU
         arguments: dict[str, object] = {"--device": device, "--copy-deadline-s": limits.copy_deadline_s}
         if on_gpu:
             arguments |= {"--copy-method": options.gpu_copy_method, "--seal-threads": options.seal_threads}
@@ -230,12 +233,12 @@ class Lifecycle:
             map_deadline_s=limits.gpu_map_deadline_s if on_gpu else limits.map_deadline_s,
         )
 
-    def _packet(self, handle: WorkerHandle, packet: bytes, fds: list[int]) -> None:
+    def _packet(self, handle: handles.WorkerHandle, packet: bytes, fds: list[int]) -> None:
         close_fds(fds)
         self._on_packet(handle, packet)
 
-    def _channel_closed(self, handle: WorkerHandle, reason: str) -> None:
-        if handle.state is WorkerProcessState.ENDING or self._stopping:
+    def _channel_closed(self, handle: handles.WorkerHandle, reason: str) -> None:
+        if handle.state is handles.WorkerProcessState.ENDING or self._stopping:
             return  # as it was told to; the process may take a while to end
         if reason == PEER_CLOSED:
             # Most likely its process is about to end, and its exit status says better why.
@@ -245,22 +248,23 @@ class Lifecycle:
 
     # --- from one state to the next ---
 
-    def live(self, handle: WorkerHandle) -> None:
+    def live(self, handle: handles.WorkerHandle) -> None:
         """A worker is ready. The caller announces it, and then sets `settled`."""
-        handle.state = WorkerProcessState.LIVE
+        handle.state = handles.WorkerProcessState.LIVE
         handle.announced = True
         self.devices.live(handle)
         self._told = {told: None for told in self._told if told[0] != handle.device}
         _log.info(f"{handle.kind.title} live", worker_pid=handle.pid, device=handle.device)
 
     def reject(self, device: str, why: str) -> None:
-        """As `Supervisor.reject`."""
+        """What a disk's first worker filled the image with cannot be used: the worker is lost, and the next
+        one fills the image anew."""
         self.devices[device].workers = 0
         handle = self.devices.worker(device)
         if handle is not None:
             self.lose(handle, why)
 
-    def unusable(self, handle: WorkerHandle, refusal: Refusal) -> None:
+    def unusable(self, handle: handles.WorkerHandle, refusal: Refusal) -> None:
         """A worker cannot serve its device, and exits."""
         handle.refusal = refusal
         self.devices.unusable(handle)
@@ -273,7 +277,7 @@ class Lifecycle:
         )
         self._end(handle, refusal.message)
 
-    def _is_new(self, handle: WorkerHandle, why: str) -> bool:
+    def _is_new(self, handle: handles.WorkerHandle, why: str) -> bool:
         """Whether the log has not said this about the device yet. From now on it has."""
         told = (handle.device, why)
         is_new = told not in self._told
@@ -282,21 +286,21 @@ class Lifecycle:
             del self._told[next(iter(self._told))]
         return is_new
 
-    def _end(self, handle: WorkerHandle, why: str) -> None:
+    def _end(self, handle: handles.WorkerHandle, why: str) -> None:
         """The worker gets nothing more to do, and is to exit by itself."""
-        handle.state = WorkerProcessState.ENDING
+        handle.state = handles.WorkerProcessState.ENDING
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.end_deadline_s
         handle.settled.set()
         self.watch.forget(handle)
 
-    def lose(self, handle: WorkerHandle, why: str) -> None:
+    def lose(self, handle: handles.WorkerHandle, why: str) -> None:
         """Kills a worker. From now on, only its end is waited for. Does nothing if it is lost already."""
-        if handle.state in (WorkerProcessState.LOST, WorkerProcessState.EXITED):
+        if handle.state in (handles.WorkerProcessState.LOST, handles.WorkerProcessState.EXITED):
             return
         # A worker that does not start is tried again and again, so the log says so only once.
-        is_new = handle.state is not WorkerProcessState.STARTING or self._is_new(handle, why)
-        handle.state = WorkerProcessState.LOST
+        is_new = handle.state is not handles.WorkerProcessState.STARTING or self._is_new(handle, why)
+        handle.state = handles.WorkerProcessState.LOST
         handle.why = why
         handle.deadline_s = self.watch.now_s + self._limits.kill_deadline_s
         process = self.processes[handle.worker]
@@ -310,24 +314,24 @@ class Lifecycle:
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
 
-    def _forsake(self, handle: WorkerHandle, why: str) -> None:
+    def _forsake(self, handle: handles.WorkerHandle, why: str) -> None:
         """Answers what still waits for the worker, which will not."""
         for request in handle.requests.values():
             if not request.answer.done():
-                request.answer.set_exception(unavailable(handle))
+                request.answer.set_exception(handles.unavailable(handle))
         handle.requests.clear()
         for told in handle.persisting.values():
             if not told.done():
                 told.set_result(why)
         handle.persisting.clear()
 
-    def _exited(self, handle: WorkerHandle) -> None:
+    def _exited(self, handle: handles.WorkerHandle) -> None:
         process = self.processes[handle.worker]
         # Packets that it sent before it ended still count.
         process.channel.drain()
         how = process.ended() or "its process is gone"
-        stopped = self._stopping and handle.state is WorkerProcessState.LIVE
-        as_told = (stopped or handle.state is WorkerProcessState.ENDING) and how == EXITED_WELL
+        stopped = self._stopping and handle.state is handles.WorkerProcessState.LIVE
+        as_told = (stopped or handle.state is handles.WorkerProcessState.ENDING) and how == EXITED_WELL
         if as_told:
             process.channel.close()
             handle.why = handle.why or how
@@ -339,7 +343,7 @@ class Lifecycle:
                 self._emit(WorkerLost(handle.worker, handle.why))
         else:
             self.lose(handle, how)
-        handle.state = WorkerProcessState.EXITED
+        handle.state = handles.WorkerProcessState.EXITED
         del self.processes[handle.worker]
         process.close()
         if handle.announced:
@@ -347,7 +351,7 @@ class Lifecycle:
         # Only now, so that whoever gets one of its stimuli still finds the worker in `workers`.
         self._loop.call_soon(self._forget, handle, not as_told)
 
-    def _forget(self, handle: WorkerHandle, was_lost: bool) -> None:
+    def _forget(self, handle: handles.WorkerHandle, was_lost: bool) -> None:
         del self.workers[handle.worker]
         self._changed.set()
         delay_s = self.devices.gone(handle, self._loop.time(), lost=was_lost)
@@ -370,7 +374,11 @@ class Lifecycle:
             self._schedule_respawn(device, self.devices.next_delay_s(device))
 
     def unattended(self) -> list[str]:
-        """As `Supervisor.unattended`."""
+        """Workers that nobody looks after, one sentence for each. There should never be any, and no worker
+        can cause it.
+
+        Call it again and again, seconds apart. A worker that is late, lost or being replaced is looked after.
+        """
         found = []
         silent_s = self._loop.time() - self.watch.looked_at_s
         if silent_s > WATCH_SILENCE_MAX_S:
@@ -381,7 +389,8 @@ class Lifecycle:
         dead = {
             worker
             for worker, process in self.processes.items()
-            if self.workers[worker].state is not WorkerProcessState.EXITED and process.ended() is not None
+            if self.workers[worker].state is not handles.WorkerProcessState.EXITED
+            and process.ended() is not None
         }
         # A process that has just ended will be noticed in a moment.
         for worker in sorted(dead & self._seen_dead):
@@ -390,14 +399,14 @@ class Lifecycle:
         return [] if self._stopping else found
 
     def set_log_level(self, level: str) -> None:
-        """As `Supervisor.set_log_level`."""
+        """Sets the log level of workers that are started from now on."""
         self._options = replace(self._options, log_level=level)
 
     def _watch_round(self) -> None:
         self._watch_timer = self._loop.call_later(self._limits.watch_period_s, self._watch_round)
         self.watch.advance(self._loop.time())
         for handle in list(self.workers.values()):
-            if handle.state is not WorkerProcessState.EXITED:
+            if handle.state is not handles.WorkerProcessState.EXITED:
                 why = self.watch.overdue(handle, self.processes[handle.worker].status.read())
                 if why is not None:
                     self.lose(handle, why)

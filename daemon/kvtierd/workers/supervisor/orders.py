@@ -6,7 +6,6 @@ Only orders to map memory and to persist all records wait for their answers; the
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,35 +20,6 @@ from kvtierd.workers.supervisor.lifecycle import Lifecycle
 
 GATE_DEADLINE_MS_MAX = 0xFFFF_FFFF
 RECORDS_PER_PACKET = 32_768
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMapping:
-    """Where the planes of one group lie in a rank's mapping. The three sequences have one entry for each
-    plane."""
-
-    group: int
-    num_blocks: int
-    base_offsets: Sequence[int]
-    block_strides: Sequence[int]
-    fragment_bytes: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRange:
-    """A run of a GPU's addresses. A rank's memory is several of these, one after another.
-
-    A range lies either completely in one allocation, which an IPC handle names, or in as many of the
-    session's added chunks as `chunks` says, one after another.
-    """
-
-    size_bytes: int
-    offset: int
-    """Offset of its first byte in the allocation, or in the first of its chunks."""
-    ipc_handle: bytes = b""
-    """64 bytes, or empty for chunks."""
-    buffer_id: int = 0
-    chunks: int = 0
 
 
 class WorkerOrders:
@@ -175,8 +145,8 @@ class WorkerOrders:
         registration: RegistrationId,
         fd: int | None,
         mapping_bytes: int,
-        groups: Sequence[GroupMapping],
-        ranges: Sequence[DeviceRange] = (),
+        groups: Sequence[wire.MappedGroup],
+        ranges: Sequence[wire.DeviceRange] = (),
     ) -> None:
         """Has the worker map a rank's memory: the first `mapping_bytes` of `fd`, or a GPU's `ranges`, which
         have so many bytes together. Errors and cancellation are as in `map_words`."""
@@ -320,8 +290,8 @@ def map_memory_packet(
     session: SessionId,
     registration: RegistrationId,
     mapping_bytes: int,
-    groups: Sequence[GroupMapping],
-    ranges: Sequence[DeviceRange] = (),
+    groups: Sequence[wire.MappedGroup],
+    ranges: Sequence[wire.DeviceRange] = (),
 ) -> bytes:
     return wire.ToWorker(
         map_memory=wire.MapMemory(
@@ -329,26 +299,8 @@ def map_memory_packet(
             session=session,
             registration=registration,
             mapping_bytes=mapping_bytes,
-            groups=[
-                wire.MappedGroup(
-                    group=group.group,
-                    num_blocks=group.num_blocks,
-                    base_offsets=group.base_offsets,
-                    block_strides=group.block_strides,
-                    fragment_bytes=group.fragment_bytes,
-                )
-                for group in groups
-            ],
-            ranges=[
-                wire.DeviceRange(
-                    bytes=part.size_bytes,
-                    offset=part.offset,
-                    ipc_handle=part.ipc_handle,
-                    buffer_id=part.buffer_id,
-                    chunks=part.chunks,
-                )
-                for part in ranges
-            ],
+            groups=groups,
+            ranges=ranges,
         )
     ).SerializeToString()
 

@@ -75,13 +75,10 @@ class WorkerProcess:
             self._popen.wait()
             ours.close()
             raise
+        self.pid = self._popen.pid
         self.channel = PacketChannel(ours, on_packet, on_closed)
         self._on_exit = on_exit
         self._loop.add_reader(self.pidfd, self._gone)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
 
     def kill(self) -> None:
         """Sends SIGKILL. Does nothing if the process is gone."""

@@ -9,52 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from kvtierd.core import stimuli
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import CheckId, DiskJobId, PartId, SessionId, WorkerId
-from kvtierd.core.stimuli import (
-    DiskJobFinished,
-    PartFinished,
-    PartOutcome,
-    SessionReleased,
-    SlotsChecked,
-    WorkerExited,
-    WorkerLive,
-    WorkerLost,
-)
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
-from kvtierd.workers.supervisor.handles import (
-    CPU,
-    CopyTotals,
-    SupervisorLimits,
-    WorkerHandle,
-    WorkerOptions,
-    WorkerProcessState,
-    WorkerStartError,
-)
-from kvtierd.workers.supervisor.kinds import DiskOptions, disk_device
+from kvtierd.workers.channel.status import StatusWord
+from kvtierd.workers.supervisor import handles
+from kvtierd.workers.supervisor.kinds import DiskOptions
 from kvtierd.workers.supervisor.lifecycle import Lifecycle
 from kvtierd.workers.supervisor.orders import WorkerOrders
-
-__all__ = [
-    "CPU",
-    "CopyTotals",
-    "DiskOptions",
-    "Supervisor",
-    "SupervisorLimits",
-    "WorkerHandle",
-    "WorkerOptions",
-    "WorkerProcessState",
-    "WorkerStartError",
-    "WorkerStimulus",
-    "disk_device",
-]
 
 _log = logger(__name__)
 
 WorkerStimulus = (
-    WorkerLive | PartFinished | SlotsChecked | DiskJobFinished | SessionReleased | WorkerLost | WorkerExited
+    stimuli.WorkerLive
+    | stimuli.PartFinished
+    | stimuli.SlotsChecked
+    | stimuli.DiskJobFinished
+    | stimuli.SessionReleased
+    | stimuli.WorkerLost
+    | stimuli.WorkerExited
 )
 
 
@@ -62,8 +38,8 @@ class Supervisor:
     """All copy workers, and those of disks. Everything happens on one event loop.
 
     `devices` have a worker from `start` on, and get a new one when it is lost. So do `disks`, but the daemon
-    goes on without one. Any other device gets a worker when `worker_for` asks for it, which is ended when no
-    session has used it for `limits.gpu_idle_s`.
+    goes on without one. Any other device gets a worker when `lives.worker_for` asks for it, which is ended
+    when no session has used it for `limits.gpu_idle_s`.
 
     `events` gets each stimulus in a callback of the loop, never inside a method called here. Those of one
     worker come in this order: WorkerLive; PartFinished, SessionReleased and the like; WorkerLost;
@@ -81,36 +57,37 @@ class Supervisor:
         pool_bytes: int,
         register_writer: Callable[[int], int],
         events: Callable[[WorkerStimulus], object],
-        devices: Sequence[str] = (CPU,),
+        devices: Sequence[str] = (handles.CPU,),
         disks: Sequence[DiskOptions] = (),
-        limits: SupervisorLimits | None = None,
+        limits: handles.SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
-        options: WorkerOptions | None = None,
+        options: handles.WorkerOptions | None = None,
     ) -> None:
         """`pool_fd` stays the caller's. Workers inherit its open file description, which holds the pool's
         lock.
 
         `environment` is added to the workers' environment.
         """
-        self.limits = limits or SupervisorLimits()
-        self.totals = {direction: CopyTotals() for direction in Direction}
+        self.limits = limits or handles.SupervisorLimits()
+        self.totals = {direction: handles.CopyTotals() for direction in Direction}
         self._register_writer = register_writer
         self._events = events
-        self._lives = Lifecycle(
+        self.lives = Lifecycle(
             pool_fd=pool_fd,
             pool_bytes=pool_bytes,
             devices=devices,
             disks=disks,
             limits=self.limits,
             environment=environment,
-            options=options or WorkerOptions(),
+            options=options or handles.WorkerOptions(),
             on_packet=self._packet,
             emit=self._emit,
         )
-        self.workers: Mapping[WorkerId, WorkerHandle] = self._lives.workers
+        """The workers' processes: how they start, and how they end."""
+        self.workers: Mapping[WorkerId, handles.WorkerHandle] = self.lives.workers
         """Workers from the start of their process until their WorkerExited is delivered."""
-        self.devices = self._lives.devices
-        self.orders = WorkerOrders(self._lives, self.limits.release_deadline_s)
+        self.devices = self.lives.devices
+        self.orders = WorkerOrders(self.lives, self.limits.release_deadline_s)
         """What workers are told to do."""
 
     async def start(self) -> None:
@@ -119,93 +96,43 @@ class Supervisor:
         Raises WorkerStartError if one does not become live, and then leaves none running.
         """
         self._loop = asyncio.get_running_loop()
-        await self._lives.start()
+        await self.lives.start()
 
-    async def settle_disks(self, timeout_s: float) -> None:
-        """Returns when the first worker of every disk is live, has said that it cannot be, or is lost, but
-        after `timeout_s` at the latest."""
-        await self._lives.settle_disks(timeout_s)
-
-    async def stop(self, grace_s: float) -> bool:
-        """Ends all workers: parts that have not started are revoked, and those that have are finished, for at
-        most `grace_s`; then workers get SIGKILL.
-
-        Events go on until the last process is gone. Returns False if one could not be killed within
-        `kill_deadline_s`.
-        """
-        return await self._lives.stop(grace_s)
-
-    async def worker_for(self, device: str) -> WorkerId:
-        """The live worker of a device, which is started if there is none. All who wait for one share it.
-
-        Returns or raises after the handshake deadline at the latest. Raises Refusal: what the worker said if
-        it cannot serve the device; WORKER_UNAVAILABLE if it was lost before it was ready, or its predecessor
-        a moment ago; QUEUE_FULL if there are too many workers.
-        """
-        return (await self._lives.worker_for(device)).worker
-
-    def unattended(self) -> list[str]:
-        """Workers that nobody looks after, one sentence for each. There should never be any, and no worker
-        can cause it.
-
-        Call it again and again, seconds apart. A worker that is late, lost or being replaced is looked after.
-        """
-        return self._lives.unattended()
-
-    def set_log_level(self, level: str) -> None:
-        """Sets the log level of workers that are started from now on."""
-        self._lives.set_log_level(level)
-
-    @property
-    def respawns(self) -> Mapping[str, int]:
-        """For each device, the workers that were started in place of lost ones."""
-        return self.devices.respawns
-
-    def registered_bytes(self, worker: WorkerId) -> int:
-        """Bytes of the pool that a worker has registered with its GPU's driver."""
-        process = self._lives.processes.get(worker)
-        return 0 if process is None else process.status.registered_bytes()
-
-    def remote_bytes(self, worker: WorkerId) -> int:
-        """Bytes of the pool that seem to lie on another memory node than a worker's GPU."""
-        process = self._lives.processes.get(worker)
-        return 0 if process is None else process.status.remote_bytes()
+    def status_word(self, worker: WorkerId, word: StatusWord) -> int:
+        """The value of a word of a worker's status page; 0 if its process is gone."""
+        process = self.lives.processes.get(worker)
+        return 0 if process is None else process.status.words.load(word)
 
     def pidfd_for(self, worker: WorkerId) -> int:
         """A pidfd of a live worker, for a client that waits for its end. The caller closes it. Raises Refusal
         if the worker is not live."""
-        self._lives.serving(worker)
-        return os.dup(self._lives.processes[worker].pidfd)
+        self.lives.serving(worker)
+        return os.dup(self.lives.processes[worker].pidfd)
 
-    def reject(self, device: str, why: str) -> None:
-        """What a disk's first worker filled the image with cannot be used: the worker is lost, and the next
-        one fills the image anew."""
-        self._lives.reject(device, why)
-
-    def _packet(self, handle: WorkerHandle, packet: bytes) -> None:
+    def _packet(self, handle: handles.WorkerHandle, packet: bytes) -> None:
         try:
             message = wire.ToFront.FromString(packet)
             kind = message.WhichOneof("body")
             stimulus = self._message(handle, message, kind)
         except (DecodeError, ValueError, KeyError) as error:
-            self._lives.lose(handle, f"it sent what cannot be understood: {error!r}")
+            self.lives.lose(handle, f"it sent what cannot be understood: {error!r}")
             return
         if stimulus is not None:
             self._emit(stimulus)
-        if isinstance(stimulus, WorkerLive):
+        if isinstance(stimulus, stimuli.WorkerLive):
             handle.settled.set()  # only now, so that the core knows the worker before those who wait do
 
     def _message(
-        self, handle: WorkerHandle, message: wire.ToFront, kind: str | None
+        self, handle: handles.WorkerHandle, message: wire.ToFront, kind: str | None
     ) -> WorkerStimulus | None:
         """Takes one message, and returns the stimulus if it is one. Raises ValueError or KeyError if the
         message makes no sense now."""
-        if (handle.state is WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
+        if (handle.state is handles.WorkerProcessState.STARTING) != (kind in ("ready", "unusable")):
             raise ValueError(f"a {kind} message in state {handle.state.value}")
         if kind == "ready":
             return self._ready(handle, message.ready)
         if kind == "unusable":
-            self._lives.unusable(handle, refusal_of(message.unusable))
+            self.lives.unusable(handle, refusal_of(message.unusable))
             return None
         if kind == "part_finished":
             finished = message.part_finished
@@ -237,7 +164,7 @@ class Supervisor:
                 handle.own_releases[session] -= 1
                 handle.own_releases += Counter()  # without what has come to 0
                 return None
-            return SessionReleased(handle.worker, session)
+            return stimuli.SessionReleased(handle.worker, session)
         if kind == "mapped":
             request = handle.requests.pop(message.mapped.request, None)
             if request is not None and not request.answer.done():
@@ -251,19 +178,19 @@ class Supervisor:
             return None
         raise ValueError(f"a message of kind {kind}")
 
-    def _ready(self, handle: WorkerHandle, ready: wire.Ready) -> WorkerStimulus | None:
+    def _ready(self, handle: handles.WorkerHandle, ready: wire.Ready) -> WorkerStimulus | None:
         if ready.pid != handle.pid:
             raise ValueError(f"pid {handle.pid} calls itself {ready.pid}")
         try:
             handle.writer = self._register_writer(handle.pid)
         except Exception as error:
             _log.error("a copy worker has no writer id", worker_pid=handle.pid, exc_info=error)
-            self._lives.lose(handle, f"it could not be given a writer id: {error}")
+            self.lives.lose(handle, f"it could not be given a writer id: {error}")
             return None
         handle.cold_reason = ready.cold_reason
         handle.direct_io = ready.direct_io
-        self._lives.live(handle)
-        return WorkerLive(handle.worker, handle.device)
+        self.lives.live(handle)
+        return stimuli.WorkerLive(handle.worker, handle.device)
 
     def _emit(self, stimulus: WorkerStimulus) -> None:
         """Tells the core in a callback of its own: never in the middle of a method here, and errors there are
@@ -279,12 +206,12 @@ def refusal_of(message: wire.MapRefused | wire.Unusable) -> Refusal:
     return Refusal(reason, message.message, field=message.field, value=message.value)
 
 
-def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
+def part_finished(worker: WorkerId, message: wire.PartFinished) -> stimuli.PartFinished:
     """Raises ValueError if the message holds something that no worker of ours sends."""
-    return PartFinished(
+    return stimuli.PartFinished(
         worker=worker,
         part=PartId(message.part),
-        outcome=PartOutcome(message.outcome),
+        outcome=stimuli.PartOutcome(message.outcome),
         failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),
         corrupt=message.corrupt,
         message=message.message,
@@ -293,9 +220,9 @@ def part_finished(worker: WorkerId, message: wire.PartFinished) -> PartFinished:
     )
 
 
-def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
+def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> stimuli.SlotsChecked:
     """Raises ValueError if the message holds something that no worker of ours sends."""
-    return SlotsChecked(
+    return stimuli.SlotsChecked(
         worker=worker,
         check=CheckId(message.check),
         looked_at=message.looked_at,
@@ -303,9 +230,9 @@ def slots_checked(worker: WorkerId, message: wire.SlotsChecked) -> SlotsChecked:
     )
 
 
-def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> DiskJobFinished:
+def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> stimuli.DiskJobFinished:
     """Raises ValueError if the message holds something that no worker of ours sends."""
-    return DiskJobFinished(
+    return stimuli.DiskJobFinished(
         worker=worker,
         job=DiskJobId(message.job),
         failed=np.frombuffer(message.failed, "<u4").astype(np.uint32, copy=False),

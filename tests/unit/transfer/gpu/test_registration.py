@@ -13,7 +13,7 @@ import pytest
 from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
 from kvtierd.memory import HostPool
-from kvtierd.workers.channel.status import StatusPage, create_status_fd
+from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.workers.copy.gpu import numa, registration
 from kvtierd.workers.copy.gpu.registration import PoolNotRegisteredError, PoolRegistration
 
@@ -73,7 +73,7 @@ def test_what_a_lane_needs_is_registered_once(bench: Bench, gpu: Gpu) -> None:
     bench.ensure(np.concatenate([one, far, one]))
     bench.registration.require(np.concatenate([far, one]))
     bench.registration.require(bench.slot_of(0))
-    assert bench.status.registered_bytes() == 3 * MIB
+    assert bench.status.words.load(StatusWord.REGISTERED_BYTES) == 3 * MIB
     bench.ensure(one)
     bench.registration.register(bench.registration.areas[0])
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 2
@@ -118,7 +118,7 @@ def test_what_cannot_be_registered_is_named_and_tried_again(
             bench.registration.require(bad)
     assert gpu.fake.calls("cuMemHostRegister_v2", os.getpid()) == 3
     assert caplog.text.count("cannot be registered") == 1  # not for each part that needs it
-    assert bench.status.registered_bytes() == 0
+    assert bench.status.words.load(StatusWord.REGISTERED_BYTES) == 0
     gpu.fake.lift(os.getpid())
     bench.ensure(good)
     with pytest.raises(PoolNotRegisteredError, match=r"area 1 .*OUT_OF_MEMORY"):

@@ -8,16 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtier_kernels import PoolRecords
-from kvtier_kernels.cuda import (
-    Copies,
-    CopyMethod,
-    CudaError,
-    CudaUnavailableError,
-    DeviceInfo,
-    Driver,
-    load,
-)
+from kvtier_kernels import PoolRecords, cuda
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
@@ -74,7 +65,7 @@ class GpuDevice:
         # With this the driver loads kernels only when they are needed, which is never, and saves GPU memory.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         with _unusable(name):
-            driver = load()
+            driver = cuda.load()
             self._gpu = _find(driver, name)
             self._context = driver.retain_primary(self._gpu.ordinal)
             self._context.make_current()
@@ -152,7 +143,7 @@ class GpuDevice:
             # Tries are rare, so that lanes, which try all the time, come first, here and on other GPUs.
             while not self._registration.register(area):
                 time.sleep(REGISTER_RETRY_S)
-        except (CudaError, OSError) as error:
+        except (cuda.CudaError, OSError) as error:
             self._register_failures += 1
             _log.warning("a part of the pool is registered when it is used", why=str(error))
 
@@ -166,7 +157,7 @@ class GpuDevice:
         numa.stay_near(self._node)
 
 
-def _find(driver: Driver, name: str) -> DeviceInfo:
+def _find(driver: cuda.Driver, name: str) -> cuda.DeviceInfo:
     try:
         gpu = driver.device(name)
     except LookupError as error:
@@ -185,16 +176,16 @@ def _find(driver: Driver, name: str) -> DeviceInfo:
     return gpu
 
 
-def _method(name: str) -> CopyMethod | None:
-    return None if name in ("auto", "batch") else CopyMethod.LOOP
+def _method(name: str) -> cuda.CopyMethod | None:
+    return None if name in ("auto", "batch") else cuda.CopyMethod.LOOP
 
 
 def _descriptors(
-    driver: Driver, method: str, pool: PoolRegistration, stream: int, to_device: bool
+    driver: cuda.Driver, method: str, pool: PoolRegistration, stream: int, to_device: bool
 ) -> Descriptors:
-    copies = Copies(driver, _method(method))
-    if method == "batch" and copies.method is CopyMethod.LOOP:
-        raise CudaUnavailableError(
+    copies = cuda.Copies(driver, _method(method))
+    if method == "batch" and copies.method is cuda.CopyMethod.LOOP:
+        raise cuda.CudaUnavailableError(
             f"the driver supports CUDA {driver.version_text}, which has no batched copies: set "
             "workers.gpu_copy_method to auto"
         )
@@ -207,9 +198,9 @@ def _unusable(name: str) -> Iterator[None]:
     """Turns errors of the driver into reasons not to serve this device."""
     try:
         yield
-    except CudaUnavailableError as error:
+    except cuda.CudaUnavailableError as error:
         raise _refusal(Reason.DEVICE_UNAVAILABLE, str(error), name) from None
-    except CudaError as error:
+    except cuda.CudaError as error:
         if error.code == OUT_OF_MEMORY:
             raise _refusal(
                 Reason.DEVICE_OUT_OF_MEMORY,

@@ -162,7 +162,7 @@ class PoolRegistration:
                 self._driver.host_register(self.address + offset, length)
             self._registered[index] = True
             self._registered_bytes += length
-            self._status.set_registered_bytes(self._registered_bytes)
+            self._status.words.store(StatusWord.REGISTERED_BYTES, self._registered_bytes)
         finally:
             self._registering.release()
 
@@ -201,9 +201,8 @@ class PoolRegistration:
         if node is not None and len(numa.nodes()) > 1:
             remote = [self._node_of(index) != node for index in order]
             order.sort(key=remote.__getitem__)
-            self._status.set_remote_bytes(
-                sum(length for (_, length), far in zip(self.areas, remote, strict=True) if far)
-            )
+            remote_bytes = sum(length for (_, length), far in zip(self.areas, remote, strict=True) if far)
+            self._status.words.store(StatusWord.REMOTE_BYTES, remote_bytes)
         return (self.areas[index] for index in order if not self._registered[index])
 
     def _node_of(self, index: int) -> int | None:
