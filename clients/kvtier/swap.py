@@ -88,9 +88,6 @@ class SwapState(Enum):
     """The host does not have it any more, so it has to be computed again."""
 
 
-ENDED = (SwapState.IN, SwapState.KEPT, SwapState.LOST)
-
-
 @dataclass(slots=True, eq=False)
 class Swapped:
     """One group of sequences; its `SwapSpace` keeps it up to date."""

@@ -201,7 +201,7 @@ def _hash_scheme(algorithm: str, version: tuple[int, int]) -> tuple[str, int]:
             f"block hashes by {algorithm} start from a random seed in every process; set PYTHONHASHSEED to "
             "one value everywhere, or use --prefix-caching-hash-algo sha256_cbor"
         )
-    none_hash = _NONE_HASH_SEED if seed is None else f"seed-{_short_digest(seed.encode())}"
+    none_hash = _NONE_HASH_SEED if seed is None else f"seed-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
     parts = ["vllm", algorithm, none_hash]
     # Pickle's bytes may change with Python; CBOR's do not.
     if not algorithm.endswith("_cbor"):
@@ -373,7 +373,3 @@ def _found_revision(model: Any, load_format: str = "auto") -> str:
             f"the commit of {model.model!r} is unknown; set weights_revision in kv_connector_extra_config"
         )
     return f"commit:{commit}"
-
-
-def _short_digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

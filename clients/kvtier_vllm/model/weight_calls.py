@@ -47,7 +47,9 @@ def notice(tell: Tell) -> None:
         for name in CHANGING:
             _wrap(worker, name, functools.partial(_told_before, tell))
         _wrap(worker, "sleep", functools.partial(_told_after, tell, _sleep_loses))
-        _wrap(worker, "discard", functools.partial(_told_after, tell, _discard_loses))
+        _wrap(
+            worker, "discard", functools.partial(_told_after, tell, lambda tags, *_, **__: "weights" in tags)
+        )
         _wrap(worker, "apply_model", functools.partial(_told_of_differences, tell))
         _wrap(worker, "compile_or_warm_up_model", functools.partial(_knowing_the_model, tell))
 
@@ -94,10 +96,6 @@ def _told_after(tell: Tell, loses: Callable[..., bool], method: Any) -> Any:
 
 def _sleep_loses(level: int = 1, *_: Any, **__: Any) -> bool:
     return level >= DISCARDING_LEVEL
-
-
-def _discard_loses(tags: Any, *_: Any, **__: Any) -> bool:
-    return "weights" in tags
 
 
 def _told_of_differences(tell: Tell, method: Any) -> Any:

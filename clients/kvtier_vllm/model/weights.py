@@ -74,7 +74,8 @@ def local_revision(directory: Path) -> str:
             remembered = _read_entry(entry, stamp)
             if remembered is not None:
                 return remembered
-        settled = _last_change_ns(stamp) < time.time_ns() - SETTLED_S * 1e9
+        last_change_ns = max(int(state[-1]) for state in stamp)
+        settled = last_change_ns < time.time_ns() - SETTLED_S * 1e9
         revision = _digest(directory, files)
         if _stamp_of(directory, files) != stamp:
             raise UnknownWeights(f"files in {directory} changed while they were read")
@@ -108,10 +109,6 @@ def _stamp_of(directory: Path, files: list[Path]) -> Stamp:
     except OSError as error:
         raise UnknownWeights(f"{error.filename}: {error.strerror}") from error
     return [[name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in states]
-
-
-def _last_change_ns(stamp: Stamp) -> int:
-    return max(int(state[-1]) for state in stamp)
 
 
 def _digest(directory: Path, files: list[Path]) -> str:

@@ -65,6 +65,5 @@ Slots = npt.NDArray[np.uint32]
 """
 
 NO_ENTRY = 0xFFFF_FFFF
-NO_SLOT = 0
 PAGE_BYTES = 4096
 HASH_BYTES_MAX = 32

@@ -14,12 +14,10 @@ def question(found: admin_pb2.ListNamespacesResponse, namespace: str) -> str:
     digests = {each.namespace_digest for each in chosen}
     on_host = count(sum(each.host_blocks for each in chosen), "block")
     on_disk = count(sum(each.disk_blocks for each in chosen), "block")
-    what = f"namespace {next(iter(digests))}" if namespace and len(digests) == 1 else _all(len(digests))
+    what = f"namespace {digests.pop() if len(digests) == 1 else namespace}"
+    if not namespace:
+        what = f"all namespaces ({len(digests):,})"
     return f"Drop {on_host} in memory and {on_disk} on disks, of {what}?"
-
-
-def _all(namespaces: int) -> str:
-    return f"all namespaces ({namespaces:,})"
 
 
 def cleared(answer: admin_pb2.ClearResponse) -> Iterator[str]:

@@ -267,7 +267,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
             "kvtierctl: interrupted: the disks go on with it; `kvtierctl status` says how far they are"
         )
         now = disks()
-        while waiting := _unscrubbed(now.values()):
+        while waiting := [each for each in now.values() if each.state == "live" and not _is_scrubbed(each)]:
             for disk in waiting:
                 if told.get(disk.path) != (line := scrub_line(disk)):
                     told[disk.path] = line
@@ -280,13 +280,12 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
     click.echo(to_json_list(now.values()) if as_json else "\n".join(scrubbed(now.values(), found)))
     if any(found.values()):
         sys.exit(EXIT_CORRUPT)
-    if any(disk.state != "live" or disk.scrubbed_blocks < disk.scrub_blocks for disk in now.values()):
+    if not all(each.state == "live" and _is_scrubbed(each) for each in now.values()):
         sys.exit(EXIT_NOT_YET)
 
 
-def _unscrubbed(disks: Iterable[admin_pb2.DiskStatus]) -> list[admin_pb2.DiskStatus]:
-    """The disks whose scrub is not finished."""
-    return [disk for disk in disks if disk.state == "live" and disk.scrubbed_blocks < disk.scrub_blocks]
+def _is_scrubbed(disk: admin_pb2.DiskStatus) -> bool:
+    return disk.scrubbed_blocks >= disk.scrub_blocks
 
 
 @main.command()
@@ -476,16 +475,12 @@ def _block_hash(text: str) -> bytes:
         key = b""
     if 1 <= len(key) <= HASH_BYTES_MAX:
         return key
-    digits = 2 * HASH_BYTES_MAX
+    digits, shown = 2 * HASH_BYTES_MAX, text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
     raise click.BadParameter(
-        f"{_shortened(text)!r} is no block hash: write its bytes in hexadecimal, two digits each, "
+        f"{shown!r} is no block hash: write its bytes in hexadecimal, two digits each, "
         f"{digits} digits at most",
         param_hint="HASH",
     )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def _size(option: str, text: str) -> int:

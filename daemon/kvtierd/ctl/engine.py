@@ -201,7 +201,8 @@ class EngineCheck:
         first = self._server.complete(model, prompt)
         self.proof.first_s = time.monotonic() - started_s
         self.proof.prompt_tokens = first.prompt_tokens
-        self._say(f"sent      a new prompt of {_tokens(first)}: answered in {self.proof.first_s:.2f} s")
+        tokens = count(first.prompt_tokens, "token")
+        self._say(f"sent      a new prompt of {tokens}: answered in {self.proof.first_s:.2f} s")
         deadline_s = time.monotonic() + self._timeout_s
         changed_s = time.monotonic()
         while True:
@@ -327,10 +328,6 @@ def verdict(proof: Proof) -> Iterator[str]:
     else:
         yield f"Not proven: {proof.why_not.rstrip('.')}."
         yield f"What to do: {proof.advice}."
-
-
-def _tokens(answer: HttpAnswer) -> str:
-    return count(answer.prompt_tokens, "token")
 
 
 def _cached(answer: HttpAnswer) -> str:

@@ -61,7 +61,7 @@ def port_owners(port: int) -> list[int]:
     inodes = {inode for name in ("tcp", "tcp6") for inode in _listening(name, port)}
     deadline_s = time.monotonic() + LOOKING_S
     found: list[int] = []
-    for pid in _pids() if inodes else ():
+    for pid in map(int, filter(str.isdigit, os.listdir(PROC))) if inodes else ():
         if inodes & _socket_inodes(pid):
             found.append(pid)
         if time.monotonic() > deadline_s:
@@ -88,10 +88,6 @@ def _unix_sockets(pid: int) -> Iterator[tuple[str, str]]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8:
             yield fields[6], fields[7]
-
-
-def _pids() -> Iterator[int]:
-    return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
 
 
 def _socket_inodes(pid: int) -> set[str]:

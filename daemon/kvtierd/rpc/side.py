@@ -26,7 +26,6 @@ SO_PEERPIDFD = 77
 SO_PEERGROUPS = 59
 GETSOCKOPT_BYTES_MAX = 1_024
 """The largest buffer that Python's getsockopt takes."""
-BACKLOG = 128
 WAITING_REQUESTS_MAX = 8
 """Requests that a client may send before the first is answered; the protocol asks for one at a time."""
 WAITING_DESCRIPTORS_MAX = 64

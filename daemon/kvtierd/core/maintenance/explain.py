@@ -123,7 +123,11 @@ def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now:
             field="hash",
             value=len(key),
         )
-    there = [(place, space) for place, space in places if _is_there(core, space, row)]
+    there = [
+        (place, space)
+        for place, space in places
+        if _state(core, space, row) in (_WRITING, _READY) or _is_on_disk(core, space, row)
+    ]
     history = core.blocks.history
     oldest = history.oldest_at()
     return Explained(
@@ -204,10 +208,6 @@ def _state(core: CoreState, space: SpaceId, row: Hashes) -> int:
 
 def _is_on_disk(core: CoreState, space: SpaceId, row: Hashes) -> bool:
     return bool(core.disks.find(space, row)[0] != NO_ENTRY)
-
-
-def _is_there(core: CoreState, space: SpaceId, row: Hashes) -> bool:
-    return _state(core, space, row) in (_WRITING, _READY) or _is_on_disk(core, space, row)
 
 
 @dataclass(frozen=True, slots=True)

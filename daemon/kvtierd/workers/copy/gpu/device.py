@@ -176,14 +176,10 @@ def _find(driver: cuda.Driver, name: str) -> cuda.DeviceInfo:
     return gpu
 
 
-def _method(name: str) -> cuda.CopyMethod | None:
-    return None if name in ("auto", "batch") else cuda.CopyMethod.LOOP
-
-
 def _descriptors(
     driver: cuda.Driver, method: str, pool: PoolRegistration, stream: int, to_device: bool
 ) -> Descriptors:
-    copies = cuda.Copies(driver, _method(method))
+    copies = cuda.Copies(driver, None if method in ("auto", "batch") else cuda.CopyMethod.LOOP)
     if method == "batch" and copies.method is cuda.CopyMethod.LOOP:
         raise cuda.CudaUnavailableError(
             f"the driver supports CUDA {driver.version_text}, which has no batched copies: set "
