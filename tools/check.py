@@ -43,8 +43,8 @@ EACH = Form()
 """The form of targets of single stages."""
 FULL = Form(length="full")
 """The form of `make test-full`."""
-# Daemons and their clients mostly wait. Engines mostly compute, on one core each.
-WORKERS, ENGINE_WORKERS = 4, 3
+# Daemons and their clients mostly wait. Engines compute, so more of them than cores gain little.
+WORKERS, ENGINE_WORKERS = 4, 2
 SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Variables for engines side by side: the OpenMP threads of one would wait for those of the other."""
 

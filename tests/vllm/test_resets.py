@@ -49,7 +49,7 @@ def test_a_reset_does_not_wait_for_a_copy_that_takes_long(
     rig: Rig, with_fault: Callable[[str], None]
 ) -> None:
     """The store is withdrawn before anything is written to its blocks."""
-    with_fault("slow-copy:200")
+    with_fault("slow-copy:500")
     rig.forget()
     tokens, others = prompt(6 * BLOCK + 1, seed=602), [prompt(900, seed=603 + index) for index in range(8)]
     first = rig.generate(tokens, max_tokens=1)
@@ -91,7 +91,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_in_nobodys_way(
     does not."""
     tokens = prompt(6 * BLOCK + 1, seed=650 + len(way))
     cold, _ = rig.both(tokens)
-    with_fault("slow-copy:300")
+    with_fault("slow-copy:1500")  # longer than all that follows takes
     free = rig.look(FREE)
     rig.generate(tokens[: 2 * BLOCK + 1], max_tokens=1)  # stored before the fault, and loaded
     rig.forget()
