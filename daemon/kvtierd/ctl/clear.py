@@ -14,9 +14,9 @@ def question(found: admin_pb2.ListNamespacesResponse, namespace: str) -> str:
     digests = {each.namespace_digest for each in chosen}
     on_host = count(sum(each.host_blocks for each in chosen), "block")
     on_disk = count(sum(each.disk_blocks for each in chosen), "block")
-    what = f"namespace {digests.pop() if len(digests) == 1 else namespace}"
-    if not namespace:
-        what = f"all namespaces ({len(digests):,})"
+    what = f"all namespaces ({len(digests):,})"
+    if namespace:
+        what = f"namespace {min(digests) if len(digests) == 1 else namespace}"
     return f"Drop {on_host} in memory and {on_disk} on disks, of {what}?"
 
 

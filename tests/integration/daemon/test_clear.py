@@ -140,8 +140,11 @@ def test_on_a_terminal_it_asks_before(start: Start, connect: Connect) -> None:
     assert (status, "Drop" in said, "add --yes" in said) == (2, False, True), said
     for no in ("n\n", "\n", "yeah\n", "\x04"):  # the last is the end of the input
         status, said = answered(no)
-        assert (status, "Drop 64 blocks in memory and 0 blocks on disks" in said) == (75, True), said
+        asked = "Drop 64 blocks in memory and 0 blocks on disks, of all namespaces (1)?"
+        assert (status, asked in said) == (75, True), said
         assert "nothing was dropped" in said
+    status, said = answered("n\n", "--namespace=zzz")
+    assert (status, "Drop 0 blocks in memory and 0 blocks on disks, of namespace zzz?" in said) == (75, True)
     assert plain.load(batch("a", 0)) == BLOCKS
     idle(daemon)
     status, said = answered("y\n")
