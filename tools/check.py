@@ -43,8 +43,9 @@ EACH = Form()
 """The form of targets of single stages."""
 FULL = Form(length="full")
 """The form of `make test-full`."""
-# Daemons and their clients mostly wait. Engines compute, so more of them than cores gain little.
-WORKERS, ENGINE_WORKERS = 4, 2
+# Daemons and their clients mostly wait, those with a hanging driver even more. Engines compute, but one of
+# them that starts or ends leaves a core free.
+WORKERS, FAKE_GPU_WORKERS, ENGINE_WORKERS = 4, 6, 3
 SHARING_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Variables for engines side by side: the OpenMP threads of one would wait for those of the other."""
 
@@ -108,13 +109,14 @@ def campaigns(form: Form) -> Stage:
     )
 
 
-def engines(form: Form, *without: str) -> Stage:
-    """Returns the stage of real engines and schedulers, and of tests of the connector without them; not of
-    the files `without`."""
+def engines(form: Form, *without: str, only: str = "not gpu") -> Stage:
+    """Returns the stage of real engines and schedulers, those on the fake GPU included, and of tests of the
+    connector without them; not of the files `without`, and of no tests but those with the marks `only`."""
     return pytest_stage(
         "tests-vllm",
-        "not fake_gpu and not gpu" + form.marks,
-        "A real vLLM stores, loses and restores its KV cache through kvtierd.",
+        only + form.marks,
+        "A real vLLM stores, loses and restores its KV cache through kvtierd, in host memory or on a GPU "
+        "(driver: a double of our own).",
         deadline_s=2_400,
         folders=(ENGINES,),
         without=(PARALLEL_FILE, *without),
@@ -135,32 +137,20 @@ def parallel_engines(form: Form) -> Stage:
     )
 
 
-def fake_gpu(form: Form) -> list[Stage]:
-    """Returns the stages with a GPU behind a double of the CUDA driver."""
-    usual = {"KVTIER_LENGTH": form.length}
+def fake_gpu(form: Form) -> Stage:
+    """Returns the stage with a GPU behind a double of the CUDA driver, without engines."""
     kills = {} if form is MERGE else {"KVTIER_GPU_KILLS": str(fault_counts.GPU_KILLS_PER_CASE)}
-    return [
-        pytest_stage(
-            "tests-fake-gpu",
-            "fake_gpu and not vllm and not gpu" + form.marks,
-            "Copies from and to a GPU keep the contract of those of the CPU, and what hangs, fails or is "
-            "killed costs one GPU's worker (driver: a double of our own).",
-            deadline_s=1_200 if form is MERGE else 2_400,
-            folders=(*FAKE_GPU_FOLDERS, *FAKE_GPU_UNITS, f"{CAMPAIGNS}/gpu"),
-            workers=WORKERS,
-            least={} if form is MERGE else fault_counts.FAKE_GPU,
-            environment=usual | kills,
-        ),
-        pytest_stage(
-            "tests-vllm-fake-gpu",
-            "vllm and fake_gpu and not gpu" + form.marks,
-            "So does one whose KV cache lies on a GPU, exported or mirrored (driver: a double of our own).",
-            deadline_s=900,
-            folders=(ENGINES,),
-            workers=ENGINE_WORKERS,
-            environment=SHARING_CORES | usual,
-        ),
-    ]
+    return pytest_stage(
+        "tests-fake-gpu",
+        "fake_gpu and not vllm and not gpu" + form.marks,
+        "Copies from and to a GPU keep the contract of those of the CPU, and what hangs, fails or is "
+        "killed costs one GPU's worker (driver: a double of our own).",
+        deadline_s=1_200 if form is MERGE else 2_400,
+        folders=(*FAKE_GPU_FOLDERS, *FAKE_GPU_UNITS, f"{CAMPAIGNS}/gpu"),
+        workers=FAKE_GPU_WORKERS,
+        least={} if form is MERGE else fault_counts.FAKE_GPU,
+        environment={"KVTIER_LENGTH": form.length} | kills,
+    )
 
 
 def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
@@ -172,7 +162,7 @@ def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
         campaigns(form),
         engines(form, *without),
         parallel_engines(form),
-        *fake_gpu(form),
+        fake_gpu(form),
     ]
 
 
@@ -225,11 +215,11 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "light": [LIGHT_CLIENT, main_stage(MERGE), campaigns(MERGE)],  # no engine, no tools of one Python only
     "lint": [*QUICK_LINT, MYPY],
     "deploy": [DEPLOY],
-    "vllm": [engines(EACH), parallel_engines(EACH), fake_gpu(EACH)[-1]],
+    "vllm": [engines(EACH), parallel_engines(EACH)],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
     "workload": [WORKLOAD],
-    "fake-gpu": [*fake_gpu(EACH)],
+    "fake-gpu": [fake_gpu(EACH), engines(EACH, only="vllm and fake_gpu and not gpu")],
 }
 
 

@@ -17,12 +17,13 @@ from kvtier.v1 import types_pb2
 from kvtierd.memory.pool_file import MAGIC
 
 from tests.integration.daemon.raw import RawSession, hashes
+from tests.support.length import rounds
 from tests.support.process import DEADLINE_S, Daemon, readable, until
 
 pytestmark = pytest.mark.faults
 
 SEED = 20261123
-MOMENTS = 40
+MOMENTS = rounds(short=20, long=160)
 POOL_SIZE = "512MiB"
 """Populated for about as long as everything else takes."""
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
