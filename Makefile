@@ -35,10 +35,10 @@ lint: ## ruff, mypy --strict, import contracts; needs no built module
 check: setup-light ## lint, unit tests, a short simulation: two minutes, for every change while it grows
 	@$(PY) -m tools.check check
 
-test: setup ## everything that must hold before a change is merged: 17 minutes on two cores
+test: setup ## everything that must hold before a change is merged: 15 minutes on two cores
 	@$(PY) -m tools.check test
 
-test-full: setup ## all of that, and the long form of what has one: before a release (an hour and a half, 12 GB)
+test-full: setup ## all of that, and the long form of what has one: before a release (an hour and a quarter, 12 GB)
 	@$(PY) -m tools.check full
 
 test-light: setup-light ## the tests that need no engine: on every Python from 3.11 to 3.13, and on aarch64

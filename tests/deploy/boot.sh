@@ -1,9 +1,9 @@
 #!/bin/bash
 # Boots a real systemd as pid 1 of new namespaces, on an overlay over this machine's root: what it writes is gone with it.
 # It sees only the units in UNITS, so nothing of this machine's own is started; /dev is a new one, /dev/shm is memory.
-#   boot.sh FOLDER UNITS PYTHON VENV     FOLDER: empty, becomes the root's place; PYTHON: prefix of the interpreter
+#   boot.sh FOLDER UNITS PYTHON VENV REPO   FOLDER: empty, becomes the root's place; PYTHON: prefix of the interpreter
 set -euo pipefail
-folder=$1 units=$2 python=$3 venv=$4
+folder=$1 units=$2 python=$3 venv=$4 repo=$5
 mount --make-rprivate /
 mount -t tmpfs -o size=2G tmpfs "$folder"
 mkdir -p "$folder"/{upper,work,root}
@@ -36,5 +36,9 @@ mount --bind "$python" "$root/opt/python"
 mount --bind "$venv" "$root/opt/kvtier"
 mount --bind "$units" "$root/run/units"
 mount --bind "$folder/../exchange" "$root/run/exchange"
+if [ ! -d "$root$repo" ]; then # It is below one of the new mounts, /tmp for example.
+    mkdir -p "$root$repo"
+    mount --bind "$repo" "$root$repo"
+fi
 exec chroot "$root" env -i container=kvtier-test SYSTEMD_UNIT_PATH=/run/units:/etc/systemd/system PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     /lib/systemd/systemd --system --unit=basic.target --log-target=console --show-status=no

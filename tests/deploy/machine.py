@@ -54,7 +54,7 @@ class Machine:
                     "sh",
                 ),
                 *("unshare", "--mount", "--pid", "--fork", "--cgroup", "--uts", "--ipc", "--kill-child"),
-                *(str(boot), str(folder), str(units), sys.base_prefix, str(venv)),
+                *(str(boot), str(folder), str(units), sys.base_prefix, str(venv), str(REPO)),
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -61,8 +61,13 @@ def test_the_pages_of_a_host_from_the_first_command_to_the_last(machine: Machine
         must(machine, command)
         if command.endswith(" /etc/kvtier/kvtierd.toml"):  # the reader edits it
             must(machine, r"sed -i 's/^size = .*/size = \"66MiB\"/' /etc/kvtier/kvtierd.toml")
+            must(machine, r"sed -i 's/^# \(\[disk\]\|paths = \)/\1/' /etc/kvtier/kvtierd.toml")
+            must(machine, r"sed -i 's/^# size = \"500GiB\"/size = \"34MiB\"/' /etc/kvtier/kvtierd.toml")
     assert machine.show("ActiveState") == "active"
     assert machine.show("UnitFileState") == "enabled"
+    status, said = run(machine, "kvtierctl status --socket /run/kvtier/kvtierd.sock")
+    assert status == 0, said
+    assert "/var/lib/kvtier/disk" in said
     for command in commands("operate.md"):
         must(machine, command)
     assert machine.show("ActiveState") == "active"

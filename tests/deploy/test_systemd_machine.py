@@ -82,6 +82,7 @@ def test_systemctl_start_returns_when_it_serves_and_says_how_it_is(running: Mach
     assert running.show("StatusText").startswith("Serving 0 engines, ")
     status, said = ctl(running, "status")
     assert status == 0, said
+    assert "/var/lib/kvtier/disk" in said
     assert engine(running, "store", "first") == BLOCKS
     assert engine(running, "load", "first") == BLOCKS
 
