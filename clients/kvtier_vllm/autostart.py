@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Self
 
 from kvtier.connection.address import Address, resolve
+from kvtier.connection.trust import require_daemon
+from kvtier.errors import ConnectionLostError
 
 from kvtier_vllm import detach
 
@@ -37,8 +38,6 @@ HIDDEN = ("CUDA_VISIBLE_DEVICES",)
 by UUID."""
 ALREADY_RUNNING = "already running"
 """The words of a daemon that finds another one at its socket, which may need a moment more to listen."""
-CREDENTIALS = struct.Struct("3i")
-"""The kernel's `struct ucred`: process, user, group."""
 
 
 class AutostartError(Exception):
@@ -94,13 +93,16 @@ def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> StartedD
 
 def wait(given: str, timeout_s: float) -> bool:
     """Waits at most `timeout_s` seconds until somebody listens at the socket that a user named, or at the
-    default one. Returns whether somebody does."""
+    default one. Returns whether a daemon that we trust does."""
     address = resolve(given or None)
     deadline_s = time.monotonic() + timeout_s
-    while _server(address) is None:
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(POLL_S)
+    try:
+        while _server(address) is None:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)
+    except AutostartError:
+        return False
     return True
 
 
@@ -164,16 +166,16 @@ class _Start:
 
 def _server(address: Address) -> int | None:
     """Returns the process that accepts connections there, or 0 if it is not visible from here; None if nobody
-    does. Sends nothing to it."""
+    does. Sends nothing to it. Raises AutostartError if it is somebody whom we do not trust."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as side:
         side.settimeout(1.0)
         try:
             side.connect(os.fspath(address.side_socket))
-            credentials = side.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            return require_daemon(side, address.side_socket, address.daemon_user)
         except OSError:
             return None
-    pid: int = CREDENTIALS.unpack(credentials)[0]
-    return pid
+        except ConnectionLostError as error:
+            raise AutostartError(f"autostart: {error}") from None
 
 
 def _log_file(address: Address) -> Path:

@@ -1,6 +1,7 @@
 """Where the daemon is: its gRPC socket, and the side socket beside it."""
 
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from kvtier.errors import KvtierError, Reason
 
 SOCKET_VARIABLES = ("KVTIER_SOCKET", "KVTIER_SERVER_SOCKET")
 """Variables that name the socket. The daemon reads them too; the second is its longer name."""
+DAEMON_USER_VARIABLE = "KVTIER_DAEMON_USER"
+"""The variable that names the user whom the daemon runs as, where the socket's place does not show it."""
 SOCKET_NAME = "kvtierd.sock"
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket: `sun_path` without its final zero."""
@@ -20,6 +23,8 @@ class Address:
 
     socket: Path
     """The gRPC socket."""
+    daemon_user: int | None = None
+    """The uid that the daemon must have, besides root's and our own; None: see `kvtier.connection.trust`."""
 
     @property
     def side_socket(self) -> Path:
@@ -59,9 +64,11 @@ def path_of(text: str) -> Path:
 
 
 def resolve(socket: str | os.PathLike[str] | None) -> Address:
-    """Returns the address that the caller named, or the default one (see `default_socket`). Raises
-    KvtierError for a path that is too long for a socket."""
-    address = Address(default_socket() if socket is None else path_of(os.fspath(socket)))
+    """Returns the address that the caller named, or the default one (see `default_socket`), with the user
+    that KVTIER_DAEMON_USER names. Raises KvtierError for a path that is too long for a socket, and for a user
+    who does not exist."""
+    path = default_socket() if socket is None else path_of(os.fspath(socket))
+    address = Address(path, _uid_of(os.environ.get(DAEMON_USER_VARIABLE, "")))
     side = address.side_socket
     if (length := len(os.fsencode(side))) > SOCKET_PATH_BYTES_MAX:
         raise KvtierError(
@@ -72,3 +79,15 @@ def resolve(socket: str | os.PathLike[str] | None) -> Address:
             value=address.socket,
         )
     return address
+
+
+def _uid_of(user: str) -> int | None:
+    if not user:
+        return None
+    if user.isascii() and user.isdigit():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        message = "there is no such user here: name the user whom kvtierd runs as, or that user's number"
+        raise KvtierError(Reason.MALFORMED, message, field=DAEMON_USER_VARIABLE, value=user) from None

@@ -111,7 +111,7 @@ def _missing(path: Path) -> str:
 def _not_permitted(path: Path) -> str:
     """Says which folder or socket it is, whose that is, who we are, and what to change."""
     beginning = f"you may not use the socket {path}"
-    for folder in _folders(path):
+    for folder in folders_to(path):
         if not os.access(folder, os.X_OK, effective_ids=True):
             if folder == path.absolute().parent:
                 remedy = f"{SET_GROUP}, and open the folder to it (chgrp GROUP {folder}; chmod g+x {folder})"
@@ -127,7 +127,7 @@ def _not_permitted(path: Path) -> str:
     )
 
 
-def _folders(path: Path) -> Iterator[Path]:
+def folders_to(path: Path) -> Iterator[Path]:
     """Yields the folders on the way to a path, from the root: as it is written, then where links lead."""
     plain = path.absolute()
     real = Path(os.path.realpath(plain))
@@ -138,7 +138,7 @@ def _told(what: Path, group_bit: int, remedy: str) -> str:
     """Says whose a file is, who we are, and what to change. `group_bit` is the permission that its group
     needs, `remedy` what to do if the group does not have it."""
     found = what.stat()
-    owner, group, us = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
+    owner, group, us = user_of(found.st_uid), _group(found.st_gid), user_of(os.geteuid())
     mode = stat.S_IMODE(found.st_mode)
     ours = dict.fromkeys((os.getegid(), *os.getgroups()))
     advice = _how_to_join(us, group) if mode & group_bit and found.st_gid not in ours else remedy
@@ -169,7 +169,7 @@ class _Account:
         return f"{self.name} ({self.number})" if self.named else self.name
 
 
-def _user(uid: int) -> _Account:
+def user_of(uid: int) -> _Account:
     try:
         return _Account(uid, pwd.getpwuid(uid).pw_name)
     except KeyError:

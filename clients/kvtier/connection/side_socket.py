@@ -11,10 +11,11 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from kvtier.connection.address import Address
 from kvtier.connection.reach import Reach, explain, look
 from kvtier.connection.steps import SideCall, SideReply
+from kvtier.connection.trust import require_daemon
 from kvtier.errors import ConnectionLostError, KvtierError
 from kvtier.v1 import side_pb2
 
@@ -26,18 +27,22 @@ FD_BYTES = array.array("i").itemsize
 class SideSocket:
     """A connected, non-blocking side socket."""
 
-    def __init__(self, path: Path, beside: Path | None = None) -> None:
-        """Connects. Raises ConnectionLostError, which says why, if that fails. `beside` is the gRPC socket,
-        which users know: if something is wrong with it, the error tells that instead."""
+    def __init__(self, address: Address) -> None:
+        """Connects. Raises ConnectionLostError, which says why, if that fails, or if somebody listens whom we
+        do not trust. If something is wrong with the gRPC socket, which users know, the error tells that."""
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         )
         self._next_id = 1
         try:
-            self._socket.connect(os.fspath(path))
+            self._socket.connect(os.fspath(address.side_socket))
+            require_daemon(self._socket, address.side_socket, address.daemon_user)
         except OSError as error:
             self._socket.close()
-            raise ConnectionLostError(_why(path, error, beside)) from None
+            raise ConnectionLostError(_why(address, error)) from None
+        except ConnectionLostError:
+            self._socket.close()
+            raise
 
     def fileno(self) -> int:
         """Returns the descriptor, or -1 once it is closed."""
@@ -101,17 +106,15 @@ class SideSocket:
         self._socket.close()
 
 
-def _why(path: Path, error: OSError, beside: Path | None) -> str:
-    if beside is None:
-        return explain(path, error).text
-    found = look(beside)
+def _why(address: Address, error: OSError) -> str:
+    found = look(address.socket)
     if found.reach is not Reach.LISTENS:
         return found.text
-    side = explain(path, error)
+    side = explain(address.side_socket, error)
     hint = (
         "; in a container, mount the sockets' folder, not the one file" if side.reach is Reach.MISSING else ""
     )
-    return f"{side.text}, although its daemon listens at {beside}{hint}"
+    return f"{side.text}, although its daemon listens at {address.socket}{hint}"
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -24,6 +24,7 @@ from kvtier.connection.address import Address
 from kvtier.connection.reports import ConnectionReports
 from kvtier.connection.rpc_errors import explain_rpc_error
 from kvtier.connection.side_socket import SideSocket, call_blocking
+from kvtier.connection.trust import require_listener
 from kvtier.errors import ConnectionLostError, KvtierError, NotExportableError
 from kvtier.memory import StreamDoorbells
 from kvtier.session.state import ProtocolState
@@ -148,7 +149,7 @@ class ConnectionThreads:
             streams: list[_Stream] = []
             attached_s: float | None = None
             try:
-                self._side = SideSocket(self._address.side_socket, self._address.socket)
+                self._side = SideSocket(self._address)
                 self._perform(steps.attach(self.session), streams)
                 attached_s = time.monotonic()
                 self._serve(streams)
@@ -286,6 +287,7 @@ class ConnectionThreads:
             return wait_s
 
     def _open_stream(self) -> _Stream:
+        require_listener(self._address)
         stream = _Stream(grpc.insecure_channel(self._address.target, options=CHANNEL_OPTIONS))
         stub = cache_pb2_grpc.CacheStub(stream.channel)
         stream.call = stub.Attach(self._requests(stream))

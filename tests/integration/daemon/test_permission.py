@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kvtier.connection.address import Address
 from kvtier.connection.side_socket import SideSocket
 from kvtier.errors import ConnectionLostError
 
@@ -129,7 +130,7 @@ def test_a_container_that_was_given_the_one_file_is_told_so(start: Start, socket
     daemon.side_socket.rename(socket_dir / "elsewhere")
     try:
         with pytest.raises(ConnectionLostError, match="mount the sockets' folder, not the one file"):
-            SideSocket(daemon.side_socket, daemon.socket)
+            SideSocket(Address(daemon.socket))
     finally:
         (socket_dir / "elsewhere").rename(daemon.side_socket)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kvtier import KvtierError, Reason
+from kvtier.connection.address import Address
 from kvtier.connection.side_socket import SideSocket, call_blocking
 from kvtier.connection.steps import SideCall, SideReply
 from kvtier.errors import ConnectionLostError
@@ -29,14 +30,14 @@ def interrupt() -> Iterator[int]:
 @pytest.fixture
 def exchange(socket_dir: Path, interrupt: int) -> Iterator[Callable[..., SideReply]]:
     """One exchange with a peer that answers like this."""
-    path = socket_dir / "side.sock"
+    address = Address(socket_dir / "k.sock")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(os.fspath(path))
+    listener.bind(os.fspath(address.side_socket))
     listener.listen()
     opened: list[socket.socket] = [listener]
 
     def run(answer: Answer, call: SideCall = OPEN) -> SideReply:
-        side = SideSocket(path)
+        side = SideSocket(address)
         peer, _ = listener.accept()
         opened.append(peer)
 
@@ -119,6 +120,6 @@ def test_an_interrupt_ends_a_long_wait(exchange: Callable[..., SideReply], inter
 
 def test_nobody_listening_is_said_with_the_path(socket_dir: Path) -> None:
     before = descriptors()
-    with pytest.raises(ConnectionLostError, match=r"no daemon listens at .*/side\.sock"):
-        SideSocket(socket_dir / "side.sock")
+    with pytest.raises(ConnectionLostError, match=r"no daemon listens at .*/k\.sock"):
+        SideSocket(Address(socket_dir / "k.sock"))
     assert descriptors() == before
