@@ -19,6 +19,8 @@ NOT_SETTINGS = frozenset(
     {
         # Another library of the CUDA driver, for all that copy: engines, the daemon and its workers.
         "KVTIER_CUDA_LIBRARY",
+        # Whom clients, which may have been given the same environment, take for the daemon.
+        "KVTIER_DAEMON_USER",
         # How a checkout is built, and where its traces are.
         "KVTIER_VENV",
         "KVTIER_VLLM_VERSION",
@@ -45,7 +47,7 @@ NOT_SETTINGS = frozenset(
     }
 )
 """Variables that may be in a daemon's environment and are no settings of it."""
-_FOR_PEOPLE = (CONFIG_VARIABLE, "KVTIER_CUDA_LIBRARY")
+_FOR_PEOPLE = (CONFIG_VARIABLE, "KVTIER_CUDA_LIBRARY", "KVTIER_DAEMON_USER")
 """Variables that are suggested, besides the settings, when somebody has misspelt a name."""
 _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)"

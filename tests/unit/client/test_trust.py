@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import kvtier
 import pytest
 from kvtier.connection import trust
 from kvtier.connection.address import Address, resolve
 from kvtier.connection.side_socket import SideSocket
 from kvtier.errors import ConnectionLostError, KvtierError
+from kvtier_vllm import autostart
+
+from tests.support.process import until
 
 STRANGER, DAEMON = 4242, 4243
 Give = Callable[[Path, int], None]
@@ -36,7 +41,7 @@ def common(socket_dir: Path) -> Path:
 
 @pytest.fixture
 def listening() -> Iterator[Callable[[Path], Address]]:
-    """Listens at a path and beside it. Nobody accepts, so whoever says something is found."""
+    """Listens at a path and beside it, and proves at the end that nobody has said anything."""
     listeners: list[socket.socket] = []
 
     def listen(path: Path) -> Address:
@@ -49,6 +54,12 @@ def listening() -> Iterator[Callable[[Path], Address]]:
 
     yield listen
     for each in listeners:
+        each.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                accepted, _ = each.accept()
+                assert accepted.recv(1) == b"", "something was said"
+                accepted.close()
         each.close()
 
 
@@ -169,6 +180,24 @@ def test_who_listens_counts_not_only_where(
     trust.require_listener(Address(path, STRANGER))
     with pytest.raises(ConnectionLostError, match=f"a process of user {STRANGER} listens there"):
         trust.require_listener(Address(path, DAEMON))
+
+
+def test_a_client_says_nothing_to_a_stranger_and_misses(
+    common: Path, listening: Callable[[Path], Address], give: Give
+) -> None:
+    address = listening(folder_in(common) / "k.sock")
+    give(address.socket.parent, STRANGER)
+    with kvtier.Client(
+        instance="engine",
+        namespace=kvtier.Namespace(model="model", kv_dtype="uint8", hash_scheme="none", salt="secret"),
+        role=kvtier.Role.SCHEDULER,
+        socket=address.socket,
+    ) as client:
+        until(lambda: "nothing was said" in client.status.last_error, "the client says why")
+        assert client.lookup([b"h" * 32]).hits == 0
+        with pytest.raises(autostart.AutostartError, match="nothing was said"):
+            autostart.ensure(str(address.socket))
+        assert autostart.wait(str(address.socket), 0) is False
 
 
 def test_a_named_user_makes_the_place_count_no_more(
