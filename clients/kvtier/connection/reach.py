@@ -52,7 +52,8 @@ class Found:
         """One sentence without a full stop that says what was found and what to do. It does not say how to
         start a daemon, because not everybody who asks can."""
         if self.reach in (Reach.MISSING, Reach.NOBODY):
-            return f"no daemon listens at {self.path}, which {self.detail}"
+            where = " (its path is KVTIER_SOCKET, or the setting `socket`)" * (self.reach is Reach.MISSING)
+            return f"no daemon listens at {self.path}{where}, which {self.detail}"
         return self.detail
 
 
@@ -96,8 +97,7 @@ def _not_a_socket(path: Path, mode: int) -> Found:
     kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
     name = "socket that kvtierd tells"
     if stat.S_ISDIR(mode):
-        sockets = (each for each in sorted(path.glob("*.sock")) if not each.name.endswith(".side.sock"))
-        name = f"socket in it, {next(sockets, path / SOCKET_NAME)}"
+        name = f"socket in it, {_socket_in(path) or path / SOCKET_NAME}"
     return Found(path, Reach.NOT_A_SOCKET, f"{path} is {kind}, not a socket: name the {name}")
 
 
@@ -105,7 +105,14 @@ def _missing(path: Path) -> str:
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, which does not exist"
     folder = next((each for each in reversed(path.parents) if not each.exists()), None)
+    if folder is None and (other := _socket_in(path.parent)) is not None:
+        return f"does not exist, while {other} does"
     return "does not exist" + (f", nor does the folder {folder}" if folder else "")
+
+
+def _socket_in(folder: Path) -> Path | None:
+    sockets = (each for each in sorted(folder.glob("*.sock")) if not each.name.endswith(".side.sock"))
+    return next(sockets, None)
 
 
 def _not_permitted(path: Path) -> str:
