@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -36,15 +37,16 @@ _NONE = np.empty(0, np.int64)
 OPEN_PARTS = (TransferPartState.POSTED, TransferPartState.LOST)
 
 
-def validate(machine: Machine) -> None:
-    """Raises AssertionError, which names what is wrong, if the machine's state breaks an invariant."""
+def validate(machine: Machine, coming: Iterable[int] = ()) -> None:
+    """Raises AssertionError, which names what is wrong, if the machine's state breaks an invariant. `coming`:
+    entries of the host that a tier of which nothing is said here is bringing up."""
     core = machine.core
     _check_counters(core.tally)
     core.blocks.table.check()
     dump = core.blocks.table.dump()
     _check_pins(core, dump)
     _check_retention(core, dump)
-    _check_writing(core, dump)
+    _check_writing(core, dump, coming)
     plans = [plan for instance in core.instances.values() for plan in instance.plans]
     _check_blocks(core.blocks, dump, Counter(plan.domain.domain for plan in plans))
     _check_spaces(core, Counter(plan.space for plan in plans))
@@ -121,11 +123,12 @@ def _check_retention(core: CoreState, dump: Dump) -> None:
     assert (flags & BlockFlag.HOST_ONLY != 0).all(), "a block with a time may go to a disk"
 
 
-def _check_writing(core: CoreState, dump: Dump) -> None:
+def _check_writing(core: CoreState, dump: Dump, coming: Iterable[int]) -> None:
     """Every WRITING entry belongs to exactly one store or promotion, and has the slots that it writes."""
     stores = [transfer for transfer in core.transfers.values() if transfer.direction is Direction.STORE]
     written = [int(entry) for transfer in stores for entry in transfer.entries]
     written += [int(entry) for job in jobs_of(core, DiskJobKind.READ) for entry in job.host_entries]
+    written += [int(entry) for entry in coming]
     writing = dump["entries"][dump["states"] == BlockState.WRITING].tolist()
     problem = f"stores and promotions write {sorted(written)}, the table has {writing} WRITING"
     assert sorted(written) == writing, problem

@@ -66,8 +66,7 @@ class DiskHost(Host):
         """Fills the pool with other blocks, which no disk keeps, until none of the earlier is left."""
         for disk in self.disks:
             disk.pause()
-        for number in range(first, first + 64, 8):
-            instance.stored(*range(number, number + 8))
+        instance.fill_pool(first)
         for disk in self.disks:
             disk.resume()
 

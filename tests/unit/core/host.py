@@ -123,15 +123,18 @@ class Host:
 
     def do(self, stimulus: Stimulus) -> Reply:
         reply, self.actions = self.machine.handle(stimulus)
-        validate(self.machine)
+        self.validate()
         return reply
+
+    def validate(self) -> None:
+        validate(self.machine)
 
     def refused(self, stimulus: Stimulus) -> Refusal:
         """The refusal of a stimulus that must be refused."""
         try:
             self.machine.handle(stimulus)
         except Refusal as refusal:
-            validate(self.machine)
+            self.validate()
             return refusal
         raise AssertionError(f"accepted: {stimulus}")
 
@@ -351,6 +354,11 @@ class Instance:
         """Stores these keys, wholly."""
         ended = self.store(*numbers, group=group).finish()
         assert ended.succeeded.all(), "not everything found room"
+
+    def fill_pool(self, first: int) -> None:
+        """Stores so many other blocks, from this number on, that none of the earlier ones is left."""
+        for number in range(first, first + 64, 8):
+            self.stored(*range(number, number + 8))
 
 
 class Running:

@@ -1,27 +1,24 @@
-"""What every tier below the host has to keep (`kvtierd.core.tier.Tier`): nothing there, one disk, two disks.
+"""What every tier below the host has to keep (`kvtierd.core.tier.Tier`).
 
-A new tier gets an entry in `KINDS`, and has to pass unchanged.
+A new tier gets a class and an entry in `tests/unit/core/tiers.py`, and has to pass this file as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from kvtierd.core.blocks.table import BlockState
-from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.ids import NO_ENTRY
 from kvtierd.core.state.entities import GroupPlan
 from kvtierd.core.stimuli import CoreDisks, CoreLimits, WorkerExited, WorkerLive, WorkerLost
-from kvtierd.core.tier import NoTier, Tier
+from kvtierd.core.tier import Tier
 
-from tests.oracles.invariants import validate
-from tests.unit.core.disk import DiskHost
 from tests.unit.core.host import NONE, Instance, keys
+from tests.unit.core.tiers import KINDS, TierKind
 
 BELOW = tuple(range(1, 9))
 """What was stored, and then evicted from the host."""
@@ -29,25 +26,23 @@ NEVER = (900, 901)
 WRITING, READY = int(BlockState.WRITING), int(BlockState.READY)
 
 
-@dataclass
-class Kind:
-    disks: int
-    keeps: bool
-
-
-KINDS = {"nothing": Kind(0, False), "a disk": Kind(1, True), "two disks": Kind(2, True)}
-
-
 class Place:
     """A host above a tier that was given `BELOW`."""
 
-    def __init__(self, kind: Kind, table: Any, **options: Any) -> None:
+    def __init__(self, kind: TierKind) -> None:
         self.kind = kind
-        self.host = DiskHost(table, disks=kind.disks, **options)
+        self.host = kind.host
         self.one: Instance = self.host.instance()
-        self.host.stored_on_disk(self.one, *BELOW)
-        self.host.evict_all(self.one)
+        self.one.stored(*BELOW)
+        self.kind.arrive()
+        self.evict_all()
         assert self.one.hits(*BELOW) == []
+
+    def evict_all(self, first: int = 10_000) -> None:
+        """From the host, by other blocks, which the tier is not there to keep."""
+        self.kind.exit_workers()
+        self.one.fill_pool(first)
+        self.kind.start_workers()
 
     @property
     def tier(self) -> Tier:
@@ -64,7 +59,7 @@ class Place:
         core = self.host.machine.core
         core.begin(self.host.now_s)
         yield self.tier
-        validate(self.host.machine)
+        self.host.validate()
         self.host.actions = core.blocks.actions
 
     def found(self, *numbers: int) -> list[int]:
@@ -94,11 +89,6 @@ class Place:
     def on_host(self, state: int, *numbers: int) -> list[int]:
         return [number for number in numbers if len(self.entries(state, number))]
 
-    def arrive(self) -> None:
-        """All that is on its way."""
-        for disk in self.host.disks:
-            disk.finish_all()
-
     def picture(self) -> Any:
         core = self.host.machine.core
         dump = {name: array.tolist() for name, array in core.blocks.table.dump().items()}
@@ -107,7 +97,7 @@ class Place:
 
 @pytest.fixture(params=KINDS)
 def make(request: pytest.FixtureRequest, table: Any) -> Callable[..., Place]:
-    return lambda **options: Place(KINDS[request.param], table, **options)
+    return lambda **options: Place(KINDS[request.param](table, **options))
 
 
 @pytest.fixture
@@ -117,7 +107,7 @@ def place(make: Callable[..., Place]) -> Place:
 
 class TestQuestions:
     def test_the_right_tier_is_asked(self, place: Place) -> None:
-        assert isinstance(place.tier, DiskTier if place.kind.disks else NoTier)
+        assert isinstance(place.tier, place.kind.tier)
         assert place.tier.keeps_evicted is place.kind.keeps
 
     def test_it_finds_what_was_stored_if_it_keeps_it_and_nothing_else(self, place: Place) -> None:
@@ -126,8 +116,7 @@ class TestQuestions:
         assert place.found() == []
 
     def test_it_finds_nothing_while_it_says_that_it_reads_nothing(self, place: Place) -> None:
-        for disk in place.host.disks:
-            disk.pause()
+        place.kind.exit_workers()
         assert not place.tier.reads
         assert place.found(*BELOW) == []
         assert place.bring_up(*BELOW) == []
@@ -160,12 +149,12 @@ class TestBringingUp:
         assert place.on_host(WRITING, *BELOW) == coming
         with place.stimulus() as tier:
             assert tier.in_time(place.entries(WRITING, *BELOW)).all()
-        place.arrive()
+        place.kind.arrive()
         assert place.on_host(READY, *BELOW) == coming
         assert place.found(*BELOW) == coming, "and it keeps what it has brought up"
 
     def test_in_order_nothing_begins_before_what_is_in_front_of_it(self, make: Callable[..., Place]) -> None:
-        place = make(policy={"read_queue_bytes": 2 * 4096})
+        place = make(queue_blocks=2)
         coming = place.bring_up(*BELOW, in_order=True)
         assert coming == (list(BELOW) if place.kind.keeps else []), "the others when the queue has room"
         begun = place.on_host(WRITING, *BELOW)
@@ -187,14 +176,11 @@ class TestBringingUp:
 
     def test_what_its_process_does_not_finish_is_late_and_goes_with_it(self, place: Place) -> None:
         coming = place.bring_up(*BELOW)
-        workers = [disk.worker for disk in place.host.disks]
-        for worker in workers:
-            place.host.do(WorkerLost(worker, "stuck"))
+        place.kind.lose_workers()
         assert place.on_host(WRITING, *BELOW) == coming, "it may still be writing"
         with place.stimulus() as tier:
             assert not tier.in_time(place.entries(WRITING, *BELOW)).any()
-        for worker in workers:
-            place.host.do(WorkerExited(worker))
+        place.kind.exit_workers()
         assert place.on_host(WRITING, *BELOW) == place.on_host(READY, *BELOW) == []
 
     def test_of_nothing_is_nothing(self, place: Place) -> None:
@@ -231,6 +217,6 @@ class TestTold:
 
     def test_of_blocks_that_are_stored_and_evicted_again_it_still_has_them(self, place: Place) -> None:
         place.one.stored(*BELOW)
-        place.arrive()
-        place.host.evict_all(place.one, 20_000)
+        place.kind.arrive()
+        place.evict_all(20_000)
         assert place.found(*BELOW) == (list(BELOW) if place.kind.keeps else [])
