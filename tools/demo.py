@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import urllib.request
 from contextlib import ExitStack
@@ -98,7 +99,10 @@ class Daemon:
     def show(self) -> None:
         """Prints `kvtierctl status` as a person sees it."""
         command = [str(BIN / "kvtierctl"), "status"]
-        subprocess.run(command, env=self._environment, timeout=DEADLINE_S, check=True)
+        result = subprocess.run(
+            command, env=self._environment, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True
+        )
+        say(textwrap.indent(result.stdout.rstrip(), "  "))
 
     def wait_for(self, what: str, reached: Any) -> None:
         """Polls the status until `reached(status)`. Raises DemoError if the daemon dies or it takes
@@ -106,7 +110,8 @@ class Daemon:
         deadline_s = time.monotonic() + DEADLINE_S
         while not reached(self.refresh()):
             if self._process is None or self._process.poll() is not None:
-                raise DemoError(f"kvtierd ended while waiting for {what}; see {self._log}")
+                *_, reason = ["nothing was logged", *self._log.read_text().splitlines()]
+                raise DemoError(f"kvtierd ended while waiting for {what}: {reason.strip()}; see {self._log}")
             if time.monotonic() > deadline_s:
                 raise DemoError(f"waited {DEADLINE_S:.0f} s for {what}; see {self._log}")
             time.sleep(0.1)
@@ -163,6 +168,17 @@ def disk(stack: ExitStack) -> dict[str, str]:
     }
 
 
+def keep_to_ourselves(stack: ExitStack) -> None:
+    """Sets variables for every process of the demo: what they cache goes to build/demo, what they leave in
+    the temporary folder ends with us, and the metrics port is nobody else's."""
+    # The folder is in /tmp, because the paths of the Unix sockets in it have to be short.
+    temporary = tempfile.mkdtemp(prefix="kvtier-demo-", dir="/tmp")
+    stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary
+    os.environ["XDG_CACHE_HOME"] = str(OUT / "cache")
+    os.environ["KVTIER_METRICS_LISTEN"] = "127.0.0.1:0"
+
+
 def place(stack: ExitStack) -> dict[str, str]:
     """Returns the environment for daemon and engines: the embedded default, or a place of our own if that is
     taken."""
@@ -181,7 +197,6 @@ def place(stack: ExitStack) -> dict[str, str]:
         "KVTIER_SERVER_SOCKET": str(socket),
         "KVTIER_SOCKET": str(socket),
         "KVTIER_POOL_PATH": str(own / "pool"),
-        "KVTIER_METRICS_LISTEN": "127.0.0.1:0",
     }
 
 
@@ -315,6 +330,7 @@ def story(stack: ExitStack) -> dict[str, Any]:
     """Tells the story, step by step. Returns the figures."""
     full_tokens = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     prompt, warm_up = prompts()
+    keep_to_ourselves(stack)
     model = ensure(OUT / "model", PRESETS["demo"])
     environment = place(stack) | disk(stack)
     daemon = Daemon(environment, OUT / "kvtierd.log")

@@ -40,7 +40,6 @@ def daemon_survives(
         "KVTIER_SOCKET": str(socket),
         "KVTIER_POOL_PATH": str(home / "pool"),
         "KVTIER_POOL_SIZE": "258MiB",
-        "KVTIER_METRICS_LISTEN": "127.0.0.1:0",
         "KVTIER_CONFIG": "",
     }
     stack.callback(_end_daemon, socket)

@@ -216,7 +216,8 @@ class MetricsConfig:
     listen: str = s.setting(
         "127.0.0.1:9470",
         s.address,
-        "Where Prometheus metrics are served; port 0 picks a free one, off serves none.",
+        "Where Prometheus metrics are served; port 0 picks a free one, off serves none. Not given: a free "
+        "port if that of the default is taken, as by the daemon of another user.",
     )
 
 
@@ -257,6 +258,11 @@ class Loaded:
     config: Config
     given: Mapping[str, Given]
     file: Path | None
+
+    @property
+    def may_move_metrics(self) -> bool:
+        """Whether metrics may be served on another port if theirs is taken, because nobody has chosen it."""
+        return "metrics.listen" not in self.given
 
 
 def side_socket_of(socket: Path) -> Path:

@@ -2,9 +2,11 @@
 loop must not spend."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -72,17 +74,27 @@ class _Server6(_Server):
 class MetricsServer:
     """Serves a registry."""
 
-    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
-        """Binds `host:port` at once; port 0 picks a free one. Raises ConfigError if it cannot."""
+    def __init__(self, listen: str, registry: CollectorRegistry, *, may_move: bool = False) -> None:
+        """Binds `host:port` at once; port 0 picks a free one, as does `may_move` if the port is taken. Raises
+        ConfigError if it cannot."""
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
         try:
             family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             server_class = _Server6 if family == socket.AF_INET6 else _Server
-            app = make_wsgi_app(registry)
-            self._server = make_server(
-                str(address[0]), int(port), app, server_class=server_class, handler_class=_Handler
+            make = partial(
+                make_server,
+                str(address[0]),
+                app=make_wsgi_app(registry),
+                server_class=server_class,
+                handler_class=_Handler,
             )
+            try:
+                self._server = make(port=int(port))
+            except OSError as error:
+                if not may_move or error.errno != errno.EADDRINUSE:
+                    raise
+                self._server = make(port=0)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(

@@ -1,5 +1,6 @@
 """The result of a check: its name, its verdict, what was found, and what to do about it."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -68,7 +69,10 @@ class Situation:
         daemon = self.daemon
         if not self.may_run or daemon is None:
             return False
-        return daemon.pid is None or not pids or daemon.pid in pids
+        if daemon.pid is None or daemon.pid in pids:
+            return True
+        # Nobody is seen to use it. So it is the daemon's only if what that one uses cannot be seen.
+        return not pids and not os.access(f"/proc/{daemon.pid}/fd", os.R_OK)
 
 
 class NotReadyError(Exception):

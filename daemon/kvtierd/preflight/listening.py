@@ -11,7 +11,8 @@ from pathlib import Path
 import grpc
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
-from kvtierd.config.daemon import SOCKET_NAME
+from kvtierd.config.daemon import SOCKET_NAME, Config
+from kvtierd.config.settings import declared
 from kvtierd.preflight.findings import Finding, RunningDaemon, Situation, Verdict, in_use_by
 from kvtierd.preflight.places import private_folder, usable
 from kvtierd.preflight.processes import described, listener, port_owners
@@ -136,6 +137,11 @@ def _overlap(first: str, second: str) -> bool:
     return len(hosts) == 1 or bool(hosts & {"0.0.0.0", "::"})
 
 
+def _ways_to_choose(field: str, host: str) -> str:
+    item = next(each for each in declared(Config) if each.key == field)
+    return f'{item.flag}, {item.env} or {field} = "{host}:PORT"'
+
+
 def _check_port(situation: Situation, name: str, field: str, listen: str) -> Finding:
     host, _, port = listen.rpartition(":")
 
@@ -151,11 +157,17 @@ def _check_port(situation: Situation, name: str, field: str, listen: str) -> Fin
         code = getattr(error, "errno", None)
         if code == errno.EADDRINUSE:
             pids = port_owners(int(port))
-            said = f"cannot be bound: the port is {in_use_by(pids, described(pids))}"
+            said = f"port {port} is {in_use_by(pids, described(pids))}"
             if situation.is_of_daemon(pids):
-                return Finding(name, Verdict.OK, said.removeprefix("cannot be bound: "))
-            remedy = "end that process, choose another port, 0 for a free one, or off"
-            return failure(said, remedy, passing=True, holder=True)
+                return Finding(name, Verdict.OK, said)
+            choose = _ways_to_choose(field, host)
+            if situation.loaded.may_move_metrics and field == "metrics.listen":
+                found = f"{said}: metrics are served on a free port, which `kvtierctl status` shows"
+                return Finding(
+                    name, Verdict.WARNING, found, f"choose another one with {choose}", field, listen
+                )
+            remedy = f"end that process, or choose another port, 0 for a free one, or off with {choose}"
+            return failure(f"cannot be bound: {said}", remedy, passing=True, holder=True)
         if code == errno.EACCES and int(port) < 1024:
             found = f"cannot be bound: ports below 1024 are root's, and this daemon runs as {os.geteuid()}"
             return failure(found, "choose a port from 1024 on, or give the daemon CAP_NET_BIND_SERVICE")

@@ -86,7 +86,7 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(config, read_again, stop, notifier, sockets, pool, disks, gid).run())
+            return runner.run(_Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, gid).run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -171,7 +171,7 @@ class _Daemon:
 
     def __init__(
         self,
-        config: Config,
+        loaded: Loaded,
         read_again: Callable[[], Config],
         early: Noted,
         notifier: Notifier,
@@ -180,7 +180,8 @@ class _Daemon:
         disks: list[DiskFile],
         gid: int | None,
     ) -> None:
-        self._config = config
+        self._config = loaded.config
+        self._may_move_metrics = loaded.may_move_metrics
         self._read_again = read_again
         self._early = early
         self._notifier = notifier
@@ -345,7 +346,7 @@ class _Daemon:
         if listen == "off":
             return ""
         metrics.watch(cache.snapshot, asyncio.get_running_loop())
-        server = MetricsServer(listen, metrics.registry)
+        server = MetricsServer(listen, metrics.registry, may_move=self._may_move_metrics)
         # This runs on a thread, because a scrape that is under way may be waiting for this loop.
         stack.push_async_callback(asyncio.to_thread, server.close)
         return server.url

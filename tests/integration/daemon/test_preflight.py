@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -160,6 +161,21 @@ def test_what_the_daemon_that_runs_uses_is_well_for_doctor(daemon: Daemon) -> No
     status, said = host.serve()
     assert status == 69
     assert f"already running: pid {daemon.pid} owns {daemon.socket}" in said
+
+
+def test_a_second_daemon_of_a_host_serves_its_metrics_elsewhere(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVTIER_METRICS_LISTEN", raising=False)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # taken already, which is as well
+            stack.enter_context(socket.create_server(("127.0.0.1", 9470)))
+        daemon = start(metrics__listen=None)
+    assert re.fullmatch(r"http://127.0.0.1:(?!9470/)\d+/metrics", daemon.metrics_url)
+    assert daemon.metrics()["kvtier_snapshot_fresh"] == 1
+    [warning] = [line for line in map(json.loads, daemon.log().splitlines()) if line["level"] == "warning"]
+    assert "port 9470 is in use" in warning["message"]
+    assert "--metrics-listen" in warning["remedy"]
 
 
 def test_what_is_not_well_but_will_do_is_logged(

@@ -275,3 +275,13 @@ def test_a_taken_port_is_refused_by_field(server: MetricsServer) -> None:
         MetricsServer(taken, CollectorRegistry())
     assert error.value.field == "metrics.listen"
     assert taken in str(error.value)
+
+
+def test_where_nobody_chose_the_port_a_taken_one_gives_way_to_a_free_one(server: MetricsServer) -> None:
+    taken = server.url.removeprefix("http://").removesuffix("/metrics")
+    other = MetricsServer(taken, CollectorRegistry(), may_move=True)
+    try:
+        assert other.url != server.url
+        assert scrape(other) == {}
+    finally:
+        other.close()

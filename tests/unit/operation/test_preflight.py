@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,8 +38,14 @@ NOBODY = 65_534
 MIB = 1 << 20
 
 
-def findings(config: Config, *, may_run: bool = True) -> dict[str, Finding]:
-    return {finding.name: finding for finding in examine(Loaded(config, {}, None), may_run=may_run)}
+GIVEN = {"metrics.listen": Given("", "--metrics-listen")}
+"""Somebody has chosen the metrics port."""
+
+
+def findings(
+    config: Config, *, may_run: bool = True, given: Mapping[str, Given] = GIVEN
+) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine(Loaded(config, given, None), may_run=may_run)}
 
 
 def failures(config: Config) -> list[Finding]:
@@ -278,6 +284,37 @@ class TestListening:
             found = failures(taken)
         assert {each.field for each in found} == {"metrics.listen", "server.health_listen"}
         assert any(f"pid {os.getpid()}" in each.found for each in found)
+        [remedy] = [each.remedy for each in found if each.field == "metrics.listen"]
+        assert "--metrics-listen, KVTIER_METRICS_LISTEN" in remedy
+
+    @pytest.mark.parametrize("may_run", [True, False])
+    def test_a_taken_metrics_port_that_nobody_chose_is_no_obstacle(
+        self, config: Config, may_run: bool
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            taken = dataclasses.replace(config, metrics=MetricsConfig(listen=f"127.0.0.1:{port}"))
+            found = findings(taken, may_run=may_run, given={})["metrics port"]
+        assert found.verdict is Verdict.WARNING
+        assert f"port {port} is in use by pid {os.getpid()}" in found.found
+        for way in ("--metrics-listen", "KVTIER_METRICS_LISTEN", 'metrics.listen = "127.0.0.1:PORT"'):
+            assert way in found.remedy
+
+    def test_a_port_whose_user_cannot_be_seen_is_not_that_of_a_daemon_that_can(
+        self, config: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listening, "port_owners", lambda port: [])
+        daemon = grpc.server(ThreadPoolExecutor(1))
+        daemon.add_insecure_port(f"unix:{config.server.socket_path}")
+        daemon.start()
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as other:
+                metrics = MetricsConfig(listen=f"127.0.0.1:{other.getsockname()[1]}")
+                found = findings(dataclasses.replace(config, metrics=metrics), given={})
+        finally:
+            daemon.stop(None).wait()
+        assert found["daemon"].verdict is Verdict.OK
+        assert found["metrics port"].verdict is Verdict.WARNING
 
     def test_two_that_want_one_port(self, config: Config) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
