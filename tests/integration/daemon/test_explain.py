@@ -175,5 +175,5 @@ def test_status_says_what_sampling_does(start: Start, connect: Connect) -> None:
     expected_s = status.pool.used_bytes / (1 << 20)
     assert status.integrity.expected_detection_s == pytest.approx(expected_s)
     told = kvtierctl(daemon, "status")
-    assert "1 MiB/s at most" in told.stdout
+    assert "(1 MiB/s are read at most" in told.stdout
     assert daemon.metrics()["kvtier_sampled_bytes_total"] >= status.integrity.sampled_bytes > 0
