@@ -15,6 +15,7 @@ import click
 import grpc
 from google.protobuf.message import Message
 from kvtier.connection import reach
+from kvtier.connection.rpc_errors import from_rpc_error
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 from rich.text import Text
 
@@ -22,13 +23,14 @@ from kvtierd.cli import interrupts
 from kvtierd.cli.socket_option import SOCKET_HELP, socket_options
 from kvtierd.config import daemon as configuration
 from kvtierd.config import settings
+from kvtierd.core.errors import Reason
 from kvtierd.core.ids import HASH_BYTES_MAX
 from kvtierd.ctl.bench import WAIT_S, BenchError, bench
 from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
 from kvtierd.ctl.engine_http import EngineServer, server_of
-from kvtierd.ctl.explanation import explained, relevance
+from kvtierd.ctl.explanation import block_sizes, explained, known, relevance
 from kvtierd.ctl.host import completion, doctor
 from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
@@ -442,30 +444,37 @@ def explain_block(
 
     Every namespace that begins with DIGEST is answered for. What happened before the daemon started, or too
     long ago, is not known: then it says so. Exit status 0: it is explained, also where nothing is stored at
-    all; 2: HASH is no block hash; 69: no known namespace begins so, or none has hashes of that length.
+    all; 2: HASH is no block hash, or has another length than those of the namespaces; 69: no known namespace
+    begins so.
     """
     several = block_hash == "-"
     keys = [_block_hash(text) for text in (sys.stdin.read().split() if several else [block_hash])]
-    responses = []
+    responses, hint = [], ""
     with _admin(_path(socket)) as admin:
         for key in keys:
             request = admin_pb2.ExplainRequest(hash=key, namespace=namespace.lower(), group=group)
-            responses.append(admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False))
+            try:
+                responses.append(admin.Explain(request, timeout=TIMEOUT_S, wait_for_ready=False))
+            except grpc.RpcError as error:
+                refusal = from_rpc_error(error)
+                if refusal is None or refusal.reason != Reason.HASH_LENGTH:
+                    raise
+                raise click.BadParameter(refusal.message, param_hint="HASH") from None
         used = {each.namespace_digest for each in _status(admin).instances}
-    for response in responses:
-        response.explanations.sort(key=lambda each: relevance(each, used))
+        if several and not as_json and not known(responses):
+            found = _namespaces(admin).namespaces
+            hint = block_sizes(each for each in found if each.namespace_digest.startswith(namespace.lower()))
     if as_json:
+        for response in responses:
+            response.explanations.sort(key=lambda each: relevance(each, used))
         click.echo(to_json_list(responses) if several else to_json(responses[0]))
         return
     if not keys:
         click.echo("there is no hash on standard input; a prompt that is shorter than one block has none")
-    if several and keys and not any(response.known_namespaces for response in responses):
-        show(explained(responses[-1]))  # it is the same for every hash, so it is said once
         return
-    for key, response in zip(keys, responses, strict=True):
-        if several:
-            click.echo(f"{key.hex()}:")
-        show(explained(response, None if namespace else used))
+    show(explained(responses, None if namespace else used))
+    if hint:
+        click.echo(hint)
 
 
 def _block_hash(text: str) -> bytes:

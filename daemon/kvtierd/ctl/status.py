@@ -81,9 +81,10 @@ def _integrity(status: admin_pb2.StatusResponse) -> Facts:
     else:
         yield (
             "sampling",
-            f"{human_size(integrity.sample_bytes_per_s)}/s at most: a block that has rotted is found after "
-            f"{duration(max(1, math.ceil(integrity.expected_detection_s)))} on average, longer while blocks "
-            f"are copied{'' if integrity.verify == 'always' else '; until then a load can be given it'}",
+            "if bytes of a block change by themselves, this is noticed after "
+            f"{duration(max(1, math.ceil(integrity.expected_detection_s)))} on average "
+            f"({human_size(integrity.sample_bytes_per_s)}/s are read at most, less while blocks are copied)."
+            f"{'' if integrity.verify == 'always' else ' Until then, a load may get the changed bytes.'}",
         )
         slots = count(integrity.sampled_slots, "slot")
         yield "", f"{slots}, {human_size(integrity.sampled_bytes)} compared so far"

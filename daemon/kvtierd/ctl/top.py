@@ -24,7 +24,16 @@ TALL = 40
 """The height from which charts have four lines instead of two."""
 ENGINES_MAX = 8
 HISTORY_MAX = 500
-REASONS = ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready")
+REASONS = {
+    "absent": "not there",
+    "pending": "on their way",
+    "beyond": "behind the first miss",
+    "recompute": "faster to compute",
+    "lease_limit": "more than can be leased",
+    "draining": "daemon drains",
+    "not_ready": "ranks missing",
+}
+"""Why hashes were no hits: the reasons of `kvtier_lookup_misses_total`, in words."""
 ENGINE_NUMBERS_WIDTH, WORKER_NUMBERS_WIDTH, DISK_NUMBERS_WIDTH = 46, 50, 62
 """The width of each table without its columns of names, which get the rest."""
 
@@ -219,7 +228,7 @@ def _lines(period: Period) -> list[Text]:
     """Why lookups missed, and what somebody should look at."""
     missed = {reason: period.rate(f"missed_{reason}") for reason in REASONS}
     most_first = sorted((each for each in missed.items() if each[1]), key=lambda each: -each[1])
-    reasons = "  ".join(f"{reason.replace('_', ' ')} {per_second(rate)}" for reason, rate in most_first)
+    reasons = "  ".join(f"{per_second(rate)} {REASONS[reason]}" for reason, rate in most_first)
     lines = [Text.assemble(("Missed ", "bold"), reasons or "-")]
     counters, refused = period.status.counters, period.rate("throttled_blocks")
     if refused:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from kvtierd.config.settings import format_size, human_size
 from kvtierd.memory.errors import PoolError
-from kvtierd.memory.pool_file import HEADER_AREA_BYTES, gib, holders, refuse_foreign
+from kvtierd.memory.pool_file import (
+    HEADER_AREA_BYTES,
+    Header,
+    default_extent_bytes,
+    file_bytes,
+    gib,
+    holders,
+    read_header,
+    reason_to_remake,
+    refuse_foreign,
+)
 from kvtierd.preflight import places
 from kvtierd.preflight.findings import Finding, Situation, Verdict, in_use_by
 from kvtierd.preflight.processes import described
@@ -27,7 +37,7 @@ def check_pool(situation: Situation) -> Iterator[Finding]:
         yield Finding(
             "pool", Verdict.WARNING, "it is anonymous memory", remedy, "pool.persistent", value="false"
         )
-        yield from _check_memory(size, size)
+        yield from _check_memory(size, _file_bytes(situation))
         return
     if (trouble := places.private_folder(path.parent)) is not None:
         yield Finding("pool folder", Verdict.FAILURE, trouble.found, trouble.remedy, "pool.path", path)
@@ -53,8 +63,15 @@ def check_pool(situation: Situation) -> Iterator[Finding]:
     else:
         yield Finding("pool file system", Verdict.OK, mount.kind)
     yield from _check_room(path, size, have, folder, mount)
-    if mount.kind in places.OF_MEMORY and mount.kind != "hugetlbfs" and size > have:
-        yield from _check_memory(size, size - have)
+    if mount.kind in places.OF_MEMORY and mount.kind != "hugetlbfs" and _file_bytes(situation) > have:
+        yield from _check_memory(size, _file_bytes(situation) - have)
+
+
+def _file_bytes(situation: Situation) -> int:
+    """How much of pool.size is used: a header and whole extents."""
+    pool = situation.config.pool
+    extent_bytes = pool.extent_size or default_extent_bytes(pool.size)
+    return pool.size - (pool.size - HEADER_AREA_BYTES) % extent_bytes
 
 
 def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
@@ -75,7 +92,7 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
             pids = holders(fd)
             said = f"the pool is {in_use_by(pids, described(pids))}"
             if situation.is_of_daemon(pids):
-                yield Finding("pool file", Verdict.OK, said)
+                yield _dropped(fd, path, situation) or Finding("pool file", Verdict.OK, said)
             else:
                 remedy = "stop that daemon, or name another file"
                 yield failure(said, remedy, passing=True, holder=True)
@@ -86,9 +103,25 @@ def _check_file(path: Path, situation: Situation) -> Iterator[Finding]:
         except PoolError:
             yield failure("the file holds something that is not a pool", "remove it, or name another")
             return
+        free = f"{path} is a pool, or empty, and nobody uses it"
+        yield _dropped(fd, path, situation) or Finding("pool file", Verdict.OK, free)
     finally:
         os.close(fd)
-    yield Finding("pool file", Verdict.OK, f"{path} is a pool, or empty, and nobody uses it")
+
+
+def _dropped(fd: int, path: Path, situation: Situation) -> Finding | None:
+    """Warns if the pool in this file does not have the configured size, and a start would make it anew."""
+    header, pool = read_header(fd), situation.config.pool
+    if not isinstance(header, Header):
+        return None
+    made = file_bytes(header.geometry)
+    why = reason_to_remake(header, made, pool.size, pool.extent_size or None)
+    if why is None:
+        return None
+    found = f"the next start is cold, and drops the blocks that {path} holds: {why}"
+    extents = ", and leave pool.extent_size out," if pool.extent_size else ""
+    remedy = f"set pool.size as it was, or to {format_size(made)}{extents} to keep them"
+    return Finding("pool file", Verdict.WARNING, found, remedy, "pool.size", format_size(pool.size))
 
 
 def _check_room(path: Path, size: int, have: int, folder: Path, mount: places.Mount) -> Iterator[Finding]:

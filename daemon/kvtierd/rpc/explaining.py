@@ -86,7 +86,7 @@ def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
         case BlockVerdict.ELSEWHERE:
             return f"not stored in this namespace in the last {back_s:.0f} s, but in another"
         case BlockVerdict.NEVER_STORED:
-            return f"not stored in the last {back_s:.0f} s, which is as far as this daemon remembers"
+            return f"never stored, as far as this daemon remembers: not in the last {back_s:.0f} s"
 
 
 def _audited(each: Explanation) -> str:

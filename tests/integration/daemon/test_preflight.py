@@ -157,7 +157,12 @@ def test_a_pool_that_a_daemon_uses_is_named_with_its_pid_and_its_socket(
 def test_what_the_daemon_that_runs_uses_is_well_for_doctor(daemon: Daemon) -> None:
     metrics = daemon.metrics_url.removeprefix("http://").removesuffix("/metrics")
     host = Host(daemon.socket.parent, daemon.pool, metrics_listen=metrics, server_socket=daemon.socket)
-    assert [each for each in host.doctor() if each["verdict"] == "failure"] == []
+    found = {each["name"]: each for each in host.doctor()}
+    assert [each for each in found.values() if each["verdict"] == "failure"] == []
+    smaller = found["pool file"]
+    assert (smaller["verdict"], smaller["field"]) == ("warning", "pool.size"), smaller
+    assert "the next start is cold" in smaller["found"]
+    assert str(daemon.pool) in smaller["found"]
     status, said = host.serve()
     assert status == 69
     assert f"already running: pid {daemon.pid} owns {daemon.socket}" in said

@@ -173,6 +173,15 @@ def test_what_cannot_be_asked(
     assert (refused.value.reason, refused.value.field) == (reason, field)
 
 
+def test_a_hash_that_was_cut_is_told_how_long_those_are(host: Host, one: Instance) -> None:
+    digest = host.machine.status().instances[0].namespace or b""
+    with pytest.raises(Refusal) as refused:
+        host.machine.explain(b"\xde\xad")
+    assert refused.value.message == (
+        f"hash 'dead' has 2 bytes, and those of namespace {digest.hex()} have 32: give the whole hash"
+    )
+
+
 def test_nothing_changes_by_asking(host: Host, one: Instance) -> None:
     one.stored(*range(6))
     before = one.host.machine.core.blocks.table.dump()

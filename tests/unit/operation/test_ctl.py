@@ -11,7 +11,7 @@ from kvtier.v1 import admin_pb2
 from kvtierd.ctl import clear as ctl_clear
 from kvtierd.ctl import commands as ctl
 from kvtierd.ctl import text as ctl_text
-from kvtierd.ctl.explanation import explained, relevance
+from kvtierd.ctl.explanation import block_sizes, explained, relevance
 from kvtierd.ctl.lists import engines
 from kvtierd.ctl.status import page
 from kvtierd.ctl.terminal import plain
@@ -48,8 +48,8 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         "warm: 41 blocks, 42 KiB found in 0.50 s, 44 slots discarded",
         "21 of 400 blocks, 100 hit (25.0%)",
         "51 blocks failed their check and were not served: 11 before a load, 12 after a restart, 13 by s",
-        "64 MiB/s at most: a block that has rotted is found after 2 min 5 s "
-        "on average, longer while blocks are copied; until then a load can be given it",
+        "if bytes of a block change by themselves, this is noticed after 2 min 5 s on average (64 MiB/s are "
+        "read at most, less while blocks are copied). Until then, a load may get the changed bytes.",
         "70 slots, 71 MiB compared so far",
         "2 slots set aside",
         "engine-0  quarantined  tiny",
@@ -227,7 +227,7 @@ class TestExplain:
                 )
             ]
         )
-        text = plain(explained(response))
+        text = plain(explained([response]))
         for part in (
             f"namespace {'aa' * 16}  tiny  group 0",
             "not stored in this namespace",
@@ -251,13 +251,47 @@ class TestExplain:
         )
         response.explanations.sort(key=lambda each: relevance(each, {"bb"}))
         assert [each.namespace_digest for each in response.explanations] == ["dd", "bb", "aa", "cc"]
-        lines = plain(explained(response, {"bb"})).splitlines()
+        lines = plain(explained([response], {"bb"})).splitlines()
         assert [line[:12] for line in lines if line.startswith("namespace")] == [
             "namespace dd",
             "namespace bb",
         ]
         assert lines[-1].startswith("not known in 2 groups of namespaces that no attached engine uses")
-        assert plain(explained(response)).count("namespace ") == 4
+        assert plain(explained([response])).count("namespace ") == 4
+
+    def test_a_prompt_is_summed_up_and_neighbours_of_one_fate_are_one_entry(self) -> None:
+        def block(fate: str, text: str) -> admin_pb2.ExplainResponse:
+            verdict = admin_pb2.Verdict.Value(f"VERDICT_{fate}")
+            found = admin_pb2.Explanation(namespace_digest="aa", model="m", verdict=verdict, text=text)
+            never = admin_pb2.Explanation(namespace_digest="bb", verdict=admin_pb2.VERDICT_NEVER_STORED)
+            return admin_pb2.ExplainResponse(explanations=[never, found], known_namespaces=2)
+
+        prompt = [block("READABLE", "readable now")] * 20 + [
+            block("EVICTED", "evicted 9 s ago"),
+            block("EVICTED", "evicted 8 s ago"),
+            block("ON_DISK", "on a disk only"),
+        ]
+        assert plain(explained(prompt, set())).splitlines() == [
+            "namespace aa  m  group 0: 21 of 23 blocks can be loaded",
+            "  blocks 1 to 20: readable now",
+            "  blocks 21 to 22: evicted 9 s ago",
+            "  block 23: on a disk only",
+            "not known in 1 group of namespaces that no attached engine uses; --namespace DIGEST tells about "
+            "one of them (`kvtierctl namespaces`)",
+        ]
+
+    def test_what_is_known_nowhere_was_never_stored(self) -> None:
+        never = admin_pb2.Explanation(verdict=admin_pb2.VERDICT_NEVER_STORED)
+        response = admin_pb2.ExplainResponse(explanations=[never], uptime_s=65, known_namespaces=1)
+        said = plain(explained([response], set()))
+        first, second = said.splitlines()
+        assert first == "never stored, as far as this daemon remembers: not in the last 1 min 5 s"
+        assert second.startswith("not known in 1 group of namespaces that no attached engine uses")
+
+    def test_a_prompt_that_is_not_known_at_all_is_told_the_block_sizes_there_are(self) -> None:
+        there = [admin_pb2.NamespaceStatus(block_tokens=tokens) for tokens in (32, 16, 32, 0)]
+        assert "Blocks here have 16 or 32 tokens" in block_sizes(there)
+        assert block_sizes(there[-1:]) == ""
 
     def test_programs_can_tell_no_age_from_none_at_all(self) -> None:
         response = admin_pb2.ExplainResponse(explanations=[admin_pb2.Explanation(text="x")] * 2)

@@ -19,6 +19,7 @@ from kvtierd.config.daemon import Config, Loaded, MetricsConfig, PoolConfig, Ser
 from kvtierd.config.disk import DiskConfig
 from kvtierd.config.settings import Given
 from kvtierd.ctl import commands as ctl
+from kvtierd.memory import HostPool
 from kvtierd.preflight import (
     Finding,
     NotReadyError,
@@ -180,6 +181,34 @@ class TestPool:
         found = findings(with_pool(config, size=1 << 20))
         assert found["pool room"].verdict is Verdict.OK
         assert "memory" not in found
+
+    @pytest.mark.parametrize(
+        ("changes", "remedy"),
+        [
+            ({"size": 80 * MIB}, "set pool.size as it was, or to 64MiB to keep them"),
+            (
+                {"extent_size": 2 * MIB},
+                "set pool.size as it was, or to 64MiB, and leave pool.extent_size out,",
+            ),
+        ],
+    )
+    def test_another_size_than_that_of_the_file_is_a_cold_start(
+        self, config: Config, changes: dict[str, int], remedy: str
+    ) -> None:
+        with HostPool.open(config.pool.path, config.pool.size, lock_timeout_s=1):
+            held = findings(with_pool(config, **changes), may_run=False)["pool file"]
+            assert held.verdict is Verdict.FAILURE, "who holds it comes first"
+        assert findings(config)["pool file"].verdict is Verdict.OK
+        found = findings(with_pool(config, **changes))["pool file"]
+        assert found.verdict is Verdict.WARNING
+        assert "the next start is cold, and drops the blocks" in found.found
+        assert found.remedy.startswith(remedy)
+
+    def test_the_rest_that_is_too_small_for_an_extent_takes_no_memory(self, config: Config) -> None:
+        found = findings(with_pool(config, size=66 * MIB, extent_size=16 * MIB))
+        assert found["memory"].found.endswith("the pool takes 66 MiB more")
+        found = findings(with_pool(config, size=80 * MIB, extent_size=16 * MIB))
+        assert found["memory"].found.endswith("the pool takes 66 MiB more")
 
     def test_a_folder_that_others_can_write_is_no_place_for_it(self, config: Config, shm_dir: Path) -> None:
         shm_dir.chmod(0o777)

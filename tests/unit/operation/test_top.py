@@ -59,7 +59,7 @@ def test_rates_are_of_the_time_between_two_statuses(status: admin_pb2.StatusResp
         "Hits 75% ",
         "1000 hashes/s",
         "10 lookups/s",
-        "Missed beyond 240/s  absent 10/s\n",
+        "Missed 240/s behind the first miss  10/s not there\n",
         "NO ROOM 3.0/s blocks were not stored",
         "Stored 32 MiB/s",
         "50 blocks/s",

@@ -116,10 +116,13 @@ def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now:
         raise Refusal(Reason.NAMESPACE_INVALID, no_such(core, namespace), field="namespace", value=namespace)
     fitting = [each for each in asked if each[0].about is None or each[0].about.hash_bytes == len(key)]
     if asked and not fitting:
-        lengths = {place.about.hash_bytes for place, _ in asked if place.about is not None}
+        lengths = sorted({place.about.hash_bytes for place, _ in asked if place.about is not None})
+        digests = list(dict.fromkeys(place.namespace.hex() for place, _ in asked))
+        whose = f"namespace {digests[0]}" if len(digests) == 1 else f"the {len(digests):,} namespaces"
         raise Refusal(
             Reason.HASH_LENGTH,
-            f"hashes of this namespace have {' or '.join(map(str, sorted(lengths)))} bytes",
+            f"hash '{key.hex()}' has {len(key)} bytes, and those of {whose} have "
+            f"{' or '.join(map(str, lengths))}: give the whole hash",
             field="hash",
             value=len(key),
         )
