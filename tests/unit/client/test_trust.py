@@ -218,7 +218,7 @@ def test_users_whom_a_namespace_does_not_know_are_nobody_in_particular(
 
 
 def test_a_missing_socket_is_said_to_be_missing(socket_dir: Path) -> None:
-    with pytest.raises(ConnectionLostError, match=r"no daemon listens at .*/k\.sock .*, which does not exist"):
+    with pytest.raises(ConnectionLostError, match=r"no daemon listens at .*/k\.sock .*which does not exist"):
         trust.require_listener(Address(socket_dir / "k.sock"))
 
 
