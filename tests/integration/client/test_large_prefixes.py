@@ -85,7 +85,7 @@ def test_people_see_it(tight: DaemonHost, connect_to: Connect) -> None:
     assert f"found {len(PREFIX)} blocks and could lease {hit.hits} of them" in found.text
     for command, expected in (
         (["status"], f"1 lookups found more than they could lease: {unleased} blocks"),
-        (["top", "--frames=1"], "lease limit"),
+        (["top", "--frames=1"], "more than can be leased"),
     ):
         said = subprocess.run(
             [*CTL, *command, f"--socket={tight.socket}"],
