@@ -126,7 +126,7 @@ class ConnectorConfig:
             try:
                 resolve(given.get("socket") or None)
             except KvtierError as error:
-                wrong.append(f"socket={given.get('socket', '')!r}: {error.message}")
+                wrong.append(f"{error.field}={error.value!r}: {error.message}")
         told = [f"kv_connector_extra_config: {mistake}" for mistake in wrong if mistake]
         if told:
             raise ConnectorConfigError("; ".join(told))

@@ -100,3 +100,13 @@ def test_two_variables_that_name_different_sockets_are_refused_unless_one_is_set
     with pytest.raises(ConnectorConfigError, match=r"/none/a\.sock.*/none/b\.sock"):
         ConnectorConfig.parse({})
     assert ConnectorConfig.parse({"socket": "/none/c.sock"}).socket == "/none/c.sock"
+
+
+def test_a_user_of_the_daemon_who_does_not_exist_is_refused_by_that_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVTIER_DAEMON_USER", "nobody-of-that-name")
+    with pytest.raises(
+        ConnectorConfigError, match="KVTIER_DAEMON_USER='nobody-of-that-name': there is no such user"
+    ):
+        ConnectorConfig.parse({"socket": "/none/c.sock"})

@@ -52,8 +52,9 @@ class Found:
         """One sentence without a full stop that says what was found and what to do. It does not say how to
         start a daemon, because not everybody who asks can."""
         if self.reach in (Reach.MISSING, Reach.NOBODY):
-            where = " (its path is KVTIER_SOCKET, or the setting `socket`)" * (self.reach is Reach.MISSING)
-            return f"no daemon listens at {self.path}{where}, which {self.detail}"
+            other = "; KVTIER_SOCKET or the setting `socket` names another one"
+            hint = other if self.reach is Reach.MISSING else ""
+            return f"no daemon listens at {self.path}, which {self.detail}{hint}"
         return self.detail
 
 
@@ -118,7 +119,7 @@ def _socket_in(folder: Path) -> Path | None:
 def _not_permitted(path: Path) -> str:
     """Says which folder or socket it is, whose that is, who we are, and what to change."""
     beginning = f"you may not use the socket {path}"
-    for folder in folders_to(path):
+    for folder in _folders(path):
         if not os.access(folder, os.X_OK, effective_ids=True):
             if folder == path.absolute().parent:
                 remedy = f"{SET_GROUP}, and open the folder to it (chgrp GROUP {folder}; chmod g+x {folder})"
@@ -134,7 +135,7 @@ def _not_permitted(path: Path) -> str:
     )
 
 
-def folders_to(path: Path) -> Iterator[Path]:
+def _folders(path: Path) -> Iterator[Path]:
     """Yields the folders on the way to a path, from the root: as it is written, then where links lead."""
     plain = path.absolute()
     real = Path(os.path.realpath(plain))

@@ -8,22 +8,26 @@ that nobody but these can have put in its place: /run/kvtier is the daemon's, be
 while a folder in /tmp may be anybody's.
 """
 
+import errno
 import grp
 import os
 import pwd
 import socket
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.connection.address import DAEMON_USER_VARIABLE, Address
-from kvtier.connection.reach import explain, folders_to, user_of
+from kvtier.connection.reach import explain, user_of
 from kvtier.errors import ConnectionLostError
 
 CREDENTIALS = struct.Struct("=iII")
 """What SO_PEERCRED returns: pid, uid and gid of who began to listen."""
 OVERFLOW_UID_FILE = Path("/proc/sys/kernel/overflowuid")
 OVERFLOW_UID = 65534
+LINKS_MAX = 40
+"""The kernel follows as many links on one path."""
 BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -31,12 +35,11 @@ def require_daemon(connected: socket.socket, path: Path, daemon_user: int | None
     """Raises ConnectionLostError, which says what to do, unless a trusted user listens at the other end of a
     socket that is connected to `path`. Sends nothing. Returns the process that listens; 0: it is not visible
     from here."""
-    pid, uid, _ = CREDENTIALS.unpack(
-        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    )
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(credentials)
     trusted = trusted_by_place(path) if daemon_user is None else {0, os.geteuid(), daemon_user}
     if uid not in trusted:
-        raise _untrusted(path, f"a process of user {user_of(uid)} listens there", str(user_of(uid)))
+        raise _of_stranger(path, f"a process of user {user_of(uid)} listens there", uid)
     return int(pid)
 
 
@@ -64,34 +67,59 @@ def trusted_by_place(path: Path) -> set[int]:
     ConnectionLostError if somebody else could."""
     trusted = {0, os.geteuid()}
     try:
-        for place in (*folders_to(path), path):
+        for place in _way_to(path):
             above, found = place.parent.lstat(), place.lstat()
-            if stat.S_ISLNK(above.st_mode):
-                above = place.parent.stat()
             if place == place.parent:
                 trusted.add(found.st_uid)  # whoever owns the root owns everything
             elif above.st_mode & BY_OTHERS == 0 or _is_own_group(above):
                 trusted.add(found.st_uid)  # the owner of the folder above has put it there
             elif not above.st_mode & stat.S_ISVTX:
-                mode = f"{stat.S_IMODE(above.st_mode):04o}"
-                told = (
-                    f"others can exchange what is in {place.parent} (mode {mode}; chmod go-w {place.parent})"
+                folder, mode = place.parent, f"{stat.S_IMODE(above.st_mode):04o}"
+                raise _refused(
+                    path,
+                    f"users besides its owner can exchange what is in {folder} (mode {mode}), so any of them "
+                    f"may be listening; chmod go-w {folder}, name another socket, or name the user whom your "
+                    f"daemon runs as: {DAEMON_USER_VARIABLE}=USER",
                 )
-                raise _untrusted(path, told)
             elif found.st_uid not in trusted - ({_overflow_uid()} - {os.geteuid()}):
-                owner = user_of(found.st_uid)
-                raise _untrusted(path, f"{place} belongs to user {owner}", str(owner))
+                whose = f"{place} belongs to user {user_of(found.st_uid)}"
+                raise _of_stranger(path, whose, found.st_uid)
     except OSError as error:
         raise ConnectionLostError(explain(path, error).text) from None
     return trusted
 
 
-def _untrusted(path: Path, why: str, user: str = "USER") -> ConnectionLostError:
-    whose = "and that is neither root nor you" if user != "USER" else "so anybody may be listening"
-    return ConnectionLostError(
-        f"nothing was said to the daemon at {path}: {why}, {whose}; name another socket, or, if your daemon "
-        f"runs as such a user, name that user: {DAEMON_USER_VARIABLE}={user.split(' ')[0]}"
+def _way_to(path: Path) -> Iterator[Path]:
+    """Yields the root, and every folder, link and file that leads to a path. The folder above each is no link
+    itself. Raises OSError."""
+    place, rest, links = Path("/"), list(path.absolute().parts[1:]), 0
+    yield place
+    while rest:
+        name = rest.pop(0)
+        if name == "..":
+            place = place.parent
+            continue
+        place /= name
+        yield place
+        if place.is_symlink():
+            if (links := links + 1) > LINKS_MAX:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            target = place.readlink()
+            place = Path("/") if target.is_absolute() else place.parent
+            rest[:0] = [part for part in target.parts if part != "/"]
+
+
+def _of_stranger(path: Path, whose: str, uid: int) -> ConnectionLostError:
+    user = user_of(uid)
+    return _refused(
+        path,
+        f"{whose}, whom this process has no reason to trust; name another socket, or, if your daemon runs as "
+        f"that user, set {DAEMON_USER_VARIABLE}={user.name}",
     )
+
+
+def _refused(path: Path, why: str) -> ConnectionLostError:
+    return ConnectionLostError(f"nothing was said to the daemon at {path}: {why}")
 
 
 def _is_own_group(folder: os.stat_result) -> bool:

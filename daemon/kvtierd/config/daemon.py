@@ -216,8 +216,8 @@ class MetricsConfig:
     listen: str = s.setting(
         "127.0.0.1:9470",
         s.address,
-        "Where Prometheus metrics are served; port 0 picks a free one, off serves none. Not given: a free "
-        "port if that of the default is taken, as by the daemon of another user.",
+        "Where Prometheus metrics are served; port 0 picks a free one, off serves none. If nobody sets "
+        "it, and the default port is taken, as by another user's daemon, a free one is used.",
     )
 
 

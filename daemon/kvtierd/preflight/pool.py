@@ -68,7 +68,8 @@ def check_pool(situation: Situation) -> Iterator[Finding]:
 
 
 def _file_bytes(situation: Situation) -> int:
-    """How much of pool.size is used: a header and whole extents."""
+    """How much of pool.size is used: a header and whole extents. Unlike `geometry_for`, it accepts any size,
+    because what is too large is told with all else."""
     pool = situation.config.pool
     extent_bytes = pool.extent_size or default_extent_bytes(pool.size)
     return pool.size - (pool.size - HEADER_AREA_BYTES) % extent_bytes

@@ -82,7 +82,7 @@ def test_a_folder_that_a_stranger_made_first_is_not(
 ) -> None:
     address = listening(folder_in(common) / "k.sock")
     give(address.socket.parent, STRANGER)
-    told = rf"nothing was said .*/k\.sock: .*/kvtier belongs to user {STRANGER}, .* neither root nor you"
+    told = rf"nothing was said .*/k\.sock: .*/kvtier belongs to user {STRANGER}, whom .* no reason to trust"
     with pytest.raises(ConnectionLostError, match=rf"{told}.*KVTIER_DAEMON_USER={STRANGER}$"):
         trust.require_listener(address)
 
@@ -123,7 +123,10 @@ def test_a_folder_in_which_others_can_exchange_the_socket_is_not(
     socket_dir: Path, listening: Callable[[Path], Address], mode: int
 ) -> None:
     address = listening(folder_in(socket_dir, mode) / "k.sock")
-    with pytest.raises(ConnectionLostError, match=rf"others can exchange .*mode {mode:04o}; chmod go-w /"):
+    with pytest.raises(
+        ConnectionLostError,
+        match=rf"users besides its owner can exchange .*mode {mode:04o}\), .*; chmod go-w /",
+    ):
         trust.require_listener(address)
 
 
@@ -133,7 +136,7 @@ def test_nor_is_one_that_members_of_another_group_can(
     address = listening(folder_in(socket_dir, 0o770) / "k.sock")
     trust.require_listener(address)  # root's own group has no other member
     os.chown(address.socket.parent, 0, STRANGER)
-    with pytest.raises(ConnectionLostError, match="others can exchange"):
+    with pytest.raises(ConnectionLostError, match="users besides its owner can exchange"):
         trust.require_listener(address)
 
 
@@ -155,6 +158,27 @@ def test_links_are_followed_and_judged(
     listening(stranger / "k.sock")
     with pytest.raises(ConnectionLostError, match=f"kvtier belongs to user {STRANGER}"):
         trust.require_listener(Address(own / "k.sock"))
+
+
+def test_each_link_on_the_way_is_judged_not_only_the_first_and_the_end(
+    common: Path, socket_dir: Path, listening: Callable[[Path], Address], give: Give
+) -> None:
+    """Or a stranger could let it lead somewhere else, once we have looked."""
+    address = listening(folder_in(socket_dir) / "k.sock")
+    strangers, own = common / "strangers", socket_dir / "own"
+    strangers.symlink_to(address.socket.parent)
+    own.symlink_to("common/../common/strangers")
+    trust.require_listener(Address(own / "k.sock"))
+    give(strangers, STRANGER)
+    with pytest.raises(ConnectionLostError, match=f"strangers belongs to user {STRANGER}"):
+        trust.require_listener(Address(own / "k.sock"))
+
+
+def test_links_in_a_circle_end(socket_dir: Path) -> None:
+    (socket_dir / "a").symlink_to("b")
+    (socket_dir / "b").symlink_to("a")
+    with pytest.raises(ConnectionLostError, match="symbolic links"):
+        trust.trusted_by_place(socket_dir / "a" / "k.sock")
 
 
 def test_who_listens_counts_not_only_where(
@@ -218,7 +242,7 @@ def test_users_whom_a_namespace_does_not_know_are_nobody_in_particular(
 
 
 def test_a_missing_socket_is_said_to_be_missing(socket_dir: Path) -> None:
-    with pytest.raises(ConnectionLostError, match=r"no daemon listens at .*/k\.sock .*which does not exist"):
+    with pytest.raises(ConnectionLostError, match=r"no daemon listens at .*/k\.sock, which does not exist"):
         trust.require_listener(Address(socket_dir / "k.sock"))
 
 
