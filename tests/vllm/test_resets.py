@@ -12,6 +12,7 @@ from tests.vllm.rig import BLOCK, Rig, full_blocks, prompt, same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
+ATTEMPTS = 5
 HELD = "len(side._storer.holds)"
 FREE = "scheduler.kv_cache_manager.block_pool.get_num_free_blocks()"
 RESET = f"[{HELD}, llm.reset_prefix_cache(), {HELD}]"
@@ -22,8 +23,10 @@ RESET = f"[{HELD}, llm.reset_prefix_cache(), {HELD}]"
 def test_a_reset_succeeds_right_after_the_last_request(rig: Rig, count: int) -> None:
     """Also where several end in the same step."""
     held = 0
-    for index in range(8):
-        seeds = range(400 + 40 * count + 4 * index, 400 + 40 * count + 4 * index + count)
+    for index in range(40):
+        if held and index >= 8:
+            break
+        seeds = range(10_000 * count + 4 * index, 10_000 * count + 4 * index + count)
         # Their last blocks are full, and stored, in the last step.
         rig.engine.generate([prompt(2 * BLOCK, seed) for seed in seeds], max_tokens=1)
         before, succeeded, after = rig.look(RESET)
@@ -91,23 +94,32 @@ def test_a_request_that_is_aborted_while_it_loads_is_in_nobodys_way(
     does not."""
     tokens = prompt(6 * BLOCK + 1, seed=650 + len(way))
     cold, _ = rig.both(tokens)
-    with_fault("slow-copy:1500")  # longer than all that follows takes
-    free = rig.look(FREE)
+    with_fault("slow-copy:1500")  # usually longer than all that follows takes
     rig.generate(tokens[: 2 * BLOCK + 1], max_tokens=1)  # stored before the fault, and loaded
-    rig.forget()
-    request = rig.engine.call("add", prompt=tokens, max_tokens=2, logprobs=1)["request"]
-    deadline_s = time.monotonic() + 30
-    while "WAITING_FOR_REMOTE_KVS" not in rig.engine.call("step")["requests"].values():
-        assert time.monotonic() < deadline_s
-    rig.engine.call("abort", requests=[request])
-    try:
-        assert rig.look(f"str({way})") in ("True", "None")
-        assert rig.look(FREE) < free, "the load was over before"
-    finally:
-        rig.look("str(core.wake_up())")
-        rig.look("str(core.resume_scheduler())")
-    rig.engine.drain()
-    assert rig.look(FREE) == free
+    for _ in range(ATTEMPTS):
+        rig.forget()
+        free = rig.look(FREE)
+        request = rig.engine.call("add", prompt=tokens, max_tokens=2, logprobs=1)["request"]
+        deadline_s = time.monotonic() + 30
+        while "WAITING_FOR_REMOTE_KVS" not in rig.engine.call("step")["requests"].values():
+            assert time.monotonic() < deadline_s
+        rig.engine.call("abort", requests=[request])
+        try:
+            assert rig.look(f"str({way})") in ("True", "None")
+            loads = rig.look(FREE) < free
+        finally:
+            rig.look("str(core.wake_up())")
+            rig.look("str(core.resume_scheduler())")
+        rig.engine.drain()
+        assert rig.look(FREE) == free
+        if loads:
+            break
+        for _ in range(2):  # in the namespace that the engine has now, to which its ranks come with a step
+            rig.generate(tokens)
+            rig.wait_ready()
+            rig.wait_stored()
+            rig.engine.reset_prefix_cache()
+    assert loads, "each load was over before the request was aborted"
     rig.wait_stored()
     rig.engine.reset_prefix_cache()
     again = rig.generate(tokens)
